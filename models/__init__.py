@@ -1,0 +1,1 @@
+"""The Llama model, its cost and its names. Knows nothing of parallelism."""

@@ -1,0 +1,20 @@
+"""Inner attention, without weights: what happens between the projections.
+
+Shapes: B batch, T tokens, N query heads, K key-value heads, H head dim.
+"""
+
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class CausalAttention(nn.Module):
+    """Causal softmax attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H]; K divides N.
+
+    Scale 1/sqrt(H). A module of its own, so that a sharding or a profile can name it.
+    """
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)

@@ -1,0 +1,215 @@
+"""Llama 3: the whole model, and what it publishes about itself to whoever shards it.
+
+Shapes: B batch, T tokens, D dim, N query heads, K key-value heads, H head dim, F ffn dim, V vocabulary.
+
+Sources: The Llama 3 Herd of Models (arXiv 2407.21783) and the Hugging Face implementation, whose weight layout
+(rotate-half RoPE) this follows. Blocks are pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)).
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from models.attention import CausalAttention
+from models.loss import cross_entropy_sum
+from models.rope import RopeScaling, apply_rope, rope_tables
+
+INIT_STD = 0.02  # normal initialisation: GPT-2's report, and `initializer_range` of Hugging Face's Llama
+
+# Tensor-parallel style of each weight, by fqn pattern; `parallel/` gives the words their meaning.
+SHARDING: dict[str, str] = {
+    "tok_embeddings": "vocab",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "head.norm": "sequence",
+    "head.output": "colwise",
+}
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of the model.
+
+    Args:
+        dim: width of the residual stream
+        n_layers: number of transformer blocks
+        n_heads: number of query heads; the head dim is dim / n_heads
+        n_kv_heads: number of key-value heads, each shared by n_heads / n_kv_heads query heads
+        ffn_dim: hidden width of the SwiGLU feed-forward
+        vocab_size: number of token ids
+        max_seq_len: longest sequence the position tables cover, in tokens
+        rope_theta: base of the rotary wavelengths
+        rope_scaling: Llama 3.1's frequency scaling, or null
+        norm_eps: epsilon of every RMSNorm
+        tie_embeddings: output head and token embedding share one weight
+    """
+
+    dim: int = 256
+    n_layers: int = 4
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    ffn_dim: int = 768
+    vocab_size: int = 264
+    max_seq_len: int = 2048
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}")
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(f"model.dim={self.dim} must be an even multiple of model.n_heads={self.n_heads}: "
+                             "RoPE rotates channels in pairs")  # fmt: skip
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with RoPE: x[B, T, D] -> [B, T, D]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.inner = CausalAttention()
+
+    def forward(self, x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+        q_BTNH, k_BTKH, v_BTKH = (
+            rearrange(w(x), "B T (heads H) -> B T heads H", H=self.head_dim) for w in (self.wq, self.wk, self.wv)
+        )
+        q_BTNH, k_BTKH = apply_rope(q_BTNH, cos_TH, sin_TH), apply_rope(k_BTKH, cos_TH, sin_TH)
+        return self.wo(rearrange(self.inner(q_BTNH, k_BTKH, v_BTKH), "B T N H -> B T (N H)"))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x), x[B, T, D] -> [B, T, F] -> [B, T, D]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block, x[B, T, D] -> [B, T, D]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), cos_TH, sin_TH)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Head(nn.Module):
+    """Final norm and output projection; with targets also the loss, so that logits never leave this module."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        logits_BTV = self.output(self.norm(x))
+        return logits_BTV if targets_BT is None else cross_entropy_sum(logits_BTV, targets_BT)
+
+
+class Llama(nn.Module):
+    """tokens[B, T] -> logits[B, T, V]; with targets[B, T] -> the summed loss in nats, a float32 scalar.
+
+    Built on any device, meta included; `init_weights` must run before the first forward.
+    """
+
+    cos_TH: Tensor
+    sin_TH: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.head = Head(config)
+        if config.tie_embeddings:
+            self.head.output.weight = self.tok_embeddings.weight
+        for name in ("cos_TH", "sin_TH"):
+            self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        x = self.tok_embeddings(tokens_BT)
+        seq_len = tokens_BT.shape[1]
+        cos_TH, sin_TH = self.cos_TH[:seq_len], self.sin_TH[:seq_len]
+        for block in self.layers:
+            x = block(x, cos_TH, sin_TH)
+        return self.head(x, targets_BT)
+
+
+def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:
+    """Modules whose parameters belong together, in the order of the forward: embedding; each block; norm and output.
+
+    Tied embeddings put the first and the last into one unit: a parameter can live in only one.
+    """
+    blocks: list[tuple[str, ...]] = [(f"layers.{i}",) for i in range(config.n_layers)]
+    if config.tie_embeddings:
+        return [("tok_embeddings", "head"), *blocks]
+    return [("tok_embeddings",), *blocks, ("head",)]
+
+
+def copy_whole(parameter: Tensor, value: Tensor) -> None:
+    """Fill an unsharded parameter; `init_weights` takes another function for sharded ones."""
+    parameter.copy_(value)
+
+
+@torch.no_grad()
+def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None] = copy_whole) -> None:
+    """Fill parameters and position tables in place, the same values on any mesh.
+
+    Normal with standard deviation 0.02; projections into the residual stream are scaled by 1/sqrt(2 n_layers)
+    (GPT-2), norms are one. Each parameter draws from a generator of its own, seeded by (seed, fqn), so its
+    values depend neither on the others nor on how it is sharded (they do depend on the kind of device).
+    `copy(parameter, value)` puts one whole tensor into a parameter, which may hold only a shard of it.
+    """
+    residual_std = INIT_STD / (2 * model.config.n_layers) ** 0.5
+    for fqn, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            value = torch.ones(parameter.shape, device=parameter.device)
+        else:
+            std = residual_std if fqn.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else INIT_STD
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
+            value = torch.randn(parameter.shape, generator=generator, device=parameter.device) * std
+        copy(parameter, value)
+    config = model.config
+    cos_TH, sin_TH = rope_tables(config.head_dim, config.max_seq_len, config.rope_theta, config.rope_scaling)
+    model.cos_TH.copy_(cos_TH)
+    model.sin_TH.copy_(sin_TH)

@@ -1,0 +1,18 @@
+"""The order in which a plan is applied, once, and nothing else."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.activation_checkpoint import apply_activation_checkpoint
+from parallel.compile import apply_compile
+from parallel.fsdp import apply_fsdp, apply_prefetch
+from parallel.mesh import fsdp_mesh
+from parallel.plan import Plan
+
+
+def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be made."""
+    apply_activation_checkpoint(model, plan)
+    apply_compile(model, plan)
+    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh))
+    apply_prefetch(model, plan)

@@ -1,0 +1,57 @@
+"""torch.compile, in place, module by module; and what it needs from the machine."""
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from parallel.plan import Plan, PlanError
+
+
+def apply_compile(model: nn.Module, plan: Plan) -> None:
+    """Compile every module of the plan's compiled units in place, as one graph each (fullgraph).
+
+    Blocks of equal shape share one compiled graph, so compile time does not grow with depth. `module.compile`
+    keeps parameter names, where `torch.compile(module)` would prefix them. The embedding stays eager: it is one
+    look-up, and under tensor parallelism its masked partial result cannot enter a graph.
+    """
+    options = {"mode": plan.compile.mode} if plan.compile.mode != "default" else {}
+    for unit in plan.units:
+        for name in unit.modules if unit.compiled else ():
+            module = model.get_submodule(name)
+            if not isinstance(module, nn.Embedding):
+                module.compile(backend=plan.compile.backend, fullgraph=True, dynamic=False, **options)
+
+
+def check_compiler(plan: Plan, device_type: str) -> None:
+    """Raise PlanError where inductor would fail for want of a compiler or of Python's headers."""
+    if not plan.compile.enabled or plan.compile.backend != "inductor":
+        return
+    missing = None
+    if device_type == "cpu":
+        missing = _missing_for_cpu()
+    elif not any(map(shutil.which, ("cc", "gcc", "clang"))):  # Triton builds its launcher with one of these
+        missing = "a C compiler (gcc or clang)"
+    if missing:
+        raise PlanError(f"parallel.compile.enabled=true needs {missing}, which this machine lacks. Install it "
+                        "(Debian, Ubuntu: apt-get install g++ python3-dev), or train without compiling: "
+                        "--parallel.compile.enabled=false")  # fmt: skip
+
+
+def _missing_for_cpu() -> str | None:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "a C++ compiler (g++)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "the headers of this Python (Python.h)"
+    return None
+
+
+def count_compiled_frames() -> int:
+    """How many times dynamo has compiled something in this process; every recompile adds one."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])

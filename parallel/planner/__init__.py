@@ -1,0 +1,1 @@
+"""What a plan will need, by formula and table, before anything runs."""

@@ -1,0 +1,80 @@
+"""Memory of one rank under a plan, by formula. Bytes throughout."""
+
+from dataclasses import asdict, dataclass
+
+from parallel.plan import Plan, UnitPlan
+
+FLOAT32_BYTES = 4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelFootprint:
+    """What a model says of its size, for planning.
+
+    `unit_parameters`: parameters of each FSDP unit, in plan order. `saved_per_token`: values a checkpointable unit
+    keeps per token for its backward. `kept_per_token`: values it keeps when it is checkpointed in full (its input).
+    `logits_per_token`: width of the output head.
+    """
+
+    unit_parameters: tuple[int, ...]
+    saved_per_token: int
+    kept_per_token: int
+    logits_per_token: int
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank by kind, at the step's peak."""
+
+    params: int
+    grads: int
+    optimizer: int
+    unsharded: int
+    activations: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+def estimate_memory(plan: Plan, model: ModelFootprint, seq_len: int) -> MemoryEstimate:
+    """Estimate a rank's memory: float32 sharded parameters, gradients and two Adam moments; the units that are
+    gathered at once; what the forward keeps; the logits; the reduction's buffer. Allocator overhead is not in it.
+    """
+    shards = plan.mesh.dp_shard
+    sharded = sum(-(-count // shards) for count in model.unit_parameters) * FLOAT32_BYTES
+    tokens = plan.micro_batch_size * seq_len
+    dtype_bytes = max(DTYPE_BYTES[unit.param_dtype] for unit in plan.units)
+    largest = max(model.unit_parameters)
+    reduce_bytes = max(DTYPE_BYTES[unit.reduce_dtype] for unit in plan.units)
+    return MemoryEstimate(
+        params=sharded,
+        grads=sharded,
+        optimizer=2 * sharded,
+        unsharded=_unsharded(plan, model),
+        activations=_activations(plan.units, model, tokens),
+        # the logits, their float32 copy in the loss, and their gradient
+        logits=tokens * model.logits_per_token * (2 * dtype_bytes + FLOAT32_BYTES),
+        # the largest unit's whole gradient, and its copy on the way into the reduce-scatter
+        buffers=largest * (dtype_bytes + reduce_bytes),
+    )
+
+
+def _unsharded(plan: Plan, model: ModelFootprint) -> int:
+    """Gathered parameters: units that stay gathered after their forward, and of the others as many of the largest
+    as are gathered at once (the one at work and those prefetched)."""
+    sizes = [n * DTYPE_BYTES[u.param_dtype] for n, u in zip(model.unit_parameters, plan.units, strict=True)]
+    stay = sum(size for size, unit in zip(sizes, plan.units, strict=True) if unit.reshard_after_forward is False)
+    freed = sorted((s for s, u in zip(sizes, plan.units, strict=True) if u.reshard_after_forward is not False), reverse=True)
+    ahead = max(max(unit.forward_prefetch, unit.backward_prefetch) for unit in plan.units)
+    return stay + sum(freed[: 1 + ahead])
+
+
+def _activations(units: tuple[UnitPlan, ...], model: ModelFootprint, tokens: int) -> int:
+    blocks = units[1:-1] if len(units) > 2 else units
+    saved = [model.kept_per_token if u.activation_checkpoint == "full" else model.saved_per_token for u in blocks]
+    recomputed = model.saved_per_token if any(u.activation_checkpoint == "full" for u in blocks) else 0
+    return (sum(saved) + recomputed) * tokens * max(DTYPE_BYTES[u.param_dtype] for u in blocks)

@@ -1,0 +1,158 @@
+"""Checkpoints: sharded safetensors files, a JSON of the position, and one rename that makes them count.
+
+`checkpoints/step-00000100/` holds every rank's shards (torch's distributed checkpoint writes and reshards them;
+no pickle anywhere), `state.json`, and the run's config. A folder with a final name is complete.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used: the message names it, what is wrong and the way out."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save and where to go on.
+
+    Args:
+        every: optimizer steps between checkpoints; the last step and a stop are saved too; 0 is never
+        keep: how many of the newest checkpoints stay; 0 keeps all
+        resume: auto goes on from the newest checkpoint of run.dir, or starts if there is none; none starts anew;
+            or the path of a checkpoint
+    """
+
+    every: int = 0
+    keep: int = 2
+    resume: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep < 0:
+            raise ValueError(f"checkpoint.every={self.every} and checkpoint.keep={self.keep} must not be negative")
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: steps done, samples of the data order used, and the world size that saved it."""
+
+    step: int = 0
+    samples: int = 0
+    world_size: int = 0
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
+    """The checkpoint that `checkpoint.resume` means, or None to start at step 0. CheckpointError if a named one is
+    not there: never a silent start from 0."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        found = list_checkpoints(folder)
+        return found[-1] if found else None
+    path = Path(resume)
+    if not (path / "state.json").is_file():
+        raise CheckpointError(f"checkpoint.resume={resume} is not a checkpoint (it has no state.json): "
+                              "name a folder such as runs/NAME/checkpoints/step-00000100, or auto")  # fmt: skip
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and (path / "state.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def read_position(checkpoint: Path) -> Position:
+    """The position a checkpoint was saved at."""
+    try:
+        return Position(**json.loads((checkpoint / "state.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint}/state.json cannot be read ({error}): name another checkpoint") from None
+
+
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, config_yaml: str, keep: int
+) -> Path:
+    """Save model, optimizer, random state and position; all ranks call it. The step's folder appears by one rename.
+
+    Then the oldest checkpoints beyond `keep` are deleted.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    final = folder / f"step-{position.step:08d}"
+    partial = folder / f".{final.name}.partial"
+    main = dist.get_rank() == 0
+    if main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    tensors = {**training_tensors(model, optimizer), **_random_state()}
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+    dist.barrier()
+    if main:
+        (partial / "config.yaml").write_text(config_yaml)
+        (partial / "state.json").write_text(json.dumps(asdict(position)) + "\n")
+        if final.exists():  # the same step, saved again by a run that went on from an earlier checkpoint
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        for old in list_checkpoints(folder)[: -keep or None] if keep else []:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+    """Read a checkpoint into model and optimizer in place, on whatever mesh they are; all ranks call it.
+
+    The random state comes back where as many ranks load as saved. Raises CheckpointError.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    position = read_position(checkpoint)
+    tensors = training_tensors(model, optimizer)
+    random_state = _random_state() if position.world_size == dist.get_world_size() else {}
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint))
+    saved = reader.read_metadata().state_dict_metadata
+    _compare(checkpoint, {name: tuple(t.shape) for name, t in tensors.items()},
+             {name: tuple(getattr(meta, "size", ())) for name, meta in saved.items() if not name.startswith("random.")})  # fmt: skip
+    dcp.load({**tensors, **random_state}, storage_reader=reader)
+    for name, state in random_state.items():
+        (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
+    return position
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor that training changes, by plain name: `model.FQN` and `optim.FQN.MOMENT`; a tied weight once."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+    for parameter, state in optimizer.state.items():
+        tensors |= {f"optim.{names[parameter]}.{key}": value for key, value in state.items()}
+    return tensors
+
+
+def _random_state() -> dict[str, Tensor]:
+    rank = dist.get_rank()
+    states = {f"random.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _compare(checkpoint: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
+    differences = [f"{name}: here {here.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
+                   for name in sorted(here.keys() | saved.keys()) if here.get(name) != saved.get(name)]  # fmt: skip
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differences[:3])}{more}. "
+                              "Use its config, or another run.dir")  # fmt: skip

@@ -1,0 +1,210 @@
+"""The whole configuration: one dataclass per section, each beside its consumer, read from YAML and dotted overrides."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from models.llama import LlamaConfig
+from parallel.config import ParallelConfig
+from parallel.strict_yaml import YamlError, load_mapping
+from train.checkpoint import CheckpointConfig
+from train.data.config import DataConfig
+from train.metrics import MetricsConfig
+from train.optim import OptimConfig
+from train.profiling import ProfileConfig
+from train.runtime import RunConfig
+
+CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong: the message names key, value, place and way out."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop.
+
+    Args:
+        steps: optimizer steps
+        epochs: instead of steps: passes over the training text (may be a fraction); 0 means steps counts
+        seq_len: tokens per sequence
+        micro_batch_size: sequences per rank in one forward and backward; auto is 1
+        global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
+        grad_clip: largest global gradient norm; 0 does not clip
+        eval_every: optimizer steps between evaluations on the held-out text, the first before training; 0 is never
+        eval_sequences: held-out sequences of one evaluation, at most
+    """
+
+    steps: int = 1000
+    epochs: float = 0.0
+    seq_len: int = 1024
+    micro_batch_size: int | str = "auto"
+    global_batch_size: int = -1
+    grad_clip: float = 1.0
+    eval_every: int = 0
+    eval_sequences: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("epochs", 0), ("seq_len", 1), ("grad_clip", 0), ("eval_every", 0), ("eval_sequences", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least {least}")
+        if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
+            raise ValueError(f"train.micro_batch_size={self.micro_batch_size} must be auto or a number of sequences")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that describes a run. Each section documents its keys where they are used."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.seq_len > self.model.max_seq_len:
+            raise ValueError(f"train.seq_len={self.train.seq_len} must not exceed model.max_seq_len={self.model.max_seq_len}")
+
+
+def find_config(name: str) -> Path:
+    """A path as it is, or a bare name from configs/, with or without .yaml; ConfigError names the nearest one."""
+    candidates = [Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    known = [path.name for path in list_configs()]
+    near = difflib.get_close_matches(Path(name).name, known, n=1, cutoff=0.4)
+    hint = f"Did you mean {near[0]}?" if near else f"Shipped: {', '.join(known)}."
+    raise ConfigError(f"--config {name}: no such file, here or in {CONFIG_FOLDER}. {hint}")
+
+
+def parse_config(arguments: Sequence[str], prog: str = "train.main") -> Config:
+    """Config from `--config NAME_OR_PATH` and `--section.key=value` overrides, which win.
+
+    Raises ConfigError. `-h` and `--print_config` print and leave with SystemExit(0).
+    """
+    parser = make_parser(prog)
+    return config_from(parser, parser_arguments(parser, arguments))
+
+
+def load_config(path: Path) -> Config:
+    """Config of a YAML file alone."""
+    return parse_config([f"--config={path}"])
+
+
+def list_configs() -> list[Path]:
+    """The configs that come with the project."""
+    return sorted(CONFIG_FOLDER.glob("*.yaml"))
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that reads back to an equal one."""
+    data = dataclasses.asdict(config)
+    data["optim"]["betas"] = list(config.optim.betas)
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def make_parser(prog: str, description: str = "Train a Llama, sharded and compiled.") -> ArgumentParser:
+    """A parser of every section's keys, for train.main and for tools that take a config."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=False)
+    usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
+    parser = ArgumentParser(prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False)
+    for section in dataclasses.fields(Config):
+        parser.add_argument(f"--{section.name}", type=section.type, default=section.default_factory())  # type: ignore[misc]
+    parser.add_argument("--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml")
+    return parser
+
+
+def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
+    """Parse, with the config file found, read strictly and checked for unknown keys first. Raises ConfigError."""
+    arguments = list(arguments)
+    for i, argument in enumerate(arguments):
+        if argument == "--config" and i + 1 < len(arguments):
+            arguments[i : i + 2] = [f"--config={arguments[i + 1]}", ""]
+    arguments = [a for a in arguments if a]
+    for i, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            path = find_config(argument.removeprefix("--config="))
+            arguments[i] = f"--config={path}"
+            _check_file(path)
+        elif argument.startswith("--") and not argument.startswith(("--print_config", "--help")):
+            _check_key(argument[2:].split("=")[0].removesuffix(".help"), "the command line")
+    try:
+        return parser.parse_args(arguments)
+    except Exception as error:  # jsonargparse raises several kinds; all of them are about what the user wrote
+        raise ConfigError(_plain(str(error))) from None
+
+
+def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
+    """Build the frozen dataclasses of a parsed namespace; their own checks raise ConfigError."""
+    try:
+        built = parser.instantiate_classes(namespace)
+        config = Config(**{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)})
+        name = Path(str(namespace.config[-1])).stem if namespace.config else "llama"
+        folder = config.run.dir or f"runs/{name}"
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
+    except ValueError as error:
+        raise ConfigError(_plain(str(error))) from None
+
+
+def _check_file(path: Path) -> None:
+    try:
+        data = load_mapping(path)
+    except YamlError as error:
+        raise ConfigError(str(error)) from None
+    for key in _leaves(data, ""):
+        _check_key(key, str(path))
+
+
+def _leaves(data: dict[str, Any], prefix: str) -> list[str]:
+    leaves = []
+    for key, value in data.items():
+        leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+    return leaves
+
+
+def _check_key(key: str, place: str) -> None:
+    """ConfigError naming the nearest valid key, unless `key` (dotted) is one, or a section."""
+    known = known_keys()
+    if key in known or any(k.startswith(f"{key}.") for k in known):
+        return
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    last = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    hint = f"Did you mean {(near or last)[0]}?" if near or last else "See -h for all keys."
+    raise ConfigError(f"unknown key {key} in {place}. {hint}")
+
+
+def known_keys() -> list[str]:
+    """Every dotted key a config can have."""
+    return _keys_of(Config, "")
+
+
+def _keys_of(cls: Any, prefix: str) -> list[str]:
+    keys = []
+    for item in dataclasses.fields(cls):
+        inner = [t for t in (item.type, *getattr(item.type, "__args__", ())) if dataclasses.is_dataclass(t)]
+        keys += _keys_of(inner[0], f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
+    return keys
+
+
+def _plain(message: str) -> str:
+    """jsonargparse's report of a value of the wrong type, as one sentence."""
+    match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
+    if not match:
+        return message
+    key, rest = match.groups()
+    reason = re.sub(r"<class '(\w+)'>", r"\1", " ".join(rest.split()))
+    return f"{key}: {reason}"

@@ -1,0 +1,190 @@
+"""`torchrun -m train.main --config llama_debug.yaml`: the journey of a run, top to bottom."""
+
+import platform
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from models.cost import count_parameters, flops_per_token
+from models.llama import Llama, init_weights
+from parallel.apply import apply_plan
+from parallel.compile import check_compiler
+from parallel.fsdp import copy_shard
+from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from parallel.plan import Plan, PlanError
+from parallel.plan_file import plan_to_table, plan_to_yaml
+from parallel.planner.hardware import find_hardware
+from train.checkpoint import CheckpointError, Position, find_checkpoint, load_checkpoint
+from train.config import Config, ConfigError, config_to_yaml, parse_config
+from train.console import Screen
+from train.data.config import DataError
+from train.data.documents import find_documents
+from train.data.loader import BatchShape, count_sequences
+from train.data.tokens import TokenFiles, check_vocabulary, load_tokens
+from train.loop import Run, train_loop
+from train.metrics import Metrics, Throughput
+from train.optim import build_optimizer
+from train.planning import GIB, check_fits, plan_run
+from train.runtime import Place, Stop, choose_device, device_memory_bytes, exit_process, read_place, start_process
+from train.status import write_status
+
+VERSION = "0.1.0"
+USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, and turn whatever happens into one message and an exit code."""
+    place = read_place()
+    try:
+        config = parse_config(sys.argv[1:] if arguments is None else arguments)
+        stopped = run(config, place)
+    except USER_ERRORS as error:
+        if place.is_main:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        exit_process(place, EXIT_USER_ERROR, error)
+    except KeyboardInterrupt as error:
+        exit_process(place, EXIT_STOPPED, error)
+    except Exception as error:
+        traceback.print_exc()
+        exit_process(place, EXIT_FAILED, error)
+    # torchrun calls every other code than 0 a failure
+    exit_process(place, EXIT_STOPPED if stopped and not place.under_torchrun else 0)
+
+
+def run(config: Config, place: Place) -> bool:
+    """The whole journey; True if it was stopped before its last step."""
+    screen = Screen(place.is_main)
+    device, device_name = choose_device(config.run, place)
+    plan = plan_run(config, place.world_size)
+    check_compiler(plan, device.type)
+    memory = check_fits(config, plan, device_memory_bytes(device, place), device_name)
+    folder = Path(str(config.run.dir))
+    resume_from = find_checkpoint(config.checkpoint.resume, folder / "checkpoints")
+    check_vocabulary(config.model.vocab_size)
+    find_documents(config.data.source)  # a source that is not there is found out here, by every rank alike
+
+    start_process(config.run, place, device)
+    stop = Stop(config.run)
+    _say_what_runs(screen, place, plan, config, device_name, memory.total)
+    tokens = _load_tokens_together(config, place)
+    screen.line(f"data: {tokens.description}")
+    if place.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+        (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
+
+    mesh = build_mesh(plan.mesh, device.type)
+    with torch.device("meta"):
+        model = Llama(config.model)
+    apply_plan(model, plan, mesh)
+    model.to_empty(device=device)
+    init_weights(model, config.run.seed, copy_shard)
+    optimizer = build_optimizer(model, config.optim)
+    start = load_checkpoint(resume_from, model, optimizer) if resume_from else Position()
+
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len,
+                       data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)  # fmt: skip
+    total_steps = _total_steps(config, tokens, shape)
+    metrics = Metrics(config.metrics, _throughput(config, plan, device_name), folder, device, place.is_main)
+    metrics.add_text("config", config_to_yaml(config))
+    metrics.add_text("plan", plan_to_yaml(plan))
+    the_run = Run(config, folder, device, model, optimizer, tokens, shape, data_parallel_group(mesh), metrics, screen,
+                  stop, total_steps)  # fmt: skip
+    return _train(the_run, place, start, resume_from)
+
+
+def _train(run: Run, place: Place, start: Position, resume_from: Path | None) -> bool:
+    """The loop, with status.json telling at any moment how it stands; True if it was stopped early."""
+    resumed_from = start.step if resume_from else None
+    reached = start
+
+    def say(state: str, reason: str = "") -> None:
+        if place.is_main:
+            write_status(run.folder, state, reached.step, resumed_from, reason)
+
+    def on_progress(position: Position) -> None:
+        nonlocal reached
+        reached = position
+        say("running")
+
+    if resume_from:
+        run.screen.line(f"resumed from {resume_from}: step {start.step} of {run.total_steps} is done")
+    say("running")
+    run.screen.start_progress(start.step, run.total_steps)
+    try:
+        reached = train_loop(run, start, on_progress)
+    except BaseException as error:
+        say("failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        run.screen.close()
+        run.metrics.close()
+    stopped = reached.step < run.total_steps
+    say("stopped" if stopped else "finished", run.stop.reason or "" if stopped else "")
+    run.screen.line(_last_words(run, reached, stopped))
+    dist.destroy_process_group()
+    return stopped
+
+
+def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, device_name: str, needed_bytes: int) -> None:
+    """The first lines on the screen: versions, device, model, plan."""
+    plural = "es" if place.world_size > 1 else ""
+    screen.line(f"meshwright {VERSION}, Python {platform.python_version()}, torch {torch.__version__}")
+    screen.line(f"device: {device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU threads each")
+    parameters = count_parameters(config.model).total
+    screen.line(f"model: {parameters:,} parameters; about {needed_bytes / GIB:.2f} GiB per process for training")
+    screen.line(plan_to_table(plan))
+    screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
+
+
+def _load_tokens_together(config: Config, place: Place) -> TokenFiles:
+    """Tokens on every rank: one process per node writes the cache, the others wait. A DataError reaches all alike."""
+    tokens, problem = None, ""
+    if place.local_rank == 0:
+        try:
+            tokens = load_tokens(config.data)
+        except DataError as error:
+            problem = str(error)
+    problems = [""] * place.world_size
+    dist.all_gather_object(problems, problem)
+    if any(problems):
+        raise DataError(next(filter(None, problems)))
+    return tokens or load_tokens(config.data)
+
+
+def _total_steps(config: Config, tokens: TokenFiles, shape: BatchShape) -> int:
+    sequences = count_sequences(tokens.train, config.train.seq_len, "training")
+    if config.train.eval_every:
+        count_sequences(tokens.held_out, config.train.seq_len, "held-out")
+    if not config.train.epochs:
+        return config.train.steps
+    return max(1, int(config.train.epochs * sequences) // shape.global_batch_size)
+
+
+def _throughput(config: Config, plan: Plan, device_name: str) -> Throughput:
+    seq_len = config.train.seq_len
+    hardware = find_hardware(device_name)
+    dtype = plan.units[0].param_dtype
+    return Throughput(
+        tokens_per_step=plan.global_batch_size * seq_len,
+        flops_per_token=flops_per_token(config.model, seq_len, "full"),
+        flops_per_token_causal=flops_per_token(config.model, seq_len, "causal"),
+        world_size=plan.mesh.world_size,
+        peak_flops=hardware.peak_tflops[dtype] * 1e12 if hardware else None,
+    )
+
+
+def _last_words(run: Run, reached: Position, stopped: bool) -> str:
+    if stopped:
+        saved = "saved" if run.config.checkpoint.every else "not saved (checkpoint.every is 0)"
+        return f"stopped at step {reached.step} of {run.total_steps} ({run.stop.reason}), {saved}; the same command goes on"
+    return f"finished: step {reached.step} of {run.total_steps}; tensorboard --logdir {run.folder}/tb"
+
+
+if __name__ == "__main__":
+    main()

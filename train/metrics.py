@@ -1,0 +1,144 @@
+"""What a run reports: metrics.jsonl, TensorBoard, the progress line. The only place that waits for the device."""
+
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.compile import count_compiled_frames
+from train.step import StepResult
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """How often a run reports.
+
+    Args:
+        every: optimizer steps between reports; 0 is never
+        tensorboard: write TensorBoard files into run.dir/tb
+    """
+
+    every: int = 10
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"metrics.every={self.every} must not be negative")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What turns a step's time into rates: tokens and operations of an optimizer step, and the devices' peak.
+
+    `peak_flops`: of one device, or None where it is unknown: then there is no MFU.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    flops_per_token_causal: float
+    world_size: int
+    peak_flops: float | None
+
+
+class Metrics:
+    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes."""
+
+    def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool) -> None:
+        self._throughput, self._device, self._is_main = throughput, device, is_main
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8") if is_main else None  # noqa: SIM115
+        self._board = _open_board(folder / "tb") if is_main and config.tensorboard else None
+        self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
+        self._frames: int | None = None
+
+    def step_done(self, data_wait_s: float) -> None:
+        """Count a step; after the first of this process the compiled frames are all there should ever be."""
+        self._steps += 1
+        self._wait_s += data_wait_s
+        if self._frames is None:
+            self._frames = count_compiled_frames()
+
+    def pause(self) -> None:
+        """Stop the clock once the device is done: what follows (an evaluation, a checkpoint) is not step time."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._busy_s += time.perf_counter() - self._since
+
+    def resume(self) -> None:
+        """Start the clock again."""
+        self._since = time.perf_counter()
+
+    def log(self, step: int, result: StepResult, lr: float, eval_loss: float | None) -> dict[str, Any]:
+        """Write one row, with rates over the steps since the last; every rank calls it, with the clock paused."""
+        loss, grad_norm = result.loss.item(), result.grad_norm.item()
+        steps = max(1, self._steps)
+        recompiles = count_compiled_frames() - (self._frames or 0)
+        mine = [self._busy_s / steps, self._wait_s / steps, recompiles, *_peak_memory_gib(self._device)]
+        worst = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: the slowest and the fullest rank counts
+        step_time_s, wait_s, most_recompiles, memory_gib, reserved_gib = worst.tolist()
+        row: dict[str, Any] = {"step": step, "loss": loss}
+        if eval_loss is not None:
+            row["eval_loss"] = eval_loss
+        row |= {"grad_norm": grad_norm, "lr": lr, **self._rates(step_time_s), "step_time_s": step_time_s}
+        row |= {"peak_memory_gib": memory_gib, "reserved_memory_gib": reserved_gib}
+        row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles)}
+        self._write(row)
+        self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
+        return row
+
+    def log_eval(self, step: int, eval_loss: float) -> None:
+        """Write a row for an evaluation outside a reported step, such as the one before training."""
+        self._write({"step": step, "eval_loss": eval_loss})
+
+    def add_text(self, name: str, text: str) -> None:
+        """Show a text, such as the config, in TensorBoard."""
+        if self._board is not None:
+            self._board.add_text(name, f"```\n{text}\n```")
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _rates(self, step_time_s: float) -> dict[str, float]:
+        t = self._throughput
+        tokens_per_s = t.tokens_per_step / step_time_s
+        per_gpu = tokens_per_s / t.world_size
+        rates = {"tokens_per_s": tokens_per_s, "tokens_per_s_per_gpu": per_gpu}
+        if t.peak_flops is not None:
+            rates["mfu"] = per_gpu * t.flops_per_token / t.peak_flops
+            rates["mfu_causal"] = per_gpu * t.flops_per_token_causal / t.peak_flops
+        return rates
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in row.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, row["step"])
+
+
+def _open_board(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))
+
+
+def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
+    """Peak of allocated and of reserved memory on a GPU; of the process's resident memory, twice, on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
+    return resident, resident

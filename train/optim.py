@@ -1,0 +1,81 @@
+"""AdamW and its learning-rate schedule."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with decoupled weight decay and a learning-rate schedule.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the first and second moment
+        eps: added to the square root of the second moment
+        weight_decay: decoupled decay, of matrices only: norms and embeddings have none
+        warmup_steps: optimizer steps of linear warm-up from 0
+        schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then linear)
+        min_lr_ratio: learning rate at the end, as a share of lr (not for constant)
+        decay_ratio: wsd only: share of all steps, at the end, that decays
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    min_lr_ratio: float = 0.1
+    decay_ratio: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"optim.lr={self.lr} must not be negative")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)} must both lie in [0, 1)")
+        if self.warmup_steps < 0:
+            raise ValueError(f"optim.warmup_steps={self.warmup_steps} must not be negative")
+        for name in ("min_lr_ratio", "decay_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optim.{name}={getattr(self, name)} must lie in [0, 1]")
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 1 to `total_steps`."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    decay_steps = max(1, total_steps - config.warmup_steps)
+    if config.schedule == "wsd":
+        decay_steps = max(1, min(decay_steps, round(total_steps * config.decay_ratio)))
+    done = min(1.0, max(0.0, (step - (total_steps - decay_steps)) / decay_steps))
+    if config.schedule == "constant":
+        return config.lr
+    shape = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW in two groups. Its moments exist at once, as zeros, so that a checkpoint can be read into them."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    decay = [p for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings]
+    no_decay = [p for p in model.parameters() if p.dim() <= 1 or id(p) in embeddings]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group for the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

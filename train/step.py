@@ -1,0 +1,84 @@
+"""One optimizer step, and one evaluation. No host synchronisation in either.
+
+Shapes: B sequences of a micro batch, T tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models.loss import IGNORE_INDEX
+from parallel.fsdp import clip_gradients, reshard_units, set_last_micro_batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch of one rank, on its device: int64 tokens[B, T] and, one position on, targets[B, T]."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves behind, as scalars still on the device: reading one waits for it.
+
+    `loss`: mean over the tokens of the global batch, in nats, before the update. `grad_norm`: before clipping.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    grad_clip: float,
+    data_parallel: dist.ProcessGroup,
+) -> StepResult:
+    """Accumulate the gradient of the global batch's mean loss, clip it, update the weights.
+
+    The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result does
+    not depend on how sequences, padding or ranks are cut.
+    """
+    global_tokens = _summed(count_targets(micro_batches), data_parallel)
+    loss = torch.zeros_like(global_tokens)
+    for i, batch in enumerate(micro_batches):
+        set_last_micro_batch(model, last=i == len(micro_batches) - 1)
+        micro_loss = model(batch.tokens, batch.targets) / global_tokens
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    grad_norm = clip_gradients(list(model.parameters()), grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(_summed(loss, data_parallel), grad_norm)
+
+
+def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
+    """Mean loss per token over all ranks' batches, in nats, a scalar on the device. Weights and gradients stay.
+
+    Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second graph.
+    """
+    totals = None
+    for batch in batches:
+        loss = model(batch.tokens, batch.targets).detach()
+        add = torch.stack((loss, count_targets([batch])))
+        totals = add if totals is None else totals + add
+    reshard_units(model)
+    assert totals is not None, "the held-out split has at least one batch on every rank"
+    loss, tokens = _summed(totals, data_parallel)
+    return loss / tokens
+
+
+def count_targets(batches: Sequence[Batch]) -> Tensor:
+    """How many targets count, as a float32 scalar on the device (exact up to 16.7 million per rank and step)."""
+    return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum().float()
+
+
+def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(value, group=group)
+    return value
