@@ -1,0 +1,1 @@
+"""Hand-written kernels, each beside its plain-torch reference."""

@@ -1,0 +1,70 @@
+"""Every shipped config loads, plans for the number of GPUs it is meant for, and has the published number of parameters."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.cost import count_parameters
+from models.llama import Llama
+from train.config import CONFIG_FOLDER, list_configs, load_config
+from train.data.tokens import check_vocabulary
+from train.planning import plan_run, predict_memory
+
+# config: GPUs, parameters in billions
+MEANT_FOR = {
+    "llama_debug": (2, 0.002537),
+    "llama_1b": (1, 1.24),
+    "llama_8b": (8, 8.03),
+    "llama_70b": (128, 70.55),
+    "llama_405b": (2048, 405.85),
+}
+PUBLISHED = sorted(MEANT_FOR.keys() - {"llama_debug"})
+
+
+def _path(name: str) -> Path:
+    return CONFIG_FOLDER / f"{name}.yaml"
+
+
+def test_the_table_is_complete() -> None:
+    assert {path.stem for path in list_configs()} == MEANT_FOR.keys()
+
+
+@pytest.mark.parametrize("name", MEANT_FOR)
+def test_it_has_the_published_number_of_parameters(name: str) -> None:
+    config = load_config(_path(name))
+    with torch.device("meta"):
+        model = Llama(config.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters == pytest.approx(MEANT_FOR[name][1] * 1e9, rel=0.005)
+    assert parameters == count_parameters(config.model).total
+
+
+@pytest.mark.parametrize("name", MEANT_FOR)
+def test_it_plans_for_the_gpus_it_is_meant_for(name: str) -> None:
+    config, gpus = load_config(_path(name)), MEANT_FOR[name][0]
+    plan = plan_run(config, gpus)
+    assert plan.mesh.world_size == gpus
+    assert predict_memory(config, plan).total > 0
+    check_vocabulary(config.model.vocab_size)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_its_head_comment_says_how_many_gpus(name: str) -> None:
+    assert _path(name).read_text().startswith(f"# For {MEANT_FOR[name][0]} x H100 80 GB.")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_plannable_keys_are_left_to_the_planner(name: str) -> None:
+    config = load_config(_path(name))
+    keys = (
+        "dp_replicate",
+        "dp_shard",
+        "tp",
+        "reshard_after_forward",
+        "forward_prefetch",
+        "backward_prefetch",
+        "activation_checkpoint",
+    )
+    assert {getattr(config.parallel, key) for key in keys} | {config.train.micro_batch_size} == {"auto"}
+    assert (config.parallel.param_dtype, config.parallel.reduce_dtype) == ("bfloat16", "float32")

@@ -1,0 +1,59 @@
+"""Two finished runs, made by the real trainer: one process with tied embeddings, and two processes with uneven shards."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+model: {dim: 32, n_layers: 2, n_heads: 4, n_kv_heads: 2, ffn_dim: 64, vocab_size: 265, max_seq_len: 64}
+parallel: {compile: {enabled: false}}
+optim: {lr: 0.01, warmup_steps: 0}
+train: {steps: 2, seq_len: 32, global_batch_size: 4, eval_every: 2, eval_sequences: 8}
+checkpoint: {every: 1}
+"""
+TEXT = "def f(x):\n    return x + 1  # é\n"
+
+
+@pytest.fixture(scope="session")
+def tied_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _train(tmp_path_factory.mktemp("tied"), [sys.executable], "--model.tie_embeddings=true")
+
+
+@pytest.fixture(scope="session")
+def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes: the vocabulary of 265 does not divide by 2, so the shards differ in size."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return _train(tmp_path_factory.mktemp("sharded"), torchrun)
+
+
+@pytest.fixture(params=["tied_run", "sharded_run"])
+def run(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+@pytest.fixture
+def tool() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `python -m tools.NAME ...` as users do."""
+
+    def call(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", f"tools.{name}", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    return call
+
+
+def _train(folder: Path, launcher: list[str], *overrides: str) -> Path:
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "text").mkdir()
+    for i in range(6):
+        (folder / "text" / f"{i}.txt").write_text(TEXT * (20 + i), encoding="utf-8")
+    command = [*launcher, "-m", "train.main", f"--config={folder / 'config.yaml'}", f"--run.dir={folder / 'run'}",
+               f"--data.source={folder / 'text'}", f"--data.cache_dir={folder / 'cache'}", *overrides]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"

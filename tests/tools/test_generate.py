@@ -1,0 +1,144 @@
+"""tools/generate.py: the model is the run's, the sampling is as asked, and the text streams."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+from models.llama import Llama, LlamaConfig, init_weights
+from tools.generate import Sampling, choose_token, choose_window, generate, load_model, main, make_parser, print_stream
+from tools.whole_weights import checkpoint_config, find_newest
+from train.checkpoint import CheckpointError
+from train.config import ConfigError, load_config
+from train.data.loader import BatchShape, held_out_batches
+from train.data.tokens import SEPARATOR, load_tokens
+
+Tool = Callable[..., CompletedProcess[str]]
+GREEDY = Sampling(temperature=0.0, top_k=0, seed=0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    model = Llama(LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64))
+    init_weights(model, seed=0)
+    return model.eval()
+
+
+def test_the_loaded_model_has_the_runs_own_loss(run: Path) -> None:
+    checkpoint = find_newest(run)
+    config = checkpoint_config(checkpoint)
+    model = load_model(checkpoint, config, CPU)
+    held_out = load_tokens(config.data).held_out
+    batches = list(held_out_batches(held_out, BatchShape(1, 1, config.train.seq_len, 0, 1), config.train.eval_sequences, CPU))
+    with torch.no_grad():
+        loss = sum(model(b.tokens, b.targets).item() for b in batches) / sum(b.targets.numel() for b in batches)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2
+    assert loss == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+def test_greedy_is_the_argmax_of_the_whole_forward(model: Llama) -> None:
+    tokens = list(b"def f(x):")
+    expected = list(tokens)
+    with torch.no_grad():
+        for _ in range(20):
+            expected.append(int(model(torch.tensor([expected]))[0, -1, :257].argmax()))
+    assert list(generate(model, tokens, 20, GREEDY, window=64)) == expected[len(tokens) :]
+
+
+def test_the_context_slides(model: Llama) -> None:
+    tokens = [i % 200 for i in range(100)]  # longer than max_seq_len
+    long, short = (list(generate(model, t, 30, GREEDY, window=16)) for t in (tokens, tokens[-16:]))
+    assert len(long) == 30
+    assert long == short
+
+
+def test_a_separator_ends_the_text_and_ids_without_text_are_never_chosen() -> None:
+    model = Llama(LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64))
+    init_weights(model, seed=0)
+    with torch.no_grad():  # blocks add nothing and every input is ones, so logits are the row sums of the output head
+        model.layers[0].attention.wo.weight.zero_()
+        model.layers[0].feed_forward.w2.weight.zero_()
+        model.tok_embeddings.weight.fill_(1.0)
+        model.head.output.weight.zero_()
+        model.head.output.weight[ord("a")] = 1.0
+        model.head.output.weight[260] = 2.0  # of the padding of the vocabulary
+    assert bytes(generate(model, [1], 5, GREEDY, window=64)) == b"aaaaa"
+    with torch.no_grad():
+        model.head.output.weight[SEPARATOR] = 1.5
+    assert list(generate(model, [1], 5, GREEDY, window=64)) == []
+
+
+def test_sampling_follows_seed_temperature_and_top_k() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.tensor([choose_token(logits, Sampling(1.0, 0, 0), generator) for _ in range(4000)])
+    assert torch.allclose(drawn.bincount(minlength=4) / 4000, logits.exp(), atol=0.03)
+    halved = torch.tensor([choose_token(logits, Sampling(0.5, 2, 0), generator) for _ in range(4000)])
+    assert torch.allclose(halved.bincount(minlength=4) / 4000, torch.tensor([25 / 34, 9 / 34, 0, 0]), atol=0.03)
+    assert {choose_token(logits, Sampling(1.0, 1, 0), generator) for _ in range(20)} == {0}
+    assert {choose_token(logits * 1e4, Sampling(1e-6, 0, 0), generator) for _ in range(20)} == {0}
+
+
+def test_the_seed_decides(model: Llama) -> None:
+    texts = [bytes(generate(model, [40], 20, Sampling(1.0, 50, seed), 64)) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_characters_of_several_bytes_are_written_whole() -> None:
+    written: list[str] = []
+    tokens = iter("é€😀".encode() + b"\xc3" + b"x" + b"\xe2\x82")
+    print_stream("ü".encode()[:1], iter(["ü".encode()[1], *tokens]), written.append, lambda: None)
+    assert written == ["", "ü", "é", "€", "😀", "\ufffdx", "\ufffd\n"]
+
+
+def test_the_window_is_what_was_trained(tied_run: Path) -> None:
+    config = load_config(tied_run / "config.yaml")
+    assert (choose_window(0, config), choose_window(64, config)) == (32, 64)
+    with pytest.raises(ConfigError, match="max_seq_len=64"):
+        choose_window(65, config)
+
+
+def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--run", str(run), "--prompt", "dé", "--max_new_tokens", "0"])
+    assert capsys.readouterr().out == "dé\n"
+    main([f"--checkpoint={find_newest(run)}", "--max_new_tokens=50", "--temperature=0"])
+    assert capsys.readouterr().out
+
+
+def test_as_a_command(tool: Tool, sharded_run: Path) -> None:
+    done = tool("generate", "--run", str(sharded_run), "--prompt", "def é", "--max_new_tokens", "40", "--seed", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("def é")
+    assert len(done.stdout) > len("def é\n")
+
+
+def test_help_names_every_option(tool: Tool) -> None:
+    done = tool("generate", "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    for action in make_parser()._actions:
+        assert all(option in done.stdout for option in action.option_strings)
+        assert action.help
+
+
+@pytest.mark.parametrize(
+    "bad", [[], ["--run=x", "--temperature=-1"], ["--run=x", "--top_k=-1"], ["--run=x", "--max_new_tokens=x"]]
+)
+def test_bad_options_leave_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(bad)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_bad_path_is_one_line(tool: Tool, tmp_path: Path) -> None:
+    done = tool("generate", "--run", str(tmp_path / "nothing"), "--prompt", "x")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("CheckpointError: ")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        main(["--run", str(tmp_path)])

@@ -1,0 +1,1 @@
+"""Command-line tools that stand on top: each runs as `python -m tools.NAME`, and `-h` explains it."""

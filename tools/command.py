@@ -1,0 +1,35 @@
+"""What every tool's command line has in common: how it ends, and how it prints tables."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from parallel.plan import PlanError
+from train.checkpoint import CheckpointError
+from train.config import ConfigError
+from train.data.config import DataError
+
+USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def run_tool(main: Callable[[], None]) -> None:
+    """Run a tool; what the user did wrong becomes one message on stderr and exit code 2, without a traceback."""
+    try:
+        main()
+        sys.stdout.flush()
+    except USER_ERRORS as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # whoever reads our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own last flush must not fail again
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, two spaces apart, under their headings."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""`python -m tools.plan --config X --gpus N`: the plan of a run and its memory, without a GPU or a process group.
+
+`python -m tools.plan diff A.yaml B.yaml` says what differs between two plan files.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parallel.plan import Plan, PlanError
+from parallel.plan_file import load_plan, plan_to_dict, plan_to_table
+from parallel.planner.hardware import Hardware, load_hardware
+from parallel.planner.memory import MemoryEstimate
+from tools.command import format_table, run_tool
+from tools.plan_diff import Difference, diff_plans
+from train.config import ConfigError, parse_config
+from train.planning import GIB, check_fits, plan_run, predict_memory
+
+PROG = "tools.plan"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan, or compare two plans. Raises ConfigError and PlanError."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["diff"]:
+        compare_files(make_diff_parser().parse_args(arguments[1:]))
+    else:
+        options, config_arguments = make_parser().parse_known_args(arguments)
+        show_plan(options, [f"--config={options.config}", *config_arguments])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of planning; every key of the config is accepted besides."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG}",
+        usage=f"python -m {PROG} --config X --gpus N [--gpu KIND] [--json] [--section.key=value ...]\n"
+        f"       python -m {PROG} diff A.yaml B.yaml [--json]",
+        description="Print the plan of a run, the memory it is predicted to need per GPU, and whether that fits. "
+        "Needs no GPU and starts no processes.",
+        epilog="Every config key is accepted too, as --section.key=value, and wins over the file: for example "
+        "--parallel.activation_checkpoint=full or --train.micro_batch_size=2. `python -m train.main -h` documents them all. "
+        "`diff` says what differs between two plan files, such as the plan.yaml of two runs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="X", help="YAML file: a path, or a name in configs/, as llama_8b.yaml")
+    parser.add_argument("--gpus", required=True, type=_positive, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument("--gpu", metavar="KIND", help="say whether the plan fits this kind of GPU, and if not what would: "
+                        f"{', '.join(load_hardware())}")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON document: plan, and predicted "
+                        "{peak_memory_gib, memory by kind in GiB, fits (null without --gpu)}")  # fmt: skip
+    return parser
+
+
+def make_diff_parser() -> argparse.ArgumentParser:
+    """Options of comparing."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG} diff", description="Say in words what differs between two plan files.", allow_abbrev=False
+    )
+    parser.add_argument("a", metavar="A.yaml", help="a plan file, such as plan.yaml of a run")
+    parser.add_argument("b", metavar="B.yaml", help="another")
+    parser.add_argument("--json", action="store_true", help="print one JSON document: same, and differences {where, key, a, b}")
+    return parser
+
+
+def show_plan(options: argparse.Namespace, config_arguments: Sequence[str]) -> None:
+    """Print plan, memory and verdict. A plan that does not fit is an answer, not an error."""
+    config = parse_config(config_arguments, PROG)
+    hardware = find_gpu(options.gpu) if options.gpu else None
+    plan = plan_run(config, options.gpus)
+    memory = predict_memory(config, plan)
+    too_much = ""
+    if hardware is not None:
+        try:
+            check_fits(config, plan, int(hardware.memory_gib * GIB), hardware.name)
+        except PlanError as error:
+            too_much = str(error)
+    if options.json:
+        fits = None if hardware is None else not too_much
+        print(json.dumps({"plan": plan_to_dict(plan), "predicted": predicted(memory, fits)}, indent=2))
+    else:
+        print(plan_text(plan, memory, hardware, too_much))
+
+
+def predicted(memory: MemoryEstimate, fits: bool | None) -> dict[str, Any]:
+    """The prediction as plain data, memory in GiB."""
+    return {"peak_memory_gib": memory.total / GIB, "memory": _by_kind_gib(memory), "fits": fits}
+
+
+def plan_text(plan: Plan, memory: MemoryEstimate, hardware: Hardware | None, too_much: str) -> str:
+    """Plan, memory and verdict for people; `too_much` says why the plan does not fit, and what would."""
+    rows = [(kind, f"{size:8.2f}") for kind, size in _by_kind_gib(memory).items()]
+    parts = [plan_to_table(plan), format_table(("memory", "GiB per GPU"), [*rows, ("total", f"{memory.total / GIB:8.2f}")])]
+    if too_much:
+        parts.append(f"does not fit: {too_much}")
+    elif hardware is not None:
+        parts.append(f"fits {hardware.name}: {memory.total / GIB:.1f} of {hardware.memory_gib:.1f} GiB")
+    return "\n\n".join(parts)
+
+
+def find_gpu(name: str) -> Hardware:
+    """A kind of GPU from configs/hardware. ConfigError names the nearest."""
+    kinds = load_hardware()
+    if name not in kinds:
+        near = [kind for kind in kinds if kind.startswith(name)] or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"--gpu={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}")
+    return kinds[name]
+
+
+def compare_files(options: argparse.Namespace) -> None:
+    """Print what differs between two plan files. Raises PlanError for a file that is not a plan."""
+    differences = diff_plans(load_plan(Path(options.a)), load_plan(Path(options.b)))
+    if options.json:
+        rows = [dataclasses.asdict(difference) for difference in differences]
+        print(json.dumps({"same": not rows, "differences": rows}, indent=2))
+    elif not differences:
+        print("the two plans are the same")
+    else:
+        print(f"{options.a} -> {options.b}", *map(_in_words, differences), sep="\n")
+
+
+def _in_words(difference: Difference) -> str:
+    where, key = difference.where, difference.key
+    if difference.b is None:
+        return f"{where}: only in the first"
+    if difference.a is None:
+        return f"{where}: only in the second"
+    return f"{where}: {key} {_value(difference.a)} -> {_value(difference.b)}"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _by_kind_gib(memory: MemoryEstimate) -> dict[str, float]:
+    return {kind: size / GIB for kind, size in dataclasses.asdict(memory).items()}
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    run_tool(main)
