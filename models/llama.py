@@ -176,13 +176,15 @@ class Llama(nn.Module):
 
 
 def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:
-    """Modules whose parameters belong together, in the order of the forward: embedding; each block; norm and output.
+    """Modules whose parameters belong together, in the order in which the forward is done with them: embedding; each
+    block; norm and output.
 
-    Tied embeddings put the first and the last into one unit: a parameter can live in only one.
+    Tied embeddings put the first and the last into one unit, since a parameter can live in only one. It is gathered
+    first and stays so until the end.
     """
     blocks: list[tuple[str, ...]] = [(f"layers.{i}",) for i in range(config.n_layers)]
     if config.tie_embeddings:
-        return [("tok_embeddings", "head"), *blocks]
+        return [*blocks, ("tok_embeddings", "head")]
     return [("tok_embeddings",), *blocks, ("head",)]
 
 

@@ -96,7 +96,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         if parameter.grad is not None:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
-    norms = [_whole(nn.utils.get_total_norm([p.grad for p in group])) for group in by_mesh.values()]
+    norms = [_whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in by_mesh.values()]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
         for group in by_mesh.values():

@@ -59,7 +59,8 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The parallelisation of one model on one number of processes, units in the order of the forward."""
+    """The parallelisation of one model on one number of processes, units in the order in which the forward is
+    done with them."""
 
     mesh: MeshPlan
     micro_batch_size: int
@@ -77,7 +78,8 @@ class Plan:
 class ModelUnits:
     """What a model publishes of itself for planning.
 
-    `units`: modules of each FSDP unit, in the order of the forward; `compiled` and `checkpointed`: which modules
+    `units`: modules of each FSDP unit, in the order in which the forward is done with them;
+    `compiled` and `checkpointed`: which modules
     those treatments apply to.
     """
 
@@ -87,15 +89,19 @@ class ModelUnits:
 
 
 def make_plan(
-    config: ParallelConfig, model: ModelUnits, world_size: int, micro_batch_size: int, global_batch_size: int
+    config: ParallelConfig, model: ModelUnits, world_size: int, micro_batch_size: int | str, global_batch_size: int
 ) -> Plan:
     """Resolve what was asked into what is done.
 
-    `global_batch_size` in sequences; -1 is one micro batch per data-parallel rank. Raises PlanError with all
+    Batch sizes in sequences. A global batch of -1 is one micro batch per data-parallel rank; a micro batch of "auto"
+    is a rank's whole share of the global batch, or 1 without one. Raises PlanError with all
     mistakes in one report.
     """
     mistakes = _mistakes_in(config)
     mesh, mesh_mistakes = _make_mesh(config, world_size)
+    if micro_batch_size == "auto":
+        micro_batch_size = 1 if global_batch_size == -1 else max(1, global_batch_size // mesh.data_parallel)
+    micro_batch_size = int(micro_batch_size)
     accumulation, batch_mistakes = _make_accumulation(mesh, micro_batch_size, global_batch_size)
     mistakes += mesh_mistakes + (batch_mistakes if not mesh_mistakes else [])
     if mistakes:
@@ -186,7 +192,7 @@ def _make_accumulation(mesh: MeshPlan, micro_batch_size: int, global_batch_size:
 
 
 def _make_unit(config: ParallelConfig, model: ModelUnits, modules: tuple[str, ...]) -> UnitPlan:
-    # The last unit of the forward is the first of the backward: freeing it in between would gather it twice in a row.
+    # The forward's last unit is the backward's first: freeing it in between would gather it twice in a row.
     reshard = modules != tuple(model.units[-1]) and _resolve(config.reshard_after_forward, True)
     checkpointed = model.checkpointed.issuperset(modules)
     return UnitPlan(

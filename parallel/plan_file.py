@@ -118,7 +118,7 @@ def _read(cls: type, data: Any, place: str) -> Any:
 def _read_count(data: dict[str, Any], key: str) -> int:
     if type(data[key]) is not int or data[key] < 1:
         raise PlanError(f"{key}={data[key]!r} must be a positive integer")
-    return data[key]
+    return int(data[key])
 
 
 def _check_keys(data: dict[str, Any], wanted: Sequence[str], place: str) -> None:

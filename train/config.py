@@ -36,7 +36,8 @@ class TrainConfig:
         steps: optimizer steps
         epochs: instead of steps: passes over the training text (may be a fraction); 0 means steps counts
         seq_len: tokens per sequence
-        micro_batch_size: sequences per rank in one forward and backward; auto is 1
+        micro_batch_size: sequences per rank in one forward and backward; auto is a rank's whole share of
+            global_batch_size, or 1 where that is -1
         global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
         grad_clip: largest global gradient norm; 0 does not clip
         eval_every: optimizer steps between evaluations on the held-out text, the first before training; 0 is never
@@ -53,7 +54,8 @@ class TrainConfig:
     eval_sequences: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("epochs", 0), ("seq_len", 1), ("grad_clip", 0), ("eval_every", 0), ("eval_sequences", 1)):
+        least_values = {"steps": 1, "epochs": 0, "seq_len": 1, "grad_clip": 0, "eval_every": 0, "eval_sequences": 1}
+        for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least {least}")
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
@@ -123,7 +125,7 @@ def make_parser(prog: str, description: str = "Train a Llama, sharded and compil
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
     parser = ArgumentParser(prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False)
     for section in dataclasses.fields(Config):
-        parser.add_argument(f"--{section.name}", type=section.type, default=section.default_factory())  # type: ignore[misc]
+        parser.add_argument(f"--{section.name}", type=section.type, default=getattr(Config(), section.name))
     parser.add_argument("--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml")
     return parser
 
@@ -151,7 +153,7 @@ def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namesp
 def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
     """Build the frozen dataclasses of a parsed namespace; their own checks raise ConfigError."""
     try:
-        built = parser.instantiate_classes(namespace)
+        built = parser.instantiate(namespace)
         config = Config(**{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)})
         name = Path(str(namespace.config[-1])).stem if namespace.config else "llama"
         folder = config.run.dir or f"runs/{name}"

@@ -73,8 +73,8 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
             if reporting or saving:
                 run.metrics.pause()
                 if reporting:
-                    eval_loss = _evaluate(run) if evaluating else None
-                    run.screen.report(run.metrics.log(step, result, lr, eval_loss))
+                    held_out_loss = _evaluate(run) if evaluating else None
+                    run.screen.report(run.metrics.log(step, result, lr, held_out_loss))
                     on_progress(position)
                 if saving:
                     _save(run, position)

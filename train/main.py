@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from models.cost import count_parameters, flops_per_token
 from models.llama import Llama, init_weights
@@ -30,7 +31,7 @@ from train.metrics import Metrics, Throughput
 from train.optim import build_optimizer
 from train.planning import GIB, check_fits, plan_run
 from train.runtime import Place, Stop, choose_device, device_memory_bytes, exit_process, read_place, start_process
-from train.status import write_status
+from train.status import State, write_status
 
 VERSION = "0.1.0"
 USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)
@@ -79,11 +80,7 @@ def run(config: Config, place: Place) -> bool:
         (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
 
     mesh = build_mesh(plan.mesh, device.type)
-    with torch.device("meta"):
-        model = Llama(config.model)
-    apply_plan(model, plan, mesh)
-    model.to_empty(device=device)
-    init_weights(model, config.run.seed, copy_shard)
+    model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim)
     start = load_checkpoint(resume_from, model, optimizer) if resume_from else Position()
 
@@ -98,12 +95,22 @@ def run(config: Config, place: Place) -> bool:
     return _train(the_run, place, start, resume_from)
 
 
+def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Llama:
+    """The sharded model with its initial weights: made on the meta device, so no rank ever holds the whole."""
+    with torch.device("meta"):
+        model = Llama(config.model)
+    apply_plan(model, plan, mesh)
+    model.to_empty(device=device)
+    init_weights(model, config.run.seed, copy_shard)
+    return model
+
+
 def _train(run: Run, place: Place, start: Position, resume_from: Path | None) -> bool:
     """The loop, with status.json telling at any moment how it stands; True if it was stopped early."""
     resumed_from = start.step if resume_from else None
     reached = start
 
-    def say(state: str, reason: str = "") -> None:
+    def say(state: State, reason: str = "") -> None:
         if place.is_main:
             write_status(run.folder, state, reached.step, resumed_from, reason)
 

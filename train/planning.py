@@ -23,19 +23,20 @@ def plan_run(config: Config, world_size: int) -> Plan:
         plan = load_plan(Path(config.parallel.plan))
         check_plan(plan, model, world_size)
         return plan
-    micro_batch_size = 1 if config.train.micro_batch_size == "auto" else int(config.train.micro_batch_size)
-    return make_plan(config.parallel, model, world_size, micro_batch_size, config.train.global_batch_size)
+    return make_plan(config.parallel, model, world_size, config.train.micro_batch_size, config.train.global_batch_size)
 
 
 def predict_memory(config: Config, plan: Plan) -> MemoryEstimate:
     """Memory of one rank under `plan`."""
-    counts = count_parameters(config.model)
-    blocks = (counts.block,) * counts.n_blocks
-    tied = config.model.tie_embeddings
-    units = (counts.embedding + counts.head, *blocks) if tied else (counts.embedding, *blocks, counts.head)
-    saved = saved_values_per_token(config.model)
-    footprint = ModelFootprint(units, saved, config.model.dim, config.model.vocab_size)
-    return estimate_memory(plan, footprint, config.train.seq_len)
+    counts, model = count_parameters(config.model), config.model
+    block = (counts.block, saved_values_per_token(model), model.dim)
+    blocks = (block,) * counts.n_blocks
+    if model.tie_embeddings:
+        units = (*blocks, (counts.embedding + counts.head, 0, 0))
+    else:
+        units = ((counts.embedding, 0, 0), *blocks, (counts.head, 0, 0))
+    parameters, saved, inputs = zip(*units, strict=True)
+    return estimate_memory(plan, ModelFootprint(parameters, saved, inputs, model.vocab_size), config.train.seq_len)
 
 
 def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: str) -> MemoryEstimate:
@@ -72,7 +73,8 @@ def _nearest_that_fit(config: Config, world_size: int, available_bytes: int) -> 
             ways.append(f"here, with {way} ({(need(candidate, count) or 0) / GIB:.1f} GiB)")
         elif count and count > world_size:
             with_way = f" with {way}" if way else ""
-            ways.append(f"{count} processes with as much memory each{with_way} ({(need(candidate, count) or 0) / GIB:.1f} GiB each)")
+            each = f"{(need(candidate, count) or 0) / GIB:.1f} GiB each"
+            ways.append(f"{count} processes with as much memory each{with_way} ({each})")
     smaller = [(name, need(candidate, world_size)) for name, candidate in _shipped()]
     best = max(((size, name) for name, size in smaller if size is not None and fits(size)), default=None)
     if best:

@@ -38,13 +38,13 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. The probabilities are computed again from the log-sum-exp, block by block."""
     T = q_BNTH.shape[2]
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH))
     per_sequence = q_BNTH.shape[1] * min(BLOCK, T) * T * q_BNTH.element_size()
     together = max(1, SCORES_BYTES // per_sequence)
     for first in range(0, q_BNTH.shape[0], together):
         part = slice(first, first + together)
-        _backward_of_some(*(x[part] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, *grads)))
-    return grads
+        _backward_of_some(*(x[part] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, dq, dk, dv)))
+    return dq, dk, dv
 
 
 @causal_attention_backward.register_fake

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from parallel.plan import Plan, UnitPlan
+from parallel.plan import Plan
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -10,16 +10,15 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ModelFootprint:
-    """What a model says of its size, for planning.
+    """What a model says of its size, for planning; tuples have one entry per FSDP unit, in plan order.
 
-    `unit_parameters`: parameters of each FSDP unit, in plan order. `saved_per_token`: values a checkpointable unit
-    keeps per token for its backward. `kept_per_token`: values it keeps when it is checkpointed in full (its input).
-    `logits_per_token`: width of the output head.
+    `saved_per_token`: values a unit keeps per token for its backward; `input_per_token`: what is left of them when
+    it is checkpointed in full. `logits_per_token`: width of the output head.
     """
 
     unit_parameters: tuple[int, ...]
-    saved_per_token: int
-    kept_per_token: int
+    saved_per_token: tuple[int, ...]
+    input_per_token: tuple[int, ...]
     logits_per_token: int
 
 
@@ -55,7 +54,7 @@ def estimate_memory(plan: Plan, model: ModelFootprint, seq_len: int) -> MemoryEs
         grads=sharded,
         optimizer=2 * sharded,
         unsharded=_unsharded(plan, model),
-        activations=_activations(plan.units, model, tokens),
+        activations=_activations(plan, model, tokens),
         # the logits, their float32 copy in the loss, and their gradient
         logits=tokens * model.logits_per_token * (2 * dtype_bytes + FLOAT32_BYTES),
         # the largest unit's whole gradient, and its copy on the way into the reduce-scatter
@@ -73,8 +72,13 @@ def _unsharded(plan: Plan, model: ModelFootprint) -> int:
     return stay + sum(freed[: 1 + ahead])
 
 
-def _activations(units: tuple[UnitPlan, ...], model: ModelFootprint, tokens: int) -> int:
-    blocks = units[1:-1] if len(units) > 2 else units
-    saved = [model.kept_per_token if u.activation_checkpoint == "full" else model.saved_per_token for u in blocks]
-    recomputed = model.saved_per_token if any(u.activation_checkpoint == "full" for u in blocks) else 0
-    return (sum(saved) + recomputed) * tokens * max(DTYPE_BYTES[u.param_dtype] for u in blocks)
+def _activations(plan: Plan, model: ModelFootprint, tokens: int) -> int:
+    """What the forward keeps, and the one checkpointed unit that is being recomputed."""
+    kept, recomputed = 0, 0
+    for unit, saved, only_input in zip(plan.units, model.saved_per_token, model.input_per_token, strict=True):
+        values = tokens * DTYPE_BYTES[unit.param_dtype]
+        if unit.activation_checkpoint == "full":
+            kept, recomputed = kept + only_input * values, max(recomputed, saved * values)
+        else:
+            kept += saved * values
+    return kept + recomputed

@@ -22,7 +22,8 @@ Tool = Callable[..., CompletedProcess[str]]
 
 def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
     checkpoint = find_newest(run)
-    whole, seen = load_whole_weights(checkpoint), {}
+    whole = load_whole_weights(checkpoint)
+    seen: dict[str, int] = {}
     for path in checkpoint.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])

@@ -2,7 +2,7 @@
 
 import glob
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from train.data.config import DataError
@@ -18,15 +18,15 @@ def find_documents(source: str) -> list[tuple[str, Path]]:
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        paths = (p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
+        paths = [p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
     elif glob.has_magic(source):
-        paths = (Path(p) for p in glob.iglob(source, recursive=True))
+        paths = [Path(p) for p in glob.glob(source, recursive=True)]
         root = Path(source[: next(i for i, c in enumerate(source) if c in "*?[")]).parent
     elif Path(source).is_dir():
         root = Path(source)
-        paths = (p for p in root.rglob("*") if p.suffix in TEXT_SUFFIXES)
+        paths = [p for p in root.rglob("*") if p.suffix in TEXT_SUFFIXES]
     elif Path(source).is_file():
-        root, paths = Path(source).parent, iter([Path(source)])
+        root, paths = Path(source).parent, [Path(source)]
     else:
         raise DataError(f"data.source={source}: no such file, folder or glob. Use stdlib for built-in text")
     documents = sorted(_named(paths, root))
@@ -36,7 +36,7 @@ def find_documents(source: str) -> list[tuple[str, Path]]:
     return documents
 
 
-def _named(paths: Iterator[Path], root: Path) -> Iterator[tuple[str, Path]]:
+def _named(paths: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
     for path in paths:
         if path.is_file() and path.stat().st_size > 0:
             name = path.relative_to(root) if path.is_relative_to(root) else path

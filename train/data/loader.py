@@ -3,6 +3,7 @@
 Shapes: G sequences of the global batch, B of a micro batch, T tokens.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -67,7 +68,7 @@ class TrainLoader:
         if isinstance(item, BaseException):
             raise item
         wait_s = time.perf_counter() - start
-        return [Batch(b.tokens.to(self._device, non_blocking=True), b.targets.to(self._device, non_blocking=True)) for b in item], wait_s
+        return [_to_device(batch, self._device) for batch in item], wait_s
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
@@ -86,10 +87,9 @@ class TrainLoader:
 
     def _put(self, item: list[Batch] | BaseException) -> None:
         while not self._closed.is_set():
-            try:
-                return self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+            with contextlib.suppress(queue.Full):
+                self._ready.put(item, timeout=0.1)
+                return
 
     def _read_step(self, first_sample: int) -> list[Batch]:
         shape = self._shape
@@ -120,4 +120,8 @@ def held_out_batches(tokens: NDArray[np.uint16], shape: BatchShape, limit: int, 
     for first in range(0, count, per_round):
         rows = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
         batch = read_batch(tokens, np.where(rows < count, rows, -1), shape.seq_len)
-        yield Batch(batch.tokens.to(device), batch.targets.to(device))
+        yield _to_device(batch, device)
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True))
