@@ -45,7 +45,7 @@ def _missing_for_cpu() -> str | None:
 
     try:
         cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
+    except (exc.InvalidCxxCompiler, OSError):  # OSError: $CXX names something that cannot be run
         return "a C++ compiler (g++)"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "the headers of this Python (Python.h)"

@@ -28,7 +28,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
-def run(processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 240, **env: str) -> Any:
+def run(processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str) -> Any:
     """Run to the end; the result has returncode, stdout and stderr."""
     return subprocess.run(command(processes, *arguments, module=module), cwd=ROOT, env=environment(**env),
                           capture_output=True, text=True, timeout=timeout_s, check=False)  # fmt: skip

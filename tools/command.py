@@ -4,12 +4,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from parallel.plan import PlanError
-from train.checkpoint import CheckpointError
-from train.config import ConfigError
-from train.data.config import DataError
+from train.config import USER_ERRORS
 
-USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 

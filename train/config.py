@@ -13,9 +13,10 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from models.llama import LlamaConfig
 from parallel.config import ParallelConfig
+from parallel.plan import PlanError
 from parallel.strict_yaml import YamlError, load_mapping
-from train.checkpoint import CheckpointConfig
-from train.data.config import DataConfig
+from train.checkpoint import CheckpointConfig, CheckpointError
+from train.data.config import DataConfig, DataError
 from train.metrics import MetricsConfig
 from train.optim import OptimConfig
 from train.profiling import ProfileConfig
@@ -26,6 +27,9 @@ CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 
 class ConfigError(ValueError):
     """The configuration is wrong: the message names key, value, place and way out."""
+
+
+USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)  # what a user can mend: one message, exit code 2
 
 
 @dataclass(frozen=True)

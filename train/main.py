@@ -16,11 +16,11 @@ from parallel.apply import apply_plan
 from parallel.compile import check_compiler
 from parallel.fsdp import copy_shard
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from parallel.plan import Plan, PlanError
+from parallel.plan import Plan
 from parallel.plan_file import plan_to_table, plan_to_yaml
 from parallel.planner.hardware import find_hardware
-from train.checkpoint import CheckpointError, Position, find_checkpoint, load_checkpoint
-from train.config import Config, ConfigError, config_to_yaml, parse_config
+from train.checkpoint import Position, find_checkpoint, load_checkpoint
+from train.config import USER_ERRORS, Config, config_to_yaml, parse_config
 from train.console import Screen
 from train.data.config import DataError
 from train.data.documents import find_documents
@@ -34,7 +34,6 @@ from train.runtime import Place, Stop, choose_device, device_memory_bytes, exit_
 from train.status import State, write_status
 
 VERSION = "0.1.0"
-USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 
 

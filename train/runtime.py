@@ -9,7 +9,6 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     if place.under_torchrun:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(config.seed)
 
 

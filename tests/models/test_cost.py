@@ -1,0 +1,88 @@
+"""Cost formulas against the model itself and against published sizes. Everything runs on the meta device."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.cost import count_parameters, flops_per_token, matmul_parameters, saved_values_per_token
+from models.llama import Llama, LlamaConfig
+
+SMALL = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128)
+LLAMA_8B = LlamaConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192)
+LLAMA_70B = dataclasses.replace(LLAMA_8B, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672)
+LLAMA_405B = dataclasses.replace(LLAMA_8B, dim=16384, n_layers=126, n_heads=128, ffn_dim=53248)
+
+
+def build_on_meta(config: LlamaConfig) -> Llama:
+    with torch.device("meta"):
+        return Llama(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [(LLAMA_8B, 8.03e9), (LLAMA_70B, 70.55e9), (LLAMA_405B, 405.85e9)],
+    ids=["8b", "70b", "405b"],
+)
+def test_totals_are_the_published_ones(config: LlamaConfig, published: float) -> None:
+    assert count_parameters(config).total == pytest.approx(published, abs=0.005e9)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, n_kv_heads=4), LLAMA_8B], ids=["gqa", "mha", "8b"])
+def test_counts_are_those_of_the_built_model(config: LlamaConfig, tied: bool) -> None:
+    config = dataclasses.replace(config, tie_embeddings=tied)
+    model, counts = build_on_meta(config), count_parameters(config)
+    assert counts.total == sum(p.numel() for p in model.parameters())
+    assert counts.embedding == model.tok_embeddings.weight.numel()
+    assert counts.block == sum(p.numel() for p in model.layers[0].parameters())
+    assert counts.n_blocks == len(model.layers)
+    tied_numel = model.head.output.weight.numel() if tied else 0
+    assert counts.head == sum(p.numel() for p in model.head.parameters()) - tied_numel
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_matmul_parameters_are_the_weights_of_the_linear_layers(tied: bool) -> None:
+    config = dataclasses.replace(SMALL, tie_embeddings=tied)
+    linears = [m for m in build_on_meta(config).modules() if isinstance(m, torch.nn.Linear)]
+    assert matmul_parameters(config) == sum(linear.weight.numel() for linear in linears)
+
+
+def counted_flops(config: LlamaConfig, batch: int, seq_len: int) -> dict[str, int]:
+    """Operations of one forward and backward by kind, as torch counts them; attention in full."""
+    tokens = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
+    model = build_on_meta(config)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_flops_are_exactly_those_that_torch_counts(kv_heads: int, tied: bool) -> None:
+    """Exact, not about: norms and RoPE are no matmuls, and the look-up's backward is none either."""
+    config = dataclasses.replace(SMALL, n_kv_heads=kv_heads, tie_embeddings=tied)
+    batch, seq_len = 3, 40
+    counts = counted_flops(config, batch, seq_len)
+    assert counts.keys() == {"aten.mm", "aten.bmm"}
+    assert counts["aten.mm"] == batch * seq_len * 6 * matmul_parameters(config)
+    assert sum(counts.values()) == batch * seq_len * flops_per_token(config, seq_len, "full")
+
+
+def test_flops_of_the_8b_are_exactly_those_that_torch_counts() -> None:
+    config = dataclasses.replace(LLAMA_8B, n_layers=2)
+    assert sum(counted_flops(config, 1, 8192).values()) == 8192 * flops_per_token(config, 8192, "full")
+
+
+def test_causal_counts_half_of_attention_and_all_of_the_rest() -> None:
+    full, causal = (flops_per_token(SMALL, 128, kind) for kind in ("full", "causal"))
+    assert full - causal == 6 * SMALL.n_layers * SMALL.dim * 128
+    assert flops_per_token(SMALL, 256, "full") - full == 2 * (full - causal), "attention grows with the sequence"
+    assert causal - (full - causal) == 6 * matmul_parameters(SMALL)
+
+
+def test_saved_values_of_an_8b_block_are_what_its_docstring_says() -> None:
+    """1,152 MiB for 8,192 tokens in bfloat16."""
+    assert saved_values_per_token(LLAMA_8B) * 8192 * 2 == 1152 * 2**20

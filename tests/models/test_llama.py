@@ -1,0 +1,230 @@
+"""The model against Hugging Face's implementation, and what it promises about its weights, loss and config."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig as HfConfig
+from transformers import LlamaForCausalLM
+
+from models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, fsdp_units, init_weights
+from models.loss import IGNORE_INDEX, cross_entropy_sum
+from models.rope import RopeScaling
+
+SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+CONFIG = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128, rope_theta=1e4)
+SEQ_LEN = 100  # longer than a block of the CPU attention, and than three times the scaling's original length
+
+HF_NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers": "model.layers",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+    "head.norm": "model.norm",
+    "head.output": "lm_head",
+}
+
+
+def build(config: LlamaConfig = CONFIG, seed: int = 0) -> Llama:
+    model = Llama(config)
+    init_weights(model, seed)
+    return model
+
+
+def make_loud(model: Llama) -> Llama:
+    """Weights so large, and norms so uneven, that attention is far from uniform and no part can hide."""
+    with torch.no_grad():
+        for fqn, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(len(fqn))
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else parameter * 8)
+    return model
+
+
+def hf_name(fqn: str) -> str:
+    head, _, rest = fqn.rpartition("head.")
+    parts = [head + "head." + rest.split(".")[0], "weight"] if rest != fqn else fqn.split(".")
+    return ".".join(HF_NAMES.get(part, part) for part in parts)
+
+
+def hugging_face_twin(model: Llama) -> LlamaForCausalLM:
+    """Hugging Face's model of the same shape and weights."""
+    c = model.config
+    rope = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if c.rope_scaling is not None:
+        scaling = dataclasses.asdict(c.rope_scaling)
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": scaling.pop("original_max_seq_len"), **scaling}
+    twin = LlamaForCausalLM(
+        HfConfig(hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
+                 num_key_value_heads=c.n_kv_heads, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size,
+                 max_position_embeddings=c.max_seq_len, rms_norm_eps=c.norm_eps, rope_parameters=rope,
+                 tie_word_embeddings=c.tie_embeddings, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    )  # fmt: skip
+    weights = {hf_name(fqn): parameter.detach() for fqn, parameter in model.named_parameters()}
+    missing = twin.load_state_dict(weights, strict=False)
+    assert missing.unexpected_keys == []
+    assert missing.missing_keys == (["lm_head.weight"] if c.tie_embeddings else [])
+    return twin.eval()
+
+
+def make_tokens(batch: int = 2, seq_len: int = SEQ_LEN, seed: int = 1) -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain-rope", "llama3-rope"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_logits_and_gradients_are_those_of_hugging_face(kv_heads: int, tied: bool, scaling: RopeScaling | None) -> None:
+    config = dataclasses.replace(CONFIG, n_kv_heads=kv_heads, tie_embeddings=tied, rope_scaling=scaling)
+    model, tokens = make_loud(build(config)), make_tokens()
+    twin = hugging_face_twin(model)
+    ours, theirs = model(tokens), twin(tokens).logits
+    assert theirs.std() > 0.5, "logits near 0 would prove nothing"
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+    targets = tokens.roll(-1, 1)
+    model(tokens, targets).backward()
+    F.cross_entropy(theirs.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    gradients = dict(twin.named_parameters())
+    for fqn, parameter in model.named_parameters():
+        theirs = gradients[hf_name(fqn)].grad
+        assert (parameter.grad - theirs).norm() < 1e-5 * theirs.norm(), fqn
+
+
+def test_the_rope_scaling_of_the_parity_test_changes_the_logits() -> None:
+    plain, scaled = (make_loud(build(dataclasses.replace(CONFIG, rope_scaling=s)))(make_tokens()) for s in (None, SCALING))
+    assert (plain - scaled).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_model_built_on_meta_gets_every_parameter_and_buffer_as_one_built_on_the_cpu(tied: bool) -> None:
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied, rope_scaling=SCALING)
+    with torch.device("meta"):
+        late = Llama(config)
+    assert all(t.is_meta for t in (*late.parameters(), *late.buffers()))
+    late.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*late.parameters(), *late.buffers()):
+            tensor.fill_(torch.nan)
+    init_weights(late, 3)
+    early = build(config, 3)
+    for kind in ("named_parameters", "named_buffers"):
+        ours, others = dict(getattr(late, kind)()), dict(getattr(early, kind)())
+        assert ours.keys() == others.keys()
+        for fqn, tensor in ours.items():
+            assert tensor.isfinite().all(), fqn
+            assert torch.equal(tensor, others[fqn]), fqn
+    assert (late.head.output.weight is late.tok_embeddings.weight) is tied
+
+
+def test_initial_weights_are_decided_by_the_seed() -> None:
+    one, again, other = (dict(build(seed=seed).named_parameters()) for seed in (5, 5, 6))
+    for fqn, weight in one.items():
+        assert torch.equal(weight, again[fqn]), fqn
+        assert torch.equal(weight, other[fqn]) is (weight.dim() == 1), f"{fqn}: only norms are the same for any seed"
+
+
+def test_initial_weights_do_not_depend_on_the_number_of_layers_but_for_the_residual_scaling() -> None:
+    shallow, deep = (dict(build(dataclasses.replace(CONFIG, n_layers=n)).named_parameters()) for n in (2, 4))
+    for fqn, weight in shallow.items():
+        residual = fqn.endswith(("wo.weight", "w2.weight"))
+        torch.testing.assert_close(deep[fqn], weight / 2**0.5 if residual else weight)
+
+
+def test_no_two_parameters_start_alike() -> None:
+    matrices = {fqn: w for fqn, w in build().named_parameters() if w.dim() > 1}
+    starts = {fqn: (w / w.std()).flatten()[:8] for fqn, w in matrices.items()}
+    for fqn, start in starts.items():
+        assert [other for other, its in starts.items() if torch.allclose(its, start, rtol=0.1)] == [fqn]
+
+
+def test_initial_spread_is_that_of_the_docstring() -> None:
+    config = dataclasses.replace(CONFIG, n_layers=8)
+    weights = dict(build(config).named_parameters())
+    assert weights["layers.0.attention.wq.weight"].std().item() == pytest.approx(INIT_STD, rel=0.05)
+    assert weights["layers.0.feed_forward.w2.weight"].std().item() == pytest.approx(INIT_STD / 4, rel=0.05)
+    assert torch.equal(weights["layers.0.ffn_norm.weight"], torch.ones(config.dim))
+
+
+def test_an_untrained_model_guesses_uniformly() -> None:
+    tokens = make_tokens()
+    loss = build()(tokens, tokens.roll(-1, 1)).item() / tokens.numel()
+    assert loss == pytest.approx(torch.tensor(float(CONFIG.vocab_size)).log().item(), rel=0.02)
+
+
+def test_loss_is_the_float32_sum_over_targets_that_count() -> None:
+    model, tokens = build(), make_tokens()
+    targets = tokens.roll(-1, 1)
+    targets[0, 7:] = IGNORE_INDEX
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(model(tokens, targets), expected)
+    counted = targets != -100
+    picked = model(tokens).log_softmax(-1)[counted].gather(1, targets[counted][:, None])
+    torch.testing.assert_close(model(tokens, targets), -picked.sum())
+    assert model(tokens, torch.full_like(targets, IGNORE_INDEX)).item() == 0
+
+
+def test_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
+    logits, targets = torch.randn(2, 9, 97).bfloat16(), make_tokens(2, 9)
+    loss = cross_entropy_sum(logits, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum"))
+
+
+@pytest.mark.parametrize("position", [1, 63, 64, 99])
+def test_a_token_does_not_change_earlier_logits(position: int) -> None:
+    model, tokens = make_loud(build()), make_tokens()
+    changed = tokens.clone()
+    changed[:, position] = (tokens[:, position] + 1) % CONFIG.vocab_size
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=1e-5)
+    assert not torch.allclose(after[:, position], before[:, position])
+
+
+def test_a_shorter_sequence_has_the_same_logits() -> None:
+    model, tokens = make_loud(build()), make_tokens()
+    torch.testing.assert_close(model(tokens[:, :33]), model(tokens)[:, :33], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_parameter_belongs_to_exactly_one_unit(tied: bool) -> None:
+    model = Llama(dataclasses.replace(CONFIG, tie_embeddings=tied))
+    units = fsdp_units(model.config)
+    owners = [{id(p) for name in unit for p in model.get_submodule(name).parameters()} for unit in units]
+    assert sum(map(len, owners)) == len(set.union(*owners)) == len(list(model.parameters()))
+    assert len(units) == CONFIG.n_layers + (1 if tied else 2)
+
+
+def test_every_weight_has_a_tensor_parallel_style_and_every_style_a_weight() -> None:
+    names = {fqn.removesuffix(".weight") for fqn, _ in Llama(CONFIG).named_parameters()}
+    patterns = {pattern.replace("*", str(i)) for pattern in SHARDING for i in range(CONFIG.n_layers)}
+    assert names == patterns
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *(({name: 0}, [f"model.{name}=0", "at least 1"]) for name in
+          ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")),
+        ({"n_layers": -1}, ["model.n_layers=-1", "at least 1"]),
+        ({"n_kv_heads": 3}, ["model.n_kv_heads=3", "divide", "model.n_heads=4"]),
+        ({"n_kv_heads": 8}, ["model.n_kv_heads=8", "divide", "model.n_heads=4"]),
+        ({"dim": 62}, ["model.dim=62", "model.n_heads=4"]),
+        ({"dim": 68}, ["model.dim=68", "even multiple", "model.n_heads=4"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_shape_that_cannot_be_is_refused_with_key_value_and_rule(change: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="must") as error:
+        dataclasses.replace(CONFIG, **change)
+    assert all(word in str(error.value) for word in words)

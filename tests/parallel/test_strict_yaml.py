@@ -1,0 +1,73 @@
+"""YAML that hides a mistake is refused, with file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel.strict_yaml import YamlError, load_mapping
+
+REFUSED = {
+    "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1"]),
+    "duplicate of equal value": ("a: 1\na: 1\n", ["line 2", "'a'", "line 1"]),
+    "nested duplicate": ("a:\n  b: 1\n  c: 2\n  b: 3\n", ["line 4", "'b'", "line 2"]),
+    "duplicate in a list": ("a:\n- {b: 1}\n- {c: 1, c: 2}\n", ["line 3", "'c'"]),
+    "duplicate in flow style": ("a: {b: 1, b: 2}\n", ["line 1", "'b'"]),
+    "alias": ("a: &x [1]\nb: *x\n", ["line 2", "*x", "aliases"]),
+    "merge key": ("a: &x {c: 1}\nb:\n  <<: *x\n", ["line 3", "*x"]),
+    "list": ("- a\n- b\n", ["mapping", "list"]),
+    "scalar": ("3\n", ["mapping", "int"]),
+    "unclosed": ("a: [1\nb: 2\n", ["line 2"]),
+    "tab": ("a:\n\tb: 1\n", ["line 2"]),
+    "two documents": ("a: 1\n---\nb: 2\n", ["line"]),
+    "python object": ("a: !!python/name:os.system\n", ["line 1"]),
+    "NUL character": ("a: \0\n", []),
+}
+BUG = pytest.mark.xfail(strict=True, reason="BUG: escapes as TypeError, ValueError or RecursionError, without the file's name")
+ESCAPES = {
+    "list as key": "? [a, b]\n: 1\n",
+    "unfilled template": "a: {{ b }}\n",
+    "impossible date": "a: 2001-13-45\n",
+    "not a number": "a: !!int x\n",
+    "deep nesting": f"a: {'[' * 3000}{']' * 3000}\n",
+}
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "some.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [*REFUSED.values(), *(pytest.param(text, [], marks=BUG) for text in ESCAPES.values())],
+    ids=[*REFUSED, *ESCAPES],
+)
+def test_what_hides_a_mistake_is_refused_with_file_and_line(text: str, words: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(YamlError) as error:
+        load_mapping(path)
+    assert [word for word in (str(path), *words) if word not in str(error.value)] == [], str(error.value)
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "missing"])
+def test_a_file_that_cannot_be_read_is_named(folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "nothing.yaml"
+    if folder:
+        path.mkdir()
+    with pytest.raises(YamlError, match=r"nothing\.yaml"):
+        load_mapping(path)
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    with pytest.raises(YamlError, match=r"some\.yaml"):
+        load_mapping(write(tmp_path, b"a: \xff\xfe\n"))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# only a comment\n", "---\n"])
+def test_an_empty_file_is_an_empty_mapping(text: str, tmp_path: Path) -> None:
+    assert load_mapping(write(tmp_path, text)) == {}
+
+
+def test_the_same_key_in_two_mappings_is_no_duplicate(tmp_path: Path) -> None:
+    assert load_mapping(write(tmp_path, "a: {c: 1}\nb: {c: [1, {c: 2}]}\n")) == {"a": {"c": 1}, "b": {"c": [1, {"c": 2}]}}

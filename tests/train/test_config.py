@@ -1,0 +1,308 @@
+"""The configuration: found, read strictly, overridden, documented, and written so that it reads back."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from models.rope import RopeScaling
+from parallel.config import CompileConfig
+from train.config import CONFIG_FOLDER, Config, ConfigError, config_to_yaml, find_config, known_keys, load_config, parse_config
+
+DEBUG_STEPS = 400  # train.steps of llama_debug.yaml
+
+
+def bug(reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, reason=f"BUG: {reason}")
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_config(arguments)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config=llama_debug.yaml"],
+        ["--config", "llama_debug.yaml"],
+        ["--config=llama_debug"],
+        ["--config", "llama_debug"],
+        [f"--config={CONFIG_FOLDER / 'llama_debug.yaml'}"],
+        ["--config", f"{CONFIG_FOLDER / 'llama_debug.yaml'}"],
+    ],
+)
+def test_a_config_is_found_by_bare_name_and_by_path(arguments: list[str]) -> None:
+    config = parse_config(arguments)
+    assert config.train.steps == DEBUG_STEPS
+    assert config.run.dir == "runs/llama_debug"
+
+
+def test_a_file_here_comes_before_a_shipped_one_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "train: {steps: 7}", "llama_debug.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert parse_config(["--config=llama_debug.yaml"]).train.steps == 7
+    assert find_config("llama_debug") == CONFIG_FOLDER / "llama_debug.yaml", "without .yaml only a shipped one fits"
+
+
+def test_without_a_file_every_key_has_its_default() -> None:
+    config = parse_config([])
+    assert dataclasses.replace(config, run=Config().run) == Config()
+    assert config.run.dir == "runs/llama"
+
+
+def test_the_folder_of_a_run_is_named_after_its_config_unless_given(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")).run.dir == "runs/mine"
+    assert load_config(write(tmp_path, "run: {dir: here}")).run.dir == "here"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config=llama_debug", "--train.steps=7"],
+        ["--config=llama_debug", "--train.steps", "7"],
+        ["--config", "llama_debug", "--train.steps=7"],
+        ["--config=llama_debug", "--train.steps=5", "--train.steps=7"],
+        pytest.param(["--train.steps=7", "--config=llama_debug"], marks=bug("an override before --config loses")),
+        pytest.param(["--train.steps", "7", "--config", "llama_debug"], marks=bug("an override before --config loses")),
+    ],
+)
+def test_overrides_win_over_the_file(arguments: list[str]) -> None:
+    assert parse_config(arguments).train.steps == 7
+
+
+def test_an_override_changes_one_key_of_a_nested_section_and_leaves_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {rope_scaling: {factor: 9, original_max_seq_len: 77}}\nparallel: {compile: {backend: aot_eager}}")
+    config = parse_config([f"--config={path}", "--model.rope_scaling.factor=4", "--parallel.compile.enabled=false"])
+    assert config.model.rope_scaling == RopeScaling(factor=4.0, original_max_seq_len=77)
+    assert config.parallel.compile == CompileConfig(enabled=False, backend="aot_eager")
+    assert parse_config([f"--config={path}", "--model.rope_scaling=null"]).model.rope_scaling is None
+
+
+@pytest.mark.parametrize("text", ["3e-4", "0.0003", "3.0e-4", "'3e-4'", "3E-4"])
+def test_a_number_is_a_float_however_it_is_written(text: str, tmp_path: Path) -> None:
+    for config in (load_config(write(tmp_path, f"optim: {{lr: {text}}}")), parse_config([f"--optim.lr={text.strip(chr(39))}"])):
+        assert isinstance(config.optim.lr, float)
+        assert config.optim.lr == 3e-4
+
+
+def test_values_of_every_kind_reach_their_keys(tmp_path: Path) -> None:
+    text = """
+        optim: {betas: [0.8, 0.9], schedule: wsd}
+        parallel: {reshard_after_forward: 4, dp_shard: -1, compile: {enabled: false}}
+        train: {micro_batch_size: 3, epochs: 0.5}
+        data: {cache_dir: null, source: a/b.txt}
+        """
+    config = load_config(write(tmp_path, text))
+    assert config.optim.betas == (0.8, 0.9)
+    assert repr(config.parallel.reshard_after_forward) == "4"
+    assert (config.parallel.dp_shard, config.parallel.compile.enabled) == (-1, False)
+    assert (config.train.micro_batch_size, config.train.epochs) == (3, 0.5)
+    assert (config.data.cache_dir, config.data.source) == (None, "a/b.txt")
+    assert repr(parse_config(["--parallel.reshard_after_forward=false"]).parallel.reshard_after_forward) == "False"
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("train.stepz", "train.steps"),
+        ("trian.steps", "train.steps"),
+        ("optim.learning_rate.lr", "optim.lr"),
+        ("parallel.dp_shrad", "parallel.dp_shard"),
+        ("parallel.compile.backnd", "parallel.compile.backend"),
+        ("model.rope_scaling.facto", "model.rope_scaling.factor"),
+        ("grad_clip", "train.grad_clip"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one_and_its_place(key: str, nearest: str, tmp_path: Path) -> None:
+    hint = f"Did you mean {nearest}?"
+    assert refusal(f"--{key}=1") == f"unknown key {key} in the command line. {hint}"
+    assert refusal(f"--{key}", "1") == f"unknown key {key} in the command line. {hint}"
+    *sections, leaf = key.split(".")
+    text = "".join(f"{'  ' * i}{part}:\n" for i, part in enumerate(sections)) + f"{'  ' * len(sections)}{leaf}: 1\n"
+    path = write(tmp_path, text)
+    assert refusal(f"--config={path}") == f"unknown key {key} in {path}. {hint}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("train.steps", "many", ["int", "many"]),
+        ("train.steps", "3.5", ["int", "3.5"]),
+        ("train.steps", "true", ["int", "True"]),
+        ("train.steps", "null", ["int", "None"]),
+        ("optim.lr", "fast", ["float", "fast"]),
+        ("optim.betas", "[0.9]", ["2 elements"]),
+        ("optim.schedule", "cosin", ["cosin", "cosine"]),
+        ("parallel.dp_shard", "all", ["all", "int"]),
+        ("parallel.reshard_after_forward", "maybe", ["maybe", "bool", "int"]),
+        ("parallel.activation_checkpoint", "some", ["some", "full"]),
+        ("parallel.compile.enabled", "maybe", ["bool", "maybe"]),
+        ("model.tie_embeddings", "3", ["bool", "3"]),
+        ("train.micro_batch_size", "some", ["some", "auto"]),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_key(key: str, value: str, words: list[str], tmp_path: Path) -> None:
+    *sections, leaf = key.split(".")
+    text = "".join(f"{s}: {{" for s in sections) + f"{leaf}: {value}" + "}" * len(sections)
+    for message in (refusal(f"--{key}={value}"), refusal(f"--config={write(tmp_path, text)}")):
+        assert [word for word in (key, *words) if word not in message] == [], message
+        assert "<class" not in message
+        assert "\n" not in message
+
+
+@bug("the message does not say that the value stands in the file")
+def test_a_value_of_the_wrong_type_names_its_file(tmp_path: Path) -> None:
+    assert "mine.yaml" in refusal(f"--config={write(tmp_path, 'train: {steps: many}')}")
+
+
+@pytest.mark.parametrize("text", ["train: 5\n", "train: []\n", "train:\n", "parallel: {compile: true}\n"])
+@bug("a section that is no mapping is a TypeError, or a message without place")
+def test_a_section_that_is_no_mapping_is_refused_by_name_and_place(text: str, tmp_path: Path) -> None:
+    message = refusal(f"--config={write(tmp_path, text)}")
+    assert "mine.yaml" in message
+    assert "train" in message or "parallel.compile" in message
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--train.steps=0", ["train.steps=0", "at least 1"]),
+        ("--train.seq_len=4096", ["train.seq_len=4096", "model.max_seq_len=2048"]),
+        ("--train.grad_clip=-1", ["train.grad_clip=-1", "at least 0"]),
+        ("--model.n_kv_heads=3", ["model.n_kv_heads=3", "model.n_heads=8"]),
+        ("--optim.lr=-1", ["optim.lr=-1", "negative"]),
+        ("--optim.betas=[0.9,1.0]", ["optim.betas=[0.9, 1.0]", "[0, 1)"]),
+        ("--optim.warmup_steps=-1", ["optim.warmup_steps=-1"]),
+        ("--optim.decay_ratio=2", ["optim.decay_ratio=2", "[0, 1]"]),
+        ("--run.device=tpu", ["run.device=tpu", "auto, cpu or cuda"]),
+        ("--run.grace_s=-1", ["run.grace_s=-1"]),
+        ("--data.held_out=1", ["data.held_out=1", "between 0 and 1"]),
+        ("--data.tokenizer=gpt2", ["data.tokenizer=gpt2", "bytes"]),
+        ("--data.prefetch=0", ["data.prefetch=0", "at least 1"]),
+        ("--checkpoint.keep=-1", ["checkpoint.keep=-1"]),
+        ("--metrics.every=-1", ["metrics.every=-1"]),
+        ("--profile.steps=0", ["profile.steps=0"]),
+        pytest.param("--run.seed=-1", ["run.seed=-1"], marks=bug("a negative seed fails later, in the loader's thread")),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_key_value_and_rule(argument: str, words: list[str]) -> None:
+    message = refusal(argument)
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize("argument", ["train.steps=3", "-x", "something"])
+def test_an_argument_that_is_no_option_is_refused(argument: str) -> None:
+    assert argument in refusal(argument)
+
+
+def test_a_key_without_its_value_is_refused() -> None:
+    assert "--train.steps" in refusal("--train.steps")
+
+
+@bug("a bare --config is called an unknown key")
+def test_config_without_a_name_is_refused_as_such() -> None:
+    assert "unknown key" not in refusal("--config")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train: {steps: 1}\noptim: {lr: 1}\ntrain: {steps: 2}\n", ["line 3", "'train'", "twice", "line 1"]),
+        ("train:\n  steps: 1\n  steps: 2\n", ["line 3", "'steps'"]),
+        ("train: [\n", ["mine.yaml"]),
+        ("- train\n", ["mapping"]),
+    ],
+)
+def test_a_file_that_hides_a_mistake_is_refused_with_its_place(text: str, words: list[str], tmp_path: Path) -> None:
+    message = refusal(f"--config={write(tmp_path, text)}")
+    assert [word for word in ("mine.yaml", *words) if word not in message] == [], message
+
+
+@pytest.mark.parametrize("name", ["lama_debug.yaml", "llama_debug.yml", "folder/llama_debg.yaml"])
+def test_a_missing_file_names_the_nearest_shipped_one(name: str) -> None:
+    message = refusal(f"--config={name}")
+    assert name in message
+    assert "Did you mean llama_debug.yaml?" in message
+    assert refusal("--config", name) == message
+
+
+def test_a_missing_file_like_no_shipped_one_lists_them_all() -> None:
+    message = refusal("--config=zzz")
+    assert all(path.name in message for path in CONFIG_FOLDER.glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--config=llama_8b"],
+        ["--config=llama_1b", "--model.tie_embeddings=true", "--optim.betas=[0.8,0.99]", "--optim.lr=1e-7"],
+        ["--parallel.reshard_after_forward=4", "--parallel.dp_shard=-1", "--parallel.compile.enabled=false", "--train.epochs=0.5"],
+        ["--parallel.reshard_after_forward=false", "--train.micro_batch_size=3", "--data.cache_dir=/x", "--optim.eps=1e-15"],
+        ["--run.dir=2024-01-01", "--data.source=**/*.txt"],
+        ["--run.dir=true", "--data.source=a: b # c"],
+    ],
+    ids=" ".join,
+)
+def test_a_config_written_as_yaml_reads_back_equal(arguments: list[str], tmp_path: Path) -> None:
+    config = parse_config(arguments)
+    again = load_config(write(tmp_path, config_to_yaml(config)))
+    assert repr(again) == repr(config), "repr, because True == 1"
+
+
+def test_print_config_leaves_with_0_and_prints_what_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config=llama_8b", "--optim.lr=1e-4", "--run.dir=there", "--parallel.reshard_after_forward=8"]
+    with pytest.raises(SystemExit) as left:
+        parse_config([*arguments, "--print_config"])
+    assert left.value.code == 0
+    assert load_config(write(tmp_path, capsys.readouterr().out)) == parse_config(arguments)
+
+
+@pytest.fixture(scope="module")
+def help_by_key() -> dict[str, str]:
+    """What `-h` says of each key, without its type and default."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+        import contextlib
+        import io
+
+        patch.setenv("COLUMNS", "500")
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            parse_config(["-h"])
+    assert left.value.code == 0
+    found = re.findall(r"^  --([a-z_.]+) [^\n]*?\s{2,}(.*?) *\(type: [^\n]*, default: [^\n]*\)$", out.getvalue(), re.M | re.S)
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(k, marks=bug("-h points to --model.rope_scaling.help instead")) if "rope_scaling." in k else k
+     for k in known_keys()],
+)  # fmt: skip
+def test_help_documents_every_key(key: str, help_by_key: dict[str, str]) -> None:
+    assert len(help_by_key[key].split()) >= 2, f"{key} has no help text"
+
+
+def test_the_keys_that_scripts_rely_on_exist() -> None:
+    promised = """
+        run.dir run.seed run.grace_s run.max_hours
+        model.dim model.n_layers model.n_heads model.n_kv_heads model.ffn_dim model.vocab_size model.max_seq_len
+        model.rope_theta model.norm_eps model.tie_embeddings
+        parallel.plan parallel.dp_replicate parallel.dp_shard parallel.tp parallel.reshard_after_forward
+        parallel.forward_prefetch parallel.backward_prefetch parallel.activation_checkpoint parallel.param_dtype
+        parallel.reduce_dtype parallel.compile.enabled parallel.compile.backend parallel.compile.mode
+        data.source data.tokenizer train.steps train.epochs train.seq_len train.micro_batch_size
+        train.global_batch_size train.grad_clip train.eval_every
+        optim.lr optim.betas optim.weight_decay optim.warmup_steps optim.schedule
+        checkpoint.every checkpoint.keep checkpoint.resume metrics.every
+        """
+    assert set(promised.split()) <= set(known_keys())
