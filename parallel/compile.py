@@ -52,6 +52,7 @@ def _missing_for_cpu() -> str | None:
     return None
 
 
-def count_compiled_frames() -> int:
-    """How many times dynamo has compiled something in this process; every recompile adds one."""
-    return int(torch._dynamo.utils.counters["frames"]["total"])
+def count_compiled_graphs() -> int:
+    """How many graphs dynamo has captured in this process; every recompile adds one."""
+    # Not counters["frames"]: with fullgraph=True dynamo does not count those.
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

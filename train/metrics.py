@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.compile import count_compiled_frames
+from parallel.compile import count_compiled_graphs
 from train.step import StepResult
 
 GIB = 2**30
@@ -56,14 +56,14 @@ class Metrics:
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8") if is_main else None  # noqa: SIM115
         self._board = _open_board(folder / "tb") if is_main and config.tensorboard else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
-        self._frames: int | None = None
+        self._graphs: int | None = None
 
     def step_done(self, data_wait_s: float) -> None:
-        """Count a step; after the first of this process the compiled frames are all there should ever be."""
+        """Count a step; after the first of this process the compiled graphs are all there should ever be."""
         self._steps += 1
         self._wait_s += data_wait_s
-        if self._frames is None:
-            self._frames = count_compiled_frames()
+        if self._graphs is None:
+            self._graphs = count_compiled_graphs()
 
     def pause(self) -> None:
         """Stop the clock once the device is done: what follows (an evaluation, a checkpoint) is not step time."""
@@ -79,7 +79,7 @@ class Metrics:
         """Write one row, with rates over the steps since the last; every rank calls it, with the clock paused."""
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         steps = max(1, self._steps)
-        recompiles = count_compiled_frames() - (self._frames or 0)
+        recompiles = count_compiled_graphs() - (self._graphs or 0)
         mine = [self._busy_s / steps, self._wait_s / steps, recompiles, *_peak_memory_gib(self._device)]
         worst = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: the slowest and the fullest rank counts

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel.compile import count_compiled_frames
+from parallel.compile import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import pad_unevenly
 from train.config import parse_config
@@ -46,7 +46,7 @@ def main() -> None:
             grads.update({name: whole(p.grad) for name, p in model.named_parameters()})
 
     optimizer.register_step_pre_hook(keep_first_gradients)
-    losses, norms, frames = [], [], []
+    losses, norms, graphs = [], [], []
     for step in range(1, steps + 1):
         set_learning_rate(optimizer, learning_rate(config.optim, step, steps))
         batches, _ = loader.next()
@@ -55,10 +55,10 @@ def main() -> None:
         result = train_step(model, optimizer, batches, config.train.grad_clip, data_parallel_group(mesh))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-        frames.append(count_compiled_frames())
+        graphs.append(count_compiled_graphs())
     loader.close()
     if place.is_main:
-        torch.save({"losses": losses, "norms": norms, "grads": grads, "weights": weights, "frames": frames}, out)
+        torch.save({"losses": losses, "norms": norms, "grads": grads, "weights": weights, "graphs": graphs}, out)
     dist.destroy_process_group()
 
 

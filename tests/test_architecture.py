@@ -1,0 +1,238 @@
+"""The house rules that a machine can check: who may import whom, how large things are, what must not be written down.
+
+Every check takes a root folder, so that the tests below can show that it finds what it looks for.
+"""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "models": {"models"},
+    "parallel": {"parallel"},
+    "train": {"models", "parallel", "train"},
+    "tools": {"models", "parallel", "train", "tools"},
+}
+OURS = {*MAY_IMPORT, "tests"}
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 300
+WORKPLACE = re.compile(r"/work/|/farm|(?<!\w)\.library\b")  # torch.library is none
+
+
+def sources(root: Path) -> Iterator[Path]:
+    for folder in MAY_IMPORT:
+        yield from sorted((root / folder).rglob("*.py"))
+
+
+def module_name(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path: Path, root: Path) -> set[str]:
+    """Dotted names a file imports, anywhere in it: late, under TYPE_CHECKING, relative, or by a call with a literal."""
+    package = module_name(path, root).split(".")
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + (path.name == "__init__.py")] if node.level else []
+            base = ".".join([*above, *(node.module or "").split(".")]).strip(".")
+            found |= {base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+    return found
+
+
+def wrong_directions(root: Path) -> list[str]:
+    """Imports of our own folders that the direction rule does not allow."""
+    return [
+        f"{path.relative_to(root)} imports {name}"
+        for path in sources(root)
+        for name in sorted(imports_of(path, root))
+        if (folder := name.split(".")[0]) in OURS and folder not in MAY_IMPORT[path.relative_to(root).parts[0]]
+    ]
+
+
+def import_circles(root: Path) -> list[str]:
+    """Circles of files that import each other, each named once, from its first file on."""
+    modules = {module_name(path, root): path for path in sources(root)}
+    graph = {name: sorted((imports_of(path, root) & modules.keys()) - {name}) for name, path in modules.items()}
+    circles = set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        if name in trail:
+            circle = trail[trail.index(name) :]
+            first = circle.index(min(circle))
+            circles.add(" -> ".join((*circle[first:], *circle[:first], circle[first])))
+        elif name not in done:
+            for other in graph[name]:
+                walk(other, (*trail, name))
+            done.add(name)
+
+    done: set[str] = set()
+    for name in graph:
+        walk(name, ())
+    return sorted(circles)
+
+
+def too_large(root: Path) -> list[str]:
+    """Functions and files over the limits."""
+    found = []
+    for path in sources(root):
+        text = path.read_text(encoding="utf-8")
+        if (lines := len(text.splitlines())) > MAX_FILE_LINES:
+            found.append(f"{path.relative_to(root)} has {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                if (lines := (node.end_lineno or 0) - first + 1) > MAX_FUNCTION_LINES:
+                    found.append(f"{path.relative_to(root)}: {node.name} has {lines} lines")
+    return found
+
+
+def catch_alls(root: Path) -> list[str]:
+    return [str(path.relative_to(root)) for path in sources(root) if path.name == "utils.py"]
+
+
+def workplace_paths(root: Path, tracked: list[str]) -> list[str]:
+    """Lines of tracked text files that name a place of one machine."""
+    found = []
+    for name in tracked:
+        path = root / name
+        if path.resolve() == Path(__file__).resolve() or not path.is_file():
+            continue  # this file spells the pattern
+        for number, line in enumerate(path.read_bytes().decode("utf-8", errors="ignore").splitlines(), 1):
+            if WORKPLACE.search(line):
+                found.append(f"{name}:{number}: {line.strip()}")
+    return found
+
+
+# The rules, on this repository
+
+
+def test_the_folders_are_there_to_be_checked() -> None:
+    assert len(list(sources(ROOT))) > 30
+    assert "models.llama" in imports_of(ROOT / "train" / "config.py", ROOT)
+
+
+def test_imports_go_in_the_allowed_direction() -> None:
+    assert wrong_directions(ROOT) == []
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    assert import_circles(ROOT) == []
+
+
+def test_functions_and_files_are_small() -> None:
+    assert too_large(ROOT) == []
+
+
+def test_nothing_is_called_utils() -> None:
+    assert catch_alls(ROOT) == []
+
+
+def test_no_tracked_file_names_a_place_of_one_machine() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout to know which files are tracked")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert workplace_paths(ROOT, listed.split("\0")) == []
+
+
+# The checks, on made-up trees
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("models/a.py", "import parallel"),
+        ("models/a.py", "from parallel.plan import Plan"),
+        ("models/kernels/a.py", "import train.step as s"),
+        ("models/a.py", "def f():\n    import tools.plan"),
+        ("models/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from train.config import Config"),
+        ("models/a.py", "import importlib\nimportlib.import_module('parallel.plan')"),
+        ("models/a.py", "from .. import parallel"),
+        ("parallel/a.py", "try:\n    import models.llama\nexcept ImportError:\n    pass"),
+        ("parallel/planner/a.py", "from train import config"),
+        ("train/a.py", "from tools.command import run_tool"),
+        ("train/data/a.py", "class A:\n    import tools"),
+        ("tools/a.py", "import tests.launch"),
+        ("train/a.py", "from tests import launch"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(path: str, text: str, tmp_path: Path) -> None:
+    (found,) = {line.split(" imports ")[0] for line in wrong_directions(write_tree(tmp_path, {path: text}))}
+    assert found == path
+
+
+def test_imports_along_the_direction_are_not_found(tmp_path: Path) -> None:
+    allowed = {
+        "models/a.py": "import modelsoup\nfrom models.b import B\nfrom . import b\nimport torch.distributed.tensor.parallel",
+        "train/a.py": "from models.a import A\nfrom parallel import plan",
+        "tools/a.py": "from train.a import A\nfrom tools.b import B",
+    }
+    assert wrong_directions(write_tree(tmp_path, allowed)) == []
+
+
+CIRCLES = {
+    "two": {"train/a.py": "import train.b", "train/b.py": "import train.a"},
+    "three, one late": {
+        "train/a.py": "from train import b",
+        "train/b.py": "def f():\n    from train import c",
+        "train/c.py": "from train.a import A",
+    },
+    "TYPE_CHECKING": {
+        "train/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import train.b",
+        "train/b.py": "import train.a",
+    },
+    "package": {"parallel/__init__.py": "from parallel.a import A", "parallel/a.py": "from parallel import B"},
+    "relative": {"train/data/a.py": "from .b import B", "train/data/b.py": "from .a import A"},
+}
+
+
+@pytest.mark.parametrize("files", CIRCLES.values(), ids=CIRCLES)
+def test_a_circle_is_found_once(files: dict[str, str], tmp_path: Path) -> None:
+    assert len(import_circles(write_tree(tmp_path, files))) == 1
+
+
+def test_two_ways_to_the_same_file_are_no_circle(tmp_path: Path) -> None:
+    files = {"train/a.py": "import train.b\nimport train.c", "train/b.py": "import train.d", "train/c.py": "import train.d",
+             "train/d.py": "import os"}  # fmt: skip
+    assert import_circles(write_tree(tmp_path, files)) == []
+
+
+def test_sizes_are_measured(tmp_path: Path) -> None:
+    body = "    x = 1\n"
+    files = {
+        "train/fits.py": "def f():\n" + body * 59 + "x = 1\n" * 240,
+        "train/function.py": "@property\nasync def f():\n" + body * 59,
+        "train/method.py": "class A:\n    def f(self):\n" + f"    {body}" * 60,
+        "models/file.py": "x = 1\n" * 301,
+    }
+    assert too_large(write_tree(tmp_path, files)) == [
+        "models/file.py has 301 lines",
+        "train/function.py: f has 61 lines",
+        "train/method.py: f has 61 lines",
+    ]
+
+
+def test_a_file_called_utils_is_found(tmp_path: Path) -> None:
+    assert catch_alls(write_tree(tmp_path, {"train/data/utils.py": "", "train/data/order.py": ""})) == ["train/data/utils.py"]
+
+
+def test_a_place_of_one_machine_is_found(tmp_path: Path) -> None:
+    files = {"README.md": "see /work/main\nfine\n", "a.yaml": "x: /farm/a", "b.py": "# read .library here", "c.py": "work/x",
+             "d.toml": "my.library_of", "e.py": "torch.library.custom_op", "image.bin": "\x00\x01"}  # fmt: skip
+    found = workplace_paths(write_tree(tmp_path, files), [*files, "deleted.txt"])
+    assert [line.split(":")[0] for line in found] == ["README.md", "a.yaml", "b.py"]

@@ -1,0 +1,116 @@
+"""The learning-rate schedule at its corners, and which parameters decay."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from models.llama import Llama, LlamaConfig, init_weights
+from train.optim import OptimConfig, build_optimizer, learning_rate, set_learning_rate
+
+CONFIG = OptimConfig(lr=1e-2, warmup_steps=10, schedule="cosine", min_lr_ratio=0.1, decay_ratio=0.2)
+SCHEDULES = ["constant", "linear", "cosine", "wsd"]
+MODEL = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=97, max_seq_len=16)
+
+
+def rates(schedule: str, total: int = 110, **keys: float) -> list[float]:
+    """Learning rates of steps 0 .. total, as shares of the peak."""
+    config = dataclasses.replace(CONFIG, schedule=schedule, **keys)
+    return [0.0, *(learning_rate(config, step, total) / config.lr for step in range(1, total + 1))]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up_is_a_straight_line_from_0_that_reaches_the_peak(schedule: str) -> None:
+    assert rates(schedule)[:11] == pytest.approx([step / 10 for step in range(11)])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "corners"),
+    [
+        ("constant", {10: 1.0, 11: 1.0, 60: 1.0, 110: 1.0}),
+        ("linear", {10: 1.0, 11: 0.991, 60: 0.55, 110: 0.1}),
+        ("cosine", {10: 1.0, 35: 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 60: 0.55, 85: 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 110: 0.1}),
+        ("wsd", {10: 1.0, 50: 1.0, 88: 1.0, 99: 0.55, 110: 0.1}),  # the last 22 of 110 steps decay
+    ],
+)
+def test_a_schedule_passes_through_its_corners(schedule: str, corners: dict[int, float]) -> None:
+    got = rates(schedule)
+    assert {step: got[step] for step in corners} == pytest.approx(corners)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("total", "warmup"), [(110, 10), (110, 0), (110, 109), (7, 3)])
+def test_the_rate_rises_to_the_peak_and_never_again(schedule: str, total: int, warmup: int) -> None:
+    got = rates(schedule, total, warmup_steps=warmup)
+    assert got[: warmup + 1] == sorted(got[: warmup + 1])
+    after = got[max(warmup, 1) :]
+    assert after == sorted(after, reverse=True)
+    assert max(got) <= 1
+    assert got[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_shorter_than_its_warm_up_only_warms_up(schedule: str) -> None:
+    assert rates(schedule, total=5) == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_wsd_decays_over_no_more_than_what_follows_the_warm_up() -> None:
+    assert rates("wsd", total=20, decay_ratio=1.0)[10:] == pytest.approx([1 - 0.9 * i / 10 for i in range(11)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_of_one_step_has_a_finite_rate(schedule: str) -> None:
+    assert 0 <= rates(schedule, total=1, warmup_steps=0)[1] <= 1
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
+    model = Llama(dataclasses.replace(MODEL, tie_embeddings=tied))
+    optimizer = build_optimizer(model, CONFIG)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decay) == sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    for fqn, parameter in model.named_parameters():
+        free = "norm" in fqn or fqn.startswith("tok_embeddings")
+        assert decay[id(parameter)] == (0.0 if free else CONFIG.weight_decay), fqn
+    assert decay[id(model.head.output.weight)] == (0.0 if tied else CONFIG.weight_decay)
+
+
+def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> None:
+    """Against a plain AdamW that makes its moments at its first step."""
+    ours, plain = Llama(MODEL), Llama(MODEL)
+    for model in (ours, plain):
+        init_weights(model, 0)
+    optimizer = build_optimizer(ours, CONFIG)
+    assert {len(state) for state in optimizer.state.values()} == {3}
+    assert all(not value.any() for state in optimizer.state.values() for value in state.values())
+    groups = [{"params": [p for p in plain.parameters() if p.dim() > 1 and p is not plain.tok_embeddings.weight],
+               "weight_decay": CONFIG.weight_decay},
+              {"params": [p for p in plain.parameters() if p.dim() == 1 or p is plain.tok_embeddings.weight],
+               "weight_decay": 0.0}]  # fmt: skip
+    reference = torch.optim.AdamW(groups, lr=1.0, betas=CONFIG.betas, eps=CONFIG.eps, foreach=False)
+    tokens = torch.arange(32).reshape(2, 16)
+    for step in (1, 2, 3):
+        for model, its in ((ours, optimizer), (plain, reference)):
+            set_learning_rate(its, learning_rate(CONFIG, step, 3))
+            (model(tokens, tokens + 1) / 32).backward()
+            its.step()
+            its.zero_grad()
+    for (fqn, weight), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6, msg=lambda text, fqn=fqn: f"{fqn}: {text}")
+
+
+def test_the_rate_is_set_for_both_groups() -> None:
+    optimizer = build_optimizer(Llama(MODEL), CONFIG)
+    set_learning_rate(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"warmup_steps": -1},
+     {"min_lr_ratio": 1.5}, {"decay_ratio": -0.1}],
+    ids=str,
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_name(keys: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"optim.{next(iter(keys))}="):
+        OptimConfig(**keys)
