@@ -1,6 +1,7 @@
 """Config -> plan, and whether it fits: the part of a run that needs no process group and no device."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from models.cost import count_parameters, saved_values_per_token
@@ -8,10 +9,11 @@ from models.llama import LlamaConfig, fsdp_units
 from parallel.plan import ModelUnits, Plan, PlanError, check_plan, make_plan
 from parallel.plan_file import load_plan
 from parallel.planner.memory import MemoryEstimate, ModelFootprint, estimate_memory
-from train.config import Config, ConfigError, list_configs, load_config
+from train.config import Config, list_configs, load_config
 
 GIB = 2**30
-MAX_PROCESSES = 65536  # where the search for "how many would do" ends
+MAX_PROCESSES = 65536  # where the search for how many processes would do ends
+MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
@@ -52,51 +54,61 @@ def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: st
 
 
 def _nearest_that_fit(config: Config, world_size: int, available_bytes: int) -> list[str]:
-    """Ways out, each tried against the same estimate: recomputation here, more processes, a smaller model."""
-
-    def need(candidate: Config, processes: int) -> int | None:
-        try:
-            return predict_memory(candidate, plan_run(candidate, processes)).total
-        except PlanError:
-            return None
-
-    def fits(size: int | None) -> bool:
-        return size is not None and size <= available_bytes
-
+    """Ways out, each tried against the same estimate: recomputing here, more processes, a smaller model here."""
     ways = []
+    for keys, candidate in _with_and_without_recomputing(_on_any_number(config)):
+        for processes in _doublings(world_size, MAX_PROCESSES):
+            needed = _need(candidate, processes)
+            if needed is not None and needed <= available_bytes:
+                place = "here" if processes == world_size else f"{processes} processes with as much memory each"
+                ways.append(f"{place}{keys and f', with {keys}'} ({needed / GIB:.1f} GiB each)")
+                break
+    smaller = _largest_shipped(world_size, available_bytes)
+    return [*ways, smaller] if smaller else ways
+
+
+def _largest_shipped(world_size: int, available_bytes: int) -> str:
+    """The largest shipped model that fits, at the longest sequence it fits with."""
+    models = sorted(map(load_config, list_configs()), key=lambda c: count_parameters(c.model).total, reverse=True)
+    for config in models:
+        name = Path(str(config.run.dir)).name
+        for keys, candidate in _with_and_without_recomputing(_on_any_number(config)):
+            seq_len = config.train.seq_len
+            while seq_len >= MIN_SEQ_LEN or seq_len == config.train.seq_len:
+                shorter = dataclasses.replace(candidate, train=dataclasses.replace(candidate.train, seq_len=seq_len))
+                needed = _need(shorter, world_size)
+                if needed is not None and needed <= available_bytes:
+                    keys += f" --train.seq_len={seq_len}" if seq_len < config.train.seq_len else ""
+                    return " ".join(["here, --config", f"{name}.yaml", *keys.split(), f"({needed / GIB:.1f} GiB each)"])
+                seq_len //= 2
+    return ""
+
+
+def _on_any_number(config: Config) -> Config:
+    """The same training with degrees and batch left open, so that any number of processes can run it."""
     parallel = dataclasses.replace(config.parallel, plan="manual", dp_replicate="auto", dp_shard="auto", tp="auto")
-    plain = dataclasses.replace(config, parallel=parallel, train=dataclasses.replace(config.train, global_batch_size=-1))
-    full = dataclasses.replace(plain, parallel=dataclasses.replace(parallel, activation_checkpoint="full"))
-    for way, candidate in (("", plain), ("--parallel.activation_checkpoint=full", full)):
-        count = next((n for n in _doublings(world_size) if fits(need(candidate, n))), None)
-        if count == world_size and way:
-            ways.append(f"here, with {way} ({(need(candidate, count) or 0) / GIB:.1f} GiB)")
-        elif count and count > world_size:
-            with_way = f" with {way}" if way else ""
-            each = f"{(need(candidate, count) or 0) / GIB:.1f} GiB each"
-            ways.append(f"{count} processes with as much memory each{with_way} ({each})")
-    smaller = [(name, need(candidate, world_size)) for name, candidate in _shipped()]
-    best = max(((size, name) for name, size in smaller if size is not None and fits(size)), default=None)
-    if best:
-        ways.append(f"here, the smaller --config {best[1]} ({best[0] / GIB:.1f} GiB)")
-    return ways
+    micro_batch_size = 1 if config.train.micro_batch_size == "auto" else config.train.micro_batch_size
+    train = dataclasses.replace(config.train, micro_batch_size=micro_batch_size, global_batch_size=-1)
+    return dataclasses.replace(config, parallel=parallel, train=train)
 
 
-def _doublings(first: int) -> list[int]:
-    counts = [first]
-    while counts[-1] * 2 <= MAX_PROCESSES:
-        counts.append(counts[-1] * 2)
-    return counts
+def _with_and_without_recomputing(config: Config) -> list[tuple[str, Config]]:
+    parallel = dataclasses.replace(config.parallel, activation_checkpoint="full")
+    full = dataclasses.replace(config, parallel=parallel)
+    return [("", config), ("--parallel.activation_checkpoint=full", full)]
 
 
-def _shipped() -> list[tuple[str, Config]]:
-    configs = []
-    for path in list_configs():
-        try:
-            configs.append((path.name, load_config(path)))
-        except ConfigError:
-            continue  # a config the user put there and broke is not a way out
-    return configs
+def _need(config: Config, processes: int) -> int | None:
+    try:
+        return predict_memory(config, plan_run(config, processes)).total
+    except PlanError:
+        return None
+
+
+def _doublings(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
 
 
 def _model_units(config: LlamaConfig) -> ModelUnits:

@@ -29,7 +29,10 @@ def test_blocks_share_one_graph_and_none_breaks(layers, data):
     assert result.stdout.strip().endswith("{}"), "a graph broke"
 
 
-@pytest.mark.parametrize("mode", [[AOT], [AOT, "--parallel.activation_checkpoint=full"], []], ids=["aot", "recompute", "inductor"])
+MODES = {"aot": [AOT], "recompute": [AOT, "--parallel.activation_checkpoint=full"], "inductor": []}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_nothing_is_compiled_after_the_first_step_with_evaluations_in_between(mode, data, tmp_path):
     steps = ["--train.steps=6", "--train.eval_every=2", "--train.eval_sequences=13", "--checkpoint.every=3"]
     result = run(2, *TINY, *data, *mode, *steps, f"--run.dir={tmp_path}", "--metrics.tensorboard=false")

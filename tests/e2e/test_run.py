@@ -147,7 +147,8 @@ def test_a_finished_run_started_again_has_nothing_to_do_and_more_steps_continue_
 
 def test_only_the_newest_checkpoints_are_kept(data, tmp_path):
     folder = tmp_path / "run"
-    assert run(1, *arguments(folder, data, *EAGER, "--train.steps=5", "--checkpoint.every=1", "--checkpoint.keep=2")).returncode == 0
+    saving = ["--train.steps=5", "--checkpoint.every=1", "--checkpoint.keep=2"]
+    assert run(1, *arguments(folder, data, *EAGER, *saving)).returncode == 0
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
 
 

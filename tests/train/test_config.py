@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from models.rope import RopeScaling
 from parallel.config import CompileConfig
 from train.config import CONFIG_FOLDER, Config, ConfigError, config_to_yaml, find_config, known_keys, load_config, parse_config
 
-DEBUG_STEPS = 400  # train.steps of llama_debug.yaml
+DEBUG_STEPS = yaml.safe_load((CONFIG_FOLDER / "llama_debug.yaml").read_text())["train"]["steps"]
 
 
 def bug(reason: str) -> pytest.MarkDecorator:

@@ -1,0 +1,52 @@
+"""The CPU attention kernel against torch's plain attention, which is its reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.kernels.cpu_attention import BLOCK, SCORES_BYTES, causal_attention
+
+
+def make_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    """q[B, N, T, H], k and v[B, K, T, H] as the model makes them: transposed views of [B, T, heads, H]."""
+    batch, heads, kv_heads, seq_len, head_dim = shape
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, seq_len, n, head_dim, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
+            for n in (heads, kv_heads, kv_heads)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 1, 8),
+        (2, 4, 2, BLOCK - 1, 16),
+        (2, 4, 1, BLOCK, 16),
+        (1, 4, 4, BLOCK + 1, 16),
+        (3, 6, 2, 3 * BLOCK + 5, 8),
+        (9, 8, 4, 256, 24),  # more sequences than are taken together
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
+def test_output_and_gradients_are_those_of_plain_attention(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    inputs = make_inputs(shape, dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = causal_attention(*inputs)[0]
+    reference = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out.backward(grad)
+    reference.backward(grad.double())
+    for got, wanted in ((out, reference), *((x.grad, y.grad) for x, y in zip(inputs, exact, strict=True))):
+        assert got.dtype == dtype
+        assert (got - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_some_shape_above_is_computed_in_several_parts() -> None:
+    assert 9 * 8 * BLOCK * 256 * 4 > SCORES_BYTES
+
+
+def test_it_is_an_operator_that_compile_and_autograd_can_trust() -> None:
+    torch.library.opcheck(causal_attention, tuple(make_inputs((2, 4, 2, 70, 8), torch.float32)))

@@ -1,0 +1,63 @@
+"""metrics.jsonl and status.json, as far as they need no process group."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.metrics import Metrics, MetricsConfig, Throughput
+from train.status import State, read_status, write_status
+
+THROUGHPUT = Throughput(tokens_per_step=100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=2, peak_flops=None)
+
+
+def open_metrics(folder: Path, is_main: bool = True) -> Metrics:
+    return Metrics(MetricsConfig(tensorboard=False), THROUGHPUT, folder, torch.device("cpu"), is_main)
+
+
+def rows_in(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_row_can_be_read_as_soon_as_it_is_written_and_a_resumed_run_goes_on_in_the_file(tmp_path: Path) -> None:
+    for steps in ((0, 5), (5, 10)):
+        metrics = open_metrics(tmp_path)
+        for step in steps:
+            metrics.log_eval(step, step / 2)
+            assert rows_in(tmp_path)[-1] == {"step": step, "eval_loss": step / 2}
+        metrics.close()
+    assert [row["step"] for row in rows_in(tmp_path)] == [0, 5, 5, 10]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = open_metrics(tmp_path, is_main=False)
+    metrics.log_eval(1, 2.0)
+    metrics.add_text("config", "text")
+    metrics.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_tensorboard_there_is_only_the_json_file(tmp_path: Path) -> None:
+    metrics = open_metrics(tmp_path)
+    metrics.add_text("config", "text")
+    metrics.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_negative_interval_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"metrics\.every=-1"):
+        MetricsConfig(every=-1)
+
+
+@pytest.mark.parametrize("state", ["running", "finished", "stopped", "failed"])
+def test_status_reads_back_and_leaves_no_partial_file(state: State, tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, "running", 1, None)
+    write_status(tmp_path, state, 7, 3, 'signal "SIGTERM"\n')
+    status = read_status(tmp_path)
+    assert status is not None
+    words = status.pop("how_to_go_on")
+    assert status == {"state": state, "step": 7, "resumed_from": 3, "reason": 'signal "SIGTERM"\n'}
+    assert bool(words) is (state != "running")
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
