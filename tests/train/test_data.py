@@ -174,14 +174,21 @@ def caches(config: DataConfig) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in Path(str(config.cache_dir)).iterdir()}
 
 
+def last_change(config: DataConfig) -> int:
+    """When anything was last put into the cache's folder, or taken out."""
+    return Path(str(config.cache_dir)).stat().st_mtime_ns
+
+
 def test_a_second_call_uses_the_cache(many: DataConfig) -> None:
     first, before = load_tokens(many), caches(many)
     assert len(before) == 1, "nothing partial is left behind"
     (folder,) = Path(str(many.cache_dir)).iterdir()
     with open(folder / "train.bin", "r+b") as file:
         file.write(b"\x07\x00")  # what a cache that is read shows, and one that is made again does not
+    changed = last_change(many)
     second = load_tokens(many)
     assert caches(many) == before
+    assert last_change(many) == changed, "nothing was written and thrown away"
     assert (second.train[0], len(second.train)) == (7, len(first.train))
 
 

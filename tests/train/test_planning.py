@@ -35,7 +35,7 @@ def test_every_module_of_a_plan_is_one_of_the_model_and_every_parameter_is_in_on
 def test_predicted_shards_are_those_of_all_parameters_counted_once(tied: str) -> None:
     config = config_of(f"--model.tie_embeddings={tied}")
     memory = predict_memory(config, plan_run(config, 8))
-    assert memory.params == pytest.approx(count_parameters(config.model).total * 4 / 8, rel=1e-6)
+    assert memory.params == pytest.approx(count_parameters(config.model).total * 4 / 8, abs=200), "a unit's last shard is padded"
     assert memory.activations == 32 * 1152 * 2**20, "32 blocks of 1,152 MiB"
 
 

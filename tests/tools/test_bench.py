@@ -1,0 +1,243 @@
+"""tools/bench: figures of real runs, peers' lines, records without anybody's name, and nothing left behind."""
+
+import getpass
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launch import ROOT, TINY
+from tools.bench.__main__ import main
+from tools.bench.attention import compare, parse_shape
+from tools.bench.compile_depth import Compilation, median_ratio
+from tools.bench.peers import OURS, Contender, Figures, best_peers, make_ratios, parse_bench_lines, parse_peers, run_rounds
+from tools.bench.processes import BenchError, run_to_end
+from tools.bench.record import make_document, without_names, write_record
+from tools.bench.run import Setup, make_figures, read_rows, resolve
+from train.config import ConfigError
+
+Output = pytest.CaptureFixture[str]
+FIGURES = {"tokens_per_s_per_rank": 1000.0, "peak_memory_gib": 0.5, "startup_s": 10.0}
+LINES = """
+some log of a trainer
+BENCH rank=1 startup_to_first_step_s=26.50
+[rank0]: BENCH rank=0 startup_to_first_step_s=26.54
+BENCH rank=0 n=9 tok/s/rank median=1399 best=1841 step_ms median=1823 best=1112 cpu_ms/step=1110 peak_rss_GiB=0.92 loss=6.98
+BENCH rank=1 n=9 tok/s/rank median=1401 best=1834 step_ms median=1820 best=1117 cpu_ms/step=1115 peak_rss_GiB=0.90 loss=6.98
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The document of `train` on a tiny shape, two steps, eager."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "text").mkdir()
+    for i in range(4):
+        (folder / "text" / f"{i}.txt").write_text(f"text {i} " * 400)
+    keys = [f"--data.source={folder / 'text'}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]
+    arguments = ["train", "--processes", "1", "--steps=2", "--compile", "false", *TINY, *keys, "--json"]
+    done = subprocess.run([sys.executable, "-m", "tools.bench", *arguments], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_train_measures_a_real_run(trained: dict[str, Any]) -> None:
+    figures = trained["figures"]
+    assert figures["tokens_per_s_per_rank_best"] >= figures["tokens_per_s_per_rank"] > 0
+    assert figures["startup_s"] > figures["step_times_s"][0] > 0
+    assert len(figures["step_times_s"]) == 2
+    assert figures["peak_memory_gib"] > 0.05
+    assert figures["recompiles"] == 0
+    assert 0 <= figures["data_wait_share"] <= 1
+    assert figures["device"] != "unknown"
+
+
+def test_a_record_says_what_and_where_and_not_who(trained: dict[str, Any], tmp_path: Path) -> None:
+    path, second = (write_record(trained, "train", tmp_path / "records") for _ in range(2))
+    assert path.name == f"{trained['date']}-train.json"
+    assert second.name == f"{trained['date']}-train-2.json"
+    record = json.loads(path.read_text())
+    assert set(record) == {"name", "date", "hardware", "versions", "command", "config", "figures"}
+    assert set(record["hardware"]) == {"cpu", "cores", "gpu", "gpus"}
+    assert {"python", "torch", "triton", "commit"} <= set(record["versions"])
+    assert record["config"]["model"]["dim"] == 32
+    assert record["config"]["run"]["dir"] == "RUN_DIR"
+    assert "--data.source=text" in record["command"]
+    assert not re.search(r"""["'= ]/\w""", path.read_text())
+    assert str(tempfile.gettempdir()) not in path.read_text()
+    with pytest.raises(BenchError, match="--record"):
+        write_record(trained, "a/b", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("WORK=/tmp/w/x bash /a/b/run.sh 2", "WORK=x bash run.sh 2"),
+        ("cc -I/usr/include '/a b/c'", "cc -Iinclude 'a b/c'"),
+        ("ls /home/alice ~bob/x /Users/carol/y:/opt/z/", "ls HOME x y:z"),
+        ("ssh bob@node-7:/x node-77", "ssh USER@HOST:x node-77"),
+        ("1399 tok/s/rank ours / peer ./run.sh ../x/y $HOME/z tools/bench", None),
+    ],
+)
+def test_without_names(text: str, safe: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "node-7")
+    monkeypatch.setattr(getpass, "getuser", lambda: "bob")
+    assert without_names({"a": [text, 3, None]}) == {"a": [text if safe is None else safe, 3, None]}
+
+
+def test_peers_lines_of_all_ranks() -> None:
+    assert parse_bench_lines(LINES) == {"tokens_per_s_per_rank": 1400, "peak_memory_gib": 0.92, "startup_s": 26.54}
+    one = "BENCH tok/s/rank median=5 peak_memory_GiB=60.5\nBENCH startup_to_first_step_s=2\n"
+    assert parse_bench_lines(one) == {"tokens_per_s_per_rank": 5, "peak_memory_gib": 60.5, "startup_s": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", r"tok/s/rank median=\.\.\. nor .*startup"),
+        (LINES.replace("26.54", "soon"), "'soon'"),
+        (LINES.replace("median=1399", "median=nan"), "'nan'"),
+    ],
+)
+def test_peers_lines_that_are_wrong(text: str, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        parse_bench_lines(text)
+
+
+@pytest.mark.parametrize("texts", [["x"], ["=true"], ["a b=true"], ["a="], ["a=true", "a=true"], [f"{OURS}=true"]])
+def test_peers_that_are_not_name_and_command(texts: list[str]) -> None:
+    with pytest.raises(BenchError, match="--peer"):
+        parse_peers(texts, threads=1)
+
+
+def test_rounds_are_interleaved_and_caches_shared_as_asked(tmp_path: Path) -> None:
+    """Peers are real shell commands; each notes its name and its cache folder."""
+    order = tmp_path / "order"
+    say = "echo BENCH startup_to_first_step_s=$OMP_NUM_THREADS; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
+    note = f"$TORCHINDUCTOR_CACHE_DIR >> {order}"
+    peers = parse_peers([f"a=echo a {note}; {say}", f"b=echo b {note}; {say}"], threads=4)
+    ours = Contender(OURS, lambda cache: FIGURES)
+    for cache, names, folders in (("cold", "abab", 4), ("warm", "ababab", 2), ("keep", "abab", 0)):
+        order.unlink(missing_ok=True)
+        rounds = run_rounds([ours, *peers], 2, cache)
+        lines = [line.split() for line in order.read_text().splitlines()]
+        assert "".join(line[0] for line in lines) == names
+        inherited = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        assert len({line[1] for line in lines if line[1:] and line[1] != inherited}) == folders
+        assert [list(r) for r in rounds] == [[OURS, "a", "b"]] * 2
+        assert rounds[0]["a"] == {"tokens_per_s_per_rank": 500, "peak_memory_gib": 1, "startup_s": 4}
+
+
+def test_ratios_are_within_rounds_and_the_best_peer_is_the_hardest() -> None:
+    def scaled(by: float) -> Figures:
+        return {name: value * by for name, value in FIGURES.items()}
+
+    rounds = [{OURS: scaled(drift), "a": scaled(drift * 2), "b": scaled(drift / 2)} for drift in (1, 10, 3)]
+    ratios = make_ratios(rounds)
+    assert ratios == {figure: {"a": pytest.approx(0.5), "b": pytest.approx(2)} for figure in FIGURES}
+    assert best_peers(ratios) == {"tokens_per_s_per_rank": "a", "peak_memory_gib": "b", "startup_s": "b"}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("echo working; echo disk is full >&2; exit 3", ["exit code 3", "disk is full"]),
+        ("echo 'PlanError: no'; echo '  Fits: yes'; seq 99; exit 1", ["exit code 1", "PlanError: no\n    Fits: yes"]),
+        ("exit 1", ["It printed nothing"]),
+        ("echo fine", ["no BENCH line"]),
+    ],
+)
+def test_a_failing_peer_is_one_clear_error(command: str, said: list[str]) -> None:
+    with pytest.raises(BenchError) as error:
+        parse_peers([f"titan={command}"], threads=1)[0].run({})
+    message = str(error.value)
+    assert message.startswith("--peer titan: ")
+    assert all(part in message for part in said)
+    assert len(message.splitlines()) < 10
+
+
+def test_mistakes_are_found_before_anything_starts() -> None:
+    for arguments in (["train", "--model.dmi=3"], ["train", "--run.dir=x"], ["train", "--parallel.dp_shard=3"],
+                      ["peers", "--peer=x"], ["attention", "--shapes=1x2"], ["attention", "--shapes=1x4x3x8x8"]):  # fmt: skip
+        with pytest.raises(ValueError, match=r"model\.dim|run\.dir|dp_shard|--peer|--shapes"):
+            main(arguments)
+    with pytest.raises(SystemExit):
+        main(["attention", "--model.dim=3"])
+    with pytest.raises(ConfigError):
+        resolve(Setup(1, 1, ["--data.tokenizer=none"]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_what_is_interrupted_ends_with_all_its_descendants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one in a session of its own, as torchrun's workers are, and one that does not listen to SIGTERM."""
+    pids = tmp_path / "pids"
+    script = (f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if os.fork() else os.setsid()\n"
+              f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(60)")  # fmt: skip
+    (tmp_path / "script.py").write_text(script)
+
+    def interrupt() -> None:
+        if pids.exists() and pids.read_text().count("\n") == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.bench.processes.GRACE_S", 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(f"{sys.executable} {tmp_path / 'script.py'}; true", dict(os.environ), tmp_path / "log", interrupt)
+    time.sleep(0.1)
+    for pid in map(int, pids.read_text().split()):
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_rows_still_being_written_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_rows(path) == []
+    path.write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_rows(path) == [{"step": 1, "loss": 2.0}]
+    with pytest.raises(BenchError, match="without a row"):
+        make_figures([], 1.0, "CPU")
+
+
+def test_rates_are_of_the_steps_after_the_fourth() -> None:
+    rows = [{"step": i, "loss": 1.0, "tokens_per_s_per_gpu": float(i), "step_time_s": 2.0, "data_wait_s": 0.5 * (i > 4),
+             "peak_memory_gib": 0.1 * i, "recompiles": 0} for i in range(1, 8)]  # fmt: skip
+    figures = make_figures(rows, 3.0, "CPU")
+    assert (figures.tokens_per_s_per_rank, figures.tokens_per_s_per_rank_best) == (6, 7)
+    assert figures.data_wait_share == 0.25
+    assert figures.peak_memory_gib == pytest.approx(0.7)
+
+
+def test_attention_is_timed_and_exact() -> None:
+    row = compare(parse_shape("2x4x2x8x96"), torch.float32, repeats=2)
+    assert row.shape == "2x4x2x8x96"
+    assert min(row.ours_s, row.torch_s, row.ratio) > 0
+    assert max(row.ours_error, row.torch_error) < 1e-5
+
+
+def test_attention_as_json(capsys: Output) -> None:
+    main(["attention", "--shapes", "1x2x2x8x64", "--dtypes=bfloat16", "--repeats=1", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["config"] is None
+    assert [row["dtype"] for row in document["figures"]["rows"]] == ["bfloat16"]
+
+
+def test_depth_ratio_is_the_median_over_rounds() -> None:
+    def compilation(layers: int, seconds: float) -> Compilation:
+        return Compilation(layers, seconds, seconds + 1.0, 1.0, seconds + 9.0)
+
+    rounds = [{16: compilation(16, deep), 4: compilation(4, 2.0)} for deep in (2.2, 9.0, 2.0)]
+    assert median_ratio(rounds) == pytest.approx(1.1)
+
+
+def test_make_document_has_no_config_to_invent() -> None:
+    assert make_document("x", ["attention"], None, {})["command"] == ["python", "-m", "tools.bench", "attention"]

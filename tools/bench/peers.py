@@ -1,0 +1,158 @@
+"""A run of ours against other trainers, interleaved: A B C A B C ..."""
+
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.bench.processes import BenchError, cache_environment, make_environment, run_to_end
+from tools.bench.run import Setup, measure_run
+
+OURS = "meshwright"
+FIGURES = {"tokens_per_s_per_rank": "more", "peak_memory_gib": "less", "startup_s": "less"}  # which of them is better
+PATTERNS = {
+    "tokens_per_s_per_rank": r"tok/s/rank median=(\S+)",
+    "peak_memory_gib": r"peak_\w+_GiB=(\S+)",
+    "startup_s": r"startup_to_first_step_s=(\S+)",
+}
+
+Figures = dict[str, float]
+Ratios = dict[str, dict[str, float]]  # of a figure, by peer
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A trainer under its name; `run` takes the environment variables of its compile cache."""
+
+    name: str
+    run: Callable[[dict[str, str]], Figures]
+
+
+def our_contender(setup: Setup) -> Contender:
+    """train.main."""
+
+    def run(cache: dict[str, str]) -> Figures:
+        figures = measure_run(setup, cache)
+        return {name: getattr(figures, name) for name in FIGURES}
+
+    return Contender(OURS, run)
+
+
+def parse_peers(texts: Sequence[str], threads: int) -> list[Contender]:
+    """Contenders from NAME=COMMAND texts. Raises BenchError."""
+    peers: list[Contender] = []
+    for text in texts:
+        name, _, command = (part.strip() for part in text.partition("="))
+        if not re.fullmatch(r"\w[\w.-]*", name) or not command:
+            raise BenchError(f"--peer {text!r} must read NAME='COMMAND', as --peer titan='bash run.sh'")
+        if name == OURS or name in (peer.name for peer in peers):
+            raise BenchError(f"--peer {name}: this name is taken. Give every peer a name of its own")
+        peers.append(_peer(name, command, threads))
+    return peers
+
+
+def parse_bench_lines(text: str) -> Figures:
+    """Figures of the `BENCH key=value ...` lines of all ranks: the median speed, the most memory, the latest start.
+
+    A line may carry torchrun's prefix, such as `[rank0]:`. Raises BenchError naming what is missing.
+    """
+    lines = "\n".join(re.findall(r"^(?:\[\S+\]:\s*)?BENCH\b(.*)$", text, re.MULTILINE))
+    found = {figure: [_number(value) for value in re.findall(pattern, lines)] for figure, pattern in PATTERNS.items()}
+    missing = [PATTERNS[figure].replace(r"(\S+)", "...") for figure, values in found.items() if not values]
+    if missing:
+        raise BenchError(f"its output has no BENCH line with {' nor '.join(missing)}")
+    return {figure: statistics.median(values) if FIGURES[figure] == "more" else max(values) for figure, values in found.items()}
+
+
+def run_rounds(contenders: Sequence[Contender], rounds: int, cache: str) -> list[dict[str, Figures]]:
+    """Figures of every round by contender; each gets one run that does not count where the cache is to be warm."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
+        folder, results = Path(name), []
+        for turn in range(0 if cache == "warm" else 1, rounds + 1):
+            result = {}
+            for contender in contenders:
+                result[contender.name] = contender.run(cache_environment(cache, folder, contender.name, turn))
+                _say(turn, contender.name, result[contender.name])
+            if turn:
+                results.append(result)
+    return results
+
+
+def make_medians(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
+    """Median over the rounds, by contender."""
+    return {name: {figure: statistics.median(r[name][figure] for r in rounds) for figure in FIGURES} for name in rounds[0]}
+
+
+def make_ratios(rounds: Sequence[dict[str, Figures]]) -> Ratios:
+    """Ours / peer's: the median of the ratios within each round, so that a machine that drifts hurts neither."""
+    peers = [name for name in rounds[0] if name != OURS]
+    return {
+        figure: {peer: statistics.median(r[OURS][figure] / r[peer][figure] for r in rounds) for peer in peers}
+        for figure in FIGURES
+    }
+
+
+def best_peers(ratios: Ratios) -> dict[str, str]:
+    """By figure, the peer that we look worst against."""
+    return {
+        figure: (min if FIGURES[figure] == "more" else max)(by_peer, key=lambda peer: by_peer[peer])
+        for figure, by_peer in ratios.items()
+    }
+
+
+def comparison_rows(medians: dict[str, Figures], ratios: Ratios, best: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: figures of each, then ours / each; a star marks the best peer."""
+    peers = [name for name in medians if name != OURS]
+    head = ["median", "better", *medians, *(f"ours / {peer}" for peer in peers)]
+    rows = []
+    for figure, better in FIGURES.items():
+        figures = [f"{medians[name][figure]:,.2f}" for name in medians]
+        against = [f"{ratios[figure][peer]:.3f}{' *' if best[figure] == peer else ''}" for peer in peers]
+        rows.append([figure, better, *figures, *against])
+    return head, rows
+
+
+def _peer(name: str, command: str, threads: int) -> Contender:
+    def run(cache: dict[str, str]) -> Figures:
+        with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
+            log = Path(folder) / "log"
+            try:
+                run_to_end(command, make_environment(threads, cache), log, lambda: None)
+                return parse_bench_lines(log.read_text(encoding="utf-8", errors="replace"))
+            except BenchError as error:
+                raise BenchError(f"--peer {name}: {error}") from None
+
+    return Contender(name, run)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise BenchError(f"its BENCH lines say {text!r} where a positive number must be")
+    return value
+
+
+def _say(turn: int, name: str, figures: Figures) -> None:
+    """Progress, on stderr."""
+    what = f"round {turn}" if turn else "warm-up"
+    words = ", ".join(f"{figure} {value:,.2f}" for figure, value in figures.items())
+    print(f"{what} {name}: {words}", file=sys.stderr, flush=True)
+
+
+def to_figures(rounds: Sequence[dict[str, Figures]]) -> dict[str, Any]:
+    """Everything of a comparison as plain data."""
+    ratios = make_ratios(rounds)
+    best = best_peers(ratios)
+    return {
+        "median": make_medians(rounds),
+        "ours_over_peer": ratios,
+        "ours_over_best_peer": {figure: {"peer": peer, "ratio": ratios[figure][peer]} for figure, peer in best.items()},
+        "rounds": list(rounds),
+    }

@@ -1,0 +1,120 @@
+"""What a measurement leaves behind: date, hardware, versions, configuration and raw figures, and nobody's name."""
+
+import datetime
+import getpass
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.bench.processes import BenchError
+from train.main import VERSION
+
+RECORDS = Path(__file__).parent / "records"
+_HOME = re.compile(r"""/(?:home|Users)/[^\s'"/,;:=]+""")  # its last part is somebody's name
+# an absolute path or one below a home: its last part is kept; `tok/s`, `./x`, `../x` and `$HOME/x` are not touched
+_PATH = re.compile(r"""(?:(?<![\w.~/})-])|(?<=\s-\w))(?:~\w*)?/+(?:[^\s'"/,;:=]+/+)*([^\s'"/,;:=]+)/*""")
+
+
+def make_document(name: str, command: Sequence[str], config: dict[str, Any] | None, figures: dict[str, Any]) -> dict[str, Any]:
+    """One measurement, without absolute paths, host names and user names. Looks at the machine."""
+    document = {
+        "name": name,
+        "date": datetime.date.today().isoformat(),
+        "hardware": find_hardware(),
+        "versions": find_versions(),
+        "command": ["python", "-m", "tools.bench", *command],
+        "config": config,
+        "figures": figures,
+    }
+    return without_names(document)
+
+
+def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) -> Path:
+    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: a record is never overwritten. Raises BenchError."""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise BenchError(f"--record {name}: the name of a record is made of letters, digits, '-', '_' and '.'")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(document, indent=2) + "\n"
+    number = 1
+    while True:
+        path = folder / f"{document['date']}-{name}{f'-{number}' if number > 1 else ''}.json"
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def find_hardware() -> dict[str, Any]:
+    """CPU model, cores that this process may use, and the GPUs."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": _cpu_model(), "cores": cores, "gpu": torch.cuda.get_device_name(0) if gpus else None, "gpus": gpus}
+
+
+def find_versions() -> dict[str, str | None]:
+    """Versions of what was measured, and the project's commit; None for what is not here."""
+    return {
+        "meshwright": VERSION,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _version("triton"),
+    }
+
+
+def without_names(value: Any) -> Any:
+    """The same data, every string in it (keys aside) without absolute paths, this host's and this user's name."""
+    if isinstance(value, dict):
+        return {key: without_names(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_names(inner) for inner in value]
+    return _anonymous(value) if isinstance(value, str) else value
+
+
+def _anonymous(text: str) -> str:
+    text = _PATH.sub(r"\1", _HOME.sub("/HOME", text))
+    for name, stand_in in ((platform.node(), "HOST"), (_user(), "USER")):
+        if name:
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stand_in, text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a user id without a name, as in some containers
+        return ""
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit that is checked out, with -dirty where the files differ from it."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(module: str) -> str | None:
+    try:
+        return str(importlib.import_module(module).__version__)
+    except ImportError:
+        return None

@@ -1,0 +1,128 @@
+"""One run of the real `train.main`, and its figures from outside and from its metrics.jsonl."""
+
+import dataclasses
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
+from train.config import Config, parse_config
+from train.data.tokens import load_tokens
+from train.planning import plan_run
+
+PROG = "tools.bench"
+WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones
+STANDARD_SHAPE = (
+    "--model.dim=256", "--model.n_layers=6", "--model.n_heads=16", "--model.n_kv_heads=16", "--model.ffn_dim=768",
+    "--model.vocab_size=2048", "--model.max_seq_len=512", "--train.seq_len=512", "--train.micro_batch_size=4",
+    "--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0",
+)  # fmt: skip
+MEASURED = ("--metrics.every=1",)  # comes last: without it there is nothing to read
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run to measure: its processes, the CPU threads of each, and the config keys of train.main."""
+
+    processes: int
+    threads: int
+    arguments: Sequence[str]
+
+    def command_line(self) -> list[str]:
+        """What follows `-m train.main`, but for the run's folder."""
+        return [*self.arguments, *MEASURED, f"--run.threads={self.threads}"]
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What a run did. Rates are of the steps after the first WARM_UP_STEPS (the last step alone in a run as short).
+
+    `startup_s`: wall seconds from starting the command to the end of the first optimizer step.
+    `data_wait_share`: of the step time. `step_times_s`: of every step, the first included.
+    `device`: as the run names it.
+    """
+
+    device: str
+    tokens_per_s_per_rank: float
+    tokens_per_s_per_rank_best: float
+    startup_s: float
+    peak_memory_gib: float
+    recompiles: int
+    data_wait_share: float
+    step_times_s: list[float]
+
+
+def resolve(setup: Setup) -> Config:
+    """The config of a run, checked before anything is started; its text is tokenised into the cache if need be.
+
+    Raises ConfigError, PlanError and DataError.
+    """
+    if any(argument.split("=")[0] == "--run.dir" for argument in setup.arguments):
+        raise BenchError("--run.dir: a measurement runs in a temporary folder of its own. Leave it out")
+    config = parse_config(setup.command_line(), PROG)
+    plan_run(config, setup.processes)
+    load_tokens(config.data)  # peers prepare their data beforehand too
+    return config
+
+
+def config_to_record(config: Config) -> dict[str, Any]:
+    """The resolved config as plain data; the temporary folder has no name."""
+    return dataclasses.asdict(dataclasses.replace(config, run=dataclasses.replace(config.run, dir="RUN_DIR")))
+
+
+def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
+    """Start train.main in a temporary folder, wait for its end and read its figures. Raises BenchError if it fails."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
+        folder = Path(name)
+        metrics, log = folder / "run" / "metrics.jsonl", folder / "log"
+        first_step_at = 0.0
+
+        def watch() -> None:
+            nonlocal first_step_at
+            if not first_step_at and read_rows(metrics):
+                first_step_at = time.perf_counter()
+
+        arguments = [*setup.command_line(), f"--run.dir={folder / 'run'}"]
+        command = [*python_command("train.main", setup.processes, folder / "torchrun"), *arguments]
+        started_at = time.perf_counter()
+        run_to_end(command, make_environment(setup.threads, cache), log, watch)
+        watch()
+        return make_figures(read_rows(metrics), first_step_at - started_at, _device(log))
+
+
+def read_rows(metrics: Path) -> list[dict[str, Any]]:
+    """The rows of optimizer steps in a metrics.jsonl, which may still be growing, or not be there yet."""
+    if not metrics.is_file():
+        return []
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if "loss" in row]
+
+
+def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) -> RunFigures:
+    """Figures from the rows of every step. Raises BenchError if there are none."""
+    if not rows:
+        raise BenchError("the run ended without a row in metrics.jsonl: it needs at least one optimizer step")
+    counted = rows[min(WARM_UP_STEPS, len(rows) - 1) :]
+    rates = [row["tokens_per_s_per_gpu"] for row in counted]
+    return RunFigures(
+        device=device,
+        tokens_per_s_per_rank=statistics.median(rates),
+        tokens_per_s_per_rank_best=max(rates),
+        startup_s=startup_s,
+        peak_memory_gib=rows[-1]["peak_memory_gib"],
+        recompiles=rows[-1]["recompiles"],
+        data_wait_share=sum(row["data_wait_s"] for row in counted) / sum(row["step_time_s"] for row in counted),
+        step_times_s=[row["step_time_s"] for row in rows],
+    )
+
+
+def _device(log: Path) -> str:
+    match = re.search(r"^device: (.+), \d+ process", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return match[1] if match else "unknown"
