@@ -52,7 +52,8 @@ class LlamaConfig:
         vocab_size: number of token ids
         max_seq_len: longest sequence the position tables cover, in tokens
         rope_theta: base of the rotary wavelengths
-        rope_scaling: Llama 3.1's frequency scaling, or null
+        rope_scaling: Llama 3.1's stretching of low frequencies, or null; a mapping with the keys factor,
+            low_freq_factor, high_freq_factor (ratios) and original_max_seq_len (tokens)
         norm_eps: epsilon of every RMSNorm
         tie_embeddings: output head and token embedding share one weight
     """
@@ -202,6 +203,8 @@ def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None]
     values depend neither on the others nor on how it is sharded (they do depend on the kind of device).
     `copy(parameter, value)` puts one whole tensor into a parameter, which may hold only a shard of it.
     """
+    if model.config.tie_embeddings:
+        model.head.output.weight = model.tok_embeddings.weight  # `to_empty` has given each a tensor of its own
     residual_std = INIT_STD / (2 * model.config.n_layers) ** 0.5
     for fqn, parameter in model.named_parameters():
         if parameter.dim() == 1:

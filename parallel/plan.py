@@ -111,8 +111,10 @@ def make_plan(
 
 
 def check_plan(plan: Plan, model: ModelUnits, world_size: int) -> None:
-    """Raise PlanError unless `plan`, read from a file, fits this model and this number of processes."""
-    mistakes = []
+    """Raise PlanError unless `plan`, read from a file, makes sense and fits this model and number of processes."""
+    mistakes = _compile_mistakes(plan.compile)
+    for unit in plan.units:
+        mistakes += _reshard_mistakes(unit.reshard_after_forward, plan.mesh.dp_shard, f"unit {unit.name}: ")
     if plan.mesh.world_size != world_size:
         mistakes.append(f"the plan's mesh is for {plan.mesh.world_size} processes, this run has {world_size}: "
                         "start that many, or make a new plan")  # fmt: skip
@@ -143,10 +145,22 @@ def _mistakes_in(config: ParallelConfig) -> list[str]:
         value = getattr(config, key)
         if value != "auto" and value < 0:
             mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")
-    if config.compile.mode != "default" and config.compile.backend != "inductor":
-        mistakes.append(f"parallel.compile.mode={config.compile.mode} is for backend inductor, "
-                        f"not {config.compile.backend}: leave it at default")  # fmt: skip
-    return mistakes
+    return mistakes + _compile_mistakes(config.compile)
+
+
+def _compile_mistakes(config: CompileConfig) -> list[str]:
+    if config.mode == "default" or config.backend == "inductor":
+        return []
+    return [f"parallel.compile.mode={config.mode} is for backend inductor, not {config.backend}: leave it at default"]
+
+
+def _reshard_mistakes(reshard: bool | int | str, shard: int, place: str) -> list[str]:
+    """An int is a smaller group that keeps the parameters together: it must divide dp_shard and be neither end of it."""
+    if type(reshard) is not int or (1 < reshard < shard and shard % reshard == 0):
+        return []
+    others = [str(d) for d in range(2, shard) if shard % d == 0]
+    return [f"{place}reshard_after_forward={reshard} must divide dp_shard={shard} and be smaller: "
+            f"use {', '.join(['true', 'false', *others])} (false is what groups of 1 would be)"]  # fmt: skip
 
 
 def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[str]]:
@@ -170,12 +184,7 @@ def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[
         degrees = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
         mistakes.append(f"parallel: {degrees} is {mesh.world_size} processes, this run has {world_size}: "
                         f"start {mesh.world_size}, or change the degrees (dp_shard=-1 takes what is left)")  # fmt: skip
-    reshard = config.reshard_after_forward
-    if type(reshard) is int and (reshard < 1 or shard % reshard):
-        divisors = [d for d in range(1, shard + 1) if shard % d == 0]
-        mistakes.append(f"parallel.reshard_after_forward={reshard} must divide dp_shard={shard}: "
-                        f"use true, false or one of {divisors}")  # fmt: skip
-    return mesh, mistakes
+    return mesh, mistakes + _reshard_mistakes(config.reshard_after_forward, shard, "parallel.")
 
 
 def _make_accumulation(mesh: MeshPlan, micro_batch_size: int, global_batch_size: int) -> tuple[int, list[str]]:

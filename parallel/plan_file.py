@@ -17,6 +17,7 @@ from parallel.strict_yaml import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d+)-(\d+)\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
+MAX_RANGE = 10_000  # units of one entry; the deepest published Llama has 126
 _CHOICES = {"param_dtype": DTYPES, "reduce_dtype": DTYPES, "activation_checkpoint": ACTIVATION_CHECKPOINTS}
 
 
@@ -79,9 +80,11 @@ def _treatment(unit: UnitPlan) -> dict[str, Any]:
 def _follows(one: UnitPlan, other: UnitPlan) -> bool:
     """Whether `other` is treated like `one` and its name is one's with the number one higher."""
     match = _NUMBER.fullmatch(one.name)
-    if not match or _treatment(one) != _treatment(other):
+    if not match or repr(_treatment(one)) != repr(_treatment(other)):  # repr, because True == 1
         return False
     before, number, after = match.groups()
+    if str(int(number)) != number:  # 09 would come back as 9
+        return False
     return other.name == f"{before}{int(number) + 1}{after}"
 
 
@@ -91,8 +94,12 @@ def _read_units(entry: Any) -> list[UnitPlan]:
     name = entry["unit"]
     match = _RANGE.fullmatch(name)
     names = [name]
+    if "modules" in entry:
+        raise PlanError(f"unit {name} has unknown key modules: its name says them, as in first+second")
     if match:
         before, low, high, after = match.groups()
+        if int(high) - int(low) >= MAX_RANGE:
+            raise PlanError(f"unit {name}: a range of more than {MAX_RANGE} units")
         names = [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
     treatment = {key: value for key, value in entry.items() if key != "unit"}
     return [_read(UnitPlan, {"modules": tuple(n.split("+")), **treatment}, f"unit {name}") for n in names]
@@ -122,7 +129,7 @@ def _read_count(data: dict[str, Any], key: str) -> int:
 
 
 def _check_keys(data: dict[str, Any], wanted: Sequence[str], place: str) -> None:
-    missing, unknown = set(wanted) - set(data), set(data) - set(wanted)
+    missing, unknown = set(wanted) - set(data), {str(key) for key in data} - set(wanted)
     if missing or unknown:
         parts = [f"{word} {', '.join(sorted(keys))}" for word, keys in (("lacks", missing), ("has unknown", unknown)) if keys]
         raise PlanError(f"{place} {' and '.join(parts)}; its keys are {', '.join(wanted)}")

@@ -22,8 +22,10 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise YamlError(f"line {line}: a key must be a plain word, not a list or a mapping")
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise YamlError(f"line {line}: key '{key}' stands twice (first in line {seen[key]}): delete one")
             seen[key] = line
@@ -39,7 +41,8 @@ def load_mapping(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
         raise YamlError(f"{path}:{line} {error.problem}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        # The last four are PyYAML's on values such as 2001-13-45, `!!int x`, or a thousand brackets.
         raise YamlError(f"{path}: {error}") from None
     if value is None:
         return {}

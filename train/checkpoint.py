@@ -60,7 +60,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     if resume == "auto":
         found = list_checkpoints(folder)
         return found[-1] if found else None
-    path = Path(resume)
+    path = Path(resume).expanduser()
     if not (path / "state.json").is_file():
         raise CheckpointError(f"checkpoint.resume={resume} is not a checkpoint (it has no state.json): "
                               "name a folder such as runs/NAME/checkpoints/step-00000100, or auto")  # fmt: skip

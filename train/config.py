@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+import typing
+from argparse import HelpFormatter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,16 +120,22 @@ def list_configs() -> list[Path]:
 
 def config_to_yaml(config: Config) -> str:
     """The resolved configuration as YAML that reads back to an equal one."""
-    data = dataclasses.asdict(config)
-    data["optim"]["betas"] = list(config.optim.betas)
-    return yaml.safe_dump(data, sort_keys=False)
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+class _Parser(ArgumentParser):
+    """Its help leaves out jsonargparse's options for a file per section: --config is the one way."""
+
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
+        text = super().format_help(formatter)
+        return re.sub(r"\n  --[\w.]+ CONFIG\s+Path to a configuration file\.", "", text)
 
 
 def make_parser(prog: str, description: str = "Train a Llama, sharded and compiled.") -> ArgumentParser:
     """A parser of every section's keys, for train.main and for tools that take a config."""
     set_parsing_settings(docstring_parse_attribute_docstrings=False)
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
-    parser = ArgumentParser(prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False)
+    parser = _Parser(prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False)
     for section in dataclasses.fields(Config):
         parser.add_argument(f"--{section.name}", type=section.type, default=getattr(Config(), section.name))
     parser.add_argument("--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml")
@@ -135,51 +143,78 @@ def make_parser(prog: str, description: str = "Train a Llama, sharded and compil
 
 
 def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parse, with the config file found, read strictly and checked for unknown keys first. Raises ConfigError."""
-    arguments = list(arguments)
-    for i, argument in enumerate(arguments):
-        if argument == "--config" and i + 1 < len(arguments):
-            arguments[i : i + 2] = [f"--config={arguments[i + 1]}", ""]
-    arguments = [a for a in arguments if a]
-    for i, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            path = find_config(argument.removeprefix("--config="))
-            arguments[i] = f"--config={path}"
-            _check_file(path)
-        elif argument.startswith("--") and not argument.startswith(("--print_config", "--help")):
-            _check_key(argument[2:].split("=")[0].removesuffix(".help"), "the command line")
+    """Parse the config file, read strictly, and the overrides, which win wherever they stand. Raises ConfigError."""
+    files, overrides = _split_arguments(arguments)
+    paths = [find_config(name) for name in files]
+    mappings = {path: _read_strictly(path) for path in paths}
+    for override in overrides:
+        _check_override(override)
+    lines = [f"--config={path}" for path, mapping in mappings.items() if mapping]
     try:
-        return parser.parse_args(arguments)
+        namespace = parser.parse_args([*lines, *overrides])
     except Exception as error:  # jsonargparse raises several kinds; all of them are about what the user wrote
-        raise ConfigError(_plain(str(error))) from None
+        raise ConfigError(_plain(str(error), mappings, overrides)) from None
+    if not namespace["run.dir"]:
+        namespace["run.dir"] = f"runs/{paths[-1].stem if paths else 'llama'}"
+    return namespace
+
+
+def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names given to --config, and everything else."""
+    files, overrides = [], []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            argument = f"--config={next(rest, '')}"
+        if argument == "--config=":
+            raise ConfigError("--config needs a path, or a name in configs/ such as llama_debug.yaml")
+        if argument.startswith("--config="):
+            files.append(argument.removeprefix("--config="))
+        else:
+            overrides.append(argument)
+    return files, overrides
+
+
+def _check_override(argument: str) -> None:
+    if not argument.startswith("--") or argument.startswith(("--print_config", "--help")):
+        return
+    key = argument[2:].split("=")[0].removesuffix(".help")
+    _check_key(key, "the command line")
+    if key not in known_keys() and dataclasses.is_dataclass(_type_at(key)):
+        raise ConfigError(f"--{key} is a section: give its keys one by one, as --{key}.NAME=value, or in a --config file")
 
 
 def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
     """Build the frozen dataclasses of a parsed namespace; their own checks raise ConfigError."""
     try:
         built = parser.instantiate(namespace)
-        config = Config(**{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)})
-        name = Path(str(namespace.config[-1])).stem if namespace.config else "llama"
-        folder = config.run.dir or f"runs/{name}"
-        return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
+        return Config(**{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)})
     except ValueError as error:
-        raise ConfigError(_plain(str(error))) from None
+        raise ConfigError(str(error)) from None
 
 
-def _check_file(path: Path) -> None:
+def _read_strictly(path: Path) -> dict[str, Any]:
+    """The file's mapping, after checking that every key exists, sections are mappings, and null is where it may be."""
     try:
         data = load_mapping(path)
     except YamlError as error:
         raise ConfigError(str(error)) from None
-    for key in _leaves(data, ""):
+    for key, value in _leaves(data):
         _check_key(key, str(path))
+        wanted = _type_at(key)
+        if dataclasses.is_dataclass(wanted) and value != {}:
+            raise ConfigError(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}")
+        if value is None and type(None) not in typing.get_args(wanted):
+            raise ConfigError(f"{path}: {key} has no value. Give it one, or leave the key out for its default")
+    return data
 
 
-def _leaves(data: dict[str, Any], prefix: str) -> list[str]:
-    leaves = []
+def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
-    return leaves
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _check_key(key: str, place: str) -> None:
@@ -187,10 +222,9 @@ def _check_key(key: str, place: str) -> None:
     known = known_keys()
     if key in known or any(k.startswith(f"{key}.") for k in known):
         return
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    last = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    hint = f"Did you mean {(near or last)[0]}?" if near or last else "See -h for all keys."
-    raise ConfigError(f"unknown key {key} in {place}. {hint}")
+    same_end = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    raise ConfigError(f"unknown key {key} in {place}. {f'Did you mean {near[0]}?' if near else 'See -h for all keys.'}")
 
 
 def known_keys() -> list[str]:
@@ -201,16 +235,31 @@ def known_keys() -> list[str]:
 def _keys_of(cls: Any, prefix: str) -> list[str]:
     keys = []
     for item in dataclasses.fields(cls):
-        inner = [t for t in (item.type, *getattr(item.type, "__args__", ())) if dataclasses.is_dataclass(t)]
-        keys += _keys_of(inner[0], f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
+        inner = _dataclass_in(item.type)
+        keys += _keys_of(inner, f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
     return keys
 
 
-def _plain(message: str) -> str:
-    """jsonargparse's report of a value of the wrong type, as one sentence."""
+def _dataclass_in(wanted: Any) -> Any:
+    """The dataclass that a field's type is or may be (as in RopeScaling | None), or None."""
+    return next((t for t in (wanted, *typing.get_args(wanted)) if dataclasses.is_dataclass(t)), None)
+
+
+def _type_at(key: str) -> Any:
+    """The declared type of a dotted key."""
+    wanted: Any = Config
+    for name in key.split("."):
+        wanted = {item.name: item.type for item in dataclasses.fields(_dataclass_in(wanted))}[name]
+    return wanted
+
+
+def _plain(message: str, mappings: dict[Path, dict[str, Any]], overrides: Sequence[str]) -> str:
+    """jsonargparse's report of a value of the wrong type, as one sentence that names the file it comes from."""
     match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
     if not match:
         return message
     key, rest = match.groups()
-    reason = re.sub(r"<class '(\w+)'>", r"\1", " ".join(rest.split()))
-    return f"{key}: {reason}"
+    reason = re.sub(r"<class '(\w+)'>", r"\1", " ".join(rest.split())).replace("typing.", "")
+    overridden = any(override.startswith(f"--{key}") for override in overrides)
+    files = [path for path, mapping in mappings.items() if any(k.startswith(key) for k, _ in _leaves(mapping))]
+    return f"{files[-1]}: {key}: {reason}" if files and not overridden else f"{key}: {reason}"

@@ -63,7 +63,7 @@ def run(config: Config, place: Place) -> bool:
     plan = plan_run(config, place.world_size)
     check_compiler(plan, device.type)
     memory = check_fits(config, plan, device_memory_bytes(device, place), device_name)
-    folder = Path(str(config.run.dir))
+    folder = Path(str(config.run.dir)).expanduser()
     resume_from = find_checkpoint(config.checkpoint.resume, folder / "checkpoints")
     check_vocabulary(config.model.vocab_size)
     find_documents(config.data.source)  # a source that is not there is found out here, by every rank alike

@@ -37,8 +37,9 @@ class OptimConfig:
             raise ValueError(f"optim.lr={self.lr} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both lie in [0, 1)")
-        if self.warmup_steps < 0:
-            raise ValueError(f"optim.warmup_steps={self.warmup_steps} must not be negative")
+        for name in ("warmup_steps", "weight_decay", "eps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optim.{name}={getattr(self, name)} must not be negative")
         for name in ("min_lr_ratio", "decay_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must lie in [0, 1]")

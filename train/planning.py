@@ -22,7 +22,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     if config.parallel.plan == "auto":
         raise PlanError("parallel.plan=auto: this version has no planner yet. Use manual, or the path of a plan file")
     if config.parallel.plan != "manual":
-        plan = load_plan(Path(config.parallel.plan))
+        plan = load_plan(Path(config.parallel.plan).expanduser())
         check_plan(plan, model, world_size)
         return plan
     return make_plan(config.parallel, model, world_size, config.train.micro_batch_size, config.train.global_batch_size)

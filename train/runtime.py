@@ -10,6 +10,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from parallel.plan import PlanError
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -35,7 +37,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"run.device={self.device} must be auto, cpu or cuda")
-        for name in ("threads", "max_hours", "grace_s"):
+        for name in ("seed", "threads", "max_hours", "grace_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"run.{name}={getattr(self, name)} must not be negative")
 
@@ -68,12 +70,12 @@ def read_place() -> Place:
 
 
 def choose_device(config: RunConfig, place: Place) -> tuple[torch.device, str]:
-    """The device of this process, and a sentence that says why. Raises ValueError where cuda is asked for in vain."""
+    """The device of this process, and a sentence that says why. Raises PlanError where cuda is asked for in vain."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = gpus >= place.local_world_size
     if config.device == "cuda" and not enough:
-        raise ValueError(f"run.device=cuda needs {place.local_world_size} GPUs for as many local processes, here are "
-                         f"{gpus}: start {max(gpus, 1)} per node, or use --run.device=cpu")  # fmt: skip
+        raise PlanError(f"run.device=cuda needs {place.local_world_size} GPUs for as many local processes, here are "
+                        f"{gpus}: start {max(gpus, 1)} per node, or use --run.device=cpu")  # fmt: skip
     if config.device == "cpu" or not enough:
         why = f"{gpus} GPUs for {place.local_world_size} local processes" if gpus else "no GPU"
         return torch.device("cpu"), f"CPU ({'asked for' if config.device == 'cpu' else why})"

@@ -69,7 +69,12 @@ def _unsharded(plan: Plan, model: ModelFootprint) -> int:
     stay = sum(size for size, unit in zip(sizes, plan.units, strict=True) if unit.reshard_after_forward is False)
     freed = sorted((s for s, u in zip(sizes, plan.units, strict=True) if u.reshard_after_forward is not False), reverse=True)
     ahead = max(max(unit.forward_prefetch, unit.backward_prefetch) for unit in plan.units)
-    return stay + sum(freed[: 1 + ahead])
+    kept_parts = sum(  # resharding to a smaller group leaves each rank a part of that size
+        size // unit.reshard_after_forward
+        for size, unit in zip(sizes, plan.units, strict=True)
+        if not isinstance(unit.reshard_after_forward, bool)
+    )
+    return stay + kept_parts + sum(freed[: 1 + ahead])
 
 
 def _activations(plan: Plan, model: ModelFootprint, tokens: int) -> int:

@@ -106,10 +106,7 @@ def test_the_rope_scaling_of_the_parity_test_changes_the_logits() -> None:
     assert (plain - scaled).abs().max() > 1e-2
 
 
-BUG = pytest.mark.xfail(strict=True, reason="BUG: to_empty unties the weights of a plain model, and init_weights leaves them so")
-
-
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=BUG)], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_model_built_on_meta_gets_every_parameter_and_buffer_as_one_built_on_the_cpu(tied: bool) -> None:
     config = dataclasses.replace(CONFIG, tie_embeddings=tied, rope_scaling=SCALING)
     with torch.device("meta"):

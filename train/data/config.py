@@ -27,6 +27,8 @@ class DataConfig:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("data.source is empty: name a file, a folder or a glob, or use stdlib")
         if self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer={self.tokenizer}: this version has only bytes")
         if not 0 < self.held_out < 1:

@@ -1,6 +1,7 @@
 """Which documents a source has: files of text, in an order that is the same on every machine."""
 
 import glob
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,17 +17,18 @@ def find_documents(source: str) -> list[tuple[str, Path]]:
 
     Names are relative to the source, so they do not change when it moves. Raises DataError if there is none.
     """
+    source = os.path.expanduser(source)
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
-    elif glob.has_magic(source):
-        paths = [Path(p) for p in glob.glob(source, recursive=True)]
-        root = Path(source[: next(i for i, c in enumerate(source) if c in "*?[")]).parent
     elif Path(source).is_dir():
         root = Path(source)
         paths = [p for p in root.rglob("*") if p.suffix in TEXT_SUFFIXES]
     elif Path(source).is_file():
         root, paths = Path(source).parent, [Path(source)]
+    elif glob.has_magic(source):
+        paths = [Path(p) for p in glob.glob(source, recursive=True)]
+        root = Path(os.path.dirname(source[: next(i for i, c in enumerate(source) if c in "*?[")]))
     else:
         raise DataError(f"data.source={source}: no such file, folder or glob. Use stdlib for built-in text")
     documents = sorted(_named(paths, root))

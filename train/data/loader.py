@@ -66,6 +66,7 @@ class TrainLoader:
         start = time.perf_counter()
         item = self._ready.get()
         if isinstance(item, BaseException):
+            self._put(item)  # whoever asks again hears the same
             raise item
         wait_s = time.perf_counter() - start
         return [_to_device(batch, self._device) for batch in item], wait_s

@@ -44,7 +44,7 @@ def load_tokens(config: DataConfig) -> TokenFiles:
     documents = find_documents(config.source)
     stats = [(name, s.st_size, s.st_mtime_ns) for name, path in documents for s in [path.stat()]]
     key = hashlib.sha256(json.dumps([_FORMAT, config.tokenizer, config.held_out, stats]).encode()).hexdigest()[:16]
-    root = Path(config.cache_dir) if config.cache_dir else Path.home() / ".cache" / "meshwright"
+    root = Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "meshwright"
     folder = root / f"tokens-{key}"
     if not folder.exists():
         _write_cache(folder, documents, config.held_out)
@@ -95,7 +95,7 @@ def choose_held_out(names: list[str], share: float) -> set[str]:
 
 
 def _unit_hash(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
 
 
 def encode(text: bytes) -> bytes:
