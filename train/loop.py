@@ -16,7 +16,7 @@ from train.data.tokens import TokenFiles
 from train.metrics import Metrics
 from train.optim import learning_rate, set_learning_rate
 from train.profiling import StepProfiler
-from train.runtime import Stop
+from train.runtime import Stop, return_free_memory
 from train.step import evaluate, train_step
 
 
@@ -61,6 +61,8 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
             profiler.before_step(step)
             result = train_step(run.model, run.optimizer, micro_batches, config.train.grad_clip, run.data_parallel)
             run.metrics.step_done(wait_s)
+            if step == start.step + 1:
+                return_free_memory()
             run.screen.step_done(step)
             if (trace := profiler.after_step(step)) is not None:
                 run.screen.line(f"profile: {trace}")

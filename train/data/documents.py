@@ -20,10 +20,10 @@ def find_documents(source: str) -> list[tuple[str, Path]]:
     source = os.path.expanduser(source)
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
+        paths = [path for path in _walk(root) if path.suffix == ".py"]
     elif Path(source).is_dir():
         root = Path(source)
-        paths = [p for p in root.rglob("*") if p.suffix in TEXT_SUFFIXES]
+        paths = [path for path in _walk(root) if path.suffix in TEXT_SUFFIXES]
     elif Path(source).is_file():
         root, paths = Path(source).parent, [Path(source)]
     elif glob.has_magic(source):
@@ -36,6 +36,13 @@ def find_documents(source: str) -> list[tuple[str, Path]]:
         raise DataError(f"data.source={source} holds no text: looked for non-empty files"
                         f"{' ending in ' + ' '.join(sorted(TEXT_SUFFIXES)) if Path(source).is_dir() else ''}")  # fmt: skip
     return documents
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Every file below `root`, installed packages left out: they are many, and no part of a standard library."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in ("site-packages", "dist-packages")]
+        yield from (Path(folder, name) for name in names)
 
 
 def _named(paths: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
