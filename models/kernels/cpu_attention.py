@@ -8,11 +8,13 @@ Shapes: B batch, N query heads, K key-value heads, G = N / K query heads that sh
 Q queries of a block, J keys that they see.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+LOG2_E = math.log2(math.e)
 BLOCK = 64  # queries per block: of 32, 64 and 128 the fastest or near it for head dims 16 to 64
 SCORES_BYTES = 2 * 2**20  # of a block's scores over the heads taken at once: stays within a core's caches
 
@@ -61,13 +63,14 @@ def _backward_of_some(
     """Write dq[B, N, T, H], dk and dv[B, K, T, H] of a few sequences; arguments as in `causal_attention_backward`.
 
     With P the probabilities: dv = P^T grad, dS = P * (grad v^T - sum(grad * out)), dq = dS k and dk = dS^T q, up to
-    the scale (FlashAttention, arXiv 2205.14135, algorithm 4). Scores and sums over blocks are float32.
+    the scale (FlashAttention, arXiv 2205.14135, algorithm 4). Scores and sums over blocks are float32. P is a power
+    of 2: torch's exp2 takes a third of the time of its exp on AVX-512, and does not slow down on tiny results.
     """
     B, N, T, H = q.shape
     K = k.shape[1]
     G, scale = N // K, H**-0.5
     delta = (grad.float() * out.float()).sum(-1).to(q.dtype)
-    by_kv_head = [x.reshape(B * K, G, T, -1) for x in (q * scale, grad, lse, delta)]
+    by_kv_head = [x.reshape(B * K, G, T, -1) for x in (q, q.float() * (scale * LOG2_E), grad, lse * LOG2_E, delta)]
     k, v, dq = k.reshape(B * K, T, H), v.reshape(B * K, T, H), dq.view(B * K, G, T, H)
     kT32, vT = k.float().transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
     dk32, dv32 = torch.zeros(2, B * K, T, H)
@@ -76,17 +79,17 @@ def _backward_of_some(
     for first in range(0, T, BLOCK):
         last = min(first + BLOCK, T)
         n = last - first
-        q_b, grad_b, lse_b, delta_b = (x[:, :, first:last].reshape(B * K, G * n, -1) for x in by_kv_head)
+        q_b, q32_b, grad_b, lse_b, delta_b = (x[:, :, first:last].reshape(B * K, G * n, -1) for x in by_kv_head)
         scores, d_scores = (x[: B * N * n * last].view(B * K, G * n, last) for x in (score_buffer, grad_buffer))
-        torch.bmm(q_b.float(), kT32[:, :, :last], out=scores)
+        torch.bmm(q32_b, kT32[:, :, :last], out=scores)
         scores.view(B * K, G, n, last)[..., first:] += future[:n, :n]
-        probabilities = scores.sub_(lse_b).exp_().to(q.dtype)
+        probabilities = scores.sub_(lse_b).exp2_().to(q.dtype)
         torch.bmm(grad_b, vT[:, :, :last], out=d_scores).sub_(delta_b).mul_(probabilities)
         dv32[:, :last] += torch.bmm(probabilities.transpose(1, 2), grad_b)
         dk32[:, :last] += torch.bmm(d_scores.transpose(1, 2), q_b)
         dq[:, :, first:last] = torch.bmm(d_scores, k[:, :last]).view(B * K, G, n, H)
     dq.mul_(scale)
-    dk.copy_(dk32.view_as(dk))
+    dk.copy_(dk32.mul_(scale).view_as(dk))
     dv.copy_(dv32.view_as(dv))
 
 
