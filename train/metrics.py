@@ -54,7 +54,9 @@ class Metrics:
     def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool) -> None:
         self._throughput, self._device, self._is_main = throughput, device, is_main
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8") if is_main else None  # noqa: SIM115
-        self._board = _open_board(folder / "tb") if is_main and config.tensorboard else None
+        self._board_folder = folder / "tb" if is_main and config.tensorboard else None
+        self._board: Any = None  # opened by the first row: importing TensorBoard would delay the first step
+        self._texts: dict[str, str] = {}
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
 
@@ -99,9 +101,8 @@ class Metrics:
         self._write({"step": step, "eval_loss": eval_loss})
 
     def add_text(self, name: str, text: str) -> None:
-        """Show a text, such as the config, in TensorBoard."""
-        if self._board is not None:
-            self._board.add_text(name, f"```\n{text}\n```")
+        """Show a text, such as the config, in TensorBoard, from the first row on."""
+        self._texts[name] = text
 
     def close(self) -> None:
         """Flush and close the files."""
@@ -124,16 +125,20 @@ class Metrics:
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-        if self._board is not None:
+        if self._board_folder is not None:
+            self._board = self._board or _open_board(self._board_folder, self._texts)
             for name, value in row.items():
                 if name != "step":
                     self._board.add_scalar(name, value, row["step"])
 
 
-def _open_board(folder: Path) -> Any:
+def _open_board(folder: Path, texts: dict[str, str]) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder))
+    board = SummaryWriter(str(folder))
+    for name, text in texts.items():
+        board.add_text(name, f"```\n{text}\n```")
+    return board
 
 
 def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
