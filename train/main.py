@@ -20,7 +20,7 @@ from parallel.plan import Plan
 from parallel.plan_file import plan_to_table, plan_to_yaml
 from parallel.planner.hardware import find_hardware
 from train.checkpoint import Position, find_checkpoint, load_checkpoint
-from train.config import USER_ERRORS, Config, config_to_yaml, parse_config
+from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
 from train.data.config import DataError
 from train.data.documents import find_documents
@@ -63,10 +63,10 @@ def run(config: Config, place: Place) -> bool:
     plan = plan_run(config, place.world_size)
     check_compiler(plan, device.type)
     memory = check_fits(config, plan, device_memory_bytes(device, place), device_name)
-    folder = Path(str(config.run.dir)).expanduser()
-    resume_from = find_checkpoint(config.checkpoint.resume, folder / "checkpoints")
     check_vocabulary(config.model.vocab_size)
     find_documents(config.data.source)  # a source that is not there is found out here, by every rank alike
+    folder = _make_folder(config)
+    resume_from = find_checkpoint(config.checkpoint.resume, folder / "checkpoints")
 
     start_process(config.run, place, device)
     stop = Stop(config.run)
@@ -74,7 +74,6 @@ def run(config: Config, place: Place) -> bool:
     tokens = _load_tokens_together(config, place)
     screen.line(f"data: {tokens.description}")
     if place.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
         (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
 
@@ -135,6 +134,15 @@ def _train(run: Run, place: Place, start: Position, resume_from: Path | None) ->
     run.screen.line(_last_words(run, reached, stopped))
     dist.destroy_process_group()
     return stopped
+
+
+def _make_folder(config: Config) -> Path:
+    folder = Path(str(config.run.dir)).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder}: cannot make this folder ({error.strerror}): name another") from None
+    return folder
 
 
 def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, device_name: str, needed_bytes: int) -> None:

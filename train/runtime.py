@@ -1,6 +1,7 @@
 """The process: its place among the others, its device, threads, signals and end."""
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -100,6 +101,8 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     """Set threads and device, and join the process group (alone too: the same code runs everywhere)."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:  # it warns of a CUDA toolkit without a GPU, which is no fault here
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.threads or max(1, cores // place.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

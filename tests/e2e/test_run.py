@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from parallel.plan_file import load_plan
 from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run, write_text
 from train.config import load_config
+from train.data.tokens import load_tokens
 
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "tokens_per_s_per_gpu", "step_time_s", "peak_memory_gib",
@@ -145,6 +147,14 @@ def test_a_finished_run_started_again_has_nothing_to_do_and_more_steps_continue_
     assert read_status(folder)["resumed_from"] == 4
 
 
+def test_a_run_can_be_measured_in_epochs_and_goes_on_into_the_next(data, tmp_path):
+    folder = tmp_path / "run"
+    shape = ["--train.seq_len=1000", "--model.max_seq_len=1000", "--train.global_batch_size=64", "--train.micro_batch_size=16"]
+    assert run(1, *arguments(folder, data, *EAGER, *shape, "--train.epochs=1.5")).returncode == 0
+    sequences = (len(load_tokens(load_config(folder / "config.yaml").data).train) - 1) // 1000
+    assert read_status(folder)["step"] == int(1.5 * sequences) // 64 > sequences // 64
+
+
 def test_only_the_newest_checkpoints_are_kept(data, tmp_path):
     folder = tmp_path / "run"
     saving = ["--train.steps=5", "--checkpoint.every=1", "--checkpoint.keep=2"]
@@ -188,6 +198,9 @@ def test_resume_on_another_mesh_goes_on_with_the_same_data(data, tmp_path):
     (["--model.vocab_size=100"], ["model.vocab_size=100", "257"]),
     (["--train.seq_len=900000", "--model.max_seq_len=900000"], ["sequence", "train.seq_len=900000"]),
     (["--checkpoint.resume=/nowhere/step-00000001"], ["/nowhere/step-00000001", "not a checkpoint"]),
+    (["--run.dir=/dev/null/run"], ["run.dir=/dev/null/run", "name another"]),
+    pytest.param(["--run.device=cuda"], ["run.device=cuda needs 1 GPUs", "--run.device=cpu"],
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     (["--parallel.plan=auto"], ["parallel.plan=auto", "manual"]),
     (["--parallel.plan=/nowhere.yaml"], ["/nowhere.yaml"]),
     (["--config=llama_8b.yaml"], ["GiB per process", "Fits:", "llama_debug.yaml"]),
