@@ -203,10 +203,10 @@ def test_resume_on_another_mesh_goes_on_with_the_same_data(data, tmp_path):
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     (["--parallel.plan=auto"], ["parallel.plan=auto", "manual"]),
     (["--parallel.plan=/nowhere.yaml"], ["/nowhere.yaml"]),
-    (["--config=llama_8b.yaml"], ["GiB per process", "Fits:", "llama_debug.yaml"]),
+    (["--config=llama_405b.yaml"], ["GiB per process", "Fits:", "here, --config llama_"]),
 ])  # fmt: skip
 def test_a_mistake_is_one_clear_message_and_exit_code_2(mistake, words, data, tmp_path):
-    small = [] if mistake[0].startswith("--config=llama_8b") else [*TINY, *data]
+    small = [] if mistake[0].startswith("--config=llama_4") else [*TINY, *data]
     started = time.monotonic()
     result = run(1, *small, f"--run.dir={tmp_path / 'run'}", *EAGER, *mistake)
     assert result.returncode == 2, result.stderr
