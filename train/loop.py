@@ -70,7 +70,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
             stopping = run.stop.agreed()
             ended = step == run.total_steps
             evaluating = _due(step, config.train.eval_every, ended)
-            reporting = _due(step, config.metrics.every, ended or stopping) or evaluating
+            reporting = _due(step, config.metrics.every, ended) or evaluating
             saving = _due(step, config.checkpoint.every, ended or stopping)
             if reporting or saving:
                 run.metrics.pause()
