@@ -74,6 +74,11 @@ class LlamaConfig:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        factor = self.rope_scaling.factor if self.rope_scaling else 1.0
+        positive = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps, "rope_scaling.factor": factor}
+        for name, value in positive.items():
+            if not value > 0:
+                raise ValueError(f"model.{name}={value} must be greater than 0")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}")
         if self.dim % (2 * self.n_heads):

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from parallel.config import CompileConfig
 from parallel.plan import Plan, PlanError
 
 
@@ -38,18 +39,28 @@ def _trust_the_cpu() -> None:
 
 
 def check_compiler(plan: Plan, device_type: str) -> None:
-    """Raise PlanError where inductor would fail for want of a compiler or of Python's headers."""
-    if not plan.compile.enabled or plan.compile.backend != "inductor":
+    """Raise PlanError for a backend or mode that torch does not know, and where inductor would fail for want of a
+    compiler or of Python's headers."""
+    if not plan.compile.enabled:
         return
-    missing = None
-    if device_type == "cpu":
-        missing = _missing_for_cpu()
-    elif not any(map(shutil.which, ("cc", "gcc", "clang"))):  # Triton builds its launcher with one of these
-        missing = "a C compiler (gcc or clang)"
+    _check_names(plan.compile)
+    if plan.compile.backend != "inductor":
+        return
+    missing = _missing_for_cpu() if device_type == "cpu" else _missing_for_gpu()
+    if not missing and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        missing = "the headers of this Python (Python.h)"
     if missing:
         raise PlanError(f"parallel.compile.enabled=true needs {missing}, which this machine lacks. Install it "
                         "(Debian, Ubuntu: apt-get install g++ python3-dev), or train without compiling: "
                         "--parallel.compile.enabled=false")  # fmt: skip
+
+
+def _check_names(config: CompileConfig) -> None:
+    backends = torch._dynamo.list_backends(exclude_tags=None)
+    if config.backend not in backends:
+        raise PlanError(f"parallel.compile.backend={config.backend} is not one of {', '.join(backends)}")
+    if config.mode != "default" and config.mode not in (modes := torch._inductor.list_mode_options()):
+        raise PlanError(f"parallel.compile.mode={config.mode} is not one of {', '.join(modes)}")
 
 
 def _missing_for_cpu() -> str | None:
@@ -59,9 +70,12 @@ def _missing_for_cpu() -> str | None:
         cpp_builder.get_cpp_compiler()
     except (exc.InvalidCxxCompiler, OSError):  # OSError: $CXX names something that cannot be run
         return "a C++ compiler (g++)"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "the headers of this Python (Python.h)"
     return None
+
+
+def _missing_for_gpu() -> str | None:
+    # Triton builds its launcher with one of these.
+    return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc or clang)"
 
 
 def count_compiled_graphs() -> int:

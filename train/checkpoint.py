@@ -45,10 +45,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps done, samples of the data order used, and the world size that saved it."""
+    """How far a run is: steps done, samples of the data order used; and what that order and the random state hang on:
+    seed, tokens per sequence, and the number of processes."""
 
     step: int = 0
     samples: int = 0
+    seed: int = 0
+    seq_len: int = 0
     world_size: int = 0
 
 
@@ -74,11 +77,31 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_position(checkpoint: Path) -> Position:
-    """The position a checkpoint was saved at."""
+    """The position a checkpoint was saved at. CheckpointError if it cannot be read, or a file is gone or cut short."""
     try:
-        return Position(**json.loads((checkpoint / "state.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        state = json.loads((checkpoint / "state.json").read_text())
+        files = dict(state.pop("files"))
+        position = Position(**state)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{checkpoint}/state.json cannot be read ({error}): name another checkpoint") from None
+    here = _file_sizes(checkpoint)
+    odd = [f"{name} ({here.get(name, 'missing')} of {size} bytes)" for name, size in files.items() if here.get(name) != size]
+    if odd:
+        raise CheckpointError(f"{checkpoint} is damaged: {', '.join(odd[:3])}. Delete it, or name another checkpoint")
+    return position
+
+
+def _file_sizes(checkpoint: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(checkpoint.glob("*.safetensors"))}
+
+
+def refuse_newer(folder: Path, start_step: int) -> None:
+    """CheckpointError if the run's folder holds checkpoints beyond where this run starts: they are another training's,
+    and the next start would take them for this one's."""
+    newer = [path.name for path in list_checkpoints(folder) if int(path.name.removeprefix("step-")) > start_step]
+    if newer:
+        raise CheckpointError(f"{folder} holds {', '.join(newer[-3:])}, newer than step {start_step} where this run starts: "
+                              "delete them, or use another run.dir")  # fmt: skip
 
 
 def save_checkpoint(
@@ -95,7 +118,8 @@ def save_checkpoint(
     partial = folder / f".{final.name}.partial"
     main = dist.get_rank() == 0
     if main:
-        shutil.rmtree(partial, ignore_errors=True)
+        for leftover in folder.glob(".step-*"):  # of a save or a deletion that was cut short
+            shutil.rmtree(leftover)
         partial.mkdir(parents=True)
     dist.barrier()
     tensors = {**training_tensors(model, optimizer), **_random_state()}
@@ -103,17 +127,18 @@ def save_checkpoint(
     dist.barrier()
     if main:
         (partial / "config.yaml").write_text(config_yaml)
-        (partial / "state.json").write_text(json.dumps(asdict(position)) + "\n")
-        if final.exists():  # the same step, saved again by a run that went on from an earlier checkpoint
-            shutil.rmtree(final)
+        state = {**asdict(position), "files": _file_sizes(partial)}
+        (partial / "state.json").write_text(json.dumps(state) + "\n")
         os.rename(partial, final)
         for old in list_checkpoints(folder)[: -keep or None] if keep else []:
-            shutil.rmtree(old)
+            hidden = old.with_name(f".{old.name}.old")  # a name that does not count, in case the deletion is cut short
+            os.rename(old, hidden)
+            shutil.rmtree(hidden)
     dist.barrier()
     return final
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read a checkpoint into model and optimizer in place, on whatever mesh they are; all ranks call it.
 
     The random state comes back where as many ranks load as saved. Raises CheckpointError.
@@ -123,15 +148,16 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
 
     position = read_position(checkpoint)
     tensors = training_tensors(model, optimizer)
-    random_state = _random_state() if position.world_size == dist.get_world_size() else {}
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = reader.read_metadata().state_dict_metadata
     saved_shapes = {name: tuple(getattr(meta, "size", ())) for name, meta in saved.items()}
     _compare(checkpoint, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, saved_shapes)
+    random_state = {name: state for name, state in _random_state().items() if name in saved}
+    if position.world_size != dist.get_world_size():
+        random_state = {}
     load({**tensors, **random_state}, storage_reader=reader)
     for name, state in random_state.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
-    return position
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Run:
 def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None]) -> Position:
     """Train from `start` to the last step, or until a stop is agreed; returns how far it got.
 
-    `on_progress` hears of the position after every report.
+    `on_progress` hears of the position after every report and every checkpoint.
     """
     config, position = run.config, start
     loader = TrainLoader(run.tokens.train, run.shape, config.run.seed, start.samples, run.device, config.data.prefetch)
@@ -80,6 +80,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
                     on_progress(position)
                 if saving:
                     _save(run, position)
+                    on_progress(position)
                 run.metrics.resume()
             if stopping:
                 break
@@ -94,7 +95,8 @@ def _due(step: int, every: int, last: bool) -> bool:
 
 
 def _next_position(run: Run, position: Position) -> Position:
-    return Position(position.step + 1, position.samples + run.shape.global_batch_size, dist.get_world_size())
+    samples = position.samples + run.shape.global_batch_size
+    return Position(position.step + 1, samples, run.config.run.seed, run.shape.seq_len, dist.get_world_size())
 
 
 def _evaluate(run: Run) -> float:

@@ -1,10 +1,12 @@
 """`torchrun -m train.main --config llama_debug.yaml`: the journey of a run, top to bottom."""
 
+import dataclasses
 import platform
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from parallel.plan import Plan
 from parallel.plan_file import plan_to_table, plan_to_yaml
 from parallel.planner.hardware import find_hardware
-from train.checkpoint import Position, find_checkpoint, load_checkpoint
+from train.checkpoint import Position, find_checkpoint, list_checkpoints, load_checkpoint, read_position, refuse_newer
 from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
 from train.data.config import DataError
@@ -67,11 +69,14 @@ def run(config: Config, place: Place) -> bool:
     find_documents(config.data.source)  # a source that is not there is found out here, by every rank alike
     folder = _make_folder(config)
     resume_from = find_checkpoint(config.checkpoint.resume, folder / "checkpoints")
+    start = read_position(resume_from) if resume_from else Position()
+    refuse_newer(folder / "checkpoints", start.step)
 
     start_process(config.run, place, device)
     stop = Stop(config.run)
     _say_what_runs(screen, place, plan, config, device_name, memory.total)
-    tokens = _load_tokens_together(config, place)
+    tokens = _load_tokens_together(config, place, resume_from)
+    total_steps = _total_steps(config, tokens, plan)
     screen.line(f"data: {tokens.description}")
     if place.is_main:
         (folder / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
@@ -80,11 +85,11 @@ def run(config: Config, place: Place) -> bool:
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim)
-    start = load_checkpoint(resume_from, model, optimizer) if resume_from else Position()
-
+    if resume_from:
+        load_checkpoint(resume_from, model, optimizer)
+        start = _same_order(start, config, screen)
     shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len,
                        data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)  # fmt: skip
-    total_steps = _total_steps(config, tokens, shape)
     metrics = Metrics(config.metrics, _throughput(config, plan, device_name), folder, device, place.is_main)
     metrics.add_text("config", config_to_yaml(config))
     metrics.add_text("plan", plan_to_yaml(plan))
@@ -94,7 +99,8 @@ def run(config: Config, place: Place) -> bool:
 
 
 def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Llama:
-    """The sharded model with its initial weights: made on the meta device, so no rank ever holds the whole."""
+    """The sharded model with its initial weights: built on the meta device and filled one parameter at a time, so no
+    rank ever holds the whole."""
     with torch.device("meta"):
         model = Llama(config.model)
     apply_plan(model, plan, mesh)
@@ -110,7 +116,8 @@ def _train(run: Run, place: Place, start: Position, resume_from: Path | None) ->
 
     def say(state: State, reason: str = "") -> None:
         if place.is_main:
-            write_status(run.folder, state, reached.step, resumed_from, reason)
+            saved = bool(list_checkpoints(run.folder / "checkpoints"))
+            write_status(run.folder, state, reached.step, resumed_from, saved, reason)
 
     def on_progress(position: Position) -> None:
         nonlocal reached
@@ -156,8 +163,17 @@ def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, dev
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
 
 
-def _load_tokens_together(config: Config, place: Place) -> TokenFiles:
-    """Tokens on every rank: one process per node writes the cache, the others wait. A DataError reaches all alike."""
+def _same_order(start: Position, config: Config, screen: Screen) -> Position:
+    """The position, from the first sample again if the order of the data is another one than before."""
+    if (start.seed, start.seq_len) == (config.run.seed, config.train.seq_len):
+        return start
+    screen.line("data: run.seed or train.seq_len has changed since the checkpoint, so the order of the data begins anew")
+    return dataclasses.replace(start, samples=0)
+
+
+def _load_tokens_together(config: Config, place: Place, resume_from: Path | None) -> TokenFiles:
+    """Tokens on every rank: one process per node writes the cache, the others wait. A DataError reaches all alike, also
+    where ranks see different text or checkpoints."""
     tokens, problem = None, ""
     if place.local_rank == 0:
         try:
@@ -168,16 +184,22 @@ def _load_tokens_together(config: Config, place: Place) -> TokenFiles:
     dist.all_gather_object(problems, problem)
     if any(problems):
         raise DataError(next(filter(None, problems)))
-    return tokens or load_tokens(config.data)
+    tokens = tokens or load_tokens(config.data)
+    seen: list[Any] = [None] * place.world_size
+    dist.all_gather_object(seen, (len(tokens.train), len(tokens.held_out), resume_from and resume_from.name))
+    if any(what != seen[0] for what in seen):
+        raise DataError(f"the processes see different data or checkpoints (training tokens, held-out tokens, checkpoint): "
+                        f"{sorted(set(map(str, seen)))}. data.source and run.dir must be the same on every node")  # fmt: skip
+    return tokens
 
 
-def _total_steps(config: Config, tokens: TokenFiles, shape: BatchShape) -> int:
+def _total_steps(config: Config, tokens: TokenFiles, plan: Plan) -> int:
     sequences = count_sequences(tokens.train, config.train.seq_len, "training")
     if config.train.eval_every:
         count_sequences(tokens.held_out, config.train.seq_len, "held-out")
     if not config.train.epochs:
         return config.train.steps
-    return max(1, int(config.train.epochs * sequences) // shape.global_batch_size)
+    return max(1, int(config.train.epochs * sequences) // plan.global_batch_size)
 
 
 def _throughput(config: Config, plan: Plan, device_name: str) -> Throughput:
@@ -195,8 +217,10 @@ def _throughput(config: Config, plan: Plan, device_name: str) -> Throughput:
 
 def _last_words(run: Run, reached: Position, stopped: bool) -> str:
     if stopped:
-        saved = "saved" if run.config.checkpoint.every else "not saved (checkpoint.every is 0)"
-        return f"stopped at step {reached.step} of {run.total_steps} ({run.stop.reason}), {saved}; the same command goes on"
+        stopped_at = f"stopped at step {reached.step} of {run.total_steps} ({run.stop.reason})"
+        if run.config.checkpoint.every:
+            return f"{stopped_at}, saved; the same command goes on"
+        return f"{stopped_at}, not saved, because checkpoint.every is 0; the same command starts again"
     return f"finished: step {reached.step} of {run.total_steps}; tensorboard --logdir {run.folder}/tb"
 
 

@@ -126,16 +126,16 @@ class Metrics:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         if self._board_folder is not None:
-            self._board = self._board or _open_board(self._board_folder, self._texts)
+            self._board = self._board or _open_board(self._board_folder, self._texts, row["step"])
             for name, value in row.items():
                 if name != "step":
                     self._board.add_scalar(name, value, row["step"])
 
 
-def _open_board(folder: Path, texts: dict[str, str]) -> Any:
+def _open_board(folder: Path, texts: dict[str, str], first_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    board = SummaryWriter(str(folder))
+    board = SummaryWriter(str(folder), purge_step=first_step)  # steps done again after a resume are shown once
     for name, text in texts.items():
         board.add_text(name, f"```\n{text}\n```")
     return board

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -26,7 +27,8 @@ class RunConfig:
         device: auto takes the GPU where every local process has one, else the CPU; or cpu, or cuda
         threads: CPU threads per process; 0 shares the cores among the local processes
         max_hours: stop after this many hours, saving first; 0 is never
-        grace_s: seconds a stop may take once asked for, before the process ends without saving
+        grace_s: seconds a stop may take once asked for, before the process ends without saving (torchrun allows 30
+            after a signal to itself, whatever is said here)
     """
 
     dir: str | None = None
@@ -39,9 +41,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"run.device={self.device} must be auto, cpu or cuda")
-        for name in ("seed", "threads", "max_hours", "grace_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"run.{name}={getattr(self, name)} must not be negative")
+        ranges = {"seed": (0, 2**63 - 1), "threads": (0, 4096), "max_hours": (0, 1e6), "grace_s": (1, 1e6)}
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"run.{name}={getattr(self, name)} must lie between {least} and {most}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,9 @@ def device_memory_bytes(device: torch.device, place: Place) -> int:
     if os.path.exists(meminfo):  # counts what the page cache can give back
         with open(meminfo, encoding="ascii") as lines:
             free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), free)
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():  # a container's own limit
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
     return free // place.local_world_size
 
 
@@ -106,7 +112,7 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.threads or max(1, cores // place.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if place.under_torchrun:
+    if place.under_torchrun or place.world_size > 1:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -129,7 +135,8 @@ class Stop:
 
     Any rank may ask (a signal, the time limit). At the end of each step every rank starts a tiny all-reduce over
     gloo, on the host, and reads the one it started a step before: so all stop after the same step, and the GPU's
-    queue is never drained. A second signal ends the process at once; so does a stop that outlasts `grace_s`.
+    queue is never drained. A second signal ends the process at once; so does a stop that outlasts `grace_s` (as soon
+    as Python runs again: a signal is not heard inside a collective that waits for a dead rank).
     """
 
     def __init__(self, config: RunConfig) -> None:

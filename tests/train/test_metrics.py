@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.launch import read_status
 from train.metrics import Metrics, MetricsConfig, Throughput
-from train.status import State, read_status, write_status
+from train.status import State, write_status
 
 THROUGHPUT = Throughput(tokens_per_step=100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=2, peak_flops=None)
 
@@ -52,9 +53,8 @@ def test_a_negative_interval_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("state", ["running", "finished", "stopped", "failed"])
 def test_status_reads_back_and_leaves_no_partial_file(state: State, tmp_path: Path) -> None:
-    assert read_status(tmp_path) is None
-    write_status(tmp_path, "running", 1, None)
-    write_status(tmp_path, state, 7, 3, 'signal "SIGTERM"\n')
+    write_status(tmp_path, "running", 1, None, False)
+    write_status(tmp_path, state, 7, 3, True, 'signal "SIGTERM"\n')
     status = read_status(tmp_path)
     assert status is not None
     words = status.pop("how_to_go_on")

@@ -109,7 +109,7 @@ def read_batch(tokens: NDArray[np.uint16], rows: NDArray[np.int64], seq_len: int
     """Sequences `rows` of the packed tokens, on the host; a row of -1 is padding, which counts for nothing."""
     window = np.arange(seq_len + 1)
     ids = torch.from_numpy(tokens[np.maximum(rows, 0)[:, None] * seq_len + window].astype(np.int64))
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].clone()  # a copy: padding is written into the targets alone
     targets[torch.from_numpy(rows < 0)] = IGNORE_INDEX
     return Batch(inputs, targets)
 
