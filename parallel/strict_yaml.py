@@ -20,6 +20,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """The node's mapping; YamlError, naming the line, for a key that stands twice or is no plain word."""
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
