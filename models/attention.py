@@ -9,6 +9,14 @@ from torch import Tensor
 
 from models.kernels.cpu_attention import causal_attention as cpu_causal_attention
 
+# Operators that this may run as, for whoever decides what to keep for the backward.
+ATTENTION_OPS = (
+    "meshwright.cpu_causal_attention",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+)
+
 
 class CausalAttention(nn.Module):
     """Causal softmax attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H]; K divides N.

@@ -3,10 +3,14 @@
 Symbols: L layers, D dim, S sequence length, F ffn dim, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from models.llama import LlamaConfig
+
+WHOLE: Mapping[str, int] = MappingProxyType({})  # no part of the model is split
 
 
 @dataclass(frozen=True)
@@ -23,17 +27,21 @@ class ParameterCount:
         return self.embedding + self.n_blocks * self.block + self.head
 
 
-def count_parameters(config: LlamaConfig) -> ParameterCount:
-    """Parameters by part of the model; a tied weight is counted once, as the embedding."""
+def count_parameters(config: LlamaConfig, split: Mapping[str, int] = WHOLE) -> ParameterCount:
+    """Parameters by part of the model; a tied weight is counted once, as the embedding.
+
+    `split`: of a part in `models.llama.SHARDING`, into how many shares tensor parallelism splits its matrices; the
+    count is then one rank's.
+    """
     kv_dim = config.n_kv_heads * config.head_dim
-    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
-    feed_forward = 3 * config.dim * config.ffn_dim
+    attention = (2 * config.dim * config.dim + 2 * config.dim * kv_dim) // split.get("attention", 1)
+    feed_forward = 3 * config.dim * config.ffn_dim // split.get("feed_forward", 1)
     vocabulary = config.vocab_size * config.dim
     return ParameterCount(
-        embedding=vocabulary,
+        embedding=vocabulary // split.get("embedding", 1),
         block=attention + feed_forward + 2 * config.dim,
         n_blocks=config.n_layers,
-        head=config.dim + (0 if config.tie_embeddings else vocabulary),
+        head=config.dim + (0 if config.tie_embeddings else vocabulary // split.get("head", 1)),
     )
 
 
@@ -54,11 +62,29 @@ def flops_per_token(config: LlamaConfig, seq_len: int, attention: Literal["full"
     return 6.0 * matmul_parameters(config) + (full if attention == "full" else full / 2)
 
 
-def saved_values_per_token(config: LlamaConfig) -> int:
-    """Values a compiled block keeps per token for its backward, its input included: 7 D + 2 K H + 3 F.
+@dataclass(frozen=True)
+class BlockActivations:
+    """Values of one token that a block keeps for its backward: `everything` that a compiled block does, `products` of
+    matrices and attention with the input, or the `input` alone."""
 
-    Input, two normed inputs, q, attention's output and its projection's sum (7 D with the rotated q), k and v, and
-    the three of SwiGLU. torch's partitioner, asked for an 8B block of 8,192 tokens in bf16, keeps 1,089 MiB
-    besides the 64 MiB input; this formula gives 1,152 for both.
+    everything: int
+    products: int
+    input: int
+
+
+def block_activations(config: LlamaConfig, split: Mapping[str, int] = WHOLE, sequence: int = 1) -> BlockActivations:
+    """Values per token and rank: 7 D + 2 K H + 3 F for everything, where nothing is split.
+
+    Input and the sum after attention; both normed inputs; q, rotated q and attention's output; k and v; the three of
+    SwiGLU. torch's partitioner, asked for an 8B block of 8,192 tokens in bf16, keeps 1,089 MiB besides the 64 MiB
+    input; this formula gives 1,152 for both. `split`: as in `count_parameters`. `sequence`: shares of the tokens that
+    the residual stream is cut into.
     """
-    return 7 * config.dim + 2 * config.n_kv_heads * config.head_dim + 3 * config.ffn_dim
+    stream = config.dim // sequence
+    kv = 2 * config.n_kv_heads * config.head_dim
+    attention, feed_forward = split.get("attention", 1), split.get("feed_forward", 1)
+    return BlockActivations(
+        everything=2 * stream + 2 * config.dim + (3 * config.dim + kv) // attention + 3 * config.ffn_dim // feed_forward,
+        products=3 * stream + (2 * config.dim + kv) // attention + 2 * config.ffn_dim // feed_forward,
+        input=stream,
+    )

@@ -17,25 +17,28 @@ from einops import rearrange
 from torch import Tensor
 
 from models.attention import CausalAttention
-from models.loss import cross_entropy_sum
+from models.loss import CrossEntropySum
 from models.rope import RopeScaling, apply_rope, rope_tables
 
 INIT_STD = 0.02  # normal initialisation: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 
-# Tensor-parallel style of each weight, by fqn pattern; `parallel/` gives the words their meaning.
-SHARDING: dict[str, str] = {
-    "tok_embeddings": "vocab",
-    "layers.*.attention_norm": "sequence",
-    "layers.*.attention.wq": "colwise",
-    "layers.*.attention.wk": "colwise",
-    "layers.*.attention.wv": "colwise",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.ffn_norm": "sequence",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w3": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-    "head.norm": "sequence",
-    "head.output": "colwise",
+# Tensor-parallel style of each weight: part of the model -> fqn pattern -> style. `parallel/` gives the words their meaning.
+SHARDING: dict[str, dict[str, str]] = {
+    "embedding": {"tok_embeddings": "vocab"},
+    "attention": {
+        "layers.*.attention_norm": "sequence",
+        "layers.*.attention.wq": "colwise",
+        "layers.*.attention.wk": "colwise",
+        "layers.*.attention.wv": "colwise",
+        "layers.*.attention.wo": "rowwise",
+    },
+    "feed_forward": {
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w3": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+    },
+    "head": {"head.norm": "sequence", "head.output": "logits", "head.loss": "loss"},
 }
 
 
@@ -146,10 +149,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.loss = CrossEntropySum()
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         logits_BTV = self.output(self.norm(x))
-        return logits_BTV if targets_BT is None else cross_entropy_sum(logits_BTV, targets_BT)
+        return logits_BTV if targets_BT is None else self.loss(logits_BTV, targets_BT)
 
 
 class Llama(nn.Module):
@@ -179,6 +183,17 @@ class Llama(nn.Module):
         for block in self.layers:
             x = block(x, cos_TH, sin_TH)
         return self.head(x, targets_BT)
+
+
+def tp_divides(config: LlamaConfig) -> dict[str, dict[str, int]]:
+    """Sizes that a tensor-parallel degree must divide: part of the model -> config key -> size."""
+    vocabulary = {"model.vocab_size": config.vocab_size}
+    return {
+        "embedding": vocabulary,
+        "attention": {"model.n_heads": config.n_heads, "model.n_kv_heads": config.n_kv_heads},
+        "feed_forward": {"model.ffn_dim": config.ffn_dim},
+        "head": vocabulary,
+    }
 
 
 def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:

@@ -8,10 +8,12 @@ from parallel.compile import apply_compile
 from parallel.fsdp import apply_fsdp, apply_prefetch
 from parallel.mesh import fsdp_mesh
 from parallel.plan import Plan
+from parallel.tensor import apply_tensor_parallel
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be made."""
+    apply_tensor_parallel(model, plan, mesh["tp"])
     apply_activation_checkpoint(model, plan)
     apply_compile(model, plan)
     apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh))

@@ -1,14 +1,18 @@
-"""torch.compile, in place, module by module; and what it needs from the machine."""
+"""torch.compile, in place, module by module; and what it has compiled."""
 
-import shutil
-import sysconfig
+import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from parallel.config import CompileConfig
-from parallel.plan import Plan, PlanError
+from parallel.plan import Plan
+
+DEFAULT_CACHE = "~/.cache/meshwright/compile"
 
 
 def apply_compile(model: nn.Module, plan: Plan) -> None:
@@ -16,16 +20,51 @@ def apply_compile(model: nn.Module, plan: Plan) -> None:
 
     Blocks of equal shape share one compiled graph, so compile time does not grow with depth. `module.compile`
     keeps parameter names, where `torch.compile(module)` would prefix them. The embedding stays eager: it is one
-    look-up, and under tensor parallelism its masked partial result cannot enter a graph.
+    look-up.
     """
-    if plan.compile.enabled and plan.compile.backend == "inductor":
+    config = plan.compile
+    torch.set_float32_matmul_precision(config.float32_matmul_precision)
+    if config.enabled and config.backend == "inductor":
         _trust_the_cpu()
-    options = {"mode": plan.compile.mode} if plan.compile.mode != "default" else {}
     for unit in plan.units:
         for name in unit.modules if unit.compiled else ():
             module = model.get_submodule(name)
             if not isinstance(module, nn.Embedding):
-                module.compile(backend=plan.compile.backend, fullgraph=True, dynamic=False, **options)
+                module.compile(fullgraph=True, dynamic=config.dynamic, **_backend(config, unit.activation_budget))
+
+
+def use_cache_folder(config: CompileConfig) -> None:
+    """Name the folder of compiled graphs. Before anything asks inductor for it: from then on it is fixed."""
+    folder = Path(config.cache_dir or DEFAULT_CACHE).expanduser()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))  # inductor reads it from the environment alone
+
+
+def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
+    """Arguments of torch.compile that name the backend, and hold it to an activation memory budget below 1."""
+    if budget < 1:
+        return {"backend": _budget_backend(config.backend, config.mode, budget)}
+    return {"backend": config.backend} | ({"mode": config.mode} if config.mode != "default" else {})
+
+
+@cache
+def _budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:
+    """A backend that keeps `budget` of what the backward could be given, and recomputes the rest.
+
+    torch has one budget for the process, but reads it while it partitions a graph, inside the backend: so setting it
+    there gives each unit its own. Cached, because blocks share a graph only if they share the backend too.
+    """
+    from torch._dynamo import lookup_backend
+    from torch._functorch import config as functorch
+    from torch._inductor import list_mode_options
+
+    inner = lookup_backend(name)
+    options = {"config_patches": list_mode_options(mode)} if mode != "default" else {}
+
+    def compile_within_budget(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with functorch.patch(activation_memory_budget=budget):
+            return inner(graph, inputs, **options)
+
+    return compile_within_budget
 
 
 def _trust_the_cpu() -> None:
@@ -36,46 +75,6 @@ def _trust_the_cpu() -> None:
     from torch._inductor import config
 
     config.cpp.vec_isa_ok = True
-
-
-def check_compiler(plan: Plan, device_type: str) -> None:
-    """Raise PlanError for a backend or mode that torch does not know, and where inductor would fail for want of a
-    compiler or of Python's headers."""
-    if not plan.compile.enabled:
-        return
-    _check_names(plan.compile)
-    if plan.compile.backend != "inductor":
-        return
-    missing = _missing_for_cpu() if device_type == "cpu" else _missing_for_gpu()
-    if not missing and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        missing = "the headers of this Python (Python.h)"
-    if missing:
-        raise PlanError(f"parallel.compile.enabled=true needs {missing}, which this machine lacks. Install it "
-                        "(Debian, Ubuntu: apt-get install g++ python3-dev), or train without compiling: "
-                        "--parallel.compile.enabled=false")  # fmt: skip
-
-
-def _check_names(config: CompileConfig) -> None:
-    backends = torch._dynamo.list_backends(exclude_tags=None)
-    if config.backend not in backends:
-        raise PlanError(f"parallel.compile.backend={config.backend} is not one of {', '.join(backends)}")
-    if config.mode != "default" and config.mode not in (modes := torch._inductor.list_mode_options()):
-        raise PlanError(f"parallel.compile.mode={config.mode} is not one of {', '.join(modes)}")
-
-
-def _missing_for_cpu() -> str | None:
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, OSError):  # OSError: $CXX names something that cannot be run
-        return "a C++ compiler (g++)"
-    return None
-
-
-def _missing_for_gpu() -> str | None:
-    # Triton builds its launcher with one of these.
-    return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc or clang)"
 
 
 def count_compiled_graphs() -> int:

@@ -1,4 +1,4 @@
-"""What the user asks of the parallelisation; `plan.py` turns it into what is done."""
+"""What the user asks of the parallelisation; `make_plan.py` turns it into what is done."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,11 +14,20 @@ class CompileConfig:
         enabled: compile the transformer blocks and the output head
         backend: torch.compile backend, such as inductor or aot_eager
         mode: torch.compile mode, such as default or max-autotune-no-cudagraphs (backend inductor only)
+        dynamic: compile for any sequence length and batch at once; false makes a graph for each
+        on_recompile: what a compilation after the first step does: warn (says which guard failed), error, or ignore
+        float32_matmul_precision: of matrix products in float32: highest, high (TF32 on a GPU) or medium
+        cache_dir: folder of compiled graphs, which make a second start warm; null is TORCHINDUCTOR_CACHE_DIR or
+            ~/.cache/meshwright/compile
     """
 
     enabled: bool = True
     backend: str = "inductor"
     mode: str = "default"
+    dynamic: bool = False
+    on_recompile: Literal["warn", "error", "ignore"] = "warn"
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    cache_dir: str | None = None
 
 
 @dataclass(frozen=True)
@@ -27,27 +36,48 @@ class ParallelConfig:
 
     Args:
         plan: manual (the keys below decide), or the path of a plan file, which then decides alone
+        strategy: a name for degrees and resharding: full_shard, shard_grad_op, no_shard (also called ddp), hybrid_shard
+            or hybrid_shard_zero2; null leaves them to the keys below
         dp_replicate: degree of replication across groups of shards (HSDP); auto is 1
         dp_shard: degree of sharding (FSDP2); -1 or auto is all processes that the other degrees leave
-        tp: degree of tensor parallelism; auto is 1, the only degree this version supports
+        tp: degree of tensor parallelism; auto is 1
+        tp_parts: parts of the model that tensor parallelism splits; the others are whole on every tp rank
+        sequence_parallel: between the parts split by tensor parallelism each rank holds its share of the tokens
+        loss_parallel: the loss is computed from logits split over the vocabulary; false gathers them first
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again for its
             backward; an int reshards to groups of that many processes; auto is true
         forward_prefetch: how many units ahead a unit's forward starts the next all-gathers; auto is 1
         backward_prefetch: how many units ahead in backward; auto is 1
-        activation_checkpoint: none keeps a block's activations, full recomputes each block in backward; auto is none
+        activation_checkpoint: none keeps a block's activations; full recomputes each block in its backward; selective
+            recomputes what selective_policy does not keep; budget lets the compiler choose within
+            activation_budget; auto is none
+        selective_policy: what selective keeps: matmul (every matrix product, attention and tp reduction), half_matmul
+            (every second product), attention (no products), every:N (recomputes every N-th block in full), or a
+            comma-separated list of operators such as aten.mm,aten.silu; OP/2 keeps every second call
+        activation_budget: share of a block's activations that budget keeps, from 0 (recompute all) to 1
+        unit_min_params: join neighbouring blocks into units of at least this many parameters; 0 is a unit per block
         param_dtype: dtype of gathered parameters and of computation: float32 or bfloat16
         reduce_dtype: dtype of gradient reduction: float32 or bfloat16
+        cpu_offload: keep sharded parameters, gradients and optimizer state in host memory
         compile: how blocks are compiled
     """
 
     plan: str = "manual"
+    strategy: str | None = None
     dp_replicate: Auto | int = "auto"
     dp_shard: Auto | int = "auto"
     tp: Auto | int = "auto"
+    tp_parts: tuple[str, ...] = ("embedding", "attention", "feed_forward", "head")
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
     reshard_after_forward: Auto | bool | int = "auto"
     forward_prefetch: Auto | int = "auto"
     backward_prefetch: Auto | int = "auto"
-    activation_checkpoint: Literal["auto", "none", "full"] = "auto"
+    activation_checkpoint: Literal["auto", "none", "full", "selective", "budget"] = "auto"
+    selective_policy: str = "matmul"
+    activation_budget: float = 0.5
+    unit_min_params: int = 0
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    cpu_offload: bool = False
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -1,14 +1,18 @@
 """FSDP2: units, precision, resharding, gradient reduction and the prefetch schedule."""
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel.plan import Plan, UnitPlan
+from parallel.plan import Plan, UnitPlan, prefetched
+
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps a norm of 0 from dividing
 
 
 def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -16,6 +20,7 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     Also with one process: the same code, the same precision policy and the same names everywhere.
     """
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     for unit in plan.units:
         modules = [model.get_submodule(name) for name in unit.modules]
         fully_shard(
@@ -23,8 +28,9 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             mesh=mesh,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=_precision(unit),
+            offload_policy=offload,
         )
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed: the loss is already divided, once, by the tokens of the global batch. A plain
@@ -34,10 +40,12 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:
-    # Inputs are not cast: hidden states come out of the embedding in param_dtype, and RoPE's tables stay float32.
+    # Inputs are not cast: hidden states come out of the unit before in this one's dtype (the plan is checked for it),
+    # and RoPE's tables stay float32.
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, unit.param_dtype),
         reduce_dtype=getattr(torch, unit.reduce_dtype),
+        output_dtype=None if unit.output_dtype == "same" else getattr(torch, unit.output_dtype),
         cast_forward_inputs=False,
     )
 
@@ -48,11 +56,11 @@ def apply_prefetch(model: nn.Module, plan: Plan) -> None:
     A unit of several modules is addressed through its first. A backward list is never left empty, because FSDP2
     would then choose for itself: a unit that names itself prefetches nothing.
     """
-    modules = [_fsdp_module(model, unit) for unit in plan.units]
-    for i, unit in enumerate(plan.units):
-        modules[i].set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + unit.forward_prefetch])
-        ahead = modules[max(0, i - unit.backward_prefetch) : i][::-1]
-        modules[i].set_modules_to_backward_prefetch(ahead or [modules[i]])
+    for unit in plan.units:
+        module = _fsdp_module(model, unit)
+        module.set_modules_to_forward_prefetch([_fsdp_module(model, u) for u in prefetched(plan, unit, "forward")])
+        ahead = [_fsdp_module(model, u) for u in prefetched(plan, unit, "backward")]
+        module.set_modules_to_backward_prefetch(ahead or [module])
 
 
 def _fsdp_module(model: nn.Module, unit: UnitPlan) -> FSDPModule:
@@ -88,21 +96,26 @@ def copy_shard(parameter: Tensor, value: Tensor) -> None:
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale gradients in place to a global norm of at most `max_norm` (0: leave them). Returns the norm before.
 
-    The norm is that of the whole model, a plain scalar on the device, the same on every rank. Gradients that live
-    on different meshes are gathered mesh by mesh: torch's own function takes only one.
+    The norm is that of the whole model, a plain scalar, the same on every rank, from one all-reduce: each rank adds up
+    the squares of what it holds, each divided by how many ranks hold the same. So it does not matter which axes shard
+    a gradient, where torch's own function takes gradients of one mesh only and reduces each apart.
     """
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    norms = [_whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in by_mesh.values()]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    held = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norms = torch._foreach_norm(held)
+    torch._foreach_mul_(norms, [_copies(grad) ** -0.5 for grad in grads])
+    square = torch.stack(norms).square().sum()
+    dist.all_reduce(square)
+    norm = square.sqrt()
     if max_norm > 0:
-        for group in by_mesh.values():
-            nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+        torch._foreach_mul_(held, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
     return norm
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _copies(grad: Tensor) -> int:
+    """How many ranks of the run hold the same part of this gradient."""
+    if not isinstance(grad, DTensor):
+        return dist.get_world_size()
+    mesh = grad.device_mesh
+    shards = [mesh.size(axis) for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
+    return dist.get_world_size() // math.prod(shards)

@@ -7,18 +7,18 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from parallel.config import CompileConfig
-from parallel.plan import ACTIVATION_CHECKPOINTS, AXES, DTYPES, MeshPlan, Plan, PlanError, UnitPlan
+from parallel.plan import AXES, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.strict_yaml import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d+)-(\d+)\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
 MAX_RANGE = 10_000  # units of one entry; the deepest published Llama has 126
-_CHOICES = {"param_dtype": DTYPES, "reduce_dtype": DTYPES, "activation_checkpoint": ACTIVATION_CHECKPOINTS}
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -27,7 +27,10 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "mesh": dataclasses.asdict(plan.mesh),
         "micro_batch_size": plan.micro_batch_size,
         "accumulation": plan.accumulation,
+        "tensor": dataclasses.asdict(plan.tensor),
+        "cpu_offload": plan.cpu_offload,
         "compile": dataclasses.asdict(plan.compile),
+        "modules": _join_names(plan.modules),
         "units": [{"unit": name, **_treatment(unit)} for name, unit in group_units(plan.units)],
     }
 
@@ -41,14 +44,18 @@ def load_plan(path: Path) -> Plan:
     """Read a plan file; raises PlanError with file, key and value for anything that is not a plan."""
     try:
         data = load_mapping(path)
-        _check_keys(data, ("mesh", "micro_batch_size", "accumulation", "compile", "units"), "the plan")
-        if not isinstance(data["units"], list):
-            raise PlanError("units must be a list")
+        _check_keys(data, [field.name for field in dataclasses.fields(Plan)], "the plan")
+        for key in ("modules", "units"):
+            if not isinstance(data[key], list):
+                raise PlanError(f"{key} must be a list")
         return Plan(
             mesh=_read(MeshPlan, data["mesh"], "mesh"),
             micro_batch_size=_read_count(data, "micro_batch_size"),
             accumulation=_read_count(data, "accumulation"),
+            tensor=_read(TensorPlan, data["tensor"], "tensor"),
+            cpu_offload=_value(bool, data["cpu_offload"], "cpu_offload"),
             compile=_read(CompileConfig, data["compile"], "compile"),
+            modules=tuple(name for entry in data["modules"] for name in _names(entry, "modules")),
             units=tuple(unit for entry in data["units"] for unit in _read_units(entry)),
         )
     except YamlError as error:
@@ -59,50 +66,69 @@ def load_plan(path: Path) -> Plan:
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
     """Neighbouring units treated alike as one entry: its name, and the first unit it stands for."""
-    groups: list[tuple[str, UnitPlan]] = []
-    first = 0
-    for end in range(1, len(units) + 1):
-        if end < len(units) and _follows(units[end - 1], units[end]):
-            continue
-        name = units[first].name
-        if end - first > 1:
-            before, low, after = _NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
-            name = f"{before}[{low}-{int(low) + end - first - 1}]{after}"
-        groups.append((name, units[first]))
-        first = end
-    return groups
+    groups: list[list[UnitPlan]] = []
+    for unit in units:
+        # repr, because True == 1
+        if groups and _is_next(groups[-1][-1].name, unit.name) and repr(_treatment(groups[-1][0])) == repr(_treatment(unit)):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return [(_range_name([unit.name for unit in group]), group[0]) for group in groups]
 
 
-def _treatment(unit: UnitPlan) -> dict[str, Any]:
-    return {k: v for k, v in dataclasses.asdict(unit).items() if k != "modules"}
+def _join_names(names: Sequence[str]) -> list[str]:
+    groups: list[list[str]] = []
+    for name in names:
+        if groups and _is_next(groups[-1][-1], name):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return [_range_name(group) for group in groups]
 
 
-def _follows(one: UnitPlan, other: UnitPlan) -> bool:
-    """Whether `other` is treated like `one` and its name is one's with the number one higher."""
-    match = _NUMBER.fullmatch(one.name)
-    if not match or repr(_treatment(one)) != repr(_treatment(other)):  # repr, because True == 1
+def _range_name(names: Sequence[str]) -> str:
+    """layers.[0-31] for layers.0 to layers.31; a single name as it is."""
+    if len(names) == 1:
+        return names[0]
+    before, low, after = _NUMBER.fullmatch(names[0]).groups()  # type: ignore[union-attr]
+    return f"{before}[{low}-{int(low) + len(names) - 1}]{after}"
+
+
+def _is_next(one: str, other: str) -> bool:
+    """Whether `other` is `one` with its number one higher."""
+    match = _NUMBER.fullmatch(one)
+    if not match:
         return False
     before, number, after = match.groups()
     if str(int(number)) != number:  # 09 would come back as 9
         return False
-    return other.name == f"{before}{int(number) + 1}{after}"
+    return other == f"{before}{int(number) + 1}{after}"
+
+
+def _treatment(unit: UnitPlan) -> dict[str, Any]:
+    values = dataclasses.asdict(unit)
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items() if key != "modules"}
 
 
 def _read_units(entry: Any) -> list[UnitPlan]:
     if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
         raise PlanError(f"units: each entry needs a key 'unit' with a name, got {entry!r}")
     name = entry["unit"]
-    match = _RANGE.fullmatch(name)
-    names = [name]
     if "modules" in entry:
         raise PlanError(f"unit {name} has unknown key modules: its name says them, as in first+second")
-    if match:
-        before, low, high, after = match.groups()
-        if int(high) - int(low) >= MAX_RANGE:
-            raise PlanError(f"unit {name}: a range of more than {MAX_RANGE} units")
-        names = [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
     treatment = {key: value for key, value in entry.items() if key != "unit"}
-    return [_read(UnitPlan, {"modules": tuple(n.split("+")), **treatment}, f"unit {name}") for n in names]
+    return [_read(UnitPlan, {"modules": n.split("+"), **treatment}, f"unit {name}") for n in _names(name, f"unit {name}")]
+
+
+def _names(name: Any, place: str) -> list[str]:
+    """The names that an entry such as layers.[0-31] stands for."""
+    match = _RANGE.fullmatch(_value(str, name, place))
+    if not match:
+        return [name]
+    before, low, high, after = match.groups()
+    if int(high) < int(low) or int(high) - int(low) >= MAX_RANGE:
+        raise PlanError(f"{place}: {name} must be a range of 1 to {MAX_RANGE} units, low to high")
+    return [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
 
 
 def _read(cls: type, data: Any, place: str) -> Any:
@@ -111,15 +137,25 @@ def _read(cls: type, data: Any, place: str) -> Any:
         raise PlanError(f"{place} must be a mapping, got {data!r}")
     fields = {field.name: field.type for field in dataclasses.fields(cls)}
     _check_keys(data, tuple(fields), place)
-    for key, value in data.items():
-        wanted = fields[key]
-        fits = isinstance(value, wanted) if isinstance(wanted, type) else isinstance(value, (bool, int, tuple))
-        if not fits or (wanted is int and (isinstance(value, bool) or value < 0)):
-            name = wanted.__name__ if isinstance(wanted, type) else wanted
-            raise PlanError(f"{place}: {key}={value!r} must be a{' non-negative' if wanted is int else ''} {name}")
-        if key in _CHOICES and value not in _CHOICES[key]:
-            raise PlanError(f"{place}: {key}={value!r} must be one of {', '.join(_CHOICES[key])}")
-    return cls(**data)
+    return cls(**{key: _value(fields[key], value, f"{place}: {key}") for key, value in data.items()})
+
+
+def _value(wanted: Any, value: Any, place: str) -> Any:
+    """`value` as the declared type: what YAML reads, and lists of names for tuples. A bool is not an int here."""
+    for choice in get_args(wanted) if isinstance(wanted, UnionType) else (wanted,):
+        kind, arguments = get_origin(choice) or choice, get_args(choice)
+        if kind is Literal and value in arguments:
+            return value
+        if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if kind is dict and isinstance(value, dict) and all(isinstance(x, str) for item in value.items() for x in item):
+            return value
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if kind in (bool, int, str, NoneType) and type(value) is kind:
+            return value
+    name = wanted.__name__ if isinstance(wanted, type) and not get_args(wanted) else str(wanted).replace("typing.", "")
+    raise PlanError(f"{place}={value!r} must be a {name}".replace("tuple[str, ...]", "list of names"))
 
 
 def _read_count(data: dict[str, Any], key: str) -> int:
@@ -140,11 +176,31 @@ def plan_to_table(plan: Plan) -> str:
     mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
     rows = [[name, u.param_dtype, u.reduce_dtype, str(u.reshard_after_forward).lower(),
-             f"{u.forward_prefetch}/{u.backward_prefetch}", u.activation_checkpoint,
+             f"{_ahead(u.forward_prefetch)}/{_ahead(u.backward_prefetch)}", _activation_words(u),
              plan.compile.backend if u.compiled else "-"] for name, u in group_units(plan.units)]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
     batch = (f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
              f"{mesh.data_parallel} x accumulation {plan.accumulation}")  # fmt: skip
-    return "\n".join([f"mesh: {degrees} = {mesh.world_size} process{plural}", f"global batch: {batch}", *lines])
+    first = [f"mesh: {degrees} = {mesh.world_size} process{plural}", f"global batch: {batch}"]
+    if plan.tensor.styles:
+        whole = [pattern for pattern, style in plan.tensor.styles.items() if style.startswith("whole_")]
+        first.append(f"tensor parallel: sequence parallel {'on' if plan.tensor.sequence_parallel else 'off'}, loss "
+                     f"parallel {'on' if 'loss' in plan.tensor.styles.values() else 'off'}"
+                     + (f", left whole: {', '.join(whole)}" if whole else ""))  # fmt: skip
+    if plan.cpu_offload:
+        first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
+    return "\n".join([*first, *lines])
+
+
+def _ahead(prefetch: int | tuple[str, ...]) -> str:
+    return str(prefetch) if isinstance(prefetch, int) else f"[{' '.join(prefetch)}]"
+
+
+def _activation_words(unit: UnitPlan) -> str:
+    if unit.activation_checkpoint == "selective":
+        return f"selective ({len(unit.saved_ops)} ops kept)"
+    if unit.activation_checkpoint == "budget":
+        return f"budget {unit.activation_budget}"
+    return unit.activation_checkpoint

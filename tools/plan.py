@@ -19,7 +19,8 @@ from parallel.planner.memory import MemoryEstimate
 from tools.command import format_table, run_tool
 from tools.plan_diff import Difference, diff_plans
 from train.config import ConfigError, parse_config
-from train.planning import GIB, check_fits, plan_run, predict_memory
+from train.fits import GIB, check_fits, predict_memory
+from train.planning import plan_run
 
 PROG = "tools.plan"
 

@@ -24,7 +24,10 @@ def diff_plans(a: Plan, b: Plan) -> list[Difference]:
     for key in ("micro_batch_size", "accumulation", "global_batch_size"):
         if getattr(a, key) != getattr(b, key):
             differences.append(Difference("batch", key, getattr(a, key), getattr(b, key)))
-    return differences + _diff_fields("compile", a.compile, b.compile) + _diff_units(a, b)
+    if a.cpu_offload != b.cpu_offload:
+        differences.append(Difference("plan", "cpu_offload", a.cpu_offload, b.cpu_offload))
+    differences += _diff_fields("tensor", a.tensor, b.tensor) + _diff_fields("compile", a.compile, b.compile)
+    return differences + _diff_units(a, b)
 
 
 def _diff_fields(where: str, a: Any, b: Any) -> list[Difference]:

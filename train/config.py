@@ -48,6 +48,7 @@ class TrainConfig:
         grad_clip: largest global gradient norm; 0 does not clip
         eval_every: optimizer steps between evaluations on the held-out text, the first before training; 0 is never
         eval_sequences: held-out sequences of one evaluation, at most
+        freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
     """
 
     steps: int = 1000
@@ -58,6 +59,7 @@ class TrainConfig:
     grad_clip: float = 1.0
     eval_every: int = 0
     eval_sequences: int = 64
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least_values = {"steps": 1, "epochs": 0, "seq_len": 1, "grad_clip": 0, "eval_every": 0, "eval_sequences": 1}

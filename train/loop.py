@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.compile_check import describe_cache
+from parallel.recompile import RecompileGuard
 from train.checkpoint import Position, save_checkpoint
 from train.config import Config, config_to_yaml
 from train.console import Screen
@@ -35,6 +37,7 @@ class Run:
     metrics: Metrics
     screen: Screen
     stop: Stop
+    recompiles: RecompileGuard
     total_steps: int
 
 
@@ -62,7 +65,9 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
             result = train_step(run.model, run.optimizer, micro_batches, config.train.grad_clip, run.data_parallel)
             run.metrics.step_done(wait_s)
             if step == start.step + 1:
-                return_free_memory()
+                _after_first_step(run)
+            for news in run.recompiles.news():
+                run.screen.line(f"warning: step {step} {news}")
             run.screen.step_done(step)
             if (trace := profiler.after_step(step)) is not None:
                 run.screen.line(f"profile: {trace}")
@@ -88,6 +93,14 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
         profiler.close()
         loader.close()
     return position
+
+
+def _after_first_step(run: Run) -> None:
+    """Everything is compiled now: say where from, give back what it took, and listen for what should not come."""
+    if told := describe_cache():
+        run.screen.line(told)
+    return_free_memory()
+    run.recompiles.arm()
 
 
 def _due(step: int, every: int, last: bool) -> bool:

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from models.cost import count_parameters, flops_per_token
-from models.llama import Llama, init_weights
-from parallel.apply import apply_plan
-from parallel.compile import check_compiler
-from parallel.fsdp import copy_shard
+from parallel.advice import advise
+from parallel.compile import use_cache_folder
+from parallel.compile_check import check_compiler
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from parallel.plan import Plan
 from parallel.plan_file import plan_to_table, plan_to_yaml
 from parallel.planner.hardware import find_hardware
+from parallel.recompile import RecompileGuard
+from parallel.strategy import describe_strategy
+from train.build import build_model
 from train.checkpoint import Position, find_checkpoint, list_checkpoints, load_checkpoint, read_position, refuse_newer
 from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
@@ -28,10 +29,11 @@ from train.data.config import DataError
 from train.data.documents import find_documents
 from train.data.loader import BatchShape, count_sequences
 from train.data.tokens import TokenFiles, check_vocabulary, load_tokens
+from train.fits import GIB, check_fits
 from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
 from train.optim import build_optimizer
-from train.planning import GIB, check_fits, plan_run
+from train.planning import plan_run
 from train.runtime import Place, Stop, choose_device, device_memory_bytes, exit_process, read_place, start_process
 from train.status import State, write_status
 
@@ -62,7 +64,8 @@ def run(config: Config, place: Place) -> bool:
     """The whole journey; True if it was stopped before its last step."""
     screen = Screen(place.is_main)
     device, device_name = choose_device(config.run, place)
-    plan = plan_run(config, place.world_size)
+    plan = plan_run(config, place.world_size, place.local_world_size)
+    use_cache_folder(plan.compile)
     check_compiler(plan, device.type)
     memory = check_fits(config, plan, device_memory_bytes(device, place), device_name)
     check_vocabulary(config.model.vocab_size)
@@ -94,19 +97,8 @@ def run(config: Config, place: Place) -> bool:
     metrics.add_text("config", config_to_yaml(config))
     metrics.add_text("plan", plan_to_yaml(plan))
     the_run = Run(config, folder, device, model, optimizer, tokens, shape, data_parallel_group(mesh), metrics, screen,
-                  stop, total_steps)  # fmt: skip
+                  stop, RecompileGuard(plan.compile), total_steps)  # fmt: skip
     return _train(the_run, place, start, resume_from)
-
-
-def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Llama:
-    """The sharded model with its initial weights: built on the meta device and filled one parameter at a time, so no
-    rank ever holds the whole."""
-    with torch.device("meta"):
-        model = Llama(config.model)
-    apply_plan(model, plan, mesh)
-    model.to_empty(device=device)
-    init_weights(model, config.run.seed, copy_shard)
-    return model
 
 
 def _train(run: Run, place: Place, start: Position, resume_from: Path | None) -> bool:
@@ -159,7 +151,11 @@ def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, dev
     screen.line(f"device: {device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU threads each")
     parameters = count_parameters(config.model).total
     screen.line(f"model: {parameters:,} parameters; about {needed_bytes / GIB:.2f} GiB per process for training")
+    if config.parallel.strategy:
+        screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
     screen.line(plan_to_table(plan))
+    for advice in advise(plan, place.local_world_size):
+        screen.line(f"advice: {advice}")
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
 
 

@@ -62,8 +62,9 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW in two groups. Its moments exist at once, as zeros, so that a checkpoint can be read into them."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decay = [p for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings]
-    no_decay = [p for p in model.parameters() if p.dim() <= 1 or id(p) in embeddings]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = [p for p in trained if p.dim() > 1 and id(p) not in embeddings]
+    no_decay = [p for p in trained if p.dim() <= 1 or id(p) in embeddings]
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for group in optimizer.param_groups:

@@ -1,116 +1,61 @@
-"""Config -> plan, and whether it fits: the part of a run that needs no process group and no device."""
+"""Config -> plan: the part of a run that needs no process group and no device."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
-from models.cost import count_parameters, saved_values_per_token
-from models.llama import LlamaConfig, fsdp_units
-from parallel.plan import ModelUnits, Plan, PlanError, check_plan, make_plan
+from models.attention import ATTENTION_OPS
+from models.cost import count_parameters
+from models.llama import SHARDING, LlamaConfig, fsdp_units, tp_divides
+from parallel.check_plan import check_plan
+from parallel.config import ParallelConfig
+from parallel.make_plan import Job, make_plan
+from parallel.plan import ModelUnits, Plan, PlanError
 from parallel.plan_file import load_plan
-from parallel.planner.memory import MemoryEstimate, ModelFootprint, estimate_memory
-from train.config import Config, list_configs, load_config
-
-GIB = 2**30
-MAX_PROCESSES = 65536  # where the search for how many processes would do ends
-MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
+from train.config import Config
 
 
-def plan_run(config: Config, world_size: int) -> Plan:
-    """The plan of a run on `world_size` processes: made from the config, or read from the file it names."""
-    model = _model_units(config.model)
+def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None) -> Plan:
+    """The plan of a run on `world_size` processes: made from the config, or read from the file it names.
+
+    Without `gpus_per_node` all processes share a node. Raises PlanError with all mistakes in one report.
+    """
+    model, train = model_units(config.model), config.train
     if config.parallel.plan == "auto":
         raise PlanError("parallel.plan=auto: this version has no planner yet. Use manual, or the path of a plan file")
-    if config.parallel.plan != "manual":
-        plan = load_plan(Path(config.parallel.plan).expanduser())
-        check_plan(plan, model, world_size)
-        return plan
-    return make_plan(config.parallel, model, world_size, config.train.micro_batch_size, config.train.global_batch_size)
+    if config.parallel.plan == "manual":
+        job = Job(world_size, gpus_per_node or world_size, train.seq_len, train.micro_batch_size, train.global_batch_size)
+        return make_plan(config.parallel, model, job)
+    plan = load_plan(Path(config.parallel.plan).expanduser())
+    _refuse_other_keys(config, plan)
+    check_plan(plan, model, world_size, train.seq_len)
+    return plan
 
 
-def predict_memory(config: Config, plan: Plan) -> MemoryEstimate:
-    """Memory of one rank under `plan`."""
-    counts, model = count_parameters(config.model), config.model
-    block = (counts.block, saved_values_per_token(model), model.dim)
-    blocks = (block,) * counts.n_blocks
-    if model.tie_embeddings:
-        units = (*blocks, (counts.embedding + counts.head, 0, 0))
-    else:
-        units = ((counts.embedding, 0, 0), *blocks, (counts.head, 0, 0))
-    parameters, saved, inputs = zip(*units, strict=True)
-    return estimate_memory(plan, ModelFootprint(parameters, saved, inputs, model.vocab_size), config.train.seq_len)
+def _refuse_other_keys(config: Config, plan: Plan) -> None:
+    """A plan file decides alone: a key that says otherwise would be ignored in silence."""
+    default = ParallelConfig()
+    mistakes = [f"parallel.{field.name} is decided by the plan file {config.parallel.plan}: leave the key out, or edit the file"
+                for field in dataclasses.fields(ParallelConfig)
+                if field.name != "plan" and getattr(config.parallel, field.name) != getattr(default, field.name)]  # fmt: skip
+    for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
+        asked, planned = getattr(config.train, key), getattr(plan, key)
+        if asked not in (left_open, planned):
+            mistakes.append(f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one of them")
+    if mistakes:
+        raise PlanError("\n".join(mistakes))
 
 
-def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: str) -> MemoryEstimate:
-    """Raise PlanError if the plan needs more than a process has, saying the nearest things that would fit."""
-    needed = predict_memory(config, plan)
-    if needed.total <= available_bytes:
-        return needed
-    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in dataclasses.asdict(needed).items() if size > GIB / 20)
-    fits = _nearest_that_fit(config, plan.mesh.world_size, available_bytes)
-    raise PlanError(f"this plan needs {needed.total / GIB:.1f} GiB per process, and {device_name} has "
-                    f"{available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
-                    + "\n".join(f"  Fits: {way}." for way in fits))  # fmt: skip
-
-
-def _nearest_that_fit(config: Config, world_size: int, available_bytes: int) -> list[str]:
-    """Ways out, each tried against the same estimate: recomputing here, more processes, a smaller model here."""
-    ways = []
-    for keys, candidate in _with_and_without_recomputing(_on_any_number(config)):
-        for processes in _doublings(world_size, MAX_PROCESSES):
-            needed = _need(candidate, processes)
-            if needed is not None and needed <= available_bytes:
-                place = "here" if processes == world_size else f"{processes} processes with as much memory each"
-                ways.append(f"{place}{keys and f', with {keys}'} ({needed / GIB:.1f} GiB each)")
-                break
-    smaller = _largest_shipped(world_size, available_bytes)
-    return [*ways, smaller] if smaller else ways
-
-
-def _largest_shipped(world_size: int, available_bytes: int) -> str:
-    """The largest shipped model that fits, at the longest sequence it fits with."""
-    models = sorted(map(load_config, list_configs()), key=lambda c: count_parameters(c.model).total, reverse=True)
-    for config in models:
-        name = Path(str(config.run.dir)).name
-        for keys, candidate in _with_and_without_recomputing(_on_any_number(config)):
-            seq_len = config.train.seq_len
-            while seq_len >= MIN_SEQ_LEN or seq_len == config.train.seq_len:
-                shorter = dataclasses.replace(candidate, train=dataclasses.replace(candidate.train, seq_len=seq_len))
-                needed = _need(shorter, world_size)
-                if needed is not None and needed <= available_bytes:
-                    keys += f" --train.seq_len={seq_len}" if seq_len < config.train.seq_len else ""
-                    return " ".join(["here, --config", f"{name}.yaml", *keys.split(), f"({needed / GIB:.1f} GiB each)"])
-                seq_len //= 2
-    return ""
-
-
-def _on_any_number(config: Config) -> Config:
-    """The same training with degrees and batch left open, so that any number of processes can run it."""
-    parallel = dataclasses.replace(config.parallel, plan="manual", dp_replicate="auto", dp_shard="auto", tp="auto")
-    micro_batch_size = 1 if config.train.micro_batch_size == "auto" else config.train.micro_batch_size
-    train = dataclasses.replace(config.train, micro_batch_size=micro_batch_size, global_batch_size=-1)
-    return dataclasses.replace(config, parallel=parallel, train=train)
-
-
-def _with_and_without_recomputing(config: Config) -> list[tuple[str, Config]]:
-    parallel = dataclasses.replace(config.parallel, activation_checkpoint="full")
-    full = dataclasses.replace(config, parallel=parallel)
-    return [("", config), ("--parallel.activation_checkpoint=full", full)]
-
-
-def _need(config: Config, processes: int) -> int | None:
-    try:
-        return predict_memory(config, plan_run(config, processes)).total
-    except PlanError:
-        return None
-
-
-def _doublings(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first *= 2
-
-
-def _model_units(config: LlamaConfig) -> ModelUnits:
-    blocks = {f"layers.{i}" for i in range(config.n_layers)}
-    return ModelUnits(fsdp_units(config), compiled=frozenset(blocks | {"head"}), checkpointed=frozenset(blocks))
+def model_units(config: LlamaConfig) -> ModelUnits:
+    """What a Llama publishes of itself, in the planner's terms."""
+    counts = count_parameters(config)
+    blocks = {f"layers.{i}": counts.block for i in range(config.n_layers)}
+    return ModelUnits(
+        modules={"tok_embeddings": counts.embedding, **blocks, "head": counts.head},
+        units=fsdp_units(config),
+        compiled=frozenset({*blocks, "head"}),
+        checkpointed=frozenset(blocks),
+        styles=SHARDING,
+        tp_divides=tp_divides(config),
+        shared_parts=frozenset({"embedding", "head"} if config.tie_embeddings else ()),
+        attention_ops=ATTENTION_OPS,
+    )

@@ -1,24 +1,31 @@
 """Memory of one rank under a plan, by formula. Bytes throughout."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from parallel.plan import Plan
+from parallel.plan import Plan, UnitPlan, prefetched, regathered
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
+class ModuleFootprint:
+    """Sizes of one module on one tp rank: parameters, and values per token that it keeps for its backward: everything,
+    only the `products` (selective checkpointing), or only its `input` (full)."""
+
+    parameters: int
+    everything: int = 0
+    products: int = 0
+    input: int = 0
+
+
+@dataclass(frozen=True)
 class ModelFootprint:
-    """What a model says of its size, for planning; tuples have one entry per FSDP unit, in plan order.
+    """What a model says of its size, for planning: its modules by name, and the width of the output head, of which
+    each tp rank has its share."""
 
-    `saved_per_token`: values a unit keeps per token for its backward; `input_per_token`: what is left of them when
-    it is checkpointed in full. `logits_per_token`: width of the output head.
-    """
-
-    unit_parameters: tuple[int, ...]
-    saved_per_token: tuple[int, ...]
-    input_per_token: tuple[int, ...]
+    modules: Mapping[str, ModuleFootprint]
     logits_per_token: int
 
 
@@ -41,49 +48,54 @@ class MemoryEstimate:
 
 def estimate_memory(plan: Plan, model: ModelFootprint, seq_len: int) -> MemoryEstimate:
     """Estimate a rank's memory: float32 sharded parameters, gradients and two Adam moments; the units that are
-    gathered at once; what the forward keeps; the logits; the reduction's buffer. Allocator overhead is not in it.
+    gathered at once; what the forward keeps; the logits; the reduction's buffer. Allocator overhead is not in it,
+    nor is what `cpu_offload` keeps in host memory.
     """
-    shards = plan.mesh.dp_shard
-    sharded = sum(-(-count // shards) for count in model.unit_parameters) * FLOAT32_BYTES
+    counts = [_parameters(unit, model) for unit in plan.units]
+    sharded = sum(-(-count // plan.mesh.dp_shard) for count in counts) * FLOAT32_BYTES
+    on_device = 0 if plan.cpu_offload else sharded
     tokens = plan.micro_batch_size * seq_len
     dtype_bytes = max(DTYPE_BYTES[unit.param_dtype] for unit in plan.units)
-    largest = max(model.unit_parameters)
     reduce_bytes = max(DTYPE_BYTES[unit.reduce_dtype] for unit in plan.units)
     return MemoryEstimate(
-        params=sharded,
-        grads=sharded,
-        optimizer=2 * sharded,
-        unsharded=_unsharded(plan, model),
+        params=on_device,
+        grads=on_device,
+        optimizer=2 * on_device,
+        unsharded=_unsharded(plan, counts),
         activations=_activations(plan, model, tokens),
         # the logits, their float32 copy in the loss, and their gradient
         logits=tokens * model.logits_per_token * (2 * dtype_bytes + FLOAT32_BYTES),
         # the largest unit's whole gradient, and its copy on the way into the reduce-scatter
-        buffers=largest * (dtype_bytes + reduce_bytes),
+        buffers=max(counts) * (dtype_bytes + reduce_bytes),
     )
 
 
-def _unsharded(plan: Plan, model: ModelFootprint) -> int:
+def _parameters(unit: UnitPlan, model: ModelFootprint) -> int:
+    return sum(model.modules[name].parameters for name in unit.modules)
+
+
+def _unsharded(plan: Plan, counts: list[int]) -> int:
     """Gathered parameters: units that stay gathered after their forward, and of the others as many of the largest
     as are gathered at once (the one at work and those prefetched)."""
-    sizes = [n * DTYPE_BYTES[u.param_dtype] for n, u in zip(model.unit_parameters, plan.units, strict=True)]
-    stay = sum(size for size, unit in zip(sizes, plan.units, strict=True) if unit.reshard_after_forward is False)
-    freed = sorted((s for s, u in zip(sizes, plan.units, strict=True) if u.reshard_after_forward is not False), reverse=True)
-    ahead = max(max(unit.forward_prefetch, unit.backward_prefetch) for unit in plan.units)
-    kept_parts = sum(  # resharding to a smaller group leaves each rank a part of that size
-        size // unit.reshard_after_forward
-        for size, unit in zip(sizes, plan.units, strict=True)
-        if not isinstance(unit.reshard_after_forward, bool)
-    )
+    sizes = [(n * DTYPE_BYTES[unit.param_dtype], unit) for n, unit in zip(counts, plan.units, strict=True)]
+    stay = sum(size for size, unit in sizes if not regathered(unit))
+    freed = sorted((size for size, unit in sizes if regathered(unit)), reverse=True)
+    ahead = max(len(prefetched(plan, unit, phase)) for unit in plan.units for phase in ("forward", "backward"))
+    # resharding to a smaller group leaves each rank a part of that size
+    kept_parts = sum(size // reshard for size, unit in sizes if type(reshard := unit.reshard_after_forward) is int)
     return stay + kept_parts + sum(freed[: 1 + ahead])
 
 
 def _activations(plan: Plan, model: ModelFootprint, tokens: int) -> int:
     """What the forward keeps, and the one checkpointed unit that is being recomputed."""
     kept, recomputed = 0, 0
-    for unit, saved, only_input in zip(plan.units, model.saved_per_token, model.input_per_token, strict=True):
+    for unit in plan.units:
         values = tokens * DTYPE_BYTES[unit.param_dtype]
-        if unit.activation_checkpoint == "full":
-            kept, recomputed = kept + only_input * values, max(recomputed, saved * values)
-        else:
-            kept += saved * values
+        for name in unit.modules:
+            module, everything = model.modules[name], model.modules[name].everything
+            keeps = {"none": everything, "full": module.input, "selective": module.products,
+                     "budget": module.input + round(unit.activation_budget * (everything - module.input))}  # fmt: skip
+            kept += keeps[unit.activation_checkpoint] * values
+            if unit.activation_checkpoint != "none":
+                recomputed = max(recomputed, (everything - keeps[unit.activation_checkpoint] + module.input) * values)
     return kept + recomputed

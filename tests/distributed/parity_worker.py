@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from parallel.compile import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import pad_unevenly
+from train.build import build_model
 from train.config import parse_config
 from train.data.loader import BatchShape, TrainLoader
 from train.data.tokens import load_tokens
-from train.main import build_model
 from train.optim import build_optimizer, learning_rate, set_learning_rate
 from train.planning import plan_run
 from train.runtime import read_place, start_process

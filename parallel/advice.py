@@ -1,0 +1,24 @@
+"""Plans that can run but make little sense: said, not refused."""
+
+from parallel.plan import Plan, regathered
+
+
+def advise(plan: Plan, gpus_per_node: int) -> list[str]:
+    """What an expert would say of the plan at a glance, a sentence each; [] if nothing."""
+    mesh, advice = plan.mesh, []
+    if mesh.world_size == 1:
+        advice.append("one process: nothing is sharded, gathered or reduced")
+    if mesh.dp_replicate > 1 and mesh.dp_shard > 1 and mesh.world_size <= gpus_per_node:
+        advice.append(f"dp_replicate={mesh.dp_replicate} within a single node: HSDP takes more memory there and saves no "
+                      f"time; dp_shard={mesh.data_parallel} shards further")  # fmt: skip
+    if mesh.tp > 1 and gpus_per_node % mesh.tp:
+        advice.append(f"tp={mesh.tp} does not divide the {gpus_per_node} processes of a node, so tensor parallelism, which "
+                      "waits for every exchange, crosses nodes: use a degree within one")  # fmt: skip
+    if mesh.world_size > gpus_per_node and mesh.dp_replicate > 1 and gpus_per_node % (mesh.dp_shard * mesh.tp):
+        advice.append(f"dp_shard x tp = {mesh.dp_shard * mesh.tp} does not divide the {gpus_per_node} processes of a node: "
+                      "some groups of shards cross nodes, which replication was to avoid")  # fmt: skip
+    if mesh.dp_shard == 1 and mesh.world_size > 1 and any(regathered(unit) for unit in plan.units):
+        advice.append("dp_shard=1: no parameters are sharded, so resharding and prefetching do nothing")
+    if plan.cpu_offload and mesh.world_size == 1:
+        advice.append("cpu_offload with one process: every parameter crosses to the device and back each step")
+    return advice

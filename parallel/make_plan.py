@@ -1,0 +1,189 @@
+"""Config and sizes in, plan out: every choice a key leaves open is made here, and every mistake is found.
+
+`make_plan` is pure, and raises one PlanError that lists all mistakes.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from parallel.activation_checkpoint import blocks_of_every, op_mistakes, saved_ops
+from parallel.config import ParallelConfig
+from parallel.plan import AXES, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
+from parallel.rules import (
+    batch_mistakes,
+    budget_mistakes,
+    compile_mistakes,
+    dtype_mistakes,
+    reshard_mistakes,
+    tensor_mistakes,
+)
+from parallel.strategy import STRATEGIES, strategy_settings
+from parallel.tensor import split_styles
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences per micro
+    batch and per optimizer step.
+
+    A global batch of -1 is one micro batch per data-parallel rank; a micro batch of "auto" is a rank's whole share of
+    the global batch, or 1 without one.
+    """
+
+    world_size: int
+    gpus_per_node: int
+    seq_len: int
+    micro_batch_size: int | str = 1
+    global_batch_size: int = -1
+
+
+def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
+    """Resolve what was asked into what is done. Raises PlanError with all mistakes in one report."""
+    config, mistakes = _resolve_strategy(config, job)
+    mistakes += _key_mistakes(config, model)
+    mesh, mesh_mistakes = _make_mesh(config, job.world_size)
+    micro_batch_size: Any = job.micro_batch_size
+    if micro_batch_size == "auto":
+        micro_batch_size = 1 if job.global_batch_size == -1 else max(1, job.global_batch_size // mesh.data_parallel)
+    if mesh_mistakes:
+        mistakes += mesh_mistakes
+    else:
+        mistakes += batch_mistakes(int(micro_batch_size), job.global_batch_size, mesh.data_parallel)
+        mistakes += reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, "parallel.")
+        known = [part for part in config.tp_parts if part in model.tp_divides]
+        mistakes += tensor_mistakes(mesh.tp, known, config.sequence_parallel, model, job.seq_len)
+    if mistakes:
+        raise PlanError("\n".join(mistakes))
+    once = micro_batch_size * mesh.data_parallel
+    return Plan(
+        mesh=mesh,
+        micro_batch_size=micro_batch_size,
+        accumulation=1 if job.global_batch_size == -1 else job.global_batch_size // once,
+        tensor=_make_tensor(config, model, mesh.tp),
+        cpu_offload=config.cpu_offload,
+        compile=config.compile,
+        modules=tuple(model.modules),
+        units=_make_units(config, model),
+    )
+
+
+def _resolve(value: Any, default: Any) -> Any:
+    return default if value == "auto" else value
+
+
+def _resolve_strategy(config: ParallelConfig, job: Job) -> tuple[ParallelConfig, list[str]]:
+    """The config with the strategy's settings in its keys, and the keys that contradict it."""
+    if config.strategy is None:
+        return config, []
+    if config.strategy not in STRATEGIES:
+        return config, [f"parallel.strategy={config.strategy} is not one of {', '.join(STRATEGIES)}"]
+    settings = strategy_settings(config, max(_resolve(config.tp, 1), 1), job.world_size, job.gpus_per_node)
+    mistakes = []
+    for key, value in settings.items():
+        asked = getattr(config, key)
+        open_ = asked == "auto" or (key == "dp_shard" and asked == -1)
+        if not open_ and (type(asked), asked) != (type(value), value):
+            mistakes.append(f"parallel.{key}={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
+                            f"which means {str(value).lower()} here: leave one of them out")  # fmt: skip
+    return dataclasses.replace(config, **settings), mistakes  # type: ignore[arg-type]
+
+
+def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
+    """Mistakes in single keys, and in pairs that have nothing to do with degrees."""
+    mistakes = []
+    for key in ("param_dtype", "reduce_dtype"):
+        mistakes += dtype_mistakes(getattr(config, key), f"parallel.{key}")
+    for key in ("forward_prefetch", "backward_prefetch"):
+        if (value := getattr(config, key)) != "auto" and value < 0:
+            mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")
+    if config.unit_min_params < 0:
+        mistakes.append(f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more")
+    for part in config.tp_parts:
+        if model.styles and part not in model.styles:
+            near = difflib.get_close_matches(part, model.styles, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"This model has {', '.join(model.styles)}."
+            mistakes.append(f"parallel.tp_parts: {part} is not a part of this model. {hint}")
+    shared = sorted(model.shared_parts)
+    if _resolve(config.tp, 1) > 1 and shared and 0 < len(model.shared_parts.intersection(config.tp_parts)) < len(shared):
+        mistakes.append(f"parallel.tp_parts={list(config.tp_parts)}: {' and '.join(shared)} share a weight in this model, "
+                        "so tensor parallelism splits both or neither")  # fmt: skip
+    if config.activation_checkpoint == "selective":
+        mistakes += op_mistakes(config.selective_policy, model.attention_ops)
+    if config.activation_checkpoint == "budget":
+        mistakes += budget_mistakes(config.activation_budget, config.compile.enabled, config.compile.backend, "parallel.")
+    return mistakes + compile_mistakes(config.compile, "parallel.compile.")
+
+
+def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[str]]:
+    """Resolve the degrees; -1 takes what the others leave. Also the mistakes found on the way."""
+    replicate, tp = _resolve(config.dp_replicate, 1), _resolve(config.tp, 1)
+    shard = _resolve(config.dp_shard, -1)
+    mistakes = [
+        f"parallel.{axis}={degree} must be at least 1{' (or -1: all that is left)' if axis == 'dp_shard' else ''}"
+        for axis, degree in zip(AXES, (replicate, shard, tp), strict=True)
+        if degree < 1 and not (axis == "dp_shard" and degree == -1)
+    ]
+    if mistakes:
+        return MeshPlan(1, 1, 1), mistakes
+    if shard == -1:
+        shard = max(world_size // (replicate * tp), 1)
+    mesh = MeshPlan(replicate, shard, tp)
+    if mesh.world_size != world_size:
+        degrees = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
+        mistakes.append(f"parallel: {degrees} is {mesh.world_size} processes, this run has {world_size}: "
+                        f"start {mesh.world_size}, or change the degrees (dp_shard=-1 takes what is left)")  # fmt: skip
+    return mesh, mistakes
+
+
+def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPlan:
+    """The style of every weight; parts that are not split get the styles of whole weights."""
+    if tp == 1:
+        return TensorPlan(sequence_parallel=False, styles={})
+    styles: dict[str, str] = {}
+    for part, table in model.styles.items():
+        styles |= split_styles(table, whole=part not in config.tp_parts, gathered=not config.loss_parallel)
+    return TensorPlan(config.sequence_parallel, styles)
+
+
+def _make_units(config: ParallelConfig, model: ModelUnits) -> tuple[UnitPlan, ...]:
+    groups = _join_small(model.units, model, config.unit_min_params)
+    mode = _resolve(config.activation_checkpoint, "none")
+    every = blocks_of_every(config.selective_policy)
+    ops = saved_ops(config.selective_policy, model.attention_ops)
+    units, blocks = [], 0
+    for modules in groups:
+        here = mode if model.checkpointed.issuperset(modules) else "none"
+        if here != "none":
+            blocks += 1
+            if every and mode == "selective":
+                here = "full" if blocks % every == 0 else "none"
+        units.append(UnitPlan(
+            modules=modules,
+            # The forward's last unit is the backward's first: freeing it in between would gather it twice in a row.
+            reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
+            forward_prefetch=_resolve(config.forward_prefetch, 1),
+            backward_prefetch=_resolve(config.backward_prefetch, 1),
+            activation_checkpoint=here,
+            saved_ops=ops if here == "selective" else (),
+            activation_budget=config.activation_budget if here == "budget" else 1.0,
+            compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
+            param_dtype=config.param_dtype,
+            reduce_dtype=config.reduce_dtype,
+            output_dtype="same",
+        ))  # fmt: skip
+    return tuple(units)
+
+
+def _join_small(units: Sequence[tuple[str, ...]], model: ModelUnits, least: int) -> list[tuple[str, ...]]:
+    """Neighbouring blocks joined, in order, until each unit has at least `least` parameters (the last may have fewer).
+    Embedding and head stay apart from the blocks, which alone are checkpointed."""
+    joined: list[tuple[str, ...]] = []
+    for unit in units:
+        blocks = joined and model.checkpointed.issuperset(joined[-1] + unit)
+        if blocks and sum(model.modules[name] for name in joined[-1]) < least:
+            joined[-1] += unit
+        else:
+            joined.append(unit)
+    return joined

@@ -1,0 +1,73 @@
+"""Rules that a plan must keep, whether its values come from config keys or from a plan file.
+
+Each function returns the mistakes it finds, as sentences that name rule, value, place and way out.
+"""
+
+from collections.abc import Iterable
+
+from parallel.config import CompileConfig
+from parallel.plan import DTYPES, ModelUnits
+
+SAVING_BACKENDS = ("inductor", "aot_eager_decomp_partition")  # whose partitioner knows a memory budget
+
+
+def dtype_mistakes(value: str, place: str) -> list[str]:
+    """`place` is what the message calls the value."""
+    if value == "float16":
+        return [f"{place}=float16 needs a gradient scaler, which this trainer does not have: "
+                "use bfloat16, which has float32's range"]  # fmt: skip
+    return [] if value in DTYPES else [f"{place}={value} is not one of {', '.join(DTYPES)}"]
+
+
+def compile_mistakes(config: CompileConfig, place: str) -> list[str]:
+    """Settings of the compiler that contradict each other."""
+    if config.mode == "default" or config.backend == "inductor":
+        return []
+    return [f"{place}mode={config.mode} is for backend inductor, not {config.backend}: leave it at default"]
+
+
+def budget_mistakes(budget: float, compiled: bool, backend: str, place: str) -> list[str]:
+    """A budget is the compiler's: it needs one, and a share to keep."""
+    mistakes = []
+    if not 0 <= budget <= 1:
+        mistakes.append(f"{place}activation_budget={budget} must lie between 0 (recompute all) and 1 (keep all)")
+    if not compiled:
+        mistakes.append(f"{place}activation_checkpoint=budget is the compiler's choice, and compiling is off: "
+                        "use full or selective, or compile")  # fmt: skip
+    elif backend not in SAVING_BACKENDS:
+        mistakes.append(f"{place}activation_checkpoint=budget needs a compile backend that chooses what to keep "
+                        f"({', '.join(SAVING_BACKENDS)}), not {backend}")  # fmt: skip
+    return mistakes
+
+
+def reshard_mistakes(reshard: bool | int | str, shard: int, place: str) -> list[str]:
+    """An int is a smaller group that keeps the parameters together: it must divide dp_shard and be neither end of it."""
+    if type(reshard) is not int or (1 < reshard < shard and shard % reshard == 0):
+        return []
+    others = [str(d) for d in range(2, shard) if shard % d == 0]
+    return [f"{place}reshard_after_forward={reshard} must divide dp_shard={shard} and be smaller: "
+            f"use {', '.join(['true', 'false', *others])} (false is what groups of 1 would be)"]  # fmt: skip
+
+
+def tensor_mistakes(tp: int, parts: Iterable[str], sequence_parallel: bool, model: ModelUnits, seq_len: int) -> list[str]:
+    """Everything that the tp degree must divide, with the degrees that would do."""
+    if tp <= 1:
+        return []
+    sizes = {key: value for part in parts for key, value in model.tp_divides[part].items()}
+    if sequence_parallel:
+        sizes["train.seq_len"] = seq_len
+    valid = [str(d) for d in range(1, max(sizes.values(), default=1) + 1) if all(v % d == 0 for v in sizes.values())]
+    found = [f"parallel.tp={tp} must divide {key}={value}" for key, value in sizes.items() if value % tp]
+    return [f"{mistake}. Use {' or '.join([', '.join(valid[:-1]), valid[-1]] if valid[1:] else valid)}." for mistake in found]
+
+
+def batch_mistakes(micro_batch_size: int, global_batch_size: int, data_parallel: int) -> list[str]:
+    """Sequences of a micro batch on every rank, several times over, are the global batch."""
+    if micro_batch_size < 1:
+        return [f"train.micro_batch_size={micro_batch_size} must be at least 1"]
+    once = micro_batch_size * data_parallel
+    if global_batch_size == -1 or (global_batch_size > 0 and global_batch_size % once == 0):
+        return []
+    nearest = max(1, round(global_batch_size / once)) * once
+    return [f"train.global_batch_size={global_batch_size} must be a multiple of micro_batch_size x data-parallel "
+            f"degree = {micro_batch_size} x {data_parallel}: the nearest is {nearest}, or use -1"]  # fmt: skip

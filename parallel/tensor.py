@@ -1,0 +1,212 @@
+"""Tensor parallelism: what the styles of a model's sharding table mean.
+
+Weights become DTensors on the tp axis, so that FSDP2 shards them further and checkpoints know their whole shape.
+Activations stay plain tensors: each styled module gets a forward that works on its rank's share and exchanges it
+where the sharding changes, as Megatron-LM does (arXiv 1909.08053; with sequence parallelism, arXiv 2205.05198).
+
+Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D dim, F ffn dim, V vocabulary.
+
+    vocab      ids[B, T]        look-up in table[V/tp, D], summed over tp       -> x[B, t, D]
+    sequence   x[B, t, D]       norm of this rank's tokens, gathered            -> x[B, T, D]
+    colwise    x[B, T, D]       · w[F/tp, D]                                    -> h[B, T, F/tp]
+    rowwise    h[B, T, F/tp]    · w[D, F/tp], summed over tp                    -> x[B, t, D]
+    logits     x[B, T, D]       · w[V/tp, D]                                    -> logits[B, T, V/tp]
+    loss       logits[B, T, V/tp], targets[B, T]                                -> the same loss on every rank
+    gathered_logits             logits, then gathered over the vocabulary       -> logits[B, T, V]
+
+`whole_STYLE` stands where STYLE would in a part that is not split: the weight is whole on every rank, each computes
+the same, and only the share of the tokens changes.
+
+Why not torch's own ParallelStyles: they run every operation of a block as a DTensor operation. On torch 2.13 that
+loses the gradient of an embedding whose output enters a compiled block (an AsyncCollectiveTensor), and cannot compile
+a fully checkpointed block (tests/distributed/test_torch_faults.py shows both). Here every collective is waited for where it is
+called, and no DTensor reaches a compiled graph's activations.
+"""
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from parallel.plan import Plan, TensorPlan
+
+TOKENS, CHANNELS = 1, 2  # dims of x[B, T, D]
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """The tp axis as one rank sees it."""
+
+    group_name: str
+    degree: int
+    rank: int
+    sequence_parallel: bool
+
+
+def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Split the weights of a model on the meta device over `mesh`, the tp axis, and give its modules the forwards that
+    belong to their styles, in place. A weight that two modules share stays shared."""
+    if not plan.tensor.styles:
+        return
+    axis = TensorAxis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), plan.tensor.sequence_parallel)
+    split: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        if not (style := find_style(plan.tensor, name)):
+            continue
+        if style == "loss":
+            module.split_vocabulary(axis.group_name, axis.rank)  # type: ignore[operator]
+            continue
+        forward, placement = STYLES[style]
+        whole = module.get_parameter("weight")
+        if whole not in split:
+            shard = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+            split[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+        module.weight = split[whole]
+        module.tensor_axis = axis
+        module.forward = MethodType(forward, module)
+
+
+def find_style(plan: TensorPlan, module: str) -> str:
+    """The style of a module by its name; "" if the table does not mention it."""
+    return next((style for pattern, style in plan.styles.items() if fnmatch.fnmatchcase(module, pattern)), "")
+
+
+def split_styles(table: Mapping[str, str], whole: bool = False, gathered: bool = False) -> dict[str, str]:
+    """The styles of one part of a model: split over the tp axis, with its logits `gathered` or not, or left `whole`."""
+    styles = dict(table)
+    if whole:
+        return {pattern: f"whole_{style}" for pattern, style in styles.items() if style != "loss"}
+    if gathered:
+        return {p: "gathered_logits" if style == "logits" else style for p, style in styles.items() if style != "loss"}
+    return styles
+
+
+def split_in(plan: TensorPlan, table: Mapping[str, str]) -> bool:
+    """Whether the plan splits the part of a model that has this table."""
+    return any(not plan.styles.get(pattern, "whole_").startswith("whole_") for pattern in table)
+
+
+# What a tp rank does at the edge of a part, and what the backward does there. x is one rank's tensor throughout.
+
+
+def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    return _wait(_c10d.all_reduce(x.contiguous(), "sum", axis.group_name))
+
+
+def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    gathered = _wait(_c10d.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group_name))
+    return torch.cat(gathered.chunk(axis.degree), dim)
+
+
+def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    stacked = torch.cat(x.chunk(axis.degree, dim))
+    return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
+
+
+def _own_share(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    return x.chunk(axis.degree, dim)[axis.rank].contiguous()
+
+
+def _nothing(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+_c10d = torch.ops._c10d_functional
+# Waiting at once keeps AsyncCollectiveTensor, which loses gradients on its way into a compiled block, out of the model.
+_wait = _c10d.wait_tensor
+
+
+class _Exchange(torch.autograd.Function):
+    """One of the functions above in the forward, another in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, there: Any, back: Any, dim: int) -> Tensor:
+        ctx.axis, ctx.back, ctx.dim = axis, back, dim
+        return there(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.back(grad, ctx.axis, ctx.dim), None, None, None, None
+
+
+def _enter(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
+    """x[B, t, D] -> x[B, T, D], in front of a part. Behind a split part the gradient comes in tp summands."""
+    if axis.sequence_parallel:
+        return _Exchange.apply(x, axis, _gather, _sum_scatter if split else _own_share, TOKENS)
+    return _Exchange.apply(x, axis, _nothing, _sum, TOKENS) if split else x
+
+
+def _leave(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
+    """x[B, T, D], in tp summands if the part is split -> x[B, t, D]."""
+    if axis.sequence_parallel:
+        return _Exchange.apply(x, axis, _sum_scatter if split else _own_share, _gather, TOKENS)
+    return _Exchange.apply(x, axis, _sum, _nothing, TOKENS) if split else x
+
+
+# The forwards. `weight` is a DTensor; its gradient must be one of the same placement, or Partial: then FSDP2 sums it.
+
+
+def _weight(module: nn.Module, partial: bool = False) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=[Partial()]) if partial else weight.to_local()
+
+
+def _vocab(self: Any, ids_BT: Tensor) -> Tensor:
+    table = _weight(self)
+    ids_BT = ids_BT - self.tensor_axis.rank * table.shape[0]
+    mine_BT = (ids_BT >= 0) & (ids_BT < table.shape[0])
+    x = F.embedding(ids_BT.where(mine_BT, 0), table) * mine_BT[..., None]
+    return _leave(x, self.tensor_axis, split=True)
+
+
+def _sequence(self: Any, x: Tensor) -> Tensor:
+    weight = _weight(self, partial=self.tensor_axis.sequence_parallel)  # each rank sees its own tokens only
+    return _enter(F.rms_norm(x, self.normalized_shape, weight, self.eps), self.tensor_axis, split=True)
+
+
+def _linear(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, _weight(self))
+
+
+def _rowwise(self: Any, h: Tensor) -> Tensor:
+    return _leave(F.linear(h, _weight(self)), self.tensor_axis, split=True)
+
+
+def _gathered_logits(self: Any, x: Tensor) -> Tensor:
+    return _Exchange.apply(F.linear(x, _weight(self)), self.tensor_axis, _gather, _own_share, CHANNELS)
+
+
+def _whole_vocab(self: Any, ids_BT: Tensor) -> Tensor:
+    return _leave(F.embedding(ids_BT, _weight(self)), self.tensor_axis, split=False)
+
+
+def _whole_sequence(self: Any, x: Tensor) -> Tensor:
+    weight = _weight(self, partial=self.tensor_axis.sequence_parallel)
+    return _enter(F.rms_norm(x, self.normalized_shape, weight, self.eps), self.tensor_axis, split=False)
+
+
+def _whole_rowwise(self: Any, h: Tensor) -> Tensor:
+    return _leave(F.linear(h, _weight(self)), self.tensor_axis, split=False)
+
+
+STYLES: dict[str, tuple[Callable[..., Tensor], Placement]] = {
+    "vocab": (_vocab, Shard(0)),
+    "sequence": (_sequence, Replicate()),
+    "colwise": (_linear, Shard(0)),
+    "rowwise": (_rowwise, Shard(1)),
+    "logits": (_linear, Shard(0)),
+    "gathered_logits": (_gathered_logits, Shard(0)),
+    "whole_vocab": (_whole_vocab, Replicate()),
+    "whole_sequence": (_whole_sequence, Replicate()),
+    "whole_colwise": (_linear, Replicate()),
+    "whole_rowwise": (_whole_rowwise, Replicate()),
+    "whole_logits": (_linear, Replicate()),
+}

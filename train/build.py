@@ -1,0 +1,42 @@
+"""The sharded model with its initial weights."""
+
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.llama import Llama, init_weights
+from parallel.apply import apply_plan
+from parallel.fsdp import copy_shard
+from parallel.plan import Plan
+from train.config import Config, ConfigError
+
+
+def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Llama:
+    """Built on the meta device and filled one parameter at a time, so no rank ever holds the whole.
+
+    With `plan.cpu_offload` parameters stay in host memory. Raises ConfigError for a `train.freeze` that matches nothing.
+    """
+    with torch.device("meta"):
+        model = Llama(config.model)
+    freeze(model, config.train.freeze)
+    apply_plan(model, plan, mesh)
+    model.to_empty(device="cpu" if plan.cpu_offload else device)
+    for name, buffer in model.named_buffers():  # all of them belong to the model itself
+        setattr(model, name, buffer.to(device))
+    init_weights(model, config.run.seed, copy_shard)
+    return model
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude parameters from training by fqn pattern, as in layers.0.* (their gradients are not even computed)."""
+    for pattern in patterns:
+        found = [p for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            raise ConfigError(f"train.freeze: {pattern} matches no parameter; names are as tok_embeddings.weight or layers.0.*")
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"train.freeze={list(patterns)} leaves nothing to train")
