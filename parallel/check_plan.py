@@ -7,9 +7,9 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable
 
-from parallel.activation_checkpoint import op_mistakes
 from parallel.plan import ACTIVATION_CHECKPOINTS, ModelUnits, Plan, PlanError, UnitPlan, regathered
 from parallel.rules import budget_mistakes, compile_mistakes, dtype_mistakes, reshard_mistakes, tensor_mistakes
+from parallel.selective import op_mistakes
 from parallel.tensor import STYLES, find_style, split_styles
 
 

@@ -1,14 +1,13 @@
 """torch.compile, in place, module by module; and what it has compiled."""
 
 import os
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallel.compile_budget import budget_backend
 from parallel.config import CompileConfig
 from parallel.plan import Plan
 
@@ -42,29 +41,8 @@ def use_cache_folder(config: CompileConfig) -> None:
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
     """Arguments of torch.compile that name the backend, and hold it to an activation memory budget below 1."""
     if budget < 1:
-        return {"backend": _budget_backend(config.backend, config.mode, budget)}
+        return {"backend": budget_backend(config.backend, config.mode, budget)}
     return {"backend": config.backend} | ({"mode": config.mode} if config.mode != "default" else {})
-
-
-@cache
-def _budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:
-    """A backend that keeps `budget` of what the backward could be given, and recomputes the rest.
-
-    torch has one budget for the process, but reads it while it partitions a graph, inside the backend: so setting it
-    there gives each unit its own. Cached, because blocks share a graph only if they share the backend too.
-    """
-    from torch._dynamo import lookup_backend
-    from torch._functorch import config as functorch
-    from torch._inductor import list_mode_options
-
-    inner = lookup_backend(name)
-    options = {"config_patches": list_mode_options(mode)} if mode != "default" else {}
-
-    def compile_within_budget(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        with functorch.patch(activation_memory_budget=budget):
-            return inner(graph, inputs, **options)
-
-    return compile_within_budget
 
 
 def _trust_the_cpu() -> None:

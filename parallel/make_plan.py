@@ -8,7 +8,6 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from parallel.activation_checkpoint import blocks_of_every, op_mistakes, saved_ops
 from parallel.config import ParallelConfig
 from parallel.plan import AXES, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.rules import (
@@ -19,6 +18,7 @@ from parallel.rules import (
     reshard_mistakes,
     tensor_mistakes,
 )
+from parallel.selective import blocks_of_every, op_mistakes, saved_ops
 from parallel.strategy import STRATEGIES, strategy_settings
 from parallel.tensor import split_styles
 
@@ -150,14 +150,15 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
 def _make_units(config: ParallelConfig, model: ModelUnits) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
     mode = _resolve(config.activation_checkpoint, "none")
-    every = blocks_of_every(config.selective_policy)
-    ops = saved_ops(config.selective_policy, model.attention_ops)
+    every, ops = 0, tuple[str, ...]()
+    if mode == "selective":
+        every, ops = blocks_of_every(config.selective_policy), saved_ops(config.selective_policy, model.attention_ops)
     units, blocks = [], 0
     for modules in groups:
         here = mode if model.checkpointed.issuperset(modules) else "none"
         if here != "none":
             blocks += 1
-            if every and mode == "selective":
+            if every:
                 here = "full" if blocks % every == 0 else "none"
         units.append(UnitPlan(
             modules=modules,

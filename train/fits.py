@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from models.cost import block_activations, count_parameters
+from models.cost import block_activations
 from models.llama import SHARDING, LlamaConfig
+from models.size import count_parameters
 from parallel.plan import Plan, PlanError
 from parallel.planner.memory import MemoryEstimate, ModelFootprint, ModuleFootprint, estimate_memory
 from parallel.tensor import split_in

@@ -13,13 +13,15 @@ from parallel.recompile import RecompileGuard
 from train.checkpoint import Position, save_checkpoint
 from train.config import Config, config_to_yaml
 from train.console import Screen
-from train.data.loader import BatchShape, TrainLoader, held_out_batches
+from train.data.held_out import held_out_batches
+from train.data.loader import BatchShape, TrainLoader
 from train.data.tokens import TokenFiles
+from train.host_memory import return_free_memory
 from train.metrics import Metrics
 from train.optim import learning_rate, set_learning_rate
 from train.profiling import StepProfiler
-from train.runtime import Stop, return_free_memory
 from train.step import evaluate, train_step
+from train.stop import Stop
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.cost import count_parameters, flops_per_token
+from models.cost import flops_per_token
+from models.size import count_parameters
 from parallel.advice import advise
 from parallel.compile import use_cache_folder
 from parallel.compile_check import check_compiler
@@ -30,12 +31,14 @@ from train.data.documents import find_documents
 from train.data.loader import BatchShape, count_sequences
 from train.data.tokens import TokenFiles, check_vocabulary, load_tokens
 from train.fits import GIB, check_fits
+from train.host_memory import device_memory_bytes
 from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
 from train.optim import build_optimizer
 from train.planning import plan_run
-from train.runtime import Place, Stop, choose_device, device_memory_bytes, exit_process, read_place, start_process
+from train.runtime import Place, choose_device, read_place, start_process
 from train.status import State, write_status
+from train.stop import Stop
 
 VERSION = "0.1.0"
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
@@ -133,6 +136,19 @@ def _train(run: Run, place: Place, start: Position, resume_from: Path | None) ->
     run.screen.line(_last_words(run, reached, stopped))
     dist.destroy_process_group()
     return stopped
+
+
+def exit_process(place: Place, code: int, error: BaseException | None = None) -> None:
+    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message."""
+    if place.under_torchrun and error is not None:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
 
 
 def _make_folder(config: Config) -> Path:

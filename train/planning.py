@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from models.attention import ATTENTION_OPS
-from models.cost import count_parameters
 from models.llama import SHARDING, LlamaConfig, fsdp_units, tp_divides
+from models.size import count_parameters
 from parallel.check_plan import check_plan
 from parallel.config import ParallelConfig
 from parallel.make_plan import Job, make_plan

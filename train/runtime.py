@@ -1,14 +1,8 @@
-"""The process: its place among the others, its device, threads, signals and end."""
+"""The process: its place among the others, its device, its threads and its process group."""
 
-import ctypes
 import logging
 import os
-import signal
-import sys
-import time
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -88,21 +82,6 @@ def choose_device(config: RunConfig, place: Place) -> tuple[torch.device, str]:
     return device, torch.cuda.get_device_name(device)
 
 
-def device_memory_bytes(device: torch.device, place: Place) -> int:
-    """Memory that one process can have: a whole GPU, or its share of what the node has free."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = "/proc/meminfo"
-    if os.path.exists(meminfo):  # counts what the page cache can give back
-        with open(meminfo, encoding="ascii") as lines:
-            free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), free)
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():  # a container's own limit
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free // place.local_world_size
-
-
 def start_process(config: RunConfig, place: Place, device: torch.device) -> None:
     """Set threads and device, and join the process group (alone too: the same code runs everywhere)."""
     if device.type == "cuda":
@@ -117,75 +96,3 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(config.seed)
-
-
-def return_free_memory() -> None:
-    """Give memory that Python and C++ have freed back to the system, where the C library can (glibc).
-
-    Compiling frees over 100 MiB in small pieces that glibc would keep, besides what training then takes.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
-class Stop:
-    """Whether to stop, agreed by all ranks at the same step, without waiting for the device.
-
-    Any rank may ask (a signal, the time limit). At the end of each step every rank starts a tiny all-reduce over
-    gloo, on the host, and reads the one it started a step before: so all stop after the same step, and the GPU's
-    queue is never drained. A second signal ends the process at once; so does a stop that outlasts `grace_s` (as soon
-    as Python runs again: a signal is not heard inside a collective that waits for a dead rank).
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self.reason: str | None = None
-        self._deadline = time.monotonic() + config.max_hours * 3600 if config.max_hours else None
-        self._grace_s = config.grace_s
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        self._pending: tuple[dist.Work, torch.Tensor] | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.ask(f"signal {signal.Signals(number).name}")
-        signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-
-    def ask(self, reason: str) -> None:
-        """Ask all ranks to stop soon."""
-        self.reason = self.reason or reason
-
-    def agreed(self) -> bool:
-        """Called by every rank once a step: True on all of them at the same step."""
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            self.ask("run.max_hours")
-        if self._group is None:
-            return self.reason is not None
-        answer = False
-        if self._pending is not None:
-            work, asked = self._pending
-            work.wait()
-            answer = bool(asked.item())
-        asked = torch.tensor([int(self.reason is not None)], dtype=torch.int32)
-        work = dist.all_reduce(asked, group=self._group, async_op=True)
-        self._pending = (work, asked)
-        if answer:
-            work.wait()
-            self.ask("another rank was asked to")
-        return answer
-
-
-def exit_process(place: Place, code: int, error: BaseException | None = None) -> None:
-    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message."""
-    if place.under_torchrun and error is not None:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)

@@ -13,7 +13,8 @@ from tools.generate import Sampling, choose_token, choose_window, generate, load
 from tools.whole_weights import checkpoint_config, find_newest
 from train.checkpoint import CheckpointError
 from train.config import ConfigError, load_config
-from train.data.loader import BatchShape, held_out_batches
+from train.data.held_out import held_out_batches
+from train.data.loader import BatchShape
 from train.data.tokens import SEPARATOR, load_tokens
 
 Tool = Callable[..., CompletedProcess[str]]

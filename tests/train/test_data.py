@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from models.loss import IGNORE_INDEX
 from train.data.config import DataConfig, DataError
 from train.data.documents import find_documents
-from train.data.loader import BatchShape, TrainLoader, count_sequences, held_out_batches, read_batch
+from train.data.held_out import held_out_batches
+from train.data.loader import BatchShape, TrainLoader, count_sequences, read_batch
 from train.data.order import sample_indices
 from train.data.tokens import SEPARATOR, check_vocabulary, choose_held_out, decode, encode, load_tokens
 from train.step import Batch

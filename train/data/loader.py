@@ -7,7 +7,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,7 +68,7 @@ class TrainLoader:
             self._put(item)  # whoever asks again hears the same
             raise item
         wait_s = time.perf_counter() - start
-        return [_to_device(batch, self._device) for batch in item], wait_s
+        return [to_device(batch, self._device) for batch in item], wait_s
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
@@ -114,15 +113,6 @@ def read_batch(tokens: NDArray[np.uint16], rows: NDArray[np.int64], seq_len: int
     return Batch(inputs, targets)
 
 
-def held_out_batches(tokens: NDArray[np.uint16], shape: BatchShape, limit: int, device: torch.device) -> Iterator[Batch]:
-    """This rank's share of the first `limit` held-out sequences, in batches of one shape, as many on every rank."""
-    count = min(limit, count_sequences(tokens, shape.seq_len, "held-out"))
-    per_round = shape.micro_batch_size * shape.data_parallel
-    for first in range(0, count, per_round):
-        rows = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
-        batch = read_batch(tokens, np.where(rows < count, rows, -1), shape.seq_len)
-        yield _to_device(batch, device)
-
-
-def _to_device(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on its way to the device; the host does not wait."""
     return Batch(batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True))

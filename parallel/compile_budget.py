@@ -1,0 +1,28 @@
+"""An activation memory budget for each compiled unit, where torch has one for the whole process."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:
+    """A backend that keeps `budget` of what the backward could be given, and recomputes the rest.
+
+    torch has one budget for the process, but reads it while it partitions a graph, inside the backend: so setting it
+    there gives each unit its own. Cached, because blocks share a graph only if they share the backend too.
+    """
+    from torch._dynamo import lookup_backend
+    from torch._functorch import config as functorch
+    from torch._inductor import list_mode_options
+
+    inner = lookup_backend(name)
+    options = {"config_patches": list_mode_options(mode)} if mode != "default" else {}
+
+    def compile_within_budget(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with functorch.patch(activation_memory_budget=budget):
+            return inner(graph, inputs, **options)
+
+    return compile_within_budget

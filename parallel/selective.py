@@ -1,0 +1,68 @@
+"""Selective activation checkpointing: which operators' results are kept, and how torch is told."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+MATMUL = "aten.mm"
+TP_SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")  # recomputed, they would be sent again
+# What each named policy keeps besides attention and the sums over tp: "OP/n" is every n-th call of OP.
+POLICIES = {"matmul": (MATMUL,), "half_matmul": (f"{MATMUL}/2",), "attention": ()}
+
+
+def blocks_of_every(policy: str) -> int:
+    """N of the policy every:N, else 0."""
+    number = policy.removeprefix("every:")
+    return int(number) if policy != number and number.isdecimal() else 0
+
+
+def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
+    """The operators that a policy, named or a list of its own, keeps the results of."""
+    if policy in POLICIES:
+        return (*POLICIES[policy], *attention_ops, *TP_SUMS)
+    return tuple(op.strip() for op in policy.split(",") if op.strip())
+
+
+def op_mistakes(policy: str, attention_ops: tuple[str, ...], place: str = "parallel.selective_policy") -> list[str]:
+    """What is wrong with a policy, in words."""
+    if policy.startswith("every:"):
+        return [] if blocks_of_every(policy) else [f"{place}={policy} must be every:N with N at least 1"]
+    unknown = [op for op in saved_ops(policy, attention_ops) if not _is_op(op)]
+    if not unknown and saved_ops(policy, attention_ops):
+        return []
+    what = f"{', '.join(unknown)} is not an operator of this torch" if unknown else "it keeps nothing, which is full"
+    return [f"{place}={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as aten.mm or aten.mm/2"]
+
+
+def selective_contexts(ops: tuple[str, ...]) -> Any:
+    """One context for the forward and one for its recomputation, each counting its own calls."""
+    calls: Counter[Any] = Counter()
+    every = _saved_every(ops)
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        packet = getattr(op, "overloadpacket", op)
+        n = every.get(packet, 0)
+        calls[packet, context.is_recompute] += 1
+        saved = n and calls[packet, context.is_recompute] % n == 0
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@cache
+def _saved_every(ops: tuple[str, ...]) -> dict[Any, int]:
+    """Operator -> of how many of its calls one is kept. Operators that this build of torch lacks are left out."""
+    return {_find_op(op): int(op.partition("/")[2] or 1) for op in ops if _find_op(op) is not None}
+
+
+def _find_op(op: str) -> Any:
+    namespace, _, name = op.partition("/")[0].partition(".")
+    return getattr(getattr(torch.ops, namespace, None), name, None) if name else None
+
+
+def _is_op(op: str) -> bool:
+    times = op.partition("/")[2]
+    return _find_op(op) is not None and (times.isdecimal() and int(times) > 0 if "/" in op else True)
