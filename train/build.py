@@ -19,15 +19,26 @@ def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.devi
 
     With `plan.cpu_offload` parameters stay in host memory. Raises ConfigError for a `train.freeze` that matches nothing.
     """
+    model = shard_model(config, plan, mesh)
+    fill_model(model, config, plan, device)
+    return model
+
+
+def shard_model(config: Config, plan: Plan, mesh: DeviceMesh) -> Llama:
+    """The first half of building: a model on the meta device with the plan applied to it."""
     with torch.device("meta"):
         model = Llama(config.model)
     freeze(model, config.train.freeze)
     apply_plan(model, plan, mesh)
+    return model
+
+
+def fill_model(model: Llama, config: Config, plan: Plan, device: torch.device) -> None:
+    """The second half: this rank's tensors, with their initial values."""
     model.to_empty(device="cpu" if plan.cpu_offload else device)
     for name, buffer in model.named_buffers():  # all of them belong to the model itself
         setattr(model, name, buffer.to(device))
     init_weights(model, config.run.seed, copy_shard)
-    return model
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
