@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from train.bounds import bounded
+
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -34,13 +36,9 @@ class CheckpointConfig:
             or the path of a checkpoint
     """
 
-    every: int = 0
-    keep: int = 2
+    every: int = bounded(0, low=0)
+    keep: int = bounded(2, low=0)
     resume: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.every < 0 or self.keep < 0:
-            raise ValueError(f"checkpoint.every={self.every} and checkpoint.keep={self.keep} must not be negative")
 
 
 @dataclass(frozen=True)

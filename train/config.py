@@ -17,6 +17,7 @@ from models.llama import LlamaConfig
 from parallel.config import ParallelConfig
 from parallel.plan import PlanError
 from parallel.strict_yaml import YamlError, load_mapping
+from train.bounds import bounded, check_bounds
 from train.checkpoint import CheckpointConfig, CheckpointError
 from train.data.config import DataConfig, DataError
 from train.metrics import MetricsConfig
@@ -51,21 +52,17 @@ class TrainConfig:
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
     """
 
-    steps: int = 1000
-    epochs: float = 0.0
-    seq_len: int = 1024
+    steps: int = bounded(1000, low=1)
+    epochs: float = bounded(0.0, low=0)
+    seq_len: int = bounded(1024, low=1)
     micro_batch_size: int | str = "auto"
     global_batch_size: int = -1
-    grad_clip: float = 1.0
-    eval_every: int = 0
-    eval_sequences: int = 64
+    grad_clip: float = bounded(1.0, low=0)
+    eval_every: int = bounded(0, low=0)
+    eval_sequences: int = bounded(64, low=1)
     freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        least_values = {"steps": 1, "epochs": 0, "seq_len": 1, "grad_clip": 0, "eval_every": 0, "eval_sequences": 1}
-        for name, least in least_values.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least {least}")
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             raise ValueError(f"train.micro_batch_size={self.micro_batch_size} must be auto or a number of sequences")
 
@@ -85,6 +82,8 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
+        for section in dataclasses.fields(self):
+            check_bounds(section.name, getattr(self, section.name))
         if self.train.seq_len > self.model.max_seq_len:
             raise ValueError(f"train.seq_len={self.train.seq_len} must not exceed model.max_seq_len={self.model.max_seq_len}")
 

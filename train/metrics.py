@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.compile import count_compiled_graphs
+from train.bounds import bounded
 from train.step import StepResult
 
 GIB = 2**30
@@ -26,12 +27,8 @@ class MetricsConfig:
         tensorboard: write TensorBoard files into run.dir/tb
     """
 
-    every: int = 10
+    every: int = bounded(10, low=0)
     tensorboard: bool = True
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"metrics.every={self.every} must not be negative")
 
 
 @dataclass(frozen=True)

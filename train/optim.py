@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from train.bounds import bounded
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -23,26 +25,18 @@ class OptimConfig:
         decay_ratio: wsd only: share of all steps, at the end, that decays
     """
 
-    lr: float = 3e-4
+    lr: float = bounded(3e-4, low=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    warmup_steps: int = 100
+    eps: float = bounded(1e-8, low=0)
+    weight_decay: float = bounded(0.1, low=0)
+    warmup_steps: int = bounded(100, low=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    min_lr_ratio: float = 0.1
-    decay_ratio: float = 0.2
+    min_lr_ratio: float = bounded(0.1, low=0, high=1)
+    decay_ratio: float = bounded(0.2, low=0, high=1)
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"optim.lr={self.lr} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both lie in [0, 1)")
-        for name in ("warmup_steps", "weight_decay", "eps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optim.{name}={getattr(self, name)} must not be negative")
-        for name in ("min_lr_ratio", "decay_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optim.{name}={getattr(self, name)} must lie in [0, 1]")
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from train.bounds import bounded
+
 
 @dataclass(frozen=True)
 class ProfileConfig:
@@ -15,12 +17,8 @@ class ProfileConfig:
         steps: length of the window, in optimizer steps
     """
 
-    start: int = 0
-    steps: int = 3
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.steps < 1:
-            raise ValueError(f"profile.start={self.start} must not be negative, profile.steps={self.steps} must be at least 1")
+    start: int = bounded(0, low=0)
+    steps: int = bounded(3, low=1)
 
 
 class StepProfiler:

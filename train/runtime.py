@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.plan import PlanError
+from train.bounds import bounded
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,15 @@ class RunConfig:
     """
 
     dir: str | None = None
-    seed: int = 0
+    seed: int = bounded(0, low=0, high=2**63 - 1)
     device: str = "auto"
-    threads: int = 0
-    max_hours: float = 0.0
-    grace_s: float = 120.0
+    threads: int = bounded(0, low=0, high=4096)
+    max_hours: float = bounded(0.0, low=0, high=1e6)
+    grace_s: float = bounded(120.0, low=1, high=1e6)
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"run.device={self.device} must be auto, cpu or cuda")
-        ranges = {"seed": (0, 2**63 - 1), "threads": (0, 4096), "max_hours": (0, 1e6), "grace_s": (1, 1e6)}
-        for name, (least, most) in ranges.items():
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"run.{name}={getattr(self, name)} must lie between {least} and {most}")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.launch import read_status
+from train.bounds import check_bounds
 from train.metrics import Metrics, MetricsConfig, Throughput
 from train.status import State, write_status
 
@@ -48,7 +49,7 @@ def test_without_tensorboard_there_is_only_the_json_file(tmp_path: Path) -> None
 
 def test_a_negative_interval_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"metrics\.every=-1"):
-        MetricsConfig(every=-1)
+        check_bounds("metrics", MetricsConfig(every=-1))
 
 
 @pytest.mark.parametrize("state", ["running", "finished", "stopped", "failed"])

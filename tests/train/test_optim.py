@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from models.llama import Llama, LlamaConfig, init_weights
+from train.bounds import check_bounds
 from train.optim import OptimConfig, build_optimizer, learning_rate, set_learning_rate
 
 CONFIG = OptimConfig(lr=1e-2, warmup_steps=10, schedule="cosine", min_lr_ratio=0.1, decay_ratio=0.2)
@@ -113,4 +114,4 @@ def test_the_rate_is_set_for_both_groups() -> None:
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(keys: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"optim.{next(iter(keys))}="):
-        OptimConfig(**keys)
+        check_bounds("optim", OptimConfig(**keys))

@@ -1,0 +1,59 @@
+"""From config to optimizer step, and which of our files have functions that ran on the way. Run by test_newcomer_path.py.
+
+Arguments: the file to write, then config arguments.
+"""
+
+import inspect
+import sys
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+executed: set[str] = set()
+
+
+def note_file(frame, event, argument) -> None:  # type: ignore[no-untyped-def]
+    if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function, not a module's or a class's body
+        executed.add(frame.f_code.co_filename)
+
+
+def journey() -> None:
+    """The steps of train.main that lead to an optimizer step. Screen, metrics, checkpoints, profiles, stopping and the
+    memory estimate stand beside them."""
+    import torch
+
+    from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+    from train.build import build_model
+    from train.config import parse_config
+    from train.data.loader import BatchShape, TrainLoader
+    from train.data.tokens import load_tokens
+    from train.optim import build_optimizer, learning_rate, set_learning_rate
+    from train.planning import plan_run
+    from train.runtime import choose_device, read_place, start_process
+    from train.step import train_step
+
+    config, place = parse_config(sys.argv[2:]), read_place()
+    device, _ = choose_device(config.run, place)
+    plan = plan_run(config, place.world_size, place.local_world_size)
+    start_process(config.run, place, device)
+    mesh = build_mesh(plan.mesh, device.type)
+    model = build_model(config, plan, mesh, device)
+    optimizer = build_optimizer(model, config.optim)
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len, data_parallel_rank(mesh, plan.mesh),
+                       plan.mesh.data_parallel)  # fmt: skip
+    loader = TrainLoader(load_tokens(config.data).train, shape, config.run.seed, 0, device, config.data.prefetch)
+    for step in range(1, config.train.steps + 1):
+        set_learning_rate(optimizer, learning_rate(config.optim, step, config.train.steps))
+        batches, _ = loader.next()
+        train_step(model, optimizer, batches, config.train.grad_clip, data_parallel_group(mesh))
+    loader.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    threading.setprofile(note_file)
+    sys.setprofile(note_file)
+    journey()
+    sys.setprofile(None)
+    ours = sorted({str(Path(name).relative_to(ROOT)) for name in executed if Path(name).is_relative_to(ROOT)})
+    Path(sys.argv[1]).write_text("\n".join(name for name in ours if not name.startswith("tests/")))
