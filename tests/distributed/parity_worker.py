@@ -1,64 +1,139 @@
-"""Trains a few steps on the mesh the arguments describe and writes losses, norms and first gradients to a file.
+"""Trains cases one after another on one process group, and writes what each saw to a file of its own.
 
-Run by test_parity.py: `OUT STEPS UNEVEN [config arguments]`.
+Run by parity.py: `FOLDER`, which holds cases.json: {case: {"arguments": [...], "steps": N, "fault": ""}}. A case that fails
+writes its traceback instead, and the next one runs, if all ranks are still there for it.
 """
 
+import contextlib
+import datetime
+import faulthandler
+import gc
+import json
+import os
 import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
+import parallel.tensor
 from parallel.compile import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from tests.distributed.reference import pad_unevenly
+from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
 from train.build import build_model
-from train.config import parse_config
+from train.config import Config, parse_config
+from train.data.held_out import held_out_batches
 from train.data.loader import BatchShape, TrainLoader
 from train.data.tokens import load_tokens
 from train.optim import build_optimizer, learning_rate, set_learning_rate
 from train.planning import plan_run
-from train.runtime import read_place, start_process
-from train.step import Batch, train_step
+from train.runtime import Place, read_place, start_process
+from train.step import Batch, evaluate, train_step
+
+CASE_LIMIT_S = 900  # a case that hangs ends the process with every thread's stack on stderr
+AGREE_S = 120  # how long a rank whose case has ended waits for the others
 
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def main() -> None:
-    out, steps, uneven = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "uneven"
-    config, place, device = parse_config(sys.argv[4:]), read_place(), torch.device("cpu")
+def train_case(config: Config, steps: int, place: Place, device: torch.device) -> dict[str, Any]:
+    """The journey of train.main, with a look at everything on the way. Every rank's result; rank 0's counts."""
     plan = plan_run(config, place.world_size)
-    start_process(config.run, place, device)
+    assert plan.mesh.world_size == dist.get_world_size()
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config, plan, mesh, device)
     weights = {name: whole(p) for name, p in model.named_parameters()}
     optimizer = build_optimizer(model, config.optim)
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len, data_parallel_rank(mesh, plan.mesh),
-                       plan.mesh.data_parallel)  # fmt: skip
-    loader = TrainLoader(load_tokens(config.data).train, shape, config.run.seed, 0, device, 2)
+    data_rank = data_parallel_rank(mesh, plan.mesh)
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len, data_rank, plan.mesh.data_parallel)
+    tokens, group = load_tokens(config.data), data_parallel_group(mesh)
+    loader = TrainLoader(tokens.train, shape, config.run.seed, 0, device, 2)
     grads: dict[str, Tensor] = {}
 
     def keep_first_gradients(*_: object) -> None:
         if not grads:
-            grads.update({name: whole(p.grad) for name, p in model.named_parameters()})
+            grads.update({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
 
     optimizer.register_step_pre_hook(keep_first_gradients)
-    losses, norms, graphs = [], [], []
+    losses, norms, graphs, seen, eval_loss = [], [], [], [], None
     for step in range(1, steps + 1):
         set_learning_rate(optimizer, learning_rate(config.optim, step, steps))
         batches, _ = loader.next()
-        if uneven:
+        seen.append(torch.cat([batch.tokens for batch in batches]))
+        if step == steps:
             batches = [Batch(b.tokens, pad_unevenly(b.tokens, b.targets)) for b in batches]
-        result = train_step(model, optimizer, batches, config.train.grad_clip, data_parallel_group(mesh))
+        result = train_step(model, optimizer, batches, config.train.grad_clip, group)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
+        if step == EVALUATE_AFTER:
+            held_out = held_out_batches(tokens.held_out, shape, config.train.eval_sequences, device)
+            eval_loss = evaluate(model, held_out, group).item()
         graphs.append(count_compiled_graphs())
     loader.close()
-    if place.is_main:
-        torch.save({"losses": losses, "norms": norms, "grads": grads, "weights": weights, "graphs": graphs}, out)
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "graphs": graphs, "eval_loss": eval_loss,
+            "breaks": dict(counters["graph_break"]), "tokens": _tokens_of_all(torch.stack(seen), data_rank)}  # fmt: skip
+
+
+def _tokens_of_all(mine: Tensor, data_rank: int) -> Tensor:
+    """tokens[step, sequence, token] that the data-parallel ranks saw together; the ranks of a tp group must see the same."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (data_rank, mine))
+    parts: dict[int, Tensor] = {}
+    for rank, tokens in every:
+        assert torch.equal(parts.setdefault(rank, tokens), tokens), "the ranks of one tp group saw different data"
+    return torch.cat([parts[rank] for rank in sorted(parts)], dim=1)
+
+
+@contextlib.contextmanager
+def fault(name: str) -> Any:
+    """Breaks our code on purpose: "async" hands on collectives as torch's own styles do, as AsyncCollectiveTensor."""
+    if not name:
+        yield
+        return
+    assert name == "async"
+    from torch.distributed import _functional_collectives
+
+    waiting = parallel.tensor._wait
+    parallel.tensor._wait = _functional_collectives._maybe_wrap_tensor
+    try:
+        yield
+    finally:
+        parallel.tensor._wait = waiting
+
+
+def main() -> None:
+    folder, place, device = Path(sys.argv[1]), read_place(), torch.device("cpu")
+    cases = json.loads((folder / "cases.json").read_text())
+    store = dist.FileStore(str(folder / "agreement"), place.world_size)
+    start_process(parse_config([]).run, place, device)
+    for case, what in cases.items():
+        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+        start = time.perf_counter()
+        torch._dynamo.reset()
+        counters.clear()
+        try:
+            with fault(what["fault"]):
+                result = train_case(parse_config(what["arguments"]), what["steps"], place, device)
+        except BaseException:
+            result = {"error": f"rank {place.rank}: {traceback.format_exc()}"}
+        if place.is_main or "error" in result:
+            torch.save({**result, "wall_s": time.perf_counter() - start}, folder / f".{case}.{place.rank}")
+            os.rename(folder / f".{case}.{place.rank}", folder / f"{case}.{place.rank}")
+        del result
+        gc.collect()
+        store.set(f"{case}.{place.rank}", "ended")
+        try:
+            store.wait([f"{case}.{rank}" for rank in range(place.world_size)], datetime.timedelta(seconds=AGREE_S))
+        except RuntimeError:  # a rank waits in a collective that this one will never join
+            os._exit(1)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,110 @@
+"""The parity matrix: what a run can vary in, which combinations are legal, and the cases that stand for all of them."""
+
+from typing import Any
+
+from tests.distributed.pairwise import Case, Rule, cover_pairs
+
+STEPS = 10
+# Every degree up to 4 divides its sizes; 16 sequences are one for each of 8 ranks even with accumulation 2.
+SHAPE = ["--model.dim=32", "--model.n_layers=4", "--model.n_heads=8", "--model.n_kv_heads=4", "--model.ffn_dim=64",
+         "--train.seq_len=32", "--train.global_batch_size=16", "--train.eval_sequences=13", "--optim.warmup_steps=2",
+         "--optim.lr=3e-3"]  # fmt: skip
+PARTS = {
+    "all": ("embedding", "attention", "feed_forward", "head"),
+    "attention": ("attention",),
+    "ffn+head": ("feed_forward", "head"),
+    "emb+att+head": ("embedding", "attention", "head"),
+}
+# The first value is the cheapest or the plainest: it is taken where the others are not needed.
+FACTORS: dict[str, list[Any]] = {
+    "ranks": [4, 2, 1, 8],
+    "tp": [1, 2, 4],
+    "dp_shard": [2, 1, 4],
+    "dp_replicate": [1, 2, 4],
+    "recompute": ["none", "full", "matmul", "half_matmul", "every:2", "budget"],
+    "backend": ["eager", "aot_eager", "inductor"],
+    "reshard": [True, False, 2],
+    "parts": list(PARTS),
+    "tied": [False, True],
+    "loss_parallel": [True, False],
+    "sequence_parallel": [True, False],
+    "forward_prefetch": [1, 0, 2],
+    "backward_prefetch": [1, 0, 2],
+    "accumulation": [1, 2],
+}
+RULES = [
+    Rule(("ranks", "tp", "dp_shard", "dp_replicate"), lambda ranks, *degrees: ranks == degrees[0] * degrees[1] * degrees[2]),
+    # A budget is the compiler's. aot_eager has no partitioner that knows one: aot_eager_decomp_partition stands for it.
+    Rule(("recompute", "backend"), lambda recompute, backend: recompute != "budget" or backend != "eager"),
+    Rule(("reshard", "dp_shard"), lambda reshard, shard: reshard is True or reshard is False or shard > reshard),
+    # Without tensor parallelism these mean nothing; without a split head loss_parallel does not.
+    Rule(("tp", "parts"), lambda tp, parts: tp > 1 or parts == "all"),
+    Rule(("tp", "sequence_parallel"), lambda tp, on: tp > 1 or on),
+    Rule(("tp", "loss_parallel"), lambda tp, on: tp > 1 or on),
+    Rule(("parts", "loss_parallel"), lambda parts, on: on or "head" in PARTS[parts]),
+    Rule(("parts", "tied"), lambda parts, tied: not tied or ("head" in PARTS[parts]) == ("embedding" in PARTS[parts])),
+]
+
+
+def case(ranks: int, degrees: tuple[int, int, int], backend: str, recompute: str, **others: Any) -> Case:
+    """A case by hand: degrees are (dp_replicate, dp_shard, tp); what is not said has its plain value."""
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    mesh = dict(zip(("dp_replicate", "dp_shard", "tp"), degrees, strict=True))
+    return {**plain, **mesh, "ranks": ranks, "backend": backend, "recompute": recompute, **others}
+
+
+# By hand, and in the everyday tests: what is used most, and where faults were met.
+FAST = [
+    case(1, (1, 1, 1), "inductor", "none"),
+    case(2, (1, 2, 1), "inductor", "budget"),
+    case(2, (1, 1, 2), "inductor", "matmul"),
+    case(2, (1, 2, 1), "eager", "every:2", forward_prefetch=2, backward_prefetch=2, accumulation=2),
+    case(2, (1, 1, 2), "aot_eager", "half_matmul", tied=True, sequence_parallel=False, reshard=False),
+    case(4, (1, 2, 2), "aot_eager", "full", accumulation=2),
+    case(4, (1, 2, 2), "aot_eager", "none", loss_parallel=False, parts="ffn+head", forward_prefetch=0),
+    case(4, (1, 4, 1), "aot_eager", "full", reshard=2, backward_prefetch=2),
+    case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2),
+    case(4, (2, 2, 1), "aot_eager", "every:2", tied=True, backward_prefetch=0),
+    case(8, (2, 2, 2), "eager", "none", accumulation=2),
+]  # fmt: skip
+SLOW = cover_pairs(FACTORS, RULES, FAST)
+
+
+def name(case: Case) -> str:
+    """Short and unlike any other case's."""
+    mesh = "x".join(str(case[axis]) for axis in ("dp_replicate", "dp_shard", "tp"))
+    words = [str(case["ranks"]), mesh, case["backend"], case["recompute"], f"reshard:{str(case['reshard']).lower()}",
+             f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}", f"accumulate:{case['accumulation']}"]  # fmt: skip
+    words += ["tied"] * case["tied"] + [case["parts"]] * (case["tp"] > 1)
+    words += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
+    return "-".join(words)
+
+
+def arguments(case: Case) -> list[str]:
+    """The case as config overrides."""
+    recompute, backend = case["recompute"], case["backend"]
+    if recompute in ("none", "full", "budget"):
+        chosen = {"activation_checkpoint": recompute}
+    else:
+        chosen = {"activation_checkpoint": "selective", "selective_policy": recompute}
+    keys = ("dp_replicate", "dp_shard", "tp", "loss_parallel", "sequence_parallel", "forward_prefetch", "backward_prefetch")
+    chosen |= {key: case[key] for key in keys} | {"reshard_after_forward": case["reshard"]}
+    chosen |= {"tp_parts": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}
+    if backend != "eager":
+        partitions = recompute == "budget" and backend == "aot_eager"
+        chosen["compile.backend"] = "aot_eager_decomp_partition" if partitions else backend
+    data_parallel = case["dp_replicate"] * case["dp_shard"]
+    line = [f"--parallel.{key}={_text(value)}" for key, value in chosen.items()]
+    line.append(f"--train.micro_batch_size={16 // data_parallel // case['accumulation']}")
+    return line + ["--model.tie_embeddings=true"] * case["tied"]
+
+
+def graphs(case: Case) -> int:
+    """Compiled graphs that a case needs: one for each kind of block, one for the head."""
+    if case["backend"] == "eager":
+        return 0
+    return (2 if case["recompute"] == "every:2" else 1) + 1
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

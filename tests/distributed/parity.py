@@ -1,0 +1,85 @@
+"""Runs cases of one number of processes in as few launches as it takes, and compares each with plain training."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.matrix import SHAPE, STEPS
+from tests.distributed.reference import train_plainly
+from tests.launch import run
+from train.config import parse_config
+
+Result = dict[str, Any]
+LOSS, NORM, GRADIENT = 5e-5, 1e-5, 1e-4  # absolute in nats; relative; relative to the parameter's gradient norm
+
+
+def run_cases(ranks: int, cases: Mapping[str, Sequence[str]], folder: Path, steps: int = STEPS, fault: str = "") -> dict[str, Result]:
+    """What each case's worker saw, or {"error": ...}. A case that takes the others down with it is left out of the next
+    launch."""
+    results: dict[str, Result] = {}
+    while todo := {case: list(arguments) for case, arguments in cases.items() if case not in results}:
+        launch = folder / f"launch-{len(results)}"
+        launch.mkdir(parents=True)
+        job = {case: {"arguments": arguments, "steps": steps, "fault": fault} for case, arguments in todo.items()}
+        (launch / "cases.json").write_text(json.dumps(job))
+        done = run(ranks, str(launch), module="tests.distributed.parity_worker", timeout_s=1000 * len(todo),
+                   TORCHINDUCTOR_COMPILE_THREADS="1")  # fmt: skip
+        for case in todo:
+            if found := _read(launch, case):
+                results[case] = found
+        if done.returncode:
+            culprit = next((case for case in todo if "error" in results.get(case, {"error": ""})), None)
+            assert culprit, done.stderr
+            results.setdefault(culprit, {"error": done.stderr[-5000:]})
+    return results
+
+
+def _read(launch: Path, case: str) -> Result | None:
+    found = [torch.load(path) for path in sorted(launch.glob(f"{glob_escape(case)}.*"))]
+    failed = [result for result in found if "error" in result]
+    return (failed or found or [None])[0]
+
+
+def glob_escape(name: str) -> str:
+    return name.replace("[", "[[]")
+
+
+@functools.cache
+def reference(arguments: tuple[str, ...], dtype: torch.dtype = torch.float32) -> Result:
+    """Plain training of the model, on the data, that these arguments describe."""
+    plain = train_plainly(parse_config(arguments), STEPS, dtype)
+    assert plain["losses"][-1] < plain["losses"][0] - 0.5, "the data must be learnable, or a wrong gradient hides"
+    return plain
+
+
+def plain_run(data: Sequence[str], arguments: Sequence[str], dtype: torch.dtype = torch.float32) -> Result:
+    """The reference of a case: one for each shape of model and each list of frozen parameters."""
+    of_the_model = [a for a in arguments if a.startswith(("--model.", "--train.freeze"))]
+    return reference((*SHAPE, *data, *of_the_model), dtype)
+
+
+def check_parity(got: Result, plain: Result) -> None:
+    """The whole of what "trains the same model" means."""
+    assert "error" not in got, got["error"]
+    assert torch.equal(got["tokens"], plain["tokens"]), "the order of samples differs"
+    assert got["weights"].keys() == plain["weights"].keys()
+    for name, weight in plain["weights"].items():
+        assert torch.equal(got["weights"][name], weight), f"initial weights of {name} differ"
+    assert got["losses"] == pytest.approx(plain["losses"], abs=LOSS, rel=0)
+    assert got["eval_loss"] == pytest.approx(plain["eval_loss"], abs=LOSS, rel=0)
+    assert got["norms"] == pytest.approx(plain["norms"], rel=NORM, abs=0)
+    assert got["grads"].keys() == plain["grads"].keys(), "other parameters are trained"
+    for name, grad in plain["grads"].items():
+        difference = (got["grads"][name] - grad).norm() / grad.norm()
+        assert difference < GRADIENT, f"first gradient of {name} differs by {difference:.1e} of its norm"
+
+
+def check_compiled(got: Result, graphs: int) -> None:
+    """No break, as many graphs as there are kinds of block and a head, all of them in the first step."""
+    assert got["breaks"] == {}
+    assert got["graphs"] == [graphs] * STEPS, "something was compiled after the first step, or a block apart from the others"
