@@ -23,6 +23,7 @@ from tools.bench.peers import OURS, Contender, Figures, best_peers, make_ratios,
 from tools.bench.processes import BenchError, run_to_end
 from tools.bench.record import make_document, without_names, write_record
 from tools.bench.run import Setup, make_figures, read_rows, resolve
+from tools.bench.variants import parse_variants, variant_figures, variant_rows
 from train.config import ConfigError
 
 Output = pytest.CaptureFixture[str]
@@ -241,3 +242,23 @@ def test_depth_ratio_is_the_median_over_rounds() -> None:
 
 def test_make_document_has_no_config_to_invent() -> None:
     assert make_document("x", ["attention"], None, {})["command"] == ["python", "-m", "tools.bench", "attention"]
+
+
+def test_variants_are_keys_under_names() -> None:
+    variants = parse_variants(["plain=", "full=--parallel.activation_checkpoint=full --train.steps=3"], Setup(2, 1, ["--a=1"]))
+    assert [setup.arguments for setup in variants.values()] == [
+        ["--a=1"], ["--a=1", "--parallel.activation_checkpoint=full", "--train.steps=3"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("texts", [["plain="], ["plain", "b="], ["a=x", "b="], ["a=", "a=--b=1"], ["=--a=1", "b="]], ids=str)
+def test_variants_that_are_not_names_and_keys(texts: list[str]) -> None:
+    with pytest.raises(BenchError, match="--variant"):
+        parse_variants(texts, Setup(2, 1, []))
+
+
+def test_variants_are_compared_with_the_first_within_rounds() -> None:
+    slow = {figure: 2 * value for figure, value in FIGURES.items()}
+    slower = {figure: 3 * value for figure, value in FIGURES.items()}
+    rounds = [{"plain": FIGURES, "full": slow}, {"plain": slow, "full": slower}, {"plain": FIGURES, "full": FIGURES}]
+    assert variant_figures(rounds)["over_plain"]["full"]["startup_s"] == 1.5
+    assert variant_rows(rounds)[1][1][-1] == "1.500"

@@ -1,4 +1,4 @@
-"""`python -m tools.bench train | peers | compile-depth | attention`: how fast, how big, how soon."""
+"""`python -m tools.bench train | variants | peers | compile-depth | attention`: how fast, how big, how soon."""
 
 import argparse
 import dataclasses
@@ -14,10 +14,11 @@ import torch
 
 from tools.bench.attention import DEFAULT_SHAPES, compare, parse_shape
 from tools.bench.compile_depth import depth_setup, median_ratio, median_seconds, run_depths
-from tools.bench.peers import best_peers, comparison_rows, our_contender, parse_peers, run_rounds, to_figures
+from tools.bench.peers import OURS, best_peers, comparison_rows, contender_of, parse_peers, run_rounds, to_figures
 from tools.bench.processes import CACHE_MODES, cache_environment
 from tools.bench.record import make_document, write_record
 from tools.bench.run import PROG, STANDARD_SHAPE, WARM_UP_STEPS, RunFigures, Setup, config_to_record, measure_run, resolve
+from tools.bench.variants import parse_variants, variant_contenders, variant_figures, variant_rows
 from tools.command import format_table, run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
@@ -56,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)  # fmt: skip
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     _add_train(subparsers)
+    _add_variants(subparsers)
     _add_peers(subparsers)
     _add_compile_depth(subparsers)
     _add_attention(subparsers)
@@ -69,6 +71,18 @@ def _add_train(subparsers: Any) -> None:
     parser = _add(subparsers, "train", "one run: speed, memory, start-up", description, KEYS)
     _add_run_options(parser)
     parser.set_defaults(measure=measure_train)
+
+
+def _add_variants(subparsers: Any) -> None:
+    description = (f"Run ours on the standard shape ({SHAPE}) under several settings in turn, and print the figures of each and "
+                   "their ratios to the first.")  # fmt: skip
+    parser = _add(subparsers, "variants", "ours under several settings, interleaved", description, KEYS)
+    parser.add_argument("--variant", action="append", required=True, metavar="NAME=KEYS",
+                        help="config keys, as full='--parallel.activation_checkpoint=full'; may be none, as plain=''; given "
+                             "several times, the first is what the others are compared with")  # fmt: skip
+    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="runs of each (default 2)")
+    _add_run_options(parser)
+    parser.set_defaults(measure=measure_variants)
 
 
 def _add_peers(subparsers: Any) -> None:
@@ -141,12 +155,21 @@ def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> Resu
     return Result(config_to_record(config), _with_setup(options, dataclasses.asdict(figures)), train_text(figures))
 
 
+def measure_variants(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+    """Ours under several settings, in turn."""
+    variants = parse_variants(options.variant, standard_setup(options, overrides))
+    configs = {name: config_to_record(resolve(setup)) for name, setup in variants.items()}
+    rounds = run_rounds(variant_contenders(variants), options.rounds, options.cache)
+    text = f"{format_table(*variant_rows(rounds))}\n\nmedian of {options.rounds} rounds"
+    return Result(configs, _with_setup(options, variant_figures(rounds)), text)
+
+
 def measure_peers(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
     """Ours and the peers, in turn."""
     setup = standard_setup(options, overrides)
     peers = parse_peers(options.peer, options.threads)
     config = resolve(setup)
-    figures = to_figures(run_rounds([our_contender(setup), *peers], options.rounds, options.cache))
+    figures = to_figures(run_rounds([contender_of(OURS, setup), *peers], options.rounds, options.cache))
     ratios = figures["ours_over_peer"]
     table = format_table(*comparison_rows(figures["median"], ratios, best_peers(ratios)))
     text = f"{table}\n\nours / peer: the median of {options.rounds} rounds; * the peer that we look worst against"

@@ -32,14 +32,14 @@ class Contender:
     run: Callable[[dict[str, str]], Figures]
 
 
-def our_contender(setup: Setup) -> Contender:
-    """train.main."""
+def contender_of(name: str, setup: Setup) -> Contender:
+    """A run of train.main."""
 
     def run(cache: dict[str, str]) -> Figures:
         figures = measure_run(setup, cache)
         return {name: getattr(figures, name) for name in FIGURES}
 
-    return Contender(OURS, run)
+    return Contender(name, run)
 
 
 def parse_peers(texts: Sequence[str], threads: int) -> list[Contender]:
