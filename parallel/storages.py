@@ -1,0 +1,171 @@
+"""Memory of one rank by kind, followed storage by storage while a step runs."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from parallel.plan import Plan
+from parallel.position import OPTIMIZER_LABEL, Position
+
+REDUCE_LABEL = "FSDP::post_backward_reduce"
+BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)
+UNSHARDED_LABELS = ("FSDP::all_gather", "FSDP::pre_", "FSDP::root_pre_", "FSDP::post_forward", "FSDP::forward_prefetch",
+                    "FSDP::backward_prefetch")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryByKind:
+    """Bytes of one rank.
+
+    Args:
+        params: this rank's share of the parameters
+        grads: of their gradients
+        optimizer: of the optimizer's state
+        unsharded: parameters that are gathered, with the buffers they are gathered through
+        activations: everything else that forward and backward make, kept or passing
+        logits: logits, and what the loss makes of them and their gradient
+        buffers: whole gradients on their way through the reduction; the model's buffers; the rest
+    """
+
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+    unsharded: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+
+
+@dataclass
+class _Storage:
+    """A storage that lives: its kind, the size it is counted with, and whether a reduction of gradients made it."""
+
+    ref: "weakref.ref[torch.UntypedStorage]"
+    kind: str
+    bytes: int
+    reduced: bool
+
+
+class StorageTracker:
+    """Counts every storage, of fake or real tensors, that it is shown, from then to its end.
+
+    `logits`: the modules that make the logits, and the loss of them. `on_host`: kinds that lie in host memory, and so
+    do not count for the peak.
+    """
+
+    def __init__(
+        self, position: Position, model: nn.Module, plan: Plan, logits: tuple[str, str], on_host: frozenset[str]
+    ) -> None:
+        self.now: dict[str, int] = dict.fromkeys(MemoryByKind.__annotations__, 0)
+        self.largest = dict(self.now)
+        self.at_peak = dict(self.now)
+        self._peak = self._total = 0
+        self._position, self._on_host = position, on_host
+        self._output_module, self._loss_module = logits
+        self._logits_widths: set[int] = set()
+        self._live: dict[int, _Storage] = {}
+        self._params = list(model.parameters())
+        self._unit_params = {u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units}
+        self._modules = dict(model.named_modules())
+        self._differentiated = ""  # the module whose backward ran last, "" outside the backward
+        self._in_backward = False
+
+    def mark(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say of what kind tensors are, whatever they were counted as before."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = _local(tensor).untyped_storage()
+                if storage._cdata in self._live:
+                    self._move(self._live[storage._cdata], kind)
+                else:
+                    self._follow(storage, kind)
+
+    def see(self, op: Any, result: Any) -> None:
+        """Take in an operation and what came of it."""
+        if op.namespace == "fsdp":
+            self._remeasure()
+        self._follow_backward()
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = _local(tensor).untyped_storage()
+                if storage._cdata not in self._live:
+                    self._follow(storage, self._kind(tensor))
+
+    def see_label(self, closed: str) -> None:
+        """Take in that a label has been opened, or `closed`."""
+        self._remeasure()
+        if closed == "FSDP::root_pre_forward":
+            self.mark("params", self._params)  # the first forward pads uneven shards into storages of their own
+        elif closed.startswith(REDUCE_LABEL):
+            self.mark("grads", (p.grad for p in self._unit_params[self._position.unit_in(closed)]))
+
+    def _kind(self, tensor: Tensor) -> str:
+        """Of what kind a tensor is that has just been made."""
+        position = self._position
+        if position.label.startswith(UNSHARDED_LABELS):
+            return "unsharded"
+        if position.label.startswith(BUFFER_LABELS) or position.phase == "optimizer":
+            return "buffers"
+        if (module := position.module) not in (self._output_module, self._loss_module):
+            return "activations"
+        width = tensor.shape[-1] if tensor.dim() else 0
+        if module == self._output_module and not self._in_backward:
+            self._logits_widths.add(width)
+        return "logits" if module == self._loss_module or width in self._logits_widths else "activations"
+
+    def _follow_backward(self) -> None:
+        """Tell gradients from the activations as which they were born."""
+        was_in_backward, self._in_backward = self._in_backward, self._position.in_backward
+        if self._in_backward:
+            if self._position.module != self._differentiated:
+                # Autograd has taken the gradient that an operation made as it is: only now it can be known as one.
+                module = self._modules.get(self._differentiated)
+                self.mark("buffers", (p.grad for p in module._parameters.values() if p is not None) if module else ())
+                self._differentiated = self._position.module
+        elif was_in_backward:
+            # What a reduction leaves behind is gradient, also where HSDP keeps it apart until the all-reduce.
+            for storage in self._live.values():
+                if storage.reduced and storage.kind == "buffers":
+                    self._move(storage, "grads")
+
+    def _follow(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key = storage._cdata
+        ref = weakref.ref(storage, lambda _: self._forget(key))
+        self._live[key] = _Storage(ref, kind, 0, self._position.label.startswith(REDUCE_LABEL))
+        self._resize(self._live[key], storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        self._resize(self._live.pop(key), 0)
+
+    def _remeasure(self) -> None:
+        """FSDP2 empties and refills the storages of gathered parameters, which is no operation that could be seen."""
+        for followed in self._live.values():
+            if followed.kind == "unsharded" and (storage := followed.ref()) is not None:
+                self._resize(followed, storage.nbytes())
+
+    def _move(self, storage: _Storage, kind: str) -> None:
+        size = storage.bytes
+        self._resize(storage, 0)
+        storage.kind = kind
+        self._resize(storage, size)
+
+    def _resize(self, storage: _Storage, size: int) -> None:
+        kind, grown = storage.kind, size - storage.bytes
+        storage.bytes = size
+        self.now[kind] += grown
+        self.largest[kind] = max(self.largest[kind], self.now[kind])
+        self._total += 0 if kind in self._on_host else grown
+        if self._total > self._peak:
+            self._peak = self._total
+            self.at_peak = dict(self.now)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,155 @@
+"""`python -m tools.simulate --config X --world-size N`: one step of one rank of a run of N processes, on this one.
+
+The real model, optimizer and training step run on a fake process group with fake tensors: what comes out are the
+collectives that the rank issues, in order, and the memory it needs by kind, without a GPU and in little memory.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parallel.collectives import Collective
+from parallel.plan import Plan
+from parallel.plan_file import plan_to_table
+from parallel.simulate import Job, Simulation, simulate
+from parallel.storages import MemoryByKind
+from tools.command import format_table, run_tool
+from train.build import fill_model, shard_model
+from train.config import Config, ConfigError, parse_config
+from train.fits import GIB
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.step import Batch, train_step
+
+PROG = "tools.simulate"
+LOGITS = ("head.output", "head.loss")  # of models.llama
+FIRST = 24  # collectives shown unless all are asked for
+NO_BUDGET = "activation_checkpoint budget is the compiler's, and a simulation is eager: activations are those of none."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate and print. Raises ConfigError and PlanError."""
+    options, config_arguments = make_parser().parse_known_args(arguments)
+    config = parse_config([f"--config={options.config}", *config_arguments], PROG)
+    if not options.rank < options.world_size:
+        raise ConfigError(f"--rank={options.rank} must be less than --world-size={options.world_size}")
+    plan = plan_run(config, options.world_size, options.gpus_per_node)
+    simulation = simulate_run(config, plan, options.rank)
+    if options.json:
+        print(json.dumps(as_json(simulation), indent=2))
+    else:
+        print(as_text(simulation, plan, options.rank, None if options.all else FIRST))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of the tool; every key of the config is accepted besides."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG}",
+        usage=f"python -m {PROG} --config X --world-size N [--rank R] [--all] [--json] [--section.key=value ...]",
+        description="Run one optimizer step of one rank with the real code on a fake process group and fake tensors, and "
+        "print its collectives and its memory by kind. Needs no GPU and starts no processes.",
+        epilog="Every config key is accepted too, as --section.key=value, and wins over the file. Nothing is compiled in a "
+        "simulation: activations are those of eager operations, everything else is as in a compiled run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="X", help="YAML file: a path, or a name in configs/, as llama_8b.yaml")
+    parser.add_argument("--world-size", required=True, type=_positive, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="G", help="of them in a node (default 8): for "
+                        "strategies that know nodes")  # fmt: skip
+    parser.add_argument("--rank", type=_rank, default=0, metavar="R", help="the rank to simulate (default 0)")
+    parser.add_argument("--all", action="store_true", help=f"show every collective, not the first {FIRST} only")
+    parser.add_argument("--json", action="store_true", help="print one JSON document: collectives in order {op, axis, unit, phase, "
+                        "bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the most of each during the "
+                        "step), peak_memory_gib, memory_at_peak, host_memory_gib")  # fmt: skip
+    return parser
+
+
+def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
+    """One optimizer step of `rank` in the run that `config` describes, under `plan`."""
+    device = torch.device("cpu")
+
+    def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
+        fill_model(model, config, plan, device)
+        return build_optimizer(model, config.optim)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
+        tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=device)
+        batches = [Batch(tokens.clone(), tokens.clone()) for _ in range(plan.accumulation)]
+        train_step(model, optimizer, batches, config.train.grad_clip, group)
+
+    return simulate(plan, Job(lambda plan, mesh: shard_model(config, plan, mesh), fill, step, LOGITS), rank)
+
+
+def as_json(simulation: Simulation) -> dict[str, Any]:
+    """The simulation as plain data, memory in GiB."""
+    totals = [{"op": op, "axis": axis, "count": count, "bytes": size} for (op, axis), (count, size) in _totals(simulation)]
+    return {
+        "collectives": [dataclasses.asdict(collective) for collective in simulation.collectives],
+        "totals": totals,
+        "memory": by_kind_gib(simulation.memory),
+        "peak_memory_gib": simulation.peak_bytes / GIB,
+        "memory_at_peak": by_kind_gib(simulation.at_peak),
+        "host_memory_gib": simulation.host_bytes / GIB,
+    }
+
+
+def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
+    """Totals, memory and the first collectives for people; `first` None is all of them."""
+    totals = [(op, axis, str(count), f"{size / GIB:9.3f}") for (op, axis), (count, size) in _totals(simulation)]
+    kinds = [(kind, f"{gib:8.2f}", f"{by_kind_gib(simulation.at_peak)[kind]:8.2f}")
+             for kind, gib in by_kind_gib(simulation.memory).items()]  # fmt: skip
+    kinds.append(("total", "", f"{simulation.peak_bytes / GIB:8.2f}"))
+    parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
+    parts.append(format_table(("collectives", "axis", "count", "GiB"), totals) if totals else "no collectives")
+    parts.append(format_table(("memory", "most GiB", "GiB at the peak"), kinds))
+    if simulation.host_bytes:
+        parts.append(f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients, optimizer")
+    if any(unit.activation_checkpoint == "budget" for unit in plan.units):
+        parts.append(f"note: {NO_BUDGET}")
+    shown = simulation.collectives[:first]
+    if shown:
+        parts.append(format_table(("#", "op", "axis", "unit", "phase", "MiB"), list(map(_row, range(1, len(shown) + 1), shown))))
+    if len(shown) < len(simulation.collectives):
+        parts[-1] += f"\n... {len(simulation.collectives) - len(shown)} more (--all shows them)"
+    return "\n\n".join(parts)
+
+
+def by_kind_gib(memory: MemoryByKind) -> dict[str, float]:
+    """Memory by kind in GiB."""
+    return {kind: size / GIB for kind, size in dataclasses.asdict(memory).items()}
+
+
+def _row(number: int, c: Collective) -> tuple[str, ...]:
+    return (str(number), c.op, c.axis, c.unit, c.phase, f"{c.bytes / 2**20:10.3f}")
+
+
+def _totals(simulation: Simulation) -> list[tuple[tuple[str, str], tuple[int, int]]]:
+    """(op, axis) -> how many, and bytes of all together; the most bytes first."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for collective in simulation.collectives:
+        counts[collective.op, collective.axis] += 1
+        sizes[collective.op, collective.axis] += collective.bytes
+    return [(key, (counts[key], size)) for key, size in sizes.most_common()]
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} must not be negative")
+    return int(text)
+
+
+if __name__ == "__main__":
+    run_tool(main)
