@@ -25,6 +25,9 @@ def apply_compile(model: nn.Module, plan: Plan) -> None:
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     if config.enabled and config.backend == "inductor":
         _trust_the_cpu()
+    kinds = {(unit.activation_checkpoint, unit.saved_ops, unit.activation_budget) for unit in plan.units}
+    # Blocks treated differently are graphs of the same code, which dynamo would take for recompilations without end.
+    torch._dynamo.config.recompile_limit += len(kinds)
     for unit in plan.units:
         for name in unit.modules if unit.compiled else ():
             module = model.get_submodule(name)
