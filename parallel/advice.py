@@ -1,6 +1,6 @@
 """Plans that can run but make little sense: said, not refused."""
 
-from parallel.plan import Plan, regathered
+from parallel.plan import Plan
 
 
 def advise(plan: Plan, gpus_per_node: int) -> list[str]:
@@ -17,8 +17,11 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
     if mesh.world_size > gpus_per_node and mesh.dp_replicate > 1 and gpus_per_node % (mesh.dp_shard * mesh.tp):
         advice.append(f"dp_shard x tp = {mesh.dp_shard * mesh.tp} does not divide the {gpus_per_node} processes of a node: "
                       "some groups of shards cross nodes, which replication was to avoid")  # fmt: skip
-    if mesh.dp_shard == 1 and mesh.world_size > 1 and any(regathered(unit) for unit in plan.units):
-        advice.append("dp_shard=1: no parameters are sharded, so resharding and prefetching do nothing")
+    if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
+        advice.append("dp_shard=1: every process holds all parameters, gradients and optimizer state, and there is nothing "
+                      f"to reshard or prefetch; dp_shard={mesh.dp_replicate} holds a share of them")  # fmt: skip
+    if mesh.tp > 1 and all(style.startswith("whole_") for style in plan.tensor.styles.values()):
+        advice.append(f"tp={mesh.tp} splits no part of the model: every tp rank computes the same; use tp=1")
     if plan.cpu_offload and mesh.world_size == 1:
         advice.append("cpu_offload with one process: every parameter crosses to the device and back each step")
     return advice

@@ -3,13 +3,14 @@
 `make_plan` keeps them by construction, after checking the keys it starts from.
 """
 
-import difflib
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from parallel.plan import ACTIVATION_CHECKPOINTS, ModelUnits, Plan, PlanError, UnitPlan, regathered
-from parallel.rules import budget_mistakes, compile_mistakes, dtype_mistakes, reshard_mistakes, tensor_mistakes
-from parallel.selective import op_mistakes
+from parallel.config import ParallelConfig
+from parallel.plan import ACTIVATION_CHECKPOINTS, AXES, DTYPES, ModelUnits, Plan, PlanError, UnitPlan, regathered
+from parallel.rules import budget_mistakes, compile_mistakes, dtype_mistakes, nearest, reshard_mistakes, tensor_mistakes
+from parallel.selective import op_mistakes, saved_ops
 from parallel.tensor import STYLES, find_style, split_styles
 
 
@@ -19,10 +20,46 @@ def check_plan(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> 
     model_mistakes = _model_mistakes(plan, model)
     mistakes += model_mistakes
     if not model_mistakes:  # the rest asks for the units' order, and names modules
-        mistakes += [mistake for unit in plan.units for mistake in _unit_mistakes(plan, unit, model)]
+        mistakes += _all_units_mistakes(plan, model)
         mistakes += _dtype_chain_mistakes(plan) + _style_mistakes(plan, model, seq_len)
     if mistakes:
-        raise PlanError("\n".join(dict.fromkeys(mistakes)))
+        raise PlanError("\n".join(mistakes))
+
+
+def key_mistakes(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[str]:
+    """Keys of the config that say other than the plan file beside them, which decides: they would be ignored in silence."""
+    default, mistakes = ParallelConfig(), []
+    way_out = "leave the key out, or edit the file"
+    for key in (field.name for field in dataclasses.fields(config) if field.name not in ("plan", "compile")):
+        asked = getattr(config, key)
+        if asked == getattr(default, key) or (key == "dp_shard" and asked == -1):
+            continue
+        planned = _planned(key, plan, model)
+        if not planned:
+            mistakes.append(f"parallel.{key}={_word(asked)} is decided by the plan file {config.plan}: {way_out}")
+        elif repr(asked) not in map(repr, planned):  # repr, because True == 1
+            found = ", ".join(dict.fromkeys(map(_word, planned)))
+            mistakes.append(f"parallel.{key}={_word(asked)}, but the plan file {config.plan} has {found}: {way_out}")
+    for key, asked in vars(config.compile).items():
+        if asked not in (getattr(default.compile, key), value := getattr(plan.compile, key)):
+            mistakes.append(f"parallel.compile.{key}={_word(asked)}, but the plan file {config.plan} has {_word(value)}: "
+                            f"{way_out}")  # fmt: skip
+    return mistakes
+
+
+def _planned(key: str, plan: Plan, model: ModelUnits) -> list[object]:
+    """What a plan has for a key of the config, in all units that the key is for; [] if a plan does not say it so."""
+    units: Sequence[object] = plan.units
+    if key == "reshard_after_forward":
+        units = plan.units[:-1]  # the last is never resharded
+    if key in ("activation_checkpoint", "activation_budget"):
+        units = [unit for unit in plan.units if model.checkpointed.issuperset(unit.modules)]
+    whole = plan.mesh if key in AXES else plan.tensor if key == "sequence_parallel" else plan if key == "cpu_offload" else None
+    return [getattr(holder, key) for holder in (units if whole is None else [whole]) if hasattr(holder, key)]
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _size_mistakes(plan: Plan, world_size: int) -> list[str]:
@@ -43,9 +80,9 @@ def _model_mistakes(plan: Plan, model: ModelUnits) -> list[str]:
     mistakes = [f"unit {name}: module {name} is in {n} units, a module's parameters can be in one"
                 for name, n in used.items() if n > 1]  # fmt: skip
     for name in used.keys() - set(plan.modules):
-        mistakes.append(f"unit {name}: this model has no module {name}.{_nearest(name, plan.modules)}")
+        mistakes.append(f"unit {name}: this model has no module {name}.{nearest(name, plan.modules)}")
     missing = [name for name in plan.modules if name not in used]
-    if missing:
+    if missing and not mistakes:  # a wrong name is not two mistakes
         mistakes.append(f"units: {', '.join(missing[:3])}{' ...' if missing[3:] else ''} is in no unit: give it one")
     if mistakes:
         return sorted(mistakes)
@@ -70,44 +107,60 @@ def _first_difference(planned: tuple[str, ...], published: tuple[str, ...]) -> s
     return next(iter((*planned[shorter:], *published[shorter:])))
 
 
+def _all_units_mistakes(plan: Plan, model: ModelUnits) -> list[str]:
+    """Mistakes in single units, each said once with all the units that make it: an entry of the file may be many."""
+    units: dict[str, list[str]] = {}
+    for unit in plan.units:
+        for mistake in _unit_mistakes(plan, unit, model):
+            units.setdefault(mistake, []).append(unit.name)
+    return [f"{f'unit {names[0]}' if len(names) == 1 else f'units {names[0]} to {names[-1]} ({len(names)})'}: {mistake}"
+            for mistake, names in units.items()]  # fmt: skip
+
+
 def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> list[str]:
-    place = f"unit {unit.name}: "
-    mistakes = reshard_mistakes(unit.reshard_after_forward, plan.mesh.dp_shard, place)
+    mistakes = reshard_mistakes(unit.reshard_after_forward, plan.mesh.dp_shard, "")
     for key in ("param_dtype", "reduce_dtype"):
-        mistakes += dtype_mistakes(getattr(unit, key), place + key)
+        mistakes += dtype_mistakes(getattr(unit, key), key)
     if unit.output_dtype != "same":
-        mistakes += dtype_mistakes(unit.output_dtype, f"{place}output_dtype")
+        mistakes += dtype_mistakes(unit.output_dtype, "output_dtype")
     if unit.activation_checkpoint not in ACTIVATION_CHECKPOINTS:
-        mistakes.append(f"{place}activation_checkpoint={unit.activation_checkpoint} is not one of "
-                        f"{', '.join(ACTIVATION_CHECKPOINTS)}")  # fmt: skip
+        mistakes.append(f"activation_checkpoint={unit.activation_checkpoint} is not one of {', '.join(ACTIVATION_CHECKPOINTS)}")
     elif unit.activation_checkpoint != "none" and not model.checkpointed.issuperset(unit.modules):
         odd = sorted(set(unit.modules) - model.checkpointed)
-        mistakes.append(f"{place}activation_checkpoint={unit.activation_checkpoint} is for blocks, which {', '.join(odd)} "
-                        "is not: use none")  # fmt: skip
+        mistakes.append(f"activation_checkpoint={unit.activation_checkpoint} is for blocks, and {', '.join(odd)} is none: "
+                        "use none")  # fmt: skip
     if unit.compiled and model.compiled.isdisjoint(unit.modules):
-        mistakes.append(f"{place}compiled=true, but nothing in it is compiled by this model: use false")
+        mistakes.append("compiled=true, but nothing in it is compiled by this model: use false")
     if unit.compiled and not plan.compile.enabled:
-        mistakes.append(f"{place}compiled=true contradicts compile.enabled=false")
+        mistakes.append("compiled=true contradicts compile.enabled=false: change one of them")
     if unit.activation_checkpoint == "budget":
-        mistakes += budget_mistakes(unit.activation_budget, unit.compiled, plan.compile.backend, place)
+        mistakes += budget_mistakes(unit.activation_budget, unit.compiled, plan.compile.backend, "")
     elif unit.activation_budget != 1.0:
-        mistakes.append(f"{place}activation_budget={unit.activation_budget} is for activation_checkpoint=budget: use 1.0")
+        mistakes.append(f"activation_budget={unit.activation_budget} is for activation_checkpoint=budget: use 1.0")
     if unit.activation_checkpoint == "selective":
-        mistakes += op_mistakes(",".join(unit.saved_ops), (), f"{place}saved_ops")
+        mistakes += _saved_op_mistakes(unit.saved_ops)
     elif unit.saved_ops:
-        mistakes.append(f"{place}saved_ops is for activation_checkpoint=selective: use []")
+        mistakes.append(f"saved_ops={list(unit.saved_ops)} is for activation_checkpoint=selective: use []")
     return mistakes + _prefetch_mistakes(plan, unit, "forward") + _prefetch_mistakes(plan, unit, "backward")
+
+
+def _saved_op_mistakes(ops: tuple[str, ...]) -> list[str]:
+    """A plan names operators one by one: the policies' names are for the config."""
+    if not ops:
+        return ["saved_ops=[] keeps nothing: name operators, or use activation_checkpoint=full"]
+    odd = [op for op in ops if "." not in op or saved_ops(op, ()) != (op,) or op_mistakes(op, ())]
+    return [f"saved_ops: {op!r} is not an operator of this torch: name them one by one, as aten.mm or aten.mm/2" for op in odd]
 
 
 def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> list[str]:
     """A list of units to prefetch names units that will be gathered later in that phase, in that order, once each."""
-    key = f"{phase}_prefetch"
-    asked, place = getattr(unit, key), f"unit {unit.name}: {key}"
+    place = f"{phase}_prefetch"
+    asked = getattr(unit, place)
     if isinstance(asked, int):
         return [] if asked >= 0 else [f"{place}={asked} must be 0 (none) or a number of units ahead"]
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     names = [other.name for other in order]
-    mistakes = [f"{place} names {name}, which is no unit of this plan.{_nearest(name, names)}"
+    mistakes = [f"{place} names {name}, which is no unit of this plan.{nearest(name, names)}"
                 for name in asked if name not in names]  # fmt: skip
     mistakes += [f"{place} names {name} twice" for name, n in Counter(asked).items() if n > 1]
     here = names.index(unit.name)
@@ -136,9 +189,10 @@ def _dtype_chain_mistakes(plan: Plan) -> list[str]:
     for before, after in zip(plan.modules, plan.modules[1:], strict=False):
         one, other = unit_of[before], unit_of[after]
         out = one.param_dtype if one.output_dtype == "same" or len(one.modules) > 1 else one.output_dtype
-        if one is not other and out != other.param_dtype:
+        if one is not other and out != other.param_dtype and {out, other.param_dtype} <= set(DTYPES):
+            cast = f"set output_dtype={other.param_dtype} on {one.name}, or " if len(one.modules) == 1 else ""
             mistakes.append(f"unit {one.name} hands on {out}, but unit {other.name} computes in {other.param_dtype}: "
-                            f"set output_dtype={other.param_dtype} on {one.name}, or the same param_dtype")  # fmt: skip
+                            f"{cast}give both the same param_dtype")  # fmt: skip
     for unit in plan.units:
         if unit.output_dtype != "same" and len(unit.modules) > 1:
             mistakes.append(f"unit {unit.name}: output_dtype={unit.output_dtype} is for units of one module: use same")
@@ -151,26 +205,36 @@ def _dtype_chain_mistakes(plan: Plan) -> list[str]:
 def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> list[str]:
     """The table of tensor-parallel styles names this model's weights, part by part either split or whole."""
     styles = plan.tensor.styles
+    if plan.mesh.tp < 1:
+        return []
     if (plan.mesh.tp == 1) != (not styles):
         return [f"tensor: {'tp=1 has no styles' if styles else 'tp > 1 needs the styles of the weights'}: make a new plan"]
-    known = (*STYLES, "loss")
-    mistakes = [f"tensor: {pattern}: {style} is no style.{_nearest(style, known)}"
-                for pattern, style in styles.items() if style not in known]  # fmt: skip
+    patterns = [pattern for table in model.styles.values() for pattern in table]
+    mistakes = [f"tensor: {pattern}: {style} is no style.{nearest(style, (*STYLES, 'loss'))}"
+                for pattern, style in styles.items() if style not in (*STYLES, "loss")]  # fmt: skip
+    mistakes += [f"tensor: {pattern} is not one of this model's patterns.{nearest(pattern, patterns)}"
+                 for pattern in styles if pattern not in patterns]  # fmt: skip
+    if mistakes or not styles:
+        return mistakes
     split = []
-    for part, table in model.styles.items() if styles else ():
+    for part, table in model.styles.items():
         allowed = [split_styles(table), split_styles(table, gathered=True), split_styles(table, whole=True)]
         asked = {pattern: style for pattern in table if (style := find_style(plan.tensor, pattern))}
         if asked not in allowed:
-            mistakes.append(f"tensor: part {part} must be split ({allowed[0]}) or whole ({allowed[2]}), not {asked}")
+            mistakes.append(_part_mistake(part, asked, allowed))
         elif asked != allowed[2]:
             split.append(part)
-    odd = [pattern for pattern in styles if not any(pattern in table for table in model.styles.values())]
-    mistakes += [f"tensor: {pattern} matches no weight of this model" for pattern in odd]
-    if 0 < len(model.shared_parts.intersection(split)) < len(model.shared_parts):
+    if not mistakes and 0 < len(model.shared_parts.intersection(split)) < len(model.shared_parts):
         mistakes.append(f"tensor: {' and '.join(sorted(model.shared_parts))} share a weight: split both or neither")
-    return mistakes + tensor_mistakes(plan.mesh.tp, split, plan.tensor.sequence_parallel, model, seq_len)
+    return mistakes + tensor_mistakes(plan.mesh.tp, split, seq_len * plan.tensor.sequence_parallel, model, "mesh: ")
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+def _part_mistake(part: str, asked: dict[str, str], allowed: list[dict[str, str]]) -> str:
+    """A part is split or whole in all of its weights: what differs from the nearer of the two."""
+
+    def differences(wanted: dict[str, str]) -> list[str]:
+        return [f"{pattern} is {asked.get(pattern, 'missing')}, must be {wanted.get(pattern, 'left out')}"
+                for pattern in {**asked, **wanted} if asked.get(pattern) != wanted.get(pattern)]  # fmt: skip
+
+    nearer = min(map(differences, allowed), key=len)
+    return f"tensor: part {part} must be split or whole, all of it: {'; '.join(nearer)}"

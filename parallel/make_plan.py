@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from parallel.rules import (
     budget_mistakes,
     compile_mistakes,
     dtype_mistakes,
+    nearest,
     reshard_mistakes,
     tensor_mistakes,
 )
@@ -44,16 +44,17 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
     config, mistakes = _resolve_strategy(config, job)
     mistakes += _key_mistakes(config, model)
     mesh, mesh_mistakes = _make_mesh(config, job.world_size)
+    mistakes += mesh_mistakes
+    parts = [part for part in config.tp_parts if part in model.tp_divides]
+    tokens = job.seq_len if config.sequence_parallel else 0
+    mistakes += tensor_mistakes(_resolve(config.tp, 1), parts, tokens, model, "parallel.")
+    if not mesh_mistakes or mesh.dp_shard == config.dp_shard:
+        mistakes += reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, "parallel.")
     micro_batch_size: Any = job.micro_batch_size
     if micro_batch_size == "auto":
         micro_batch_size = 1 if job.global_batch_size == -1 else max(1, job.global_batch_size // mesh.data_parallel)
-    if mesh_mistakes:
-        mistakes += mesh_mistakes
-    else:
+    if not mesh_mistakes:
         mistakes += batch_mistakes(int(micro_batch_size), job.global_batch_size, mesh.data_parallel)
-        mistakes += reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, "parallel.")
-        known = [part for part in config.tp_parts if part in model.tp_divides]
-        mistakes += tensor_mistakes(mesh.tp, known, config.sequence_parallel, model, job.seq_len)
     if mistakes:
         raise PlanError("\n".join(mistakes))
     once = micro_batch_size * mesh.data_parallel
@@ -78,7 +79,8 @@ def _resolve_strategy(config: ParallelConfig, job: Job) -> tuple[ParallelConfig,
     if config.strategy is None:
         return config, []
     if config.strategy not in STRATEGIES:
-        return config, [f"parallel.strategy={config.strategy} is not one of {', '.join(STRATEGIES)}"]
+        return config, [f"parallel.strategy={config.strategy} is not one of {', '.join(STRATEGIES)}."
+                        + nearest(config.strategy, STRATEGIES)]  # fmt: skip
     settings = strategy_settings(config, max(_resolve(config.tp, 1), 1), job.world_size, job.gpus_per_node)
     mistakes = []
     for key, value in settings.items():
@@ -102,9 +104,8 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
         mistakes.append(f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more")
     for part in config.tp_parts:
         if model.styles and part not in model.styles:
-            near = difflib.get_close_matches(part, model.styles, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"This model has {', '.join(model.styles)}."
-            mistakes.append(f"parallel.tp_parts: {part} is not a part of this model. {hint}")
+            hint = nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
+            mistakes.append(f"parallel.tp_parts: {part} is not a part of this model.{hint}")
     shared = sorted(model.shared_parts)
     if _resolve(config.tp, 1) > 1 and shared and 0 < len(model.shared_parts.intersection(config.tp_parts)) < len(shared):
         mistakes.append(f"parallel.tp_parts={list(config.tp_parts)}: {' and '.join(shared)} share a weight in this model, "
@@ -132,7 +133,8 @@ def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[
     mesh = MeshPlan(replicate, shard, tp)
     if mesh.world_size != world_size:
         degrees = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
-        mistakes.append(f"parallel: {degrees} is {mesh.world_size} processes, this run has {world_size}: "
+        place = f"parallel.strategy={config.strategy}" if config.strategy else "parallel"
+        mistakes.append(f"{place}: {degrees} is {mesh.world_size} processes, this run has {world_size}: "
                         f"start {mesh.world_size}, or change the degrees (dp_shard=-1 takes what is left)")  # fmt: skip
     return mesh, mistakes
 

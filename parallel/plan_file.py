@@ -16,8 +16,10 @@ from parallel.config import CompileConfig
 from parallel.plan import AXES, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.strict_yaml import YamlError, load_mapping
 
-_RANGE = re.compile(r"(.*)\[(\d+)-(\d+)\](.*)")
+_RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
+_TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", NoneType: "null",
+               tuple: "a list of names", dict: "a mapping of names to styles"}  # fmt: skip
 MAX_RANGE = 10_000  # units of one entry; the deepest published Llama has 126
 
 
@@ -154,8 +156,15 @@ def _value(wanted: Any, value: Any, place: str) -> Any:
             return float(value)
         if kind in (bool, int, str, NoneType) and type(value) is kind:
             return value
-    name = wanted.__name__ if isinstance(wanted, type) and not get_args(wanted) else str(wanted).replace("typing.", "")
-    raise PlanError(f"{place}={value!r} must be a {name}".replace("tuple[str, ...]", "list of names"))
+    raise PlanError(f"{place}={value!r} must be {_type_words(wanted)}")
+
+
+def _type_words(wanted: Any) -> str:
+    if isinstance(wanted, UnionType):
+        return " or ".join(map(_type_words, get_args(wanted)))
+    if get_origin(wanted) is Literal:
+        return f"one of {', '.join(get_args(wanted))}"
+    return _TYPE_WORDS[get_origin(wanted) or wanted]
 
 
 def _read_count(data: dict[str, Any], key: str) -> int:
@@ -175,9 +184,7 @@ def plan_to_table(plan: Plan) -> str:
     """The plan for people: the mesh and the batch in a line each, then one row per group of equal units."""
     mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
     head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
-    rows = [[name, u.param_dtype, u.reduce_dtype, str(u.reshard_after_forward).lower(),
-             f"{_ahead(u.forward_prefetch)}/{_ahead(u.backward_prefetch)}", _activation_words(u),
-             plan.compile.backend if u.compiled else "-"] for name, u in group_units(plan.units)]  # fmt: skip
+    rows = [_table_row(name, unit, plan.compile.backend) for name, unit in group_units(plan.units)]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
@@ -192,6 +199,13 @@ def plan_to_table(plan: Plan) -> str:
     if plan.cpu_offload:
         first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
     return "\n".join([*first, *lines])
+
+
+def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
+    output = "" if unit.output_dtype == "same" else f" -> {unit.output_dtype}"
+    ahead = f"{_ahead(unit.forward_prefetch)}/{_ahead(unit.backward_prefetch)}"
+    return [name, unit.param_dtype + output, unit.reduce_dtype, str(unit.reshard_after_forward).lower(), ahead,
+            _activation_words(unit), backend if unit.compiled else "-"]  # fmt: skip
 
 
 def _ahead(prefetch: int | tuple[str, ...]) -> str:

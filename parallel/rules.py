@@ -3,12 +3,21 @@
 Each function returns the mistakes it finds, as sentences that name rule, value, place and way out.
 """
 
+import difflib
+import math
 from collections.abc import Iterable
 
 from parallel.config import CompileConfig
 from parallel.plan import DTYPES, ModelUnits
 
 SAVING_BACKENDS = ("inductor", "aot_eager_decomp_partition")  # whose partitioner knows a memory budget
+USUAL_BACKENDS = (*SAVING_BACKENDS, "aot_eager", "eager")  # known without asking torch, which takes seconds
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at the end of a message, or ""."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def dtype_mistakes(value: str, place: str) -> list[str]:
@@ -20,10 +29,20 @@ def dtype_mistakes(value: str, place: str) -> list[str]:
 
 
 def compile_mistakes(config: CompileConfig, place: str) -> list[str]:
-    """Settings of the compiler that contradict each other."""
-    if config.mode == "default" or config.backend == "inductor":
+    """Names that torch does not know, and a mode that the backend does not have."""
+    if config.backend not in USUAL_BACKENDS:
+        from torch._dynamo import list_backends
+
+        if config.backend not in (known := list_backends(exclude_tags=())):
+            return [f"{place}backend={config.backend} is no backend of this torch.{nearest(config.backend, known)}"]
+    if config.mode == "default":
         return []
-    return [f"{place}mode={config.mode} is for backend inductor, not {config.backend}: leave it at default"]
+    if config.backend != "inductor":
+        return [f"{place}mode={config.mode} is for backend inductor, not {config.backend}: leave it at default"]
+    from torch._inductor import list_mode_options
+
+    known = list(list_mode_options())
+    return [] if config.mode in known else [f"{place}mode={config.mode} is not one of {', '.join(known)}"]
 
 
 def budget_mistakes(budget: float, compiled: bool, backend: str, place: str) -> list[str]:
@@ -49,16 +68,16 @@ def reshard_mistakes(reshard: bool | int | str, shard: int, place: str) -> list[
             f"use {', '.join(['true', 'false', *others])} (false is what groups of 1 would be)"]  # fmt: skip
 
 
-def tensor_mistakes(tp: int, parts: Iterable[str], sequence_parallel: bool, model: ModelUnits, seq_len: int) -> list[str]:
-    """Everything that the tp degree must divide, with the degrees that would do."""
-    if tp <= 1:
-        return []
+def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnits, place: str) -> list[str]:
+    """Everything that the tp degree must divide, with the degrees that would do. `tokens`: per sequence, or 0 if they are
+    not shared out."""
     sizes = {key: value for part in parts for key, value in model.tp_divides[part].items()}
-    if sequence_parallel:
-        sizes["train.seq_len"] = seq_len
-    valid = [str(d) for d in range(1, max(sizes.values(), default=1) + 1) if all(v % d == 0 for v in sizes.values())]
-    found = [f"parallel.tp={tp} must divide {key}={value}" for key, value in sizes.items() if value % tp]
-    return [f"{mistake}. Use {' or '.join([', '.join(valid[:-1]), valid[-1]] if valid[1:] else valid)}." for mistake in found]
+    if tokens:
+        sizes["train.seq_len"] = tokens
+    common = math.gcd(*sizes.values())
+    valid = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
+    return [f"{place}tp={tp} must divide {key}={value}. Use {' or '.join(valid.rsplit(', ', 1))}."
+            for key, value in sizes.items() if tp > 1 and value % tp]  # fmt: skip
 
 
 def batch_mistakes(micro_batch_size: int, global_batch_size: int, data_parallel: int) -> list[str]:

@@ -47,4 +47,6 @@ def strategy_settings(config: ParallelConfig, tp: int, world_size: int, gpus_per
 
 def describe_strategy(name: str, mesh: MeshPlan) -> str:
     """One line that says what the strategy means, and its degrees here."""
-    return f"strategy {name}: {STRATEGIES[name].meaning} (dp_replicate {mesh.dp_replicate}, dp_shard {mesh.dp_shard})"
+    strategy = STRATEGIES[name]
+    alone = "; one node: nothing is replicated" if strategy.shards == "node" and mesh.dp_replicate == 1 else ""
+    return f"strategy {name}: {strategy.meaning} (dp_replicate {mesh.dp_replicate}, dp_shard {mesh.dp_shard}{alone})"

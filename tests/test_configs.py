@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.cost import count_parameters
 from models.llama import Llama
+from models.size import count_parameters
 from train.config import CONFIG_FOLDER, list_configs, load_config
 from train.data.tokens import check_vocabulary
-from train.planning import plan_run, predict_memory
+from train.fits import predict_memory
+from train.planning import plan_run
 
 # config: GPUs, parameters in billions
 MEANT_FOR = {

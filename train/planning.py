@@ -1,13 +1,12 @@
 """Config -> plan: the part of a run that needs no process group and no device."""
 
-import dataclasses
+import os
 from pathlib import Path
 
 from models.attention import ATTENTION_OPS
 from models.llama import SHARDING, LlamaConfig, fsdp_units, tp_divides
 from models.size import count_parameters
-from parallel.check_plan import check_plan
-from parallel.config import ParallelConfig
+from parallel.check_plan import check_plan, key_mistakes
 from parallel.make_plan import Job, make_plan
 from parallel.plan import ModelUnits, Plan, PlanError
 from parallel.plan_file import load_plan
@@ -25,24 +24,29 @@ def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None) 
     if config.parallel.plan == "manual":
         job = Job(world_size, gpus_per_node or world_size, train.seq_len, train.micro_batch_size, train.global_batch_size)
         return make_plan(config.parallel, model, job)
-    plan = load_plan(Path(config.parallel.plan).expanduser())
-    _refuse_other_keys(config, plan)
-    check_plan(plan, model, world_size, train.seq_len)
+    path = Path(os.path.expanduser(config.parallel.plan))
+    if not path.is_file():
+        raise PlanError(f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, or the path of a plan file, "
+                        "such as plan.yaml in a run's folder")  # fmt: skip
+    plan = load_plan(path)
+    mistakes = key_mistakes(config.parallel, plan, model) + _batch_mistakes(config, plan)
+    try:
+        check_plan(plan, model, world_size, train.seq_len)
+    except PlanError as error:
+        mistakes += [f"plan file {path}: {line}" for line in str(error).splitlines()]
+    if mistakes:
+        raise PlanError("\n".join(mistakes))
     return plan
 
 
-def _refuse_other_keys(config: Config, plan: Plan) -> None:
-    """A plan file decides alone: a key that says otherwise would be ignored in silence."""
-    default = ParallelConfig()
-    mistakes = [f"parallel.{field.name} is decided by the plan file {config.parallel.plan}: leave the key out, or edit the file"
-                for field in dataclasses.fields(ParallelConfig)
-                if field.name != "plan" and getattr(config.parallel, field.name) != getattr(default, field.name)]  # fmt: skip
+def _batch_mistakes(config: Config, plan: Plan) -> list[str]:
+    """Batch sizes of the config that say other than the plan file, which decides."""
+    mistakes = []
     for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
         asked, planned = getattr(config.train, key), getattr(plan, key)
         if asked not in (left_open, planned):
             mistakes.append(f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one of them")
-    if mistakes:
-        raise PlanError("\n".join(mistakes))
+    return mistakes
 
 
 def model_units(config: LlamaConfig) -> ModelUnits:

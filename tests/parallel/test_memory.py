@@ -6,30 +6,32 @@ from typing import Any
 import pytest
 
 from parallel.config import ParallelConfig
-from parallel.plan import ModelUnits, Plan, make_plan
-from parallel.planner.memory import MemoryEstimate, ModelFootprint, estimate_memory
+from parallel.make_plan import Job, make_plan
+from parallel.plan import ModelUnits, Plan
+from parallel.planner.memory import MemoryEstimate, ModelFootprint, ModuleFootprint, estimate_memory
+from tests.parallel.plans import change
 
 GIB = 2**30
 
 
 def make(n_blocks: int, world_size: int, micro: int = 1, **keys: Any) -> Plan:
     blocks = [f"layers.{i}" for i in range(n_blocks)]
-    model = ModelUnits([("embed",), *((b,) for b in blocks), ("head",)], frozenset(), frozenset(blocks))
-    return make_plan(ParallelConfig(**keys), model, world_size, micro, -1)
+    modules = dict.fromkeys(["embed", *blocks, "head"], 401)
+    model = ModelUnits(modules, [(name,) for name in modules], frozenset(blocks), frozenset(blocks))
+    return make_plan(ParallelConfig(**keys), model, Job(world_size, 8, 5, micro))
 
 
-# embedding, two blocks, head; the block keeps 50 values per token, of which 10 are its input
-SMALL = ModelFootprint(unit_parameters=(800, 401, 401, 1000), saved_per_token=(0, 50, 50, 0), input_per_token=(0, 10, 10, 0),
-                       logits_per_token=100)  # fmt: skip
+def model_of(embedding: int, block: ModuleFootprint, n_blocks: int, head: int, logits: int) -> ModelFootprint:
+    modules = {"embed": ModuleFootprint(embedding), "head": ModuleFootprint(head)}
+    return ModelFootprint(modules | {f"layers.{i}": block for i in range(n_blocks)}, logits)
+
+
+# embedding, two blocks, head; the block keeps 50 values per token, of which 30 are products with the 10 of its input
+SMALL = model_of(800, ModuleFootprint(401, everything=50, products=30, input=10), 2, 1000, logits=100)
 # 4096 wide, 14336 in the feed-forward, 8 kv heads of 128, 128256 ids
 BLOCK_8B = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
 SAVED_8B = 7 * 4096 + 2 * 1024 + 3 * 14336
-LLAMA_8B = ModelFootprint(
-    unit_parameters=(128256 * 4096, *[BLOCK_8B] * 32, 128256 * 4096 + 4096),
-    saved_per_token=(0, *[SAVED_8B] * 32, 0),
-    input_per_token=(0, *[4096] * 32, 0),
-    logits_per_token=128256,
-)
+LLAMA_8B = model_of(128256 * 4096, ModuleFootprint(BLOCK_8B, SAVED_8B, 0, 4096), 32, 128256 * 4096 + 4096, logits=128256)
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 
@@ -74,6 +76,46 @@ def test_full_activation_checkpointing_keeps_inputs_and_one_recomputed_block() -
     assert dataclasses.replace(full, activations=0) == dataclasses.replace(none, activations=0)
 
 
+def test_selective_checkpointing_keeps_products_and_recomputes_the_rest_of_one_block() -> None:
+    plan = make(2, 2, 3, activation_checkpoint="selective", selective_policy="aten.mm")
+    assert estimate_memory(plan, SMALL, 5).activations == (2 * 30 + (50 - 30 + 10)) * 15 * 4
+
+
+@pytest.mark.parametrize(("policy", "values"), [("every:2", 50 + 10 + 50), ("every:1", 10 + 10 + 50)])
+def test_every_nth_block_keeps_its_input_only(policy: str, values: int) -> None:
+    plan = make(2, 2, 3, activation_checkpoint="selective", selective_policy=policy)
+    assert estimate_memory(plan, SMALL, 5).activations == values * 15 * 4
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(0.0, 10), (0.5, 30), (1.0, 50)])
+def test_a_budget_keeps_its_share_between_the_input_and_everything(budget: float, kept: int) -> None:
+    plan = make(2, 2, 3, activation_checkpoint="budget", activation_budget=budget)
+    recomputed = 50 - kept + 10
+    assert estimate_memory(plan, SMALL, 5).activations == (2 * kept + recomputed) * 15 * 4
+
+
+def test_offloaded_parameters_gradients_and_moments_are_not_on_the_device() -> None:
+    here, there = (estimate_memory(make(2, 2, cpu_offload=offload), SMALL, 5) for offload in (False, True))
+    assert (there.params, there.grads, there.optimizer) == (0, 0, 0)
+    assert dataclasses.replace(there, params=here.params, grads=here.grads, optimizer=here.optimizer) == here
+
+
+def test_units_joined_by_size_are_gathered_together() -> None:
+    got = estimate_memory(make(2, 2, unit_min_params=500), SMALL, 5)
+    assert got.unsharded == (1000 + 802 + 800) * 4
+    assert got.params == (400 + 401 + 500) * 4, "one unit of 802, so none is padded"
+
+
+def test_a_list_gathers_what_it_names() -> None:
+    plan = change(make(2, 2, forward_prefetch=0, backward_prefetch=0), 0, forward_prefetch=("layers.0", "layers.1"))
+    assert estimate_memory(plan, SMALL, 5).unsharded == (1000 + 800 + 401 + 401) * 4
+
+
+def test_bfloat16_of_one_unit_is_counted_for_that_unit() -> None:
+    mixed = change(make(2, 2, 3), 1, param_dtype="bfloat16")
+    assert estimate_memory(mixed, SMALL, 5).activations == 50 * 15 * (2 + 4)
+
+
 @pytest.mark.parametrize(("ahead", "gathered"), [((0, 0), [800]), ((1, 0), [800, 401]), ((0, 2), [800, 401, 401])])
 def test_prefetching_further_gathers_more_units_at_once(ahead: tuple[int, int], gathered: list[int]) -> None:
     plan = make(2, 2, forward_prefetch=ahead[0], backward_prefetch=ahead[1])
@@ -82,7 +124,7 @@ def test_prefetching_further_gathers_more_units_at_once(ahead: tuple[int, int], 
 
 def test_units_that_are_not_resharded_stay_gathered() -> None:
     plan = make(2, 2, reshard_after_forward=False)
-    assert estimate_memory(plan, SMALL, 5).unsharded == sum(SMALL.unit_parameters) * 4
+    assert estimate_memory(plan, SMALL, 5).unsharded == (800 + 401 + 401 + 1000) * 4
 
 
 def test_resharding_to_small_groups_keeps_more_than_resharding_to_all() -> None:
@@ -99,7 +141,7 @@ def test_activations_and_logits_grow_with_tokens_and_nothing_else_does() -> None
 
 def test_the_8b_on_8_ranks_is_plausible() -> None:
     got = estimate_memory(make(32, 8, **BF16), LLAMA_8B, seq_len=8192)
-    assert sum(LLAMA_8B.unit_parameters) == 8_030_261_248
+    assert sum(module.parameters for module in LLAMA_8B.modules.values()) == 8_030_261_248
     assert got.params / GIB == pytest.approx(3.74, abs=0.005)
     assert (got.grads, got.optimizer) == (got.params, 2 * got.params)
     assert got.activations / GIB == pytest.approx(32 * 1152 / 1024, abs=0.01), "36 GiB: 1,152 MiB a block"

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.cost import count_parameters
 from models.llama import Llama
+from models.size import count_parameters
+from parallel.config import ParallelConfig
 from parallel.plan import PlanError
 from parallel.plan_file import plan_to_yaml
 from train.config import Config, parse_config
-from train.planning import GIB, check_fits, plan_run, predict_memory
+from train.fits import GIB, check_fits, predict_memory
+from train.planning import plan_run
 
 
 def config_of(*arguments: str) -> Config:
@@ -46,11 +48,121 @@ def test_a_plan_file_decides_alone(tmp_path: Path) -> None:
 
 
 def test_a_plan_file_of_another_model_or_world_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan_run(config_of(), 8)))
-    with pytest.raises(PlanError, match="this run has 4"):
-        plan_run(config_of(f"--parallel.plan={tmp_path / 'plan.yaml'}"), 4)
+    file = tmp_path / "plan.yaml"
+    file.write_text(plan_to_yaml(plan_run(config_of(), 8)))
+    with pytest.raises(PlanError, match=f"plan file {file}: the plan's mesh is for 8 processes, this run has 4"):
+        plan_run(config_of(f"--parallel.plan={file}"), 4)
     with pytest.raises(PlanError, match=r"34 against 4"):
-        plan_run(config_of(f"--parallel.plan={tmp_path / 'plan.yaml'}", "--model.n_layers=2"), 8)
+        plan_run(config_of(f"--parallel.plan={file}", "--model.n_layers=2"), 8)
+
+
+AGREEING = [
+    ["--parallel.dp_shard=-1"],
+    ["--parallel.dp_shard=4", "--parallel.dp_replicate=1", "--parallel.tp=2"],
+    ["--parallel.reshard_after_forward=true", "--parallel.forward_prefetch=2"],
+    ["--parallel.activation_checkpoint=full", "--parallel.reduce_dtype=float32"],
+    ["--parallel.compile.mode=reduce-overhead", "--parallel.sequence_parallel=false"],
+    ["--train.micro_batch_size=2", "--train.global_batch_size=8"],
+]
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    """A plan of the 8B, which differs from the defaults in most keys."""
+    keys = ["--parallel.tp=2", "--parallel.activation_checkpoint=full", "--parallel.forward_prefetch=2",
+            "--parallel.compile.mode=reduce-overhead", "--train.micro_batch_size=2",
+            "--parallel.sequence_parallel=false"]  # fmt: skip
+    path = tmp_path / "plan.yaml"
+    path.write_text(plan_to_yaml(plan_run(config_of(*keys), 8)))
+    return path
+
+
+@pytest.mark.parametrize("keys", AGREEING, ids=str)
+def test_keys_that_say_the_same_as_the_plan_file_are_no_mistake(keys: list[str], plan_file: Path) -> None:
+    """Such as those of the config that the plan was made from."""
+    plan = plan_run(config_of(f"--parallel.plan={plan_file}", *keys), 8)
+    assert plan == plan_run(config_of(f"--parallel.plan={plan_file}"), 8)
+
+
+CONTRADICTING = [
+    ("--parallel.dp_replicate=2", "has 1"),
+    ("--parallel.dp_shard=8", "has 4"),
+    ("--parallel.tp=1", "has 2"),
+    ("--parallel.reshard_after_forward=false", "has true"),
+    ("--parallel.reshard_after_forward=1", "has true"),
+    ("--parallel.forward_prefetch=0", "has 2"),
+    ("--parallel.activation_checkpoint=none", "has full"),
+    ("--parallel.activation_budget=0.25", "has 1.0"),
+    ("--parallel.reduce_dtype=bfloat16", "has float32"),
+    ("--parallel.cpu_offload=true", "has false"),
+    ("--parallel.compile.backend=eager", "has inductor"),
+    ("--parallel.compile.enabled=false", "has true"),
+    ("--parallel.compile.on_recompile=error", "has warn"),
+    ("--parallel.strategy=full_shard", "is decided by"),
+    ("--parallel.tp_parts=[attention]", "is decided by"),
+    ("--parallel.loss_parallel=false", "is decided by"),
+    ("--parallel.selective_policy=attention", "is decided by"),
+    ("--parallel.unit_min_params=1000000000", "is decided by"),
+    ("--train.micro_batch_size=1", "has 2"),
+    ("--train.global_batch_size=16", "has 8"),
+]
+
+
+@pytest.mark.parametrize(("key", "words"), CONTRADICTING)
+def test_a_key_that_a_plan_file_overrules_is_refused_instead_of_ignored(key: str, words: str, plan_file: Path) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_run(config_of(f"--parallel.plan={plan_file}", key), 8)
+    report = str(error.value)
+    assert "\n" not in report
+    assert report.startswith(key.removeprefix("--").split("=")[0] + "=")
+    assert words in report
+    assert str(plan_file) in report
+
+
+def test_keys_and_the_plan_files_own_mistakes_come_in_one_report(plan_file: Path) -> None:
+    plan_file.write_text(plan_file.read_text().replace("param_dtype: bfloat16", "param_dtype: float16"))
+    with pytest.raises(PlanError) as error:
+        plan_run(config_of(f"--parallel.plan={plan_file}", "--parallel.tp=1"), 4)
+    lines = str(error.value).splitlines()
+    assert [line.split(": ")[-1][:20] for line in lines[:2]] == ["leave the key out, o"] * 2
+    assert "this run has 4" in lines[2]
+    assert lines[3].startswith(f"plan file {plan_file}: units tok_embeddings to head (34): param_dtype=float16")
+    assert len(lines) == 4
+
+
+def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
+    for name in ("Manual", "", "nowhere/plan.yaml", "~nobody_at_all/plan.yaml", "."):
+        with pytest.raises(PlanError, match=r"parallel.plan=.*: there is no such file. Use manual, or the path"):
+            plan_run(dataclasses.replace(config_of(), parallel=ParallelConfig(plan=name)), 8)
+
+
+# Each part of the model that tensor parallelism splits
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        (["--parallel.tp=16"], ["parallel.tp=16 must divide model.n_kv_heads=8. Use 1, 2, 4 or 8."]),
+        (["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]"], []),
+        (["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]", "--train.seq_len=100"],
+         ["parallel.tp=16 must divide train.seq_len=100. Use 1, 2 or 4."]),
+        (["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]", "--train.seq_len=100",
+          "--parallel.sequence_parallel=false"], []),
+        (["--parallel.tp=3"], [f"parallel.tp=3 must divide {key}. Use 1, 2, 4 or 8." for key in (
+            "model.n_heads=32", "model.n_kv_heads=8", "model.ffn_dim=14336", "train.seq_len=8192")]),
+        (["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_parts=[embedding]"],
+         ["parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2."]),
+    ],
+    ids=["gqa", "parts", "tokens", "no sequence parallel", "all", "one part"],
+)  # fmt: skip
+def test_tp_divides_heads_kv_heads_ffn_vocabulary_and_tokens(keys: list[str], lines: list[str]) -> None:
+    config, world_size = config_of(*keys), 48
+    if lines:
+        with pytest.raises(PlanError) as error:
+            plan_run(config, world_size)
+        assert str(error.value).splitlines() == lines
+    else:
+        assert plan_run(config, world_size).mesh.tp == config.parallel.tp
 
 
 def test_a_plan_that_fits_is_said_to_need_what_is_predicted() -> None:

@@ -1,0 +1,70 @@
+"""A small model that publishes what a Llama does, and plans for it."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from parallel.config import ParallelConfig
+from parallel.make_plan import Job, make_plan
+from parallel.plan import ModelUnits, Plan, PlanError
+
+STYLES = {
+    "embedding": {"embed": "vocab"},
+    "attention": {"layers.*.norm": "sequence", "layers.*.wq": "colwise", "layers.*.wo": "rowwise"},
+    "feed_forward": {"layers.*.ffn_norm": "sequence", "layers.*.w1": "colwise", "layers.*.w2": "rowwise"},
+    "head": {"head.norm": "sequence", "head.output": "logits", "head.loss": "loss"},
+}
+TP_DIVIDES = {
+    "embedding": {"model.vocab_size": 96},
+    "attention": {"model.n_heads": 16, "model.n_kv_heads": 8},
+    "feed_forward": {"model.ffn_dim": 48},
+    "head": {"model.vocab_size": 96},
+}
+EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
+
+
+def make_model(n_layers: int = 4, tied: bool = False) -> ModelUnits:
+    blocks = [f"layers.{i}" for i in range(n_layers)]
+    alone = [(block,) for block in blocks]
+    return ModelUnits(
+        modules={"embed": EMBEDDING, **dict.fromkeys(blocks, BLOCK), "head": HEAD - EMBEDDING if tied else HEAD},
+        units=[*alone, ("embed", "head")] if tied else [("embed",), *alone, ("head",)],
+        compiled=frozenset({*blocks, "head"}),
+        checkpointed=frozenset(blocks),
+        styles=STYLES,
+        tp_divides=TP_DIVIDES,
+        shared_parts=frozenset({"embedding", "head"} if tied else ()),
+        attention_ops=("aten._scaled_dot_product_flash_attention",),
+    )
+
+
+MODEL, TIED = make_model(), make_model(tied=True)
+SEQ_LEN = 64
+
+
+def plan_of(
+    world_size: int = 8,
+    micro: int | str = 1,
+    global_batch: int = -1,
+    *,
+    model: ModelUnits = MODEL,
+    per_node: int = 8,
+    seq_len: int = SEQ_LEN,
+    **keys: Any,
+) -> Plan:
+    return make_plan(ParallelConfig(**keys), model, Job(world_size, per_node, seq_len, micro, global_batch))
+
+
+def report_of(*sizes: Any, **asked: Any) -> str:
+    """What the refusal of such a plan says."""
+    with pytest.raises(PlanError) as error:
+        plan_of(*sizes, **asked)
+    return str(error.value)
+
+
+def change(plan: Plan, index: int, **keys: Any) -> Plan:
+    """The plan with one unit treated otherwise, as by a hand edit of its file."""
+    units = list(plan.units)
+    units[index] = dataclasses.replace(units[index], **keys)
+    return dataclasses.replace(plan, units=tuple(units))

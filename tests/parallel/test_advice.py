@@ -1,0 +1,62 @@
+"""Plans that can run but make little sense are told so, and good ones are left in peace."""
+
+from typing import Any
+
+import pytest
+
+from parallel.advice import advise
+from tests.parallel.plans import plan_of
+
+GOOD: list[tuple[int, dict[str, Any]]] = [
+    (8, {}),
+    (32, {}),
+    (32, {"strategy": "hybrid_shard"}),
+    (32, {"tp": 8}),
+    (32, {"tp": 2, "strategy": "hybrid_shard"}),
+    (64, {"dp_replicate": 32, "dp_shard": 2}),
+    (8, {"tp": 8}),
+    (8, {"tp": 2, "dp_shard": 4}),
+    (8, {"cpu_offload": True}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "keys"), GOOD, ids=str)
+def test_a_good_plan_gets_no_advice(world_size: int, keys: dict[str, Any]) -> None:
+    assert advise(plan_of(world_size, **keys), 8) == []
+
+
+POOR: list[tuple[int, dict[str, Any], str]] = [
+    (1, {}, "one process: nothing is sharded"),
+    (8, {"dp_replicate": 2}, "dp_replicate=2 within a single node: HSDP takes more memory"),
+    (24, {"dp_replicate": 2}, "dp_shard x tp = 12 does not divide the 8 processes of a node"),
+    (8, {"strategy": "ddp"}, "dp_shard=1: every process holds all parameters"),
+    (1, {"cpu_offload": True}, "cpu_offload with one process"),
+    (32, {"dp_replicate": 2}, "dp_shard x tp = 16 does not divide the 8 processes of a node"),
+    (8, {"tp": 2, "tp_parts": ()}, "tp=2 splits no part of the model"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "keys", "words"), POOR, ids=str)
+def test_a_poor_plan_is_told_why(world_size: int, keys: dict[str, Any], words: str) -> None:
+    assert any(sentence.startswith(words) for sentence in advise(plan_of(world_size, **keys), 8))
+
+
+def test_tp_across_nodes_is_told_and_how_to_avoid_it() -> None:
+    plan = plan_of(16, tp=8)
+    assert advise(plan, 8) == []
+    sentence, *_ = advise(plan, 4)
+    assert sentence.startswith("tp=8 does not divide the 4 processes of a node")
+    assert sentence.endswith("use a degree within one")
+
+
+def test_sentences_are_sentences_of_one_line() -> None:
+    for world_size, keys, _ in POOR:
+        for sentence in advise(plan_of(world_size, **keys), 8):
+            assert "\n" not in sentence
+            assert len(sentence) > 20
+
+
+def test_hsdp_within_a_node_says_the_better_degree() -> None:
+    (sentence,) = advise(plan_of(8, dp_replicate=2), 8)
+    assert sentence.endswith("dp_shard=8 shards further")
+    assert advise(plan_of(8, dp_replicate=2), 4) == [], "two nodes of four"
