@@ -1,6 +1,5 @@
 """The collectives of a training step, as they are really issued: simulated or on a real process group."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,10 +65,7 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types and self._in_dtensor:
             return NotImplemented  # let it become operations on local tensors, which come here again
-        if DTensor in types:
-            result = self._open(op, args, kwargs or {})
-        else:
-            result = op(*args, **(kwargs or {}))
+        result = self._open(op, args, kwargs or {}) if DTensor in types else op(*args, **(kwargs or {}))
         if op.namespace == "profiler":
             closed = self.position.read_label(op, args)
             if self._storages is not None:
@@ -108,11 +104,12 @@ class StepRecorder(TorchDispatchMode):
 
 def axes_of_groups(mesh: DeviceMesh) -> dict[str, list[str]]:
     """Process group -> its names, the narrowest first: an axis of the whole world shares its group."""
+    world = dist.group.WORLD
+    assert world is not None, "a mesh needs a process group"
     groups = [(axis, mesh.get_group(axis)) for axis in AXES]
-    groups += [("data_parallel", data_parallel_group(mesh)), ("world", dist.group.WORLD)]
-    names = defaultdict(list)
-    for name, group in groups:
-        names[group.group_name].append(name)
+    names: dict[str, list[str]] = {}
+    for name, group in [*groups, ("data_parallel", data_parallel_group(mesh)), ("world", world)]:
+        names.setdefault(group.group_name, []).append(name)
     return names
 
 
@@ -121,7 +118,8 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().qualified_name():
             return dist.ProcessGroup.unbox(arg)
-    return dist.distributed_c10d._resolve_process_group([arg for arg in args if isinstance(arg, str)][-1])
+    name = [arg for arg in args if isinstance(arg, str)][-1]
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def _kind(op: Any) -> str:

@@ -107,5 +107,5 @@ class Position:
             self._count()
 
     def _count(self) -> None:
-        self._counts.append(torch.autograd._get_sequence_nr())
+        self._counts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._modules.append(self._running[-1] if self._running else "")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -123,8 +124,17 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """Every collective of this process is done at once, with nobody."""
     assert not dist.is_initialized(), "a simulation needs a process without a process group"
+    _forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers results with their mesh, and takes an equal mesh for the same, though its process groups are gone
+    and it may have been seen by another rank (torch 2.13; tests/parallel/test_simulate.py)."""
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(torch.distributed.tensor.debug, name, lambda: None)()

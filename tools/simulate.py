@@ -7,7 +7,6 @@ collectives that the rank issues, in order, and the memory it needs by kind, wit
 import argparse
 import dataclasses
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -64,9 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
                         "strategies that know nodes")  # fmt: skip
     parser.add_argument("--rank", type=_rank, default=0, metavar="R", help="the rank to simulate (default 0)")
     parser.add_argument("--all", action="store_true", help=f"show every collective, not the first {FIRST} only")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: collectives in order {op, axis, unit, phase, "
-                        "bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the most of each during the "
-                        "step), peak_memory_gib, memory_at_peak, host_memory_gib")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON document: collectives in order {op, axis, unit, "
+                        "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the most of each during "
+                        "the step), peak_memory_gib, memory_at_peak, host_memory_gib")  # fmt: skip
     return parser
 
 
@@ -75,7 +74,8 @@ def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
     device = torch.device("cpu")
 
     def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
-        fill_model(model, config, plan, device)
+        # Fake values need not be put anywhere, and cutting a tensor in 4,096 fake parts to take one of them takes long.
+        fill_model(model, config, plan, device, copy=lambda parameter, value: None)
         return build_optimizer(model, config.optim)
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:

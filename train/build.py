@@ -1,7 +1,7 @@
 """The sharded model with its initial weights."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -33,12 +33,12 @@ def shard_model(config: Config, plan: Plan, mesh: DeviceMesh) -> Llama:
     return model
 
 
-def fill_model(model: Llama, config: Config, plan: Plan, device: torch.device) -> None:
-    """The second half: this rank's tensors, with their initial values."""
+def fill_model(model: Llama, config: Config, plan: Plan, device: torch.device, copy: Callable[..., None] = copy_shard) -> None:
+    """The second half: this rank's tensors, with initial values that `copy` puts into them, as in `init_weights`."""
     model.to_empty(device="cpu" if plan.cpu_offload else device)
     for name, buffer in model.named_buffers():  # all of them belong to the model itself
         setattr(model, name, buffer.to(device))
-    init_weights(model, config.run.seed, copy_shard)
+    init_weights(model, config.run.seed, copy)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

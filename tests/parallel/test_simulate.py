@@ -1,0 +1,288 @@
+"""What a simulated rank does and holds, against orders written by hand and sizes computed by hand from shapes."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from parallel.collectives import Collective
+from parallel.plan_file import plan_to_yaml
+from tests.simulated import TINY, in_words, simulated
+from train.config import parse_config
+from train.planning import plan_run
+
+TP = "--parallel.tp=2"  # its collectives show when a unit computes
+HSDP3 = ("--parallel.dp_replicate=2", "--train.global_batch_size=12")  # accumulation 3 on 4 ranks
+KEEP = "--parallel.reshard_after_forward=false"
+
+
+def prefetch(k: int) -> tuple[str, str]:
+    return f"--parallel.forward_prefetch={k}", f"--parallel.backward_prefetch={k}"
+
+
+def of_axis(collectives, *axes: str) -> list[Collective]:
+    return [c for c in collectives if c.axis in axes]
+
+
+# Order
+
+
+@pytest.mark.parametrize(
+    ("k", "forward", "backward"),
+    [
+        (0, "tok ~tok 0 ~0 1 ~1 2 ~2 head ~head", "~head -head 2 ~2 -2 1 ~1 -1 0 ~0 -0 tok ~tok -tok"),
+        (1, "tok 0 ~tok 1 ~0 2 ~1 head ~2 ~head", "2 ~head -head 1 ~2 -2 0 ~1 -1 tok ~0 -0 ~tok -tok"),
+        (2, "tok 0 1 ~tok 2 ~0 head ~1 ~2 ~head", "2 1 ~head -head 0 ~2 -2 tok ~1 -1 ~0 -0 ~tok -tok"),
+    ],
+)
+def test_units_are_gathered_as_far_ahead_as_the_plan_says(k, forward, backward):
+    collectives = simulated(4, *TINY, TP, *prefetch(k)).collectives
+    assert in_words(collectives, ["forward"]) == forward
+    assert in_words(collectives, ["backward"]) == backward
+
+
+def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
+    collectives = simulated(4, *TINY).collectives
+    assert in_words(collectives) == "tok 0 1 2 head 2 -head 1 -2 0 -1 tok -0 -tok"
+    assert {c.axis for c in collectives if c.unit} == {"dp_shard"}
+    outside = [(c.op, c.axis, c.phase, c.bytes) for c in collectives if not c.unit]
+    one_float = ("all_reduce", "world")  # tokens of the batch; norm of the gradient; loss
+    assert outside == [(*one_float, "forward", 4), (*one_float, "optimizer", 4), (*one_float, "optimizer", 4)]
+
+
+def test_what_is_joined_outside_of_units_has_its_own_names():
+    outside = [(c.op, c.axis, c.phase) for c in simulated(8, *TINY, TP, "--parallel.dp_replicate=2").collectives if not c.unit]
+    assert outside == [("all_reduce", "data_parallel", "forward"), ("all_reduce", "world", "optimizer"),
+                       ("all_reduce", "data_parallel", "optimizer")]  # fmt: skip
+
+
+def test_editing_one_units_prefetch_in_a_plan_file_moves_its_gathers(tmp_path):
+    file = tmp_path / "plan.yaml"
+    eager = "--parallel.compile.enabled=false"
+    plan = plan_run(parse_config([*TINY, TP, eager, *prefetch(1)]), 4)
+    file.write_text(plan_to_yaml(plan))
+    model = [argument for argument in TINY if "micro_batch" not in argument]
+    before = simulated(4, *model, f"--parallel.plan={file}").collectives
+    assert before == simulated(4, *TINY, TP, eager, *prefetch(1)).collectives
+
+    edited = yaml.safe_load(file.read_text())
+    blocks = edited["units"].pop(1)
+    assert blocks["unit"] == "layers.[0-2]"
+    first, rest = {**copy.deepcopy(blocks), "unit": "layers.0"}, {**blocks, "unit": "layers.[1-2]"}
+    first["forward_prefetch"], first["backward_prefetch"] = ["layers.1", "layers.2", "head"], 0
+    edited["units"][1:1] = [first, rest]
+    other = tmp_path / "edited.yaml"
+    other.write_text(yaml.safe_dump(edited, sort_keys=False))
+    after = simulated(4, *model, f"--parallel.plan={other}").collectives
+    assert in_words(after, ["forward"]) == "tok 0 ~tok 1 2 head ~0 ~1 ~2 ~head"
+    assert in_words(after, ["backward"]) == "2 ~head -head 1 ~2 -2 0 ~1 -1 ~0 -0 tok ~tok -tok"
+
+
+def test_what_stays_gathered_is_not_gathered_again():
+    assert in_words(simulated(4, *TINY, KEEP).collectives) == "tok 0 1 2 head -head -2 -1 -0 -tok"
+
+
+def test_resharding_to_a_smaller_group_gathers_as_often_and_as_much():
+    whole, part = (simulated(4, *TINY, f"--parallel.reshard_after_forward={n}").collectives for n in ("true", "2"))
+    assert whole == part
+
+
+def test_hsdp_all_reduces_once_per_step_and_reduce_scatters_every_micro_batch():
+    collectives = simulated(4, *TINY, *HSDP3, *prefetch(0)).collectives
+    forward, reduced = "tok 0 1 2 head ", "-head 2 -2 1 -1 0 -0 tok -tok"
+    last = "-head =head 2 -2 =2 1 -1 =1 0 -0 =0 tok -tok =tok"
+    assert in_words(collectives) == " ".join([forward + reduced, forward + reduced, forward + last])
+
+
+def test_replication_alone_all_reduces_and_gathers_nothing():
+    assert in_words(simulated(4, *TINY, "--parallel.strategy=ddp").collectives) == "=head =2 =1 =0 =tok"
+
+
+def test_tied_embeddings_are_one_unit_gathered_first_and_reduced_last():
+    collectives = simulated(4, *TINY, "--model.tie_embeddings=true", *prefetch(1)).collectives
+    assert in_words(collectives) == "tok+head 0 1 2 2 1 -2 0 -1 -0 -tok+head"
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputing_gathers_nothing_more_over_dp_shard(kind):
+    plain = simulated(4, *TINY, TP).collectives
+    recomputed = simulated(4, *TINY, TP, f"--parallel.activation_checkpoint={kind}").collectives
+    assert of_axis(recomputed, "dp_shard") == of_axis(plain, "dp_shard")
+    assert "recompute" not in {c.phase for c in plain}
+    again = [c.op for c in recomputed if c.phase == "recompute"]
+    # Each block has two gathers and two sums over tp. Full recomputes them until the last saved tensor is there, which
+    # comes before the last sum; selective has kept the sums.
+    assert again == {"full": ["all_gather", "reduce_scatter", "all_gather"], "selective": ["all_gather"] * 2}[kind] * 3
+
+
+# Bytes, at the shape of an 8B
+
+BATCH, TOKENS, DIM, FFN, VOCAB, KV_DIM = 1, 8192, 4096, 14336, 128256, 1024
+NORMS = 2 * DIM
+MATRICES = 2 * DIM * DIM + 2 * KV_DIM * DIM + 3 * DIM * FFN
+EMBEDDING = VOCAB * DIM
+BF16, FP32 = 2, 4
+LLAMA_8B = ("--config=llama_8b.yaml", "--model.n_layers=2", "--train.micro_batch_size=1")
+
+
+def sizes(collectives, **wanted: str) -> dict[str, list[int]]:
+    """Bytes by unit of the collectives that have these fields."""
+    found: dict[str, list[int]] = {}
+    for c in collectives:
+        if c.unit and all(getattr(c, name) == value for name, value in wanted.items()):
+            found.setdefault(c.unit, []).append(c.bytes)
+    return found
+
+
+def per_unit(block: int, embedding: int, head: int) -> dict[str, int]:
+    return {"tok_embeddings": embedding, "layers.0": block, "layers.1": block, "head": head}
+
+
+@pytest.mark.parametrize(("replicate", "tp"), [(1, 1), (4, 1), (1, 8), (4, 8)])
+def test_bytes_of_sharding_at_8b(replicate, tp):
+    shard = 8
+    got = simulated(replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.tp={tp}").collectives
+    # A tp rank has its share of the matrices and all of the norms.
+    parameters = per_unit(MATRICES // tp + NORMS, EMBEDDING // tp, EMBEDDING // tp + DIM)
+    gathered = {unit: [BF16 * n] * (1 if unit == "head" else 2) for unit, n in parameters.items()}
+    assert sizes(got, op="all_gather", axis="dp_shard") == gathered
+    assert sizes(got, op="reduce_scatter", axis="dp_shard") == {unit: [FP32 * n] for unit, n in parameters.items()}
+    all_reduced = {unit: [FP32 * n // shard] for unit, n in parameters.items()} if replicate > 1 else {}
+    assert sizes(got, op="all_reduce", axis="dp_replicate") == all_reduced
+    assert {(c.op, c.axis) for c in got if c.axis.startswith("dp_")} <= {
+        ("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")}  # fmt: skip
+
+
+HIDDEN = BATCH * TOKENS * DIM * BF16  # x[B, T, D]
+LOGITS = BATCH * TOKENS * VOCAB * BF16
+LARGEST, SUMS = BATCH * TOKENS * FP32, 2 * BATCH * TOKENS * FP32  # of each token: the loss's two small all-reduces
+NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient from its tokens
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
+    keys = (f"--parallel.sequence_parallel={sequence_parallel}", f"--parallel.loss_parallel={loss_parallel}".lower())
+    got = of_axis(simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp")
+    # In the head's forward the split loss needs two small sums, and gathered logits a gather.
+    loss = {"all_reduce": [LARGEST, SUMS]} if loss_parallel else {"all_gather": [LOGITS]}
+    if sequence_parallel:
+        # Tokens are gathered in front of each part and scattered behind it: two parts in a block, one in the head.
+        forward = {
+            "all_gather": {"layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2, "head": [HIDDEN]},
+            "reduce_scatter": {"tok_embeddings": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
+            "all_reduce": {},
+        }
+        backward = {
+            "all_gather": {"layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2, "tok_embeddings": [HIDDEN]},
+            "reduce_scatter": {"head": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
+            "all_reduce": {"head": [NORM_GRAD], "layers.0": [NORM_GRAD] * 2, "layers.1": [NORM_GRAD] * 2},
+        }
+    else:
+        forward = {"all_gather": {}, "reduce_scatter": {},
+                   "all_reduce": {"tok_embeddings": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2}}  # fmt: skip
+        backward = {"all_gather": {}, "reduce_scatter": {},
+                    "all_reduce": {"head": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2}}  # fmt: skip
+    for op, of_head in loss.items():
+        forward[op]["head"] = forward[op].get("head", []) + of_head
+    for op in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert sizes(got, op=op, phase="forward") == forward[op], f"forward {op}"
+        assert sizes(got, op=op, phase="backward") == backward[op], f"backward {op}"
+
+
+# Memory
+
+
+@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 8, 1), (4, 2, 1), (1, 2, 4), (2, 4, 8), (8, 1, 1)])
+def test_parameters_gradients_and_optimizer_are_their_share_to_the_byte(replicate, shard, tp):
+    memory = simulated(replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.dp_shard={shard}",
+                       f"--parallel.tp={tp}").memory  # fmt: skip
+    share = FP32 * (2 * EMBEDDING + 2 * MATRICES) // (shard * tp)
+    norms = FP32 * 5 * DIM // shard  # whole on each tp rank
+    assert memory.params == memory.grads == share + norms
+    step_counts = (2 + 2 * 9 + 1) * FP32  # one float32 for each parameter
+    assert memory.optimizer == 2 * (share + norms) + step_counts
+
+
+def test_an_uneven_dim_is_padded_to_whole_rows_of_every_rank():
+    dim, vocab, shard = 32, 265, 2
+    uneven = ("--model.n_layers=1", "--model.vocab_size=265")
+    ranks = [simulated(2, *TINY, *uneven, rank=rank).memory for rank in range(2)]
+    other = 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 3 * dim
+    padded = 2 * (vocab + 1) * dim  # two tables of 265 rows: the second rank has 132 of them and one that pads
+    for memory in ranks:
+        assert memory.params == memory.grads == FP32 * (padded + other) // shard
+    # The optimizer's state is not padded: between them the ranks hold the whole, twice, and their own step counts.
+    assert sum(m.optimizer for m in ranks) == 2 * FP32 * (2 * vocab * dim + other) + 2 * FP32 * (2 + 9 + 1)
+
+
+def test_accumulated_gradients_stay_sharded():
+    one = simulated(4, *TINY, "--parallel.dp_replicate=2").memory
+    three = simulated(4, *TINY, *HSDP3).memory
+    assert one.grads == three.grads == one.params
+
+
+def test_gathered_parameters_are_counted_as_they_live():
+    dtype = "--parallel.param_dtype=bfloat16"
+    kept = simulated(4, *TINY, dtype, KEEP, *prefetch(0)).memory
+    freed = simulated(4, *TINY, dtype, *prefetch(0)).memory
+    far = simulated(4, *TINY, dtype, *prefetch(2)).memory
+    whole = 2 * simulated(1, *TINY).memory.params // FP32
+    assert whole < kept.unsharded < 2 * whole  # and what the last unit was gathered through
+    assert freed.unsharded < far.unsharded < kept.unsharded
+
+
+def test_each_way_of_recomputing_keeps_less():
+    kept = {kind: simulated(4, *TINY, "--model.n_layers=6", f"--parallel.activation_checkpoint={kind}").memory.activations
+            for kind in ("none", "selective", "full")}  # fmt: skip
+    assert kept["full"] < kept["selective"] < kept["none"]
+
+
+def test_logits_are_what_the_loss_makes_of_them():
+    tokens, vocab = 48, 264
+    memory = simulated(4, *TINY, "--parallel.param_dtype=bfloat16").memory
+    three_copies = 3 * tokens * vocab * FP32  # log-probabilities, their gradient, and that of the logits
+    assert three_copies <= memory.logits < three_copies * 1.02
+    assert simulated(8, *TINY, TP, "--parallel.param_dtype=bfloat16").memory.logits < memory.logits * 0.7
+
+
+def test_the_peak_is_at_least_what_is_always_there_and_at_most_all_maxima_together():
+    simulation = simulated(4, *TINY)
+    most, peak = dataclasses.asdict(simulation.memory), dataclasses.asdict(simulation.at_peak)
+    assert all(peak[kind] <= most[kind] for kind in most)
+    assert most["params"] + most["optimizer"] < simulation.peak_bytes == sum(peak.values()) < sum(most.values())
+
+
+def test_offloaded_memory_is_told_apart():
+    plain, offloaded = simulated(4, *TINY), simulated(4, *TINY, "--parallel.cpu_offload=true")
+    assert plain.host_bytes == 0
+    on_host = {kind: getattr(plain.memory, kind) for kind in ("params", "grads", "optimizer")}
+    assert offloaded.host_bytes == sum(on_host.values())
+    assert all(getattr(offloaded.memory, kind) == 0 for kind in on_host)
+    assert offloaded.peak_bytes < plain.peak_bytes
+
+
+# The simulation itself
+
+
+def test_a_simulation_leaves_nothing_behind_and_every_rank_does_the_same():
+    first = simulated(8, *TINY, TP, "--parallel.dp_replicate=2")
+    last = simulated(8, *TINY, TP, "--parallel.dp_replicate=2", rank=7)
+    assert first == last
+    assert not dist.is_initialized()
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+def test_compiled_or_not_the_simulation_is_the_same():
+    assert simulated(4, *TINY) == simulated(4, *TINY, "--parallel.compile.enabled=false")
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced():
+    collectives = simulated(4, *TINY, "--train.freeze=[layers.0.*,tok_embeddings.*]").collectives
+    words = in_words(collectives)
+    assert words.startswith("tok 0 1 2 head ")
+    assert {"-head", "-2", "-1"} < set(words.split())
+    assert {"-0", "-tok"}.isdisjoint(words.split())
