@@ -118,7 +118,7 @@ def _all_units_mistakes(plan: Plan, model: ModelUnits) -> list[str]:
 
 
 def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> list[str]:
-    mistakes = reshard_mistakes(unit.reshard_after_forward, plan.mesh.dp_shard, "")
+    mistakes = reshard_mistakes(unit.reshard_after_forward, plan.mesh.dp_shard, plan.mesh.tp, "")
     for key in ("param_dtype", "reduce_dtype"):
         mistakes += dtype_mistakes(getattr(unit, key), key)
     if unit.output_dtype != "same":

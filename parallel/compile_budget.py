@@ -18,11 +18,15 @@ def budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:
     from torch._functorch import config as functorch
     from torch._inductor import list_mode_options
 
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13
+        # It weighs every input of a graph, and refuses the DeviceMesh that comes with a weight split over tp.
+        settings["unsafe_treat_script_objects_as_zero_size"] = True
     inner = lookup_backend(name)
     options = {"config_patches": list_mode_options(mode)} if mode != "default" else {}
 
     def compile_within_budget(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        with functorch.patch(activation_memory_budget=budget):
+        with functorch.patch(settings):
             return inner(graph, inputs, **options)
 
     return compile_within_budget

@@ -49,7 +49,7 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
     tokens = job.seq_len if config.sequence_parallel else 0
     mistakes += tensor_mistakes(_resolve(config.tp, 1), parts, tokens, model, "parallel.")
     if not mesh_mistakes or mesh.dp_shard == config.dp_shard:
-        mistakes += reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, "parallel.")
+        mistakes += reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, mesh.tp, "parallel.")
     micro_batch_size: Any = job.micro_batch_size
     if micro_batch_size == "auto":
         micro_batch_size = 1 if job.global_batch_size == -1 else max(1, job.global_batch_size // mesh.data_parallel)
