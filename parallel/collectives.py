@@ -70,7 +70,7 @@ class StepRecorder(TorchDispatchMode):
             closed = self.position.read_label(op, args)
             if self._storages is not None:
                 self._storages.see_label(closed)
-        elif op.namespace in NAMESPACES and "wait" not in op.__name__:
+        elif op.namespace in NAMESPACES:
             self._add(op, args, result)
         # Inside an operation on DTensors only its collectives count: the first time, DTensor plays the operation through
         # with tensors of the whole shape to learn of its result.
@@ -89,7 +89,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _add(self, op: Any, args: tuple[Any, ...], result: Any) -> None:
         group = _group_of(args)
-        if group.size() == 1:
+        if group is None or group.size() == 1:
             return  # nothing is sent
         position = self.position
         self.collectives.append(Collective(_kind(op), self._axis(group), position.unit, position.phase,
@@ -113,13 +113,16 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[str, list[str]]:
     return names
 
 
-def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The process group among a collective's arguments: an object, or its name, which comes last."""
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The process group among an operation's arguments: itself, boxed, or by its name, which comes last; None if it has none
+    and so is no collective, as what waits for one."""
     for arg in args:
+        if isinstance(arg, dist.ProcessGroup):
+            return arg
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().qualified_name():
             return dist.ProcessGroup.unbox(arg)
-    name = [arg for arg in args if isinstance(arg, str)][-1]
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    names = [arg for arg in args if isinstance(arg, str)]
+    return dist.distributed_c10d._resolve_process_group(names[-1]) if names else None  # type: ignore[attr-defined, arg-type]
 
 
 def _kind(op: Any) -> str:
