@@ -29,7 +29,9 @@ def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None) 
         raise PlanError(f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, or the path of a plan file, "
                         "such as plan.yaml in a run's folder")  # fmt: skip
     plan = load_plan(path)
-    mistakes = key_mistakes(config.parallel, plan, model) + _batch_mistakes(config, plan)
+    mistakes = key_mistakes(config.parallel, plan, model)
+    if plan.mesh.world_size == world_size:
+        mistakes += _batch_mistakes(config, plan)
     try:
         check_plan(plan, model, world_size, train.seq_len)
     except PlanError as error:

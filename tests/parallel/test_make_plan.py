@@ -157,6 +157,77 @@ def test_ranks_of_one_tp_group_see_the_same_data() -> None:
     assert (plan.mesh.data_parallel, plan.micro_batch_size, plan.global_batch_size) == (2, 32, 64)
 
 
+# Tensor parallelism: the table of styles
+
+SPLIT = {"embed": "vocab", "layers.*.norm": "sequence", "layers.*.wq": "colwise", "layers.*.wo": "rowwise",
+         "layers.*.ffn_norm": "sequence", "layers.*.w1": "colwise", "layers.*.w2": "rowwise",
+         "head.norm": "sequence", "head.output": "logits", "head.loss": "loss"}  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tp_splits_every_part_and_shares_out_the_tokens_if_asked(sequence_parallel: bool) -> None:
+    tensor = plan_of(tp=2, sequence_parallel=sequence_parallel).tensor
+    assert (tensor.sequence_parallel, tensor.styles) == (sequence_parallel, SPLIT)
+
+
+def test_without_loss_parallel_the_logits_are_gathered() -> None:
+    gathered = {**SPLIT, "head.output": "gathered_logits"}
+    del gathered["head.loss"]
+    assert plan_of(tp=2, loss_parallel=False).tensor.styles == gathered
+
+
+@pytest.mark.parametrize("part", MODEL.styles)
+def test_a_part_left_out_of_tp_parts_is_whole(part: str) -> None:
+    styles = plan_of(tp=2, tp_parts=tuple(p for p in MODEL.styles if p != part)).tensor.styles
+    whole = {pattern: f"whole_{style}" for pattern, style in MODEL.styles[part].items() if style != "loss"}
+    others = {pattern: style for pattern, style in SPLIT.items() if pattern not in MODEL.styles[part]}
+    assert styles == {**others, **whole}
+
+
+def test_one_tp_rank_has_no_styles_whatever_is_asked() -> None:
+    plan = plan_of(tp=1, tp_parts=("attention",), loss_parallel=False)
+    assert (plan.tensor.styles, plan.tensor.sequence_parallel) == ({}, False)
+
+
+@pytest.mark.parametrize("parts", [(), ("attention",), ("embedding", "head"), ("embedding", "feed_forward", "head")], ids=str)
+def test_tied_parts_are_split_both_or_neither(parts: tuple[str, ...]) -> None:
+    plan = plan_of(tp=2, model=TIED, tp_parts=parts)
+    assert plan.tensor.styles["embed"].startswith("whole_") == plan.tensor.styles["head.output"].startswith("whole_")
+
+
+TP_MISTAKES = [
+    ({"tp": 16, "world_size": 16}, ["parallel.tp=16 must divide model.n_kv_heads=8. Use 1, 2, 4 or 8."]),
+    ({"tp": 5, "world_size": 5}, [
+        "parallel.tp=5 must divide model.vocab_size=96. Use 1, 2, 4 or 8.",
+        "parallel.tp=5 must divide model.n_heads=16. Use 1, 2, 4 or 8.",
+        "parallel.tp=5 must divide model.n_kv_heads=8. Use 1, 2, 4 or 8.",
+        "parallel.tp=5 must divide model.ffn_dim=48. Use 1, 2, 4 or 8.",
+        "parallel.tp=5 must divide train.seq_len=64. Use 1, 2, 4 or 8."]),
+    ({"tp": 32, "world_size": 32, "tp_parts": ("embedding", "head")}, []),
+    ({"tp": 9, "world_size": 9, "tp_parts": ("feed_forward",)}, [
+        "parallel.tp=9 must divide model.ffn_dim=48. Use 1, 2, 4, 8 or 16.",
+        "parallel.tp=9 must divide train.seq_len=64. Use 1, 2, 4, 8 or 16."]),
+    ({"tp": 3, "world_size": 3, "tp_parts": ("feed_forward",), "sequence_parallel": False}, []),
+    ({"tp": 2, "world_size": 2, "seq_len": 63}, ["parallel.tp=2 must divide train.seq_len=63. Use 1."]),
+    ({"tp": 2, "world_size": 2, "seq_len": 63, "sequence_parallel": False}, []),
+    ({"tp": 2, "world_size": 2, "tp_parts": ("atention", "head", "embedding")},
+     ["parallel.tp_parts: atention is not a part of this model. Did you mean attention?"]),
+    ({"tp": 2, "world_size": 2, "tp_parts": ("xyz",)},
+     ["parallel.tp_parts: xyz is not a part of this model. It has embedding, attention, feed_forward, head."]),
+    ({"tp": 2, "world_size": 2, "tp_parts": ("head",), "model": TIED},
+     ["parallel.tp_parts=['head']: embedding and head share a weight in this model, "
+      "so tensor parallelism splits both or neither"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "lines"), TP_MISTAKES, ids=lambda v: "" if isinstance(v, list) else str(v)[:60])
+def test_all_that_the_tp_degree_must_divide_is_in_one_report(asked: dict[str, Any], lines: list[str]) -> None:
+    if lines:
+        assert report_of(**asked).splitlines() == lines
+    else:
+        assert plan_of(**asked).mesh.tp == asked["tp"]
+
+
 MISTAKES = [
     ({"dp_shard": 3}, ["dp_shard=3", "3 processes", "this run has 8", "start 3", "dp_shard=-1"]),
     ({"dp_shard": 16}, ["dp_shard=16", "16 processes", "this run has 8"]),
@@ -174,7 +245,7 @@ MISTAKES = [
     ({"reshard_after_forward": 0}, ["parallel.reshard_after_forward=0", "true, false, 2, 4 "]),
     ({"reshard_after_forward": 1}, ["parallel.reshard_after_forward=1", "true, false, 2, 4 ", "groups of 1"]),
     ({"reshard_after_forward": 8, "dp_replicate": 2}, ["parallel.reshard_after_forward=8", "dp_shard=4", "true, false, 2 "]),
-    ({"reshard_after_forward": 4, "tp": 2}, ["parallel.reshard_after_forward=4", "dp_shard=4", "true, false, 2 "]),
+    ({"reshard_after_forward": 2, "tp": 2}, ["parallel.reshard_after_forward=2 with tp=2 hangs in torch", "use true or false"]),
     ({"forward_prefetch": -1}, ["parallel.forward_prefetch=-1", "0 (none)"]),
     ({"backward_prefetch": -3}, ["parallel.backward_prefetch=-3", "0 (none)"]),
     ({"unit_min_params": -1}, ["parallel.unit_min_params=-1", "0 (a unit per block)"]),

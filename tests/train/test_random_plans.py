@@ -1,0 +1,254 @@
+"""Whatever is asked, planning ends with a plan that holds, or with PlanError or ConfigError: never with anything else."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from models.llama import LlamaConfig
+from parallel.advice import advise
+from parallel.check_plan import check_plan
+from parallel.config import CompileConfig, ParallelConfig
+from parallel.plan import Plan, PlanError, prefetched
+from parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
+from parallel.selective import POLICIES
+from parallel.strategy import STRATEGIES
+from train.config import Config, TrainConfig
+from train.fits import predict_memory
+from train.planning import model_units, plan_run
+
+DEFAULT = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+MUTATED = settings(DEFAULT, max_examples=600)
+
+
+def mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Odd values now and then: all at once would only ever test the first rule."""
+    return st.integers(0, 49).flatmap(lambda n: odd if n == 37 else usual)
+
+
+AUTO = st.just("auto")
+REPLICATE = mostly(AUTO | st.sampled_from(["auto", 1, 2]), st.integers(-3, 70))
+SHARD = mostly(st.sampled_from(["auto", "auto", "auto", -1, -1, 2, 4, 8]), st.integers(-3, 70))
+TP = mostly(AUTO | st.sampled_from(["auto", 1, 2, 4]), st.integers(-3, 70))
+AHEAD = mostly(AUTO | st.integers(0, 3), st.integers(-2, 100))
+DTYPES = mostly(st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["float16", "fp8", ""]))
+PARTS = ["embedding", "attention", "feed_forward", "head"]
+SHARES = mostly(st.floats(0, 1), st.floats())
+OPS = [*POLICIES, "every:1", "every:2", "every:9", "aten.mm", "aten.mm/2,aten.silu", "aten.bmm , aten._to_copy"]
+NO_OPS = ["every:0", "every:-1", "", ",", "mm", "aten.", "aten.mm/0", "a.b.c", "aten.mm//2"]
+ODD_OPS = st.sampled_from(NO_OPS) | st.text(max_size=6)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> LlamaConfig:
+    heads, kv = draw(st.sampled_from([(8, 8), (8, 4), (8, 2), (4, 4), (6, 3), (1, 1)]))
+    return LlamaConfig(
+        dim=heads * draw(st.sampled_from([2, 16])),
+        n_layers=draw(st.integers(1, 6)),
+        n_heads=heads,
+        n_kv_heads=kv,
+        ffn_dim=draw(mostly(st.sampled_from([64, 96]), st.integers(1, 99))),
+        vocab_size=draw(mostly(st.sampled_from([264, 512]), st.integers(1, 300))),
+        tie_embeddings=draw(st.booleans()),
+    )
+
+
+COMPILE = st.builds(
+    CompileConfig,
+    enabled=st.sampled_from([True, True, True, False]),
+    backend=mostly(st.sampled_from([*["inductor"] * 3, "eager"]), st.sampled_from(["inducer", "", "cudagraphs"])),
+    mode=mostly(st.just("default"), st.sampled_from(["max-autotune", "reduce-overhead", "fast", ""])),
+    dynamic=st.booleans(),
+    on_recompile=st.sampled_from(["warn", "error", "ignore"]),
+    float32_matmul_precision=st.sampled_from(["highest", "high", "medium"]),
+    cache_dir=st.none() | st.text(max_size=5),
+)
+PARALLEL = st.builds(
+    ParallelConfig,
+    plan=mostly(st.just("manual"), st.sampled_from(["auto", "", "nowhere.yaml", "~", "~none/x", "\0"])),
+    strategy=mostly(st.sampled_from([None] * 12 + [*STRATEGIES]), st.text(max_size=5)),
+    dp_replicate=REPLICATE,
+    dp_shard=SHARD,
+    tp=TP,
+    tp_parts=mostly(st.just(tuple(PARTS)), st.lists(st.sampled_from([*PARTS, "hed"]), max_size=5).map(tuple)),
+    sequence_parallel=st.booleans(),
+    loss_parallel=st.booleans(),
+    reshard_after_forward=mostly(st.sampled_from(["auto", "auto", True, False, 2]), st.integers(-2, 70)),
+    forward_prefetch=AHEAD,
+    backward_prefetch=AHEAD,
+    activation_checkpoint=st.sampled_from(["auto", "none", "full", "selective", "budget"]),
+    selective_policy=mostly(st.sampled_from(OPS), ODD_OPS),
+    activation_budget=SHARES,
+    unit_min_params=mostly(st.sampled_from([0, 5000, 50_000]), st.integers(-5, 10**15)),
+    param_dtype=DTYPES,
+    reduce_dtype=DTYPES,
+    cpu_offload=st.booleans(),
+    compile=COMPILE,
+)
+TRAIN = st.builds(
+    TrainConfig,
+    seq_len=mostly(st.sampled_from([64, 256]), st.integers(1, 2048)),
+    micro_batch_size=mostly(st.sampled_from(["auto", 1, 2, 4]), st.integers(-1, 9)),
+    global_batch_size=mostly(st.sampled_from([-1, -1, 128, 192, 256]), st.integers(-3, 300)),
+)
+CONFIGS = st.builds(Config, model=models(), parallel=PARALLEL, train=TRAIN)
+# Mostly powers of two, which most degrees fit
+PROCESSES = mostly(st.sampled_from([1, 2, 4, 8, 16, 32, 64]), st.integers(1, 64))
+PER_NODE = st.none() | st.sampled_from([1, 4, 8])
+
+
+def hold(config: Config, plan: Plan, processes: int, folder: Path) -> None:
+    """What must be true of every plan."""
+    mesh = plan.mesh
+    assert mesh.dp_replicate * mesh.dp_shard * mesh.tp == processes
+    assert plan.micro_batch_size * plan.accumulation * mesh.dp_replicate * mesh.dp_shard == plan.global_batch_size
+    (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
+    assert repr(load_plan(folder / "plan.yaml")) == repr(plan), "repr, because True == 1"
+    check_plan(plan, model_units(config.model), processes, config.train.seq_len)
+    assert [module for module in plan.modules if sum(module in unit.modules for unit in plan.units) != 1] == []
+    for phase in ("forward", "backward"):
+        for unit in plan.units:
+            ahead = [other.name for other in prefetched(plan, unit, phase)]
+            assert unit.name not in ahead
+            assert len(ahead) == len(set(ahead))
+    memory = dataclasses.asdict(predict_memory(config, plan))
+    assert all(type(size) is int and size >= 0 for size in memory.values()), memory
+    assert len(plan_to_table(plan).splitlines()) > 3
+    assert all(isinstance(sentence, str) for sentence in advise(plan, 8))
+
+
+def any_config_is_planned_or_refused(config: Config, processes: int, per_node: int | None, folder: Path) -> None:
+    plan = plan_or_refusal(config, processes, per_node)
+    event("refused" if isinstance(plan, str) else "planned")
+    if isinstance(plan, str):
+        assert all(line.strip() for line in plan.split("\n"))
+    else:
+        hold(config, plan, processes, folder)
+
+
+def plan_or_refusal(config: Config, processes: int, per_node: int | None = None) -> Plan | str:
+    """Any other error is a failure."""
+    try:
+        return plan_run(config, processes, per_node)
+    except PlanError as error:
+        return str(error)
+
+
+@DEFAULT
+@given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
+def test_any_config_is_planned_or_refused(config: Config, processes: int, per_node: int | None, tmp_path: Path) -> None:
+    any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
+
+
+@pytest.mark.slow
+@settings(DEFAULT, max_examples=15_000)
+@given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
+def test_many_more_configs_are_planned_or_refused(
+    config: Config, processes: int, per_node: int | None, tmp_path: Path
+) -> None:
+    any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
+
+
+# Plan files with mutations
+
+CONFIG = Config(
+    model=LlamaConfig(dim=16, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=32, vocab_size=64),
+    parallel=ParallelConfig(tp=2, compile=CompileConfig(backend="inductor")),
+    train=TrainConfig(seq_len=32, global_batch_size=16),
+)
+UNMUTATED = plan_to_dict(plan_run(CONFIG, 8))
+UNMUTATED["units"][1:2] = [{**UNMUTATED["units"][1], "unit": f"layers.{i}"} for i in range(3)]
+PLAUSIBLE = {
+    "reshard_after_forward": [True, False],
+    "forward_prefetch": [0, 1, 2, ["layers.1"], ["layers.2", "head"], ["head"], []],
+    "backward_prefetch": [0, 1, 2, ["layers.1"], ["layers.0", "tok_embeddings"], []],
+    "activation_checkpoint": ["none", "full", "selective", "budget"],
+    "saved_ops": [[], ["aten.mm"], ["aten.mm/3", "aten.silu"]],
+    "activation_budget": [1.0, 0, 0.5],
+    "compiled": [True, False],
+    "param_dtype": ["float32", "bfloat16"],
+    "reduce_dtype": ["float32", "bfloat16"],
+    "output_dtype": ["same", "float32", "bfloat16"],
+}
+LEFT_OPEN = dataclasses.replace(CONFIG, parallel=ParallelConfig(), train=TrainConfig(seq_len=32))
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["layers.0", "layers.[0-2]", "layers.[0-1]", "layers.2", "head", "tok_embeddings", "tok_embeddings+head",
+                       "layers.0+layers.1", "full", "selective", "budget", "bfloat16", "float16", "aten.mm", "rowwise",
+                       "whole_colwise", "eager", "max-autotune"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def places(data: Any) -> list[tuple[Any, Any]]:
+    """Every container with each of its keys or indices."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [place for key, value in items for place in [(data, key), *places(value)]]
+
+
+@st.composite
+def mutated_plans(draw: st.DrawFn) -> str:
+    """The text of a plan file after up to three mutations of its data, now and then also one of its characters."""
+    data = json.loads(json.dumps(UNMUTATED))
+    for _ in range(draw(st.integers(1, 3))):
+        candidates = places(data)
+        if not candidates:
+            break
+        container, key = draw(st.sampled_from(candidates))
+        kind = draw(st.sampled_from([*["plausible"] * 5, "replace", "replace", "delete", "double"]))
+        if kind == "plausible":
+            key = draw(st.sampled_from([*PLAUSIBLE]))
+            units = data.get("units")
+            if isinstance(units, list) and units and isinstance(unit := draw(st.sampled_from(units)), dict):
+                unit[key] = draw(st.sampled_from(PLAUSIBLE[key]))
+        elif kind == "replace":
+            container[key] = draw(JUNK)
+        elif kind == "delete":
+            del container[key]
+        elif isinstance(container, list):
+            other = draw(st.integers(0, len(container) - 1))
+            container[key] = json.loads(json.dumps(container[other]))
+        else:
+            other = draw(st.sampled_from(sorted(map(str, container))))
+            container[key] = container.get(other)
+    text = yaml.dump(data, Dumper=NoAliases, sort_keys=False, allow_unicode=True)
+    if draw(st.integers(0, 9)) == 7:
+        at, length = draw(st.integers(0, len(text))), draw(st.integers(0, 9))
+        text = text[:at] + draw(st.text(max_size=3)) + text[at + length :]
+    return text
+
+
+class NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def any_plan_file_is_run_or_refused(text: str, processes: int, folder: Path) -> None:
+    path = folder / "mutated.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    config = dataclasses.replace(LEFT_OPEN, parallel=ParallelConfig(plan=str(path)))
+    plan = plan_or_refusal(config, processes)
+    event("refused" if isinstance(plan, str) else "run")
+    if isinstance(plan, str):
+        assert str(path) in plan
+    else:
+        hold(config, plan, processes, folder)
+
+
+@MUTATED
+@given(text=mutated_plans(), processes=st.sampled_from([8, 8, 8, 4]))
+def test_any_plan_file_is_run_or_refused(text: str, processes: int, tmp_path: Path) -> None:
+    any_plan_file_is_run_or_refused(text, processes, tmp_path)
+
+
+@pytest.mark.slow
+@settings(MUTATED, max_examples=6_000)
+@given(text=mutated_plans(), processes=st.sampled_from([8, 8, 8, 4]))
+def test_many_more_plan_files_are_run_or_refused(text: str, processes: int, tmp_path: Path) -> None:
+    any_plan_file_is_run_or_refused(text, processes, tmp_path)
