@@ -88,10 +88,9 @@ def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
     """The simulation as plain data, memory in GiB."""
-    totals = [{"op": op, "axis": axis, "count": count, "bytes": size} for (op, axis), (count, size) in _totals(simulation)]
     return {
         "collectives": [dataclasses.asdict(collective) for collective in simulation.collectives],
-        "totals": totals,
+        "totals": [{"op": op, "axis": axis, "count": count, "bytes": size} for op, axis, count, size in totals(simulation)],
         "memory": by_kind_gib(simulation.memory),
         "peak_memory_gib": simulation.peak_bytes / GIB,
         "memory_at_peak": by_kind_gib(simulation.at_peak),
@@ -101,12 +100,12 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 
 def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
     """Totals, memory and the first collectives for people; `first` None is all of them."""
-    totals = [(op, axis, str(count), f"{size / GIB:9.3f}") for (op, axis), (count, size) in _totals(simulation)]
+    rows = [(op, axis, str(count), f"{size / GIB:9.3f}") for op, axis, count, size in totals(simulation)]
     kinds = [(kind, f"{gib:8.2f}", f"{by_kind_gib(simulation.at_peak)[kind]:8.2f}")
              for kind, gib in by_kind_gib(simulation.memory).items()]  # fmt: skip
     kinds.append(("total", "", f"{simulation.peak_bytes / GIB:8.2f}"))
     parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
-    parts.append(format_table(("collectives", "axis", "count", "GiB"), totals) if totals else "no collectives")
+    parts.append(format_table(("collectives", "axis", "count", "GiB"), rows) if rows else "no collectives")
     parts.append(format_table(("memory", "most GiB", "GiB at the peak"), kinds))
     if simulation.host_bytes:
         parts.append(f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients, optimizer")
@@ -125,18 +124,18 @@ def by_kind_gib(memory: MemoryByKind) -> dict[str, float]:
     return {kind: size / GIB for kind, size in dataclasses.asdict(memory).items()}
 
 
-def _row(number: int, c: Collective) -> tuple[str, ...]:
-    return (str(number), c.op, c.axis, c.unit, c.phase, f"{c.bytes / 2**20:10.3f}")
-
-
-def _totals(simulation: Simulation) -> list[tuple[tuple[str, str], tuple[int, int]]]:
-    """(op, axis) -> how many, and bytes of all together; the most bytes first."""
+def totals(simulation: Simulation) -> list[tuple[str, str, int, int]]:
+    """Of each op and axis how many collectives, and the bytes of all together; the most bytes first."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for collective in simulation.collectives:
         counts[collective.op, collective.axis] += 1
         sizes[collective.op, collective.axis] += collective.bytes
-    return [(key, (counts[key], size)) for key, size in sizes.most_common()]
+    return [(op, axis, counts[op, axis], size) for (op, axis), size in sizes.most_common()]
+
+
+def _row(number: int, c: Collective) -> tuple[str, ...]:
+    return (str(number), c.op, c.axis, c.unit, c.phase, f"{c.bytes / 2**20:10.3f}")
 
 
 def _positive(text: str) -> int:
