@@ -32,7 +32,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "tensor": dataclasses.asdict(plan.tensor),
         "cpu_offload": plan.cpu_offload,
         "compile": dataclasses.asdict(plan.compile),
-        "modules": _join_names(plan.modules),
+        "modules": join_names(plan.modules),
         "units": [{"unit": name, **_treatment(unit)} for name, unit in group_units(plan.units)],
     }
 
@@ -78,7 +78,8 @@ def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
     return [(_range_name([unit.name for unit in group]), group[0]) for group in groups]
 
 
-def _join_names(names: Sequence[str]) -> list[str]:
+def join_names(names: Sequence[str]) -> list[str]:
+    """Neighbours whose names count up as one: layers.[0-31]."""
     groups: list[list[str]] = []
     for name in names:
         if groups and _is_next(groups[-1][-1], name):

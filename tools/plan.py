@@ -1,6 +1,7 @@
 """`python -m tools.plan --config X --gpus N`: the plan of a run and its memory, without a GPU or a process group.
 
-`python -m tools.plan diff A.yaml B.yaml` says what differs between two plan files.
+`--compare` puts DDP, FSDP and HSDP of the same training side by side. `python -m tools.plan diff A.yaml B.yaml` says what
+differs between two plan files.
 """
 
 import argparse
@@ -12,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel.advice import advise
 from parallel.plan import Plan, PlanError
 from parallel.plan_file import load_plan, plan_to_dict, plan_to_table
 from parallel.planner.hardware import Hardware, load_hardware
 from parallel.planner.memory import MemoryEstimate
+from parallel.strategy import describe_strategy
 from tools.command import format_table, run_tool
-from tools.plan_diff import Difference, diff_plans
+from tools.compare_strategies import compare_strategies, comparison_json, comparison_text
+from tools.plan_diff import diff_plans, in_words
 from train.config import ConfigError, parse_config
 from train.fits import GIB, check_fits, predict_memory
 from train.planning import plan_run
@@ -32,16 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compare_files(make_diff_parser().parse_args(arguments[1:]))
     else:
         options, config_arguments = make_parser().parse_known_args(arguments)
-        show_plan(options, [f"--config={options.config}", *config_arguments])
+        show = show_comparison if options.compare else show_plan
+        show(options, [f"--config={options.config}", *config_arguments])
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Options of planning; every key of the config is accepted besides."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        usage=f"python -m {PROG} --config X --gpus N [--gpu KIND] [--json] [--section.key=value ...]\n"
+        usage=f"python -m {PROG} --config X --gpus N [--gpus-per-node N] [--gpu KIND] [--json] [--section.key=value ...]\n"
+        f"       python -m {PROG} --config X --gpus N --compare [--gpus-per-node G] [--json] [--section.key=value ...]\n"
         f"       python -m {PROG} diff A.yaml B.yaml [--json]",
-        description="Print the plan of a run, the memory it is predicted to need per GPU, and whether that fits. "
+        description="Print the plan of a run, advice where it makes little sense, the memory it is predicted to need per GPU, "
+        "and whether that fits. "
         "Needs no GPU and starts no processes.",
         epilog="Every config key is accepted too, as --section.key=value, and wins over the file: for example "
         "--parallel.activation_checkpoint=full or --train.micro_batch_size=2. `python -m train.main -h` documents them all. "
@@ -50,9 +57,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, metavar="X", help="YAML file: a path, or a name in configs/, as llama_8b.yaml")
     parser.add_argument("--gpus", required=True, type=_positive, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs that share a node, for hybrid "
+                        "strategies and advice: 8 unless given, and never more than --gpus")  # fmt: skip
     parser.add_argument("--gpu", metavar="KIND", help="say whether the plan fits this kind of GPU, and if not what would: "
                         f"{', '.join(load_hardware())}")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON document: plan, and predicted "
+    parser.add_argument("--compare", action="store_true", help="instead, put DDP, FSDP and HSDP of this training side by side: "
+                        "memory by kind, predicted and measured in a simulation")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON document: plan, advice (sentences), and predicted "
                         "{peak_memory_gib, memory by kind in GiB, fits (null without --gpu)}")  # fmt: skip
     return parser
 
@@ -72,7 +83,8 @@ def show_plan(options: argparse.Namespace, config_arguments: Sequence[str]) -> N
     """Print plan, memory and verdict. A plan that does not fit is an answer, not an error."""
     config = parse_config(config_arguments, PROG)
     hardware = find_gpu(options.gpu) if options.gpu else None
-    plan = plan_run(config, options.gpus)
+    per_node = min(options.gpus_per_node, options.gpus)
+    plan = plan_run(config, options.gpus, per_node)
     memory = predict_memory(config, plan)
     too_much = ""
     if hardware is not None:
@@ -82,9 +94,18 @@ def show_plan(options: argparse.Namespace, config_arguments: Sequence[str]) -> N
             too_much = str(error)
     if options.json:
         fits = None if hardware is None else not too_much
-        print(json.dumps({"plan": plan_to_dict(plan), "predicted": predicted(memory, fits)}, indent=2))
+        document = {"plan": plan_to_dict(plan), "advice": advise(plan, per_node), "predicted": predicted(memory, fits)}
+        print(json.dumps(document, indent=2))
     else:
-        print(plan_text(plan, memory, hardware, too_much))
+        said = [describe_strategy(config.parallel.strategy, plan.mesh)] if config.parallel.strategy else []
+        said += [f"advice: {sentence}" for sentence in advise(plan, per_node)]
+        print(plan_text(plan, said, memory, hardware, too_much))
+
+
+def show_comparison(options: argparse.Namespace, config_arguments: Sequence[str]) -> None:
+    """Print DDP, FSDP and HSDP of the same training side by side."""
+    compared = compare_strategies(parse_config(config_arguments, PROG), options.gpus, options.gpus_per_node)
+    print(comparison_json(compared) if options.json else comparison_text(compared))
 
 
 def predicted(memory: MemoryEstimate, fits: bool | None) -> dict[str, Any]:
@@ -92,10 +113,11 @@ def predicted(memory: MemoryEstimate, fits: bool | None) -> dict[str, Any]:
     return {"peak_memory_gib": memory.total / GIB, "memory": _by_kind_gib(memory), "fits": fits}
 
 
-def plan_text(plan: Plan, memory: MemoryEstimate, hardware: Hardware | None, too_much: str) -> str:
-    """Plan, memory and verdict for people; `too_much` says why the plan does not fit, and what would."""
+def plan_text(plan: Plan, said: Sequence[str], memory: MemoryEstimate, hardware: Hardware | None, too_much: str) -> str:
+    """Plan, what is `said` of it, memory and verdict for people; `too_much`: why the plan does not fit, and what would."""
     rows = [(kind, f"{size:8.2f}") for kind, size in _by_kind_gib(memory).items()]
-    parts = [plan_to_table(plan), format_table(("memory", "GiB per GPU"), [*rows, ("total", f"{memory.total / GIB:8.2f}")])]
+    parts = ["\n".join([plan_to_table(plan), *said]),
+             format_table(("memory", "GiB per GPU"), [*rows, ("total", f"{memory.total / GIB:8.2f}")])]  # fmt: skip
     if too_much:
         parts.append(f"does not fit: {too_much}")
     elif hardware is not None:
@@ -122,20 +144,7 @@ def compare_files(options: argparse.Namespace) -> None:
     elif not differences:
         print("the two plans are the same")
     else:
-        print(f"{options.a} -> {options.b}", *map(_in_words, differences), sep="\n")
-
-
-def _in_words(difference: Difference) -> str:
-    where, key = difference.where, difference.key
-    if difference.b is None:
-        return f"{where}: only in the first"
-    if difference.a is None:
-        return f"{where}: only in the second"
-    return f"{where}: {key} {_value(difference.a)} -> {_value(difference.b)}"
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        print(f"{options.a} -> {options.b}", *map(in_words, differences), sep="\n")
 
 
 def _by_kind_gib(memory: MemoryEstimate) -> dict[str, float]:

@@ -5,15 +5,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from parallel.plan import PlanError
+from parallel.plan import Plan, PlanError
 from parallel.plan_file import load_plan, plan_to_yaml
 from tools.plan import main, make_parser
-from tools.plan_diff import diff_plans
-from train.config import ConfigError
+from tools.plan_diff import diff_plans, in_words
+from train.config import ConfigError, parse_config
+from train.planning import plan_run
 
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]
@@ -87,7 +89,17 @@ def test_mistakes_are_named(arguments: list[str], error: type[Exception], messag
         main(arguments)
 
 
-@pytest.mark.parametrize("bad", [[], ["--config=llama_8b"], ["--config=llama_8b", "--gpus=0"], ["diff", "one.yaml"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        ["--config=llama_8b"],
+        ["--config=llama_8b", "--gpus=0"],
+        ["--config=llama_8b", "--gpus=8", "--gpus-per-node=0"],
+        ["diff", "one.yaml"],
+    ],
+    ids=str,
+)
 def test_bad_options_leave_with_2(bad: list[str], capsys: Output) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(bad)
@@ -125,6 +137,109 @@ def test_diff_sees_units_of_one_plan_only_order_and_types(plan_file: Path, tmp_p
     one = dataclasses.replace(plan.units[0], reshard_after_forward=1)
     typed = dataclasses.replace(plan, units=(one, *plan.units[1:]))
     assert [(d.where, d.a, d.b) for d in diff_plans(plan, typed)] == [("unit tok_embeddings", True, 1)]
+
+
+def small_plan(*keys: str) -> Plan:
+    return plan_run(parse_config(["--config=llama_debug", "--train.global_batch_size=-1", *keys]), 4)
+
+
+DIFFERING = [
+    (["--parallel.tp=2"], ["mesh: dp_shard 4 -> 2", "mesh: tp 1 -> 2", "batch: global_batch_size 4 -> 2",
+                           "tensor: sequence_parallel false -> true", "tensor: styles none -> of 13 patterns"]),
+    (["--parallel.cpu_offload=true"], ["plan: cpu_offload false -> true"]),
+    (["--parallel.forward_prefetch=0", "--parallel.backward_prefetch=2"],
+     ["units tok_embeddings to head (8): forward_prefetch 1 -> 0", "units tok_embeddings to head (8): backward_prefetch 1 -> 2"]),
+    (["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=aten.mm/2,aten.silu"],
+     ["units layers.0 to layers.5 (6): activation_checkpoint none -> selective",
+      "units layers.0 to layers.5 (6): saved_ops [] -> [aten.mm/2, aten.silu]"]),
+    (["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=0.3"],
+     ["units layers.0 to layers.5 (6): activation_checkpoint none -> budget",
+      "units layers.0 to layers.5 (6): activation_budget 1.0 -> 0.3"]),
+    (["--parallel.compile.cache_dir=/cache"], ["compile: cache_dir null -> /cache"]),
+    (["--parallel.param_dtype=bfloat16"], ["units tok_embeddings to head (8): param_dtype float32 -> bfloat16"]),
+    (["--model.n_layers=7"], ["model: modules [tok_embeddings, layers.[0-5], head] -> [tok_embeddings, layers.[0-6], head]",
+                              "unit layers.6: only in the second"]),
+    (["--parallel.unit_min_params=700000"],
+     ["units layers.0 to layers.5 (6): only in the first",
+      "units layers.0+layers.1 to layers.4+layers.5 (3): only in the second"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "lines"), DIFFERING, ids=lambda v: v[0])
+def test_diff_says_what_a_key_changes(keys: list[str], lines: list[str]) -> None:
+    assert [in_words(difference) for difference in diff_plans(small_plan(), small_plan(*keys))] == lines
+
+
+def test_diff_goes_by_pattern_where_both_plans_split_weights() -> None:
+    split = small_plan("--parallel.tp=2")
+    gathered = small_plan("--parallel.tp=2", "--parallel.loss_parallel=false", "--parallel.tp_parts=[head]",
+                          "--parallel.sequence_parallel=false")  # fmt: skip
+    lines = [in_words(difference) for difference in diff_plans(split, gathered)]
+    assert lines[:2] == ["tensor: sequence_parallel true -> false", "tensor: tok_embeddings vocab -> whole_vocab"]
+    assert "tensor: head.output logits -> gathered_logits" in lines
+    assert "tensor: head.loss loss -> no style" in lines
+
+
+def test_diff_shows_hand_written_prefetch_lists() -> None:
+    plan = small_plan()
+    unit = dataclasses.replace(plan.units[3], forward_prefetch=("layers.3", "head"), backward_prefetch=())
+    other = dataclasses.replace(plan, units=(*plan.units[:3], unit, *plan.units[4:]))
+    assert [in_words(difference) for difference in diff_plans(plan, other)] == [
+        "unit layers.2: forward_prefetch 1 -> [layers.3, head]", "unit layers.2: backward_prefetch 1 -> []"]  # fmt: skip
+
+
+def altered(value: Any) -> Any:
+    """Another value of the same kind, or of another kind that Python takes for the same."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int | float):
+        return value + 1
+    return value + "x" if isinstance(value, str) else (*value, "x") if isinstance(value, tuple) else "x"
+
+
+def test_diff_misses_no_field_of_a_plan() -> None:
+    """Also of fields to come."""
+    plan = small_plan("--parallel.tp=2")
+    for part in (plan.mesh, plan.tensor, plan.compile, plan.units[1]):
+        for field in dataclasses.fields(part):
+            if field.name in ("styles", "modules"):
+                continue
+            changed = dataclasses.replace(part, **{field.name: altered(getattr(part, field.name))})
+            whole = {id(plan.mesh): "mesh", id(plan.tensor): "tensor", id(plan.compile): "compile"}.get(id(part))
+            units = (plan.units[0], changed, *plan.units[2:])
+            other = dataclasses.replace(plan, **({whole: changed} if whole else {"units": units}))
+            assert field.name in [difference.key for difference in diff_plans(plan, other)]
+    for key in ("micro_batch_size", "accumulation", "cpu_offload", "modules"):
+        other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
+        assert key in [difference.key for difference in diff_plans(plan, other)]
+    assert {field.name for field in dataclasses.fields(Plan)} == {
+        "mesh", "tensor", "compile", "units", "micro_batch_size", "accumulation", "cpu_offload", "modules"}  # fmt: skip
+
+
+def test_strategy_and_advice_are_said(capsys: Output) -> None:
+    main([*PLAN, "--gpus=16", "--parallel.strategy=hybrid_shard"])
+    text = capsys.readouterr().out
+    assert "mesh: dp_replicate 2 x dp_shard 8 x tp 1 = 16 processes" in text
+    assert "\nstrategy hybrid_shard: HSDP: ZeRO-3 within each node, replicated across nodes (dp_replicate 2, " in text
+    assert "advice" not in text
+    main([*PLAN, "--gpus=16", "--parallel.strategy=hybrid_shard", "--gpus-per-node=4"])
+    assert "mesh: dp_replicate 4 x dp_shard 4 x tp 1 = 16 processes" in capsys.readouterr().out
+    main([*PLAN, "--parallel.dp_replicate=2"])
+    assert "\nadvice: dp_replicate=2 within a single node" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("keys", "count"), [([], 0), (["--parallel.dp_replicate=2"], 1)])
+def test_json_has_the_advice_as_a_list(keys: list[str], count: int, capsys: Output) -> None:
+    main([*PLAN, "--json", *keys])
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert len(advice) == count
+    assert all(isinstance(sentence, str) for sentence in advice)
+
+
+def test_a_node_has_no_more_gpus_than_the_run(capsys: Output) -> None:
+    """Four of the eight that a node has by default."""
+    main([*PLAN, "--parallel.strategy=hybrid_shard"])
+    assert "dp_replicate 1 x dp_shard 4" in capsys.readouterr().out
 
 
 def test_help_names_every_option(tool: Tool) -> None:

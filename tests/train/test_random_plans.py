@@ -1,7 +1,7 @@
 """Whatever is asked, planning ends with a plan that holds, or with PlanError or ConfigError: never with anything else."""
 
+import copy
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 @st.composite
 def mutated_plans(draw: st.DrawFn) -> str:
     """The text of a plan file after up to three mutations of its data, now and then also one of its characters."""
-    data = json.loads(json.dumps(UNMUTATED))
+    data = copy.deepcopy(UNMUTATED)
     for _ in range(draw(st.integers(1, 3))):
         candidates = places(data)
         if not candidates:
@@ -206,14 +206,14 @@ def mutated_plans(draw: st.DrawFn) -> str:
             key = draw(st.sampled_from([*PLAUSIBLE]))
             units = data.get("units")
             if isinstance(units, list) and units and isinstance(unit := draw(st.sampled_from(units)), dict):
-                unit[key] = draw(st.sampled_from(PLAUSIBLE[key]))
+                unit[key] = copy.deepcopy(draw(st.sampled_from(PLAUSIBLE[key])))
         elif kind == "replace":
             container[key] = draw(JUNK)
         elif kind == "delete":
             del container[key]
         elif isinstance(container, list):
             other = draw(st.integers(0, len(container) - 1))
-            container[key] = json.loads(json.dumps(container[other]))
+            container[key] = copy.deepcopy(container[other])
         else:
             other = draw(st.sampled_from(sorted(map(str, container))))
             container[key] = container.get(other)
