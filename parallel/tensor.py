@@ -17,10 +17,13 @@ Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D d
 `whole_STYLE` stands where STYLE would in a part that is not split: the weight is whole on every rank, each computes
 the same, and only the share of the tokens changes.
 
-Why not torch's own ParallelStyles: they run every operation of a block as a DTensor operation. On torch 2.13 that
-loses the gradient of an embedding whose output enters a compiled block (an AsyncCollectiveTensor), and cannot compile
-a fully checkpointed block (tests/distributed/test_torch_faults.py shows both). Here every collective is waited for where it is
-called, and no DTensor reaches a compiled graph's activations.
+Why not torch's own ParallelStyles: they run every operation of a block as a DTensor operation, and hand on collectives
+without waiting for them. On torch 2.13 an embedding whose output goes into a compiled block so (as AsyncCollectiveTensor)
+loses its gradient (tests/distributed/test_torch_faults.py). Here every collective is waited for where it is called.
+
+Another fault of torch 2.13 stays, shown there too: a compiled block with DTensor weights, theirs or ours, cannot
+recompute on a CPU what torch counts as random, such as its own attention: the saved random state gets between tensors
+and DeviceMesh. Our attention for CPUs is not random; on a GPU the random state is saved in another way.
 """
 
 import fnmatch

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +19,40 @@ Result = dict[str, Any]
 LOSS, NORM, GRADIENT = 5e-5, 1e-5, 1e-4  # absolute in nats; relative; relative to the parameter's gradient norm
 
 
-def run_cases(ranks: int, cases: Mapping[str, Sequence[str]], folder: Path, steps: int = STEPS, fault: str = "") -> dict[str, Result]:
-    """What each case's worker saw, or {"error": ...}. A case that takes the others down with it is left out of the next
-    launch."""
+@dataclass(frozen=True)
+class Job:
+    """One case: on how many ranks, with which config overrides, how many graphs it compiles, what the worker changes."""
+
+    ranks: int
+    arguments: Sequence[str]
+    graphs: int
+    change: str = ""
+
+
+def run_jobs(jobs: Mapping[str, Job], data: Sequence[str], folder: Path, steps: int = STEPS) -> dict[str, Result]:
+    """What each job's worker saw, or {"error": ...}; all jobs have as many ranks. One that takes the others down with it
+    is left out of the next launch."""
     results: dict[str, Result] = {}
-    while todo := {case: list(arguments) for case, arguments in cases.items() if case not in results}:
+    while todo := {name: job for name, job in jobs.items() if name not in results}:
         launch = folder / f"launch-{len(results)}"
         launch.mkdir(parents=True)
-        job = {case: {"arguments": arguments, "steps": steps, "fault": fault} for case, arguments in todo.items()}
-        (launch / "cases.json").write_text(json.dumps(job))
+        cases = {name: {"arguments": [*SHAPE, *data, *job.arguments], "steps": steps, "change": job.change}
+                 for name, job in todo.items()}  # fmt: skip
+        (launch / "cases.json").write_text(json.dumps(cases))
+        (ranks,) = {job.ranks for job in todo.values()}
         done = run(ranks, str(launch), module="tests.distributed.parity_worker", timeout_s=1000 * len(todo),
                    TORCHINDUCTOR_COMPILE_THREADS="1")  # fmt: skip
-        for case in todo:
-            if found := _read(launch, case):
-                results[case] = found
+        results |= {name: result for name in todo if (result := _read(launch, name))}
         if done.returncode:
-            culprit = next((case for case in todo if "error" in results.get(case, {"error": ""})), None)
+            culprit = next((name for name in todo if "error" in results.get(name, {"error": ""})), None)
             assert culprit, done.stderr
             results.setdefault(culprit, {"error": done.stderr[-5000:]})
     return results
 
 
-def _read(launch: Path, case: str) -> Result | None:
-    found = [torch.load(path) for path in sorted(launch.glob(f"{glob_escape(case)}.*"))]
-    failed = [result for result in found if "error" in result]
-    return (failed or found or [None])[0]
-
-
-def glob_escape(name: str) -> str:
-    return name.replace("[", "[[]")
+def _read(launch: Path, name: str) -> Result | None:
+    found = [torch.load(path) for path in sorted(launch.glob(f"{name}.*"))]
+    return next((result for result in found if "error" in result), found[0] if found else None)
 
 
 @functools.cache
@@ -57,9 +63,9 @@ def reference(arguments: tuple[str, ...], dtype: torch.dtype = torch.float32) ->
     return plain
 
 
-def plain_run(data: Sequence[str], arguments: Sequence[str], dtype: torch.dtype = torch.float32) -> Result:
-    """The reference of a case: one for each shape of model and each list of frozen parameters."""
-    of_the_model = [a for a in arguments if a.startswith(("--model.", "--train.freeze"))]
+def plain_run(job: Job, data: Sequence[str], dtype: torch.dtype = torch.float32) -> Result:
+    """The reference of a job: one for each shape of model and each list of frozen parameters."""
+    of_the_model = [a for a in job.arguments if a.startswith(("--model.", "--train.freeze"))]
     return reference((*SHAPE, *data, *of_the_model), dtype)
 
 

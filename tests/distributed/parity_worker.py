@@ -1,7 +1,7 @@
 """Trains cases one after another on one process group, and writes what each saw to a file of its own.
 
-Run by parity.py: `FOLDER`, which holds cases.json: {case: {"arguments": [...], "steps": N, "fault": ""}}. A case that fails
-writes its traceback instead, and the next one runs, if all ranks are still there for it.
+Run by parity.py: `FOLDER`, which holds cases.json: {case: {"arguments": [...], "steps": N, "change": ""}}. A case that
+fails writes its traceback instead, and the next one runs, if all ranks are still there for it.
 """
 
 import contextlib
@@ -13,16 +13,20 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
 
 import parallel.tensor
+from models.attention import CausalAttention
 from parallel.compile import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
@@ -93,20 +97,25 @@ def _tokens_of_all(mine: Tensor, data_rank: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def fault(name: str) -> Any:
-    """Breaks our code on purpose: "async" hands on collectives as torch's own styles do, as AsyncCollectiveTensor."""
-    if not name:
-        yield
-        return
-    assert name == "async"
-    from torch.distributed import _functional_collectives
-
-    waiting = parallel.tensor._wait
-    parallel.tensor._wait = _functional_collectives._maybe_wrap_tensor
+def changed(name: str) -> Iterator[None]:
+    """Our code with one thing in it replaced: "async" hands on collectives as torch's own styles do, not waited for;
+    "sdpa" takes torch's attention, as on a GPU, in place of our own for a CPU."""
+    where, what, value = {
+        "": (parallel.tensor, "_wait", parallel.tensor._wait),
+        "async": (parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor),
+        "sdpa": (CausalAttention, "forward", _torch_attention),
+    }[name]
+    before = getattr(where, what)
+    setattr(where, what, value)
     try:
         yield
     finally:
-        parallel.tensor._wait = waiting
+        setattr(where, what, before)
+
+
+def _torch_attention(self: CausalAttention, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def main() -> None:
@@ -120,7 +129,7 @@ def main() -> None:
         torch._dynamo.reset()
         counters.clear()
         try:
-            with fault(what["fault"]):
+            with changed(what["change"]):
                 result = train_case(parse_config(what["arguments"]), what["steps"], place, device)
         except BaseException:
             result = {"error": f"rank {place.rank}: {traceback.format_exc()}"}

@@ -1,8 +1,11 @@
-"""One step of an embedding and a block, split over tp by torch's own styles, on 2 ranks; nothing of this project.
+"""What torch does by itself, where this project does something else; nothing of this project.
 
-Run by test_torch_faults.py: `BACKEND RECOMPUTE WAIT`. Prints, as JSON, the norm of each gradient, or the error.
+Run by test_torch_faults.py. `step BACKEND RECOMPUTE WAIT`: one step of an embedding and a block that torch's own styles
+split over tp; prints, as JSON, the norm of each gradient, or the error. `reshard GROUP` (dp 4 x tp 2): FSDP2 with
+reshard_after_forward=GROUP; prints "through" for each rank that is.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -26,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 VOCAB, DIM, HEAD_DIM, TOKENS = 16, 8, 4, 8
+HANG_S = 60  # eight groups take a second
 
 
 class Attention(nn.Module):
@@ -87,14 +91,31 @@ def step(backend: str, recompute: bool, wait: bool) -> dict[str, float]:
     return norms
 
 
-if __name__ == "__main__":
+def shard_in_groups(group: int | bool) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    for _ in range(8):
+        fully_shard(nn.Linear(DIM, DIM), mesh=mesh["dp"], reshard_after_forward=group)
+
+
+def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    backend, recompute, wait = sys.argv[1], sys.argv[2] == "recompute", sys.argv[3] == "wait"
+    what, *arguments = sys.argv[1:]
+    if what == "reshard":
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        shard_in_groups(json.loads(arguments[0]))
+        print("through", flush=True)
+        dist.barrier()
+        return
+    backend, recompute, wait = arguments
     try:
-        seen: dict[str, Any] = step(backend, recompute, wait)
+        seen: dict[str, Any] = step(backend, recompute == "recompute", wait == "wait")
     except Exception as error:
         seen = {"error": f"{type(error).__name__}: {error}"}
     if dist.get_rank() == 0:
         print(json.dumps(seen), flush=True)
     os._exit(0)  # after an error a rank may wait for another
+
+
+if __name__ == "__main__":
+    main()
