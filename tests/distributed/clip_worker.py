@@ -1,0 +1,49 @@
+"""Clips gradients that lie on different meshes, and writes norms and clipped gradients. Run by test_clip.py: `OUT MAX_NORM`."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from parallel.fsdp import clip_gradients
+
+SHAPES = {"sharded": (6, 5), "sharded_and_split": (8, 4), "split": (4, 3), "replicated": (7,), "uneven": (3, 2), "plain": (2, 3)}
+
+
+def whole_gradients() -> dict[str, torch.Tensor]:
+    """The same on every rank and in the test."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    placed = {
+        "sharded": (mesh["dp_shard"], [Shard(0)]),
+        "sharded_and_split": (mesh, [Shard(0), Shard(1)]),
+        "split": (mesh["tp"], [Shard(0)]),
+        "replicated": (mesh, [Shard(0), Replicate()]),
+        "uneven": (mesh["dp_shard"], [Shard(0)]),  # 2 rows and 1
+    }
+    parameters = {}
+    for name, grad in whole_gradients().items():
+        if name in placed:
+            grad = distribute_tensor(grad, *placed[name], src_data_rank=None)
+        parameters[name] = nn.Parameter(torch.zeros_like(grad))
+        parameters[name].grad = grad
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    norm = clip_gradients([*parameters.values(), frozen], float(sys.argv[2]))
+    norms = [torch.zeros_like(norm) for _ in range(4)]
+    dist.all_gather(norms, norm)
+    grads = {name: p.grad.full_tensor() if name in placed else p.grad for name, p in parameters.items()}
+    if dist.get_rank() == 0:
+        torch.save({"norms": torch.stack(norms), "grads": grads}, sys.argv[1])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""One norm over gradients on different meshes, which torch's own clipping refuses."""
+
+import pytest
+import torch
+
+from tests.distributed.clip_worker import SHAPES, whole_gradients
+from tests.launch import run
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 100.0, 0.0], ids=["clipped", "below", "never"])
+def test_gradients_on_mixed_meshes_are_clipped_as_one_process_would(max_norm, tmp_path):
+    out = tmp_path / "out.pt"
+    result = run(4, str(out), str(max_norm), module="tests.distributed.clip_worker")
+    assert result.returncode == 0, result.stderr
+    got = torch.load(out)
+    plain = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
+    for p, grad in zip(plain, whole_gradients().values(), strict=True):
+        p.grad = grad
+    norm = torch.nn.utils.clip_grad_norm_(plain, max_norm or float("inf"))
+    assert 1 < norm < 100
+    assert got["norms"].tolist() == pytest.approx([norm.item()] * 4, rel=1e-6)
+    for (name, grad), p in zip(got["grads"].items(), plain, strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-6, atol=0, msg=name)
