@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
         usage=f"python -m {PROG} --config X --gpus N [--gpus-per-node N] [--gpu KIND] [--json] [--section.key=value ...]\n"
-        f"       python -m {PROG} --config X --gpus N --compare [--gpus-per-node G] [--json] [--section.key=value ...]\n"
+        f"       python -m {PROG} --config X --gpus N --compare [--gpus-per-node N] [--json] [--section.key=value ...]\n"
         f"       python -m {PROG} diff A.yaml B.yaml [--json]",
         description="Print the plan of a run, advice where it makes little sense, the memory it is predicted to need per GPU, "
         "and whether that fits. "
