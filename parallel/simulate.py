@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.collectives import Collective, StepRecorder, axes_of_groups
@@ -136,5 +136,6 @@ def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
 def _forget_meshes() -> None:
     """DTensor remembers results with their mesh, and takes an equal mesh for the same, though its process groups are gone
     and it may have been seen by another rank (torch 2.13; tests/parallel/test_simulate.py)."""
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        getattr(torch.distributed.tensor.debug, name, lambda: None)()
+    # As torch.distributed.tensor.debug does, whose import takes long. The second cache is not there in torch 2.11.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

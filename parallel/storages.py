@@ -73,7 +73,7 @@ class StorageTracker:
         self._params = list(model.parameters())
         self._unit_params = {u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units}
         self._modules = dict(model.named_modules())
-        self._differentiated = ""  # the module whose backward ran last, "" outside the backward
+        self._differentiated = ""  # the module whose backward ran last
         self._in_backward = False
 
     def mark(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
@@ -123,11 +123,12 @@ class StorageTracker:
         """Tell gradients from the activations as which they were born."""
         was_in_backward, self._in_backward = self._in_backward, self._position.in_backward
         if self._in_backward:
-            if self._position.module != self._differentiated:
+            module = self._position.module  # "" while a gradient is being accumulated
+            if module not in ("", self._differentiated):
                 # Autograd has taken the gradient that an operation made as it is: only now it can be known as one.
-                module = self._modules.get(self._differentiated)
-                self.mark("buffers", (p.grad for p in module._parameters.values() if p is not None) if module else ())
-                self._differentiated = self._position.module
+                weights = self._modules[self._differentiated]._parameters.values()
+                self.mark("buffers", (weight.grad for weight in weights if weight is not None))
+                self._differentiated = module
         elif was_in_backward:
             # What a reduction leaves behind is gradient, also where HSDP keeps it apart until the all-reduce.
             for storage in self._live.values():

@@ -86,8 +86,9 @@ def test_what_stays_gathered_is_not_gathered_again():
 
 
 def test_resharding_to_a_smaller_group_gathers_as_often_and_as_much():
-    whole, part = (simulated(4, *TINY, f"--parallel.reshard_after_forward={n}").collectives for n in ("true", "2"))
-    assert whole == part
+    whole, part = (simulated(4, *TINY, *prefetch(0), f"--parallel.reshard_after_forward={n}") for n in ("true", "2"))
+    assert whole.collectives == part.collectives
+    assert part.memory.unsharded > whole.memory.unsharded  # each rank keeps a half after the forward, not a quarter
 
 
 def test_hsdp_all_reduces_once_per_step_and_reduce_scatters_every_micro_batch():
@@ -226,13 +227,28 @@ def test_accumulated_gradients_stay_sharded():
 
 
 def test_gathered_parameters_are_counted_as_they_live():
+    dim, shard = 32, 4
+    table, block = 264 * dim, 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 2 * dim
+    head = table + dim
     dtype = "--parallel.param_dtype=bfloat16"
-    kept = simulated(4, *TINY, dtype, KEEP, *prefetch(0)).memory
-    freed = simulated(4, *TINY, dtype, *prefetch(0)).memory
-    far = simulated(4, *TINY, dtype, *prefetch(2)).memory
-    whole = 2 * simulated(1, *TINY).memory.params // FP32
-    assert whole < kept.unsharded < 2 * whole  # and what the last unit was gathered through
-    assert freed.unsharded < far.unsharded < kept.unsharded
+    kept = simulated(shard, *TINY, dtype, KEEP, *prefetch(0)).memory.unsharded
+    # FSDP2 gathers into one buffer and copies the parameters out of it. In a forward it lets go of a unit's buffer only
+    # after the next unit's copy: here, all units, the head's buffer, and the last block's.
+    assert kept == BF16 * (table + 3 * block + head + head + block)
+    freed = simulated(shard, *TINY, dtype, *prefetch(0)).memory.unsharded
+    assert freed == BF16 * (block + block + block)  # a block, its buffer, and that of the block before
+    ahead = simulated(shard, *TINY, dtype, *prefetch(1)).memory.unsharded
+    # A block, its buffer, that of the next one, and this rank's shard on its way in there.
+    assert ahead == BF16 * (block + block + block + block // shard)
+
+
+def test_gradients_on_their_way_are_those_of_one_unit():
+    dim, shard = 32, 4
+    block = 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 2 * dim
+    position_tables = 2 * 2048 * 8 * FP32
+    buffers = simulated(shard, *TINY, "--model.vocab_size=8", "--parallel.param_dtype=bfloat16").memory.buffers
+    # A block's gradient and, in float32, the buffer it is reduced from, or that of the block before.
+    assert buffers == position_tables + BF16 * block + FP32 * block
 
 
 def test_each_way_of_recomputing_keeps_less():
