@@ -37,8 +37,8 @@ def apply_compile(model: nn.Module, plan: Plan) -> None:
 
 def use_cache_folder(config: CompileConfig) -> None:
     """Name the folder of compiled graphs. Before anything asks inductor for it: from then on it is fixed."""
-    folder = Path(config.cache_dir or DEFAULT_CACHE).expanduser()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))  # inductor reads it from the environment alone
+    folder = config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder).expanduser())  # inductor reads it from the environment alone
 
 
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
