@@ -1,5 +1,6 @@
 """Plans that can run but make little sense: said, not refused."""
 
+from parallel.config import ParallelConfig
 from parallel.plan import Plan
 
 
@@ -24,4 +25,22 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
         advice.append(f"tp={mesh.tp} splits no part of the model: every tp rank computes the same; use tp=1")
     if plan.cpu_offload and mesh.world_size == 1:
         advice.append("cpu_offload with one process: every parameter crosses to the device and back each step")
+    return advice
+
+
+def unused_keys(config: ParallelConfig) -> list[str]:
+    """Keys that were given a value and have no effect, because another key does not ask for what they are about."""
+    needs = {
+        "activation_budget": ("activation_checkpoint", "budget"),
+        "selective_policy": ("activation_checkpoint", "selective"),
+        **dict.fromkeys(("tp_parts", "sequence_parallel", "loss_parallel"), ("tp", "2 or more")),
+    }
+    default, advice = ParallelConfig(), []
+    if config.plan != "manual":
+        return []  # the file decides, and a key beside it that says otherwise is an error
+    for key, (other, wanted) in needs.items():
+        asked, value = getattr(config, key), getattr(config, other)
+        works = value not in ("auto", 1) if other == "tp" else value == wanted
+        if asked != getattr(default, key) and not works:
+            advice.append(f"parallel.{key}={str(asked).lower()} has no effect with parallel.{other}={value}: it needs {wanted}")
     return advice

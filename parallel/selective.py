@@ -58,9 +58,10 @@ def _saved_every(ops: tuple[str, ...]) -> dict[Any, int]:
     return {_find_op(op): int(op.partition("/")[2] or 1) for op in ops if _find_op(op) is not None}
 
 
-def _find_op(op: str) -> Any:
-    namespace, _, name = op.partition("/")[0].partition(".")
-    return getattr(getattr(torch.ops, namespace, None), name, None) if name else None
+def _find_op(text: str) -> Any:
+    namespace, _, name = text.partition("/")[0].partition(".")
+    op = getattr(getattr(torch.ops, namespace, None), name, None) if name else None
+    return op if isinstance(op, torch._ops.OpOverloadPacket) else None
 
 
 def _is_op(op: str) -> bool:

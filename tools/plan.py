@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.advice import advise
+from parallel.advice import advise, unused_keys
 from parallel.plan import Plan, PlanError
 from parallel.plan_file import load_plan, plan_to_dict, plan_to_table
 from parallel.planner.hardware import Hardware, load_hardware
@@ -85,6 +85,7 @@ def show_plan(options: argparse.Namespace, config_arguments: Sequence[str]) -> N
     hardware = find_gpu(options.gpu) if options.gpu else None
     per_node = min(options.gpus_per_node, options.gpus)
     plan = plan_run(config, options.gpus, per_node)
+    advice = [*advise(plan, per_node), *unused_keys(config.parallel)]
     memory = predict_memory(config, plan)
     too_much = ""
     if hardware is not None:
@@ -94,11 +95,11 @@ def show_plan(options: argparse.Namespace, config_arguments: Sequence[str]) -> N
             too_much = str(error)
     if options.json:
         fits = None if hardware is None else not too_much
-        document = {"plan": plan_to_dict(plan), "advice": advise(plan, per_node), "predicted": predicted(memory, fits)}
+        document = {"plan": plan_to_dict(plan), "advice": advice, "predicted": predicted(memory, fits)}
         print(json.dumps(document, indent=2))
     else:
         said = [describe_strategy(config.parallel.strategy, plan.mesh)] if config.parallel.strategy else []
-        said += [f"advice: {sentence}" for sentence in advise(plan, per_node)]
+        said += [f"advice: {sentence}" for sentence in advice]
         print(plan_text(plan, said, memory, hardware, too_much))
 
 

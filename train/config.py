@@ -24,6 +24,7 @@ from train.metrics import MetricsConfig
 from train.optim import OptimConfig
 from train.profiling import ProfileConfig
 from train.runtime import RunConfig
+from train.type_errors import in_words
 
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 
@@ -260,7 +261,7 @@ def _plain(message: str, mappings: dict[Path, dict[str, Any]], overrides: Sequen
     if not match:
         return message
     key, rest = match.groups()
-    reason = re.sub(r"<class '(\w+)'>", r"\1", " ".join(rest.split())).replace("typing.", "")
+    reason = in_words(rest)
     overridden = any(override.startswith(f"--{key}") for override in overrides)
     files = [path for path, mapping in mappings.items() if any(k.startswith(key) for k, _ in _leaves(mapping))]
     return f"{files[-1]}: {key}: {reason}" if files and not overridden else f"{key}: {reason}"

@@ -80,8 +80,7 @@ def _largest_shipped(world_size: int, available_bytes: int) -> str:
 
 def _on_any_number(config: Config) -> Config:
     """The same training with degrees and batch left open, so that any number of processes can run it."""
-    parallel = dataclasses.replace(config.parallel, plan="manual", dp_replicate="auto", dp_shard="auto", tp="auto",
-                                   strategy=None)  # fmt: skip
+    parallel = dataclasses.replace(config.parallel, plan="manual", strategy=None, dp_replicate="auto", dp_shard="auto")
     micro_batch_size = 1 if config.train.micro_batch_size == "auto" else config.train.micro_batch_size
     train = dataclasses.replace(config.train, micro_batch_size=micro_batch_size, global_batch_size=-1)
     return dataclasses.replace(config, parallel=parallel, train=train)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from models.cost import flops_per_token
 from models.size import count_parameters
-from parallel.advice import advise
+from parallel.advice import advise, unused_keys
 from parallel.compile import use_cache_folder
 from parallel.compile_check import check_compiler
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
@@ -170,7 +170,7 @@ def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, dev
     if config.parallel.strategy:
         screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
     screen.line(plan_to_table(plan))
-    for advice in advise(plan, place.local_world_size):
+    for advice in (*advise(plan, place.local_world_size), *unused_keys(config.parallel)):
         screen.line(f"advice: {advice}")
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from parallel.advice import advise
+from parallel.advice import advise, unused_keys
+from parallel.config import ParallelConfig
 from tests.parallel.plans import plan_of
 
 GOOD: list[tuple[int, dict[str, Any]]] = [
@@ -60,3 +61,30 @@ def test_hsdp_within_a_node_says_the_better_degree() -> None:
     (sentence,) = advise(plan_of(8, dp_replicate=2), 8)
     assert sentence.endswith("dp_shard=8 shards further")
     assert advise(plan_of(8, dp_replicate=2), 4) == [], "two nodes of four"
+
+
+UNUSED: list[tuple[dict[str, Any], str]] = [
+    ({"activation_budget": 0.3}, "parallel.activation_budget=0.3 has no effect with parallel.activation_checkpoint=auto"),
+    ({"selective_policy": "attention", "activation_checkpoint": "full"}, "parallel.selective_policy=attention has no effect"),
+    ({"sequence_parallel": False}, "parallel.sequence_parallel=false has no effect with parallel.tp=auto: it needs 2 or more"),
+    ({"tp_parts": ("head",), "tp": 1}, "parallel.tp_parts=('head',) has no effect with parallel.tp=1"),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), UNUSED, ids=str)
+def test_a_key_without_effect_is_told(keys: dict[str, Any], words: str) -> None:
+    (sentence,) = unused_keys(ParallelConfig(**keys))
+    assert sentence.startswith(words)
+
+
+USED: list[dict[str, Any]] = [
+    {},
+    {"activation_checkpoint": "budget", "activation_budget": 0.3},
+    {"tp": 2, "sequence_parallel": False},
+    {"plan": "a.yaml", "sequence_parallel": False},
+]
+
+
+@pytest.mark.parametrize("keys", USED, ids=str)
+def test_a_key_with_an_effect_is_not(keys: dict[str, Any]) -> None:
+    assert unused_keys(ParallelConfig(**keys)) == []
