@@ -75,7 +75,7 @@ class StepRecorder(TorchDispatchMode):
         # Inside an operation on DTensors only its collectives count: the first time, DTensor plays the operation through
         # with tensors of the whole shape to learn of its result.
         if self._storages is not None and not self._in_dtensor:
-            self._storages.see(op, result)
+            self._storages.see(result)
         return result
 
     def _open(self, op: Any, args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Memory of one rank by kind, followed storage by storage while a step runs."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,11 @@ class MemoryByKind:
 
 @dataclass
 class _Storage:
-    """A storage that lives: its kind, the size it is counted with, and whether a reduction of gradients made it."""
+    """A storage that lives: its kind, and the size it is counted with."""
 
     ref: "weakref.ref[torch.UntypedStorage]"
     kind: str
-    bytes: int
-    reduced: bool
+    bytes: int = 0
 
 
 class StorageTracker:
@@ -74,7 +73,7 @@ class StorageTracker:
         self._unit_params = {u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units}
         self._modules = dict(model.named_modules())
         self._differentiated = ""  # the module whose backward ran last
-        self._in_backward = False
+        self._reduced: list[int] = []  # storages that the reduction under way has made
 
     def mark(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Say of what kind tensors are, whatever they were counted as before."""
@@ -86,10 +85,8 @@ class StorageTracker:
                 else:
                     self._follow(storage, kind)
 
-    def see(self, op: Any, result: Any) -> None:
-        """Take in an operation and what came of it."""
-        if op.namespace == "fsdp":
-            self._remeasure()
+    def see(self, result: Any) -> None:
+        """Take in what came of an operation."""
         self._follow_backward()
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -103,7 +100,7 @@ class StorageTracker:
         if closed == "FSDP::root_pre_forward":
             self.mark("params", self._params)  # the first forward pads uneven shards into storages of their own
         elif closed.startswith(REDUCE_LABEL):
-            self.mark("grads", (p.grad for p in self._unit_params[self._position.unit_in(closed)]))
+            self._mark_reduced(self._unit_params[self._position.unit_in(closed)])
 
     def _kind(self, tensor: Tensor) -> str:
         """Of what kind a tensor is that has just been made."""
@@ -115,30 +112,35 @@ class StorageTracker:
         if (module := position.module) not in (self._output_module, self._loss_module):
             return "activations"
         width = tensor.shape[-1] if tensor.dim() else 0
-        if module == self._output_module and not self._in_backward:
+        if module == self._output_module and not position.in_backward:
             self._logits_widths.add(width)
         return "logits" if module == self._loss_module or width in self._logits_widths else "activations"
 
+    def _mark_reduced(self, params: Sequence[Tensor]) -> None:
+        """Mark the gradients that a unit's reduction has left."""
+        grads = [p.grad for p in params if p.grad is not None]
+        self.mark("grads", grads)
+        # HSDP keeps them apart until the all-reduce. The first that a reduction makes is what it reduces from.
+        for key in self._reduced[1:] if not grads else ():
+            if key in self._live:
+                self._move(self._live[key], "grads")
+        self._reduced.clear()
+
     def _follow_backward(self) -> None:
-        """Tell gradients from the activations as which they were born."""
-        was_in_backward, self._in_backward = self._in_backward, self._position.in_backward
-        if self._in_backward:
-            module = self._position.module  # "" while a gradient is being accumulated
-            if module not in ("", self._differentiated):
-                # Autograd has taken the gradient that an operation made as it is: only now it can be known as one.
-                weights = self._modules[self._differentiated]._parameters.values()
-                self.mark("buffers", (weight.grad for weight in weights if weight is not None))
-                self._differentiated = module
-        elif was_in_backward:
-            # What a reduction leaves behind is gradient, also where HSDP keeps it apart until the all-reduce.
-            for storage in self._live.values():
-                if storage.reduced and storage.kind == "buffers":
-                    self._move(storage, "grads")
+        """Tell gradients of weights from the activations as which they were born."""
+        module = self._position.module if self._position.in_backward else ""  # "" also while a gradient is accumulated
+        if module not in ("", self._differentiated):
+            # Autograd has taken the gradient that an operation made as it is: only now it can be known as one.
+            weights = self._modules[self._differentiated]._parameters.values()
+            self.mark("buffers", (weight.grad for weight in weights if weight is not None))
+            self._differentiated = module
 
     def _follow(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = storage._cdata
         ref = weakref.ref(storage, lambda _: self._forget(key))
-        self._live[key] = _Storage(ref, kind, 0, self._position.label.startswith(REDUCE_LABEL))
+        self._live[key] = _Storage(ref, kind)
+        if self._position.label.startswith(REDUCE_LABEL):
+            self._reduced.append(key)
         self._resize(self._live[key], storage.nbytes())
 
     def _forget(self, key: int) -> None:

@@ -224,6 +224,7 @@ def test_accumulated_gradients_stay_sharded():
     one = simulated(4, *TINY, "--parallel.dp_replicate=2").memory
     three = simulated(4, *TINY, *HSDP3).memory
     assert one.grads == three.grads == one.params
+    assert abs(one.buffers - three.buffers) < 64  # what waits for the all-reduce is a gradient; scalars are buffers
 
 
 def test_gathered_parameters_are_counted_as_they_live():
