@@ -63,13 +63,13 @@ def check(name, jobs, trained, data):
     check_compiled(trained(name, jobs), jobs[name].graphs)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", FAST, ids=str)
 def test_a_mesh_trains_the_same_model_as_one_plain_process(name, trained, data):
     check(name, EVERYDAY, trained, data)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", SLOW, ids=str)
 def test_every_pair_of_settings_trains_the_same_model_as_one_plain_process(name, trained, data):
     check(name, SLOW, trained, data)
 
