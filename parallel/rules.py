@@ -68,7 +68,7 @@ def reshard_mistakes(reshard: bool | int | str, shard: int, tp: int, place: str)
     if type(reshard) is not int:
         return []
     if tp > 1:
-        return [f"{place}reshard_after_forward={reshard} with tp={tp} hangs in torch (2.11 to 2.13 at least), whose FSDP2 "
+        return [f"{place}reshard_after_forward={reshard} with tp={tp} hangs in torch (2.11 and 2.13 do), whose FSDP2 "
                 "makes the smaller groups without regard to tp: use true or false"]  # fmt: skip
     if 1 < reshard < shard and shard % reshard == 0:
         return []

@@ -32,7 +32,7 @@ HOST_KINDS = frozenset({"params", "grads", "optimizer"})  # what cpu_offload kee
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingCode:
     """What is simulated, as functions of whoever knows the model.
 
     Args:
@@ -77,17 +77,17 @@ class _Groups:
     data_parallel: dist.ProcessGroup
 
 
-def simulate(plan: Plan, job: Job, rank: int = 0) -> Simulation:
+def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
     """One optimizer step of `rank`. The process must have no process group: it gets a fake one for the time."""
     plan = eager_plan(plan)
     with _fake_process_group(plan.mesh.world_size, rank):
         mesh = build_mesh(plan.mesh, "cpu")
         # Not under fake tensors: making meshes looks at real numbers, and a model on the meta device costs nothing.
         groups = _Groups(axes_of_groups(mesh), data_parallel_group(mesh))
-        model = job.shard(plan, mesh)
+        model = code.shard(plan, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            optimizer = job.fill(model, plan)
-            return _record_step(plan, job, model, optimizer, groups)
+            optimizer = code.fill(model, plan)
+            return _record_step(plan, code, model, optimizer, groups)
 
 
 def eager_plan(plan: Plan) -> Plan:
@@ -96,16 +96,16 @@ def eager_plan(plan: Plan) -> Plan:
     return dataclasses.replace(plan, units=units, compile=dataclasses.replace(plan.compile, enabled=False))
 
 
-def _record_step(plan: Plan, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, groups: _Groups) -> Simulation:
+def _record_step(plan: Plan, code: TrainingCode, model: nn.Module, optimizer: torch.optim.Optimizer, groups: _Groups) -> Simulation:
     position = Position(model, plan)
     on_host = HOST_KINDS if plan.cpu_offload else frozenset()
-    storages = StorageTracker(position, model, plan, job.logits, on_host)
+    storages = StorageTracker(position, model, plan, code.logits, on_host)
     storages.mark("params", model.parameters())
     storages.mark("buffers", model.buffers())
     storages.mark("optimizer", _state(optimizer))
     recorder = StepRecorder(position, groups.axes, storages)
     with position.following(), recorder:
-        job.step(model, optimizer, plan, groups.data_parallel)
+        code.step(model, optimizer, plan, groups.data_parallel)
     storages.mark("optimizer", _state(optimizer))  # some optimizers make it in their first step
     memory, at_peak = dict(storages.largest), dict(storages.at_peak)
     memory |= {kind: storages.now[kind] for kind in ("params", "optimizer")}

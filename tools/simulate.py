@@ -16,7 +16,7 @@ import torch
 from parallel.collectives import Collective
 from parallel.plan import Plan
 from parallel.plan_file import plan_to_table
-from parallel.simulate import Job, Simulation, simulate
+from parallel.simulate import Simulation, TrainingCode, simulate
 from parallel.storages import MemoryByKind
 from tools.command import format_table, run_tool
 from train.build import fill_model, shard_model
@@ -83,7 +83,7 @@ def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
         batches = [Batch(tokens.clone(), tokens.clone()) for _ in range(plan.accumulation)]
         train_step(model, optimizer, batches, config.train.grad_clip, group)
 
-    return simulate(plan, Job(lambda plan, mesh: shard_model(config, plan, mesh), fill, step, LOGITS), rank)
+    return simulate(plan, TrainingCode(lambda plan, mesh: shard_model(config, plan, mesh), fill, step, LOGITS), rank)
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
