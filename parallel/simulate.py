@@ -96,7 +96,9 @@ def eager_plan(plan: Plan) -> Plan:
     return dataclasses.replace(plan, units=units, compile=dataclasses.replace(plan.compile, enabled=False))
 
 
-def _record_step(plan: Plan, code: TrainingCode, model: nn.Module, optimizer: torch.optim.Optimizer, groups: _Groups) -> Simulation:
+def _record_step(
+    plan: Plan, code: TrainingCode, model: nn.Module, optimizer: torch.optim.Optimizer, groups: _Groups
+) -> Simulation:
     position = Position(model, plan)
     on_host = HOST_KINDS if plan.cpu_offload else frozenset()
     storages = StorageTracker(position, model, plan, code.logits, on_host)
