@@ -19,7 +19,7 @@ from models.rope import rope_tables
 from tools.command import run_tool
 from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
 from train.config import Config, ConfigError
-from train.data.tokens import SEPARATOR, VOCAB_SIZE
+from train.data.tokenise import SEPARATOR, VOCAB_SIZE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from train.checkpoint import CheckpointError
 from train.config import ConfigError, load_config
 from train.data.held_out import held_out_batches
 from train.data.loader import BatchShape
-from train.data.tokens import SEPARATOR, load_tokens
+from train.data.tokenise import SEPARATOR
+from train.data.tokens import load_tokens
 
 Tool = Callable[..., CompletedProcess[str]]
 GREEDY = Sampling(temperature=0.0, top_k=0, seed=0)

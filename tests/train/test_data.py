@@ -18,7 +18,8 @@ from train.data.documents import find_documents
 from train.data.held_out import held_out_batches
 from train.data.loader import BatchShape, TrainLoader, count_sequences, read_batch
 from train.data.order import sample_indices
-from train.data.tokens import SEPARATOR, check_vocabulary, choose_held_out, decode, encode, load_tokens
+from train.data.tokenise import SEPARATOR, choose_held_out, decode, encode
+from train.data.tokens import check_vocabulary, load_tokens
 from train.step import Batch
 
 CPU = torch.device("cpu")
