@@ -43,4 +43,8 @@ def unused_keys(config: ParallelConfig) -> list[str]:
         works = value not in ("auto", 1) if other == "tp" else value == wanted
         if asked != getattr(default, key) and not works:
             advice.append(f"parallel.{key}={str(asked).lower()} has no effect with parallel.{other}={value}: it needs {wanted}")
+    if not config.compile.enabled:
+        odd = [key for key in ("backend", "mode", "dynamic", "on_recompile", "cache_dir")
+               if getattr(config.compile, key) != getattr(default.compile, key)]  # fmt: skip
+        advice += [f"parallel.compile.{key} has no effect with parallel.compile.enabled=false" for key in odd]
     return advice

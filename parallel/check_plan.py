@@ -207,6 +207,8 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> list[str]:
     styles = plan.tensor.styles
     if plan.mesh.tp < 1:
         return []
+    if plan.mesh.tp == 1 and plan.tensor.sequence_parallel:
+        return ["tensor: sequence_parallel=true shares tokens out among tp ranks, and tp=1 has one: use false"]
     if (plan.mesh.tp == 1) != (not styles):
         return [f"tensor: {'tp=1 has no styles' if styles else 'tp > 1 needs the styles of the weights'}: make a new plan"]
     patterns = [pattern for table in model.styles.values() for pattern in table]

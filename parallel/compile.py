@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel.compile_budget import budget_backend
 from parallel.config import CompileConfig
-from parallel.plan import Plan
+from parallel.plan import Plan, PlanError
 
 DEFAULT_CACHE = "~/.cache/meshwright/compile"
 
@@ -36,9 +36,15 @@ def apply_compile(model: nn.Module, plan: Plan) -> None:
 
 
 def use_cache_folder(config: CompileConfig) -> None:
-    """Name the folder of compiled graphs. Before anything asks inductor for it: from then on it is fixed."""
-    folder = config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder).expanduser())  # inductor reads it from the environment alone
+    """Name the folder of compiled graphs, before anything asks inductor for it: from then on it is fixed. Raises PlanError
+    if it cannot be made."""
+    folder = Path(config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"cannot make this folder ({error.strerror}): name another"
+        raise PlanError(f"parallel.compile.cache_dir={folder}: {why}") from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # inductor reads it from the environment alone
 
 
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:

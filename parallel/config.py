@@ -15,7 +15,8 @@ class CompileConfig:
         backend: torch.compile backend, such as inductor or aot_eager
         mode: torch.compile mode, such as default or max-autotune-no-cudagraphs (backend inductor only)
         dynamic: compile for any sequence length and batch at once; false makes a graph for each
-        on_recompile: what a compilation after the first step does: warn (says which guard failed), error, or ignore
+        on_recompile: what a compilation after the first step does: warn (rank 0 says which guard
+            failed), error, or ignore; metrics count them on all ranks
         float32_matmul_precision: of matrix products in float32: highest, high (TF32 on a GPU) or medium
         cache_dir: folder of compiled graphs, which make a second start warm; null is TORCHINDUCTOR_CACHE_DIR or
             ~/.cache/meshwright/compile
@@ -52,7 +53,8 @@ class ParallelConfig:
             recomputes what selective_policy does not keep; budget lets the compiler choose within
             activation_budget; auto is none
         selective_policy: what selective keeps: matmul (every matrix product, attention and tp reduction), half_matmul
-            (every second product), attention (no products), every:N (recomputes every N-th block in full), or a
+            (every second product), attention (no products), every:N
+            (recomputes every N-th unit of blocks in full), or a
             comma-separated list of operators such as aten.mm,aten.silu; OP/2 keeps every second call
         activation_budget: share of a block's activations that budget keeps, from 0 (recompute all) to 1
         unit_min_params: join neighbouring blocks into units of at least this many parameters; 0 is a unit per block

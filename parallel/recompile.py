@@ -5,6 +5,7 @@ import re
 
 import torch
 
+from parallel.compile import count_compiled_graphs
 from parallel.config import CompileConfig
 
 
@@ -18,12 +19,14 @@ class RecompileGuard:
     def __init__(self, config: CompileConfig) -> None:
         self._action = config.on_recompile if config.enabled else "ignore"
         self._heard: list[str] = []
+        self._graphs: int | None = None
         self._listener = _Listener(self._heard)
 
     def arm(self) -> None:
         """Start listening: what is compiled from now on should have been compiled in the first step."""
-        if self._action == "ignore" or self._listener in _recompiles_log().handlers:
+        if self._action == "ignore" or self._graphs is not None:
             return
+        self._graphs = count_compiled_graphs()
         torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]
         log = _recompiles_log()
         log.handlers[:] = [self._listener]  # instead of printing on every rank
@@ -31,7 +34,12 @@ class RecompileGuard:
 
     def news(self) -> list[str]:
         """What has been recompiled since the last call, one sentence each. Raises RecompileError under `error`."""
+        if self._graphs is None:
+            return []
         heard, self._heard[:] = list(self._heard), []
+        before, self._graphs = self._graphs, count_compiled_graphs()
+        if self._graphs > before and not heard:  # set_logs gives way to TORCH_LOGS
+            heard = [f"recompiled {self._graphs - before} graphs; TORCH_LOGS keeps the reason back, add recompiles to it"]
         if heard and self._action == "error":
             raise RecompileError(f"{heard[0]}. parallel.compile.on_recompile=error ends the run here; warn would go on")
         return heard

@@ -153,7 +153,8 @@ def _leave(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
     return _Exchange.apply(x, axis, _sum, _nothing, TOKENS) if split else x
 
 
-# The forwards. `weight` is a DTensor; its gradient must be one of the same placement, or Partial: then FSDP2 sums it.
+# The forwards. `weight` is a DTensor; its gradient must be one of the same placement, or Partial: then FSDP2 sums it over
+# tp, in param_dtype, before it reduces it over the data-parallel ranks in reduce_dtype.
 
 
 def _weight(module: nn.Module, partial: bool = False) -> Tensor:

@@ -1,5 +1,6 @@
 """What every tool's command line has in common: how it ends, and how it prints tables."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,3 +30,19 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
     return "\n".join(lines)
+
+
+def positive(text: str) -> int:
+    """Type of an option that counts something: 1 or more."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """Type of an option that may be 0."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
+    return int(text)

@@ -13,7 +13,7 @@ from train.config import Config
 from train.fits import GIB, predict_memory
 from train.planning import plan_run
 
-STRATEGIES = {"no_shard": "DDP", "full_shard": "FSDP", "hybrid_shard": "HSDP"}
+COMPARED = {"no_shard": "DDP", "full_shard": "FSDP", "hybrid_shard": "HSDP"}
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -36,7 +36,7 @@ def compare_strategies(config: Config, world_size: int, gpus_per_node: int) -> d
     HSDP shards within a node. Where all processes share one, it takes two halves of it for nodes.
     """
     node = gpus_per_node if gpus_per_node < world_size else max(world_size // 2, 1)
-    return {name: _compared(_with_strategy(config, name), world_size, node) for name in STRATEGIES}
+    return {name: _compared(_with_strategy(config, name), world_size, node) for name in COMPARED}
 
 
 def comparison_json(compared: dict[str, Compared]) -> str:
@@ -46,14 +46,14 @@ def comparison_json(compared: dict[str, Compared]) -> str:
 
 def comparison_text(compared: dict[str, Compared]) -> str:
     """One table, and what its columns are."""
-    head = ["GiB per GPU", *(f"{short} {what}" for short in STRATEGIES.values() for what in ("predicted", "measured"))]
+    head = ["GiB per GPU", *(f"{short} {what}" for short in COMPARED.values() for what in ("predicted", "measured"))]
     strategies = list(compared.values())
     kinds = list(strategies[0].predicted)
     rows = [[kind, *(_gib(side[kind]) for s in strategies for side in (s.predicted, s.measured))] for kind in kinds]
     rows.append(["total", *(_gib(total) for s in strategies for total in (s.predicted_gib, s.measured_gib))])
     for op in OPS:
         rows.append([op, *(cell for s in strategies for cell in ("", _gib(_moved_gib(s.simulation, op))))])
-    notes = [f"{STRATEGIES[name]}: {describe_strategy(name, s.plan.mesh)}" for name, s in compared.items()]
+    notes = [f"{COMPARED[name]}: {describe_strategy(name, s.plan.mesh)}" for name, s in compared.items()]
     notes += ["predicted: by formula, for compiled blocks. measured: every storage of one rank in a simulated eager step, each "
               "kind at its own maximum, the total at the common peak; no allocator, no fragments. The last rows are what one "
               "rank's collectives carry in a step."]  # fmt: skip

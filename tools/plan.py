@@ -19,7 +19,7 @@ from parallel.plan_file import load_plan, plan_to_dict, plan_to_table
 from parallel.planner.hardware import Hardware, load_hardware
 from parallel.planner.memory import MemoryEstimate
 from parallel.strategy import describe_strategy
-from tools.command import format_table, run_tool
+from tools.command import format_table, positive, run_tool
 from tools.compare_strategies import compare_strategies, comparison_json, comparison_text
 from tools.plan_diff import diff_plans, in_words
 from train.config import ConfigError, parse_config
@@ -56,8 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="X", help="YAML file: a path, or a name in configs/, as llama_8b.yaml")
-    parser.add_argument("--gpus", required=True, type=_positive, metavar="N", help="processes of the run, one per GPU")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs that share a node, for hybrid "
+    parser.add_argument("--gpus", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="GPUs that share a node, for hybrid "
                         "strategies and advice: 8 unless given, and never more than --gpus")  # fmt: skip
     parser.add_argument("--gpu", metavar="KIND", help="say whether the plan fits this kind of GPU, and if not what would: "
                         f"{', '.join(load_hardware())}")  # fmt: skip
@@ -150,13 +150,6 @@ def compare_files(options: argparse.Namespace) -> None:
 
 def _by_kind_gib(memory: MemoryEstimate) -> dict[str, float]:
     return {kind: size / GIB for kind, size in dataclasses.asdict(memory).items()}
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
 
 
 if __name__ == "__main__":

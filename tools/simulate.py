@@ -18,7 +18,7 @@ from parallel.plan import Plan
 from parallel.plan_file import plan_to_table
 from parallel.simulate import Simulation, TrainingCode, simulate
 from parallel.storages import MemoryByKind
-from tools.command import format_table, run_tool
+from tools.command import format_table, natural, positive, run_tool
 from train.build import fill_model, shard_model
 from train.config import Config, ConfigError, parse_config
 from train.fits import GIB
@@ -58,10 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="X", help="YAML file: a path, or a name in configs/, as llama_8b.yaml")
-    parser.add_argument("--world-size", required=True, type=_positive, metavar="N", help="processes of the run, one per GPU")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="G", help="of them in a node (default 8): for "
+    parser.add_argument("--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="G", help="of them in a node (default 8): for "
                         "strategies that know nodes")  # fmt: skip
-    parser.add_argument("--rank", type=_rank, default=0, metavar="R", help="the rank to simulate (default 0)")
+    parser.add_argument("--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)")
     parser.add_argument("--all", action="store_true", help=f"show every collective, not the first {FIRST} only")
     parser.add_argument("--json", action="store_true", help="print one JSON document: collectives in order {op, axis, unit, "
                         "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the most of each during "
@@ -136,18 +136,6 @@ def totals(simulation: Simulation) -> list[tuple[str, str, int, int]]:
 
 def _row(number: int, c: Collective) -> tuple[str, ...]:
     return (str(number), c.op, c.axis, c.unit, c.phase, f"{c.bytes / 2**20:10.3f}")
-
-
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return int(text)
-
-
-def _rank(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} must not be negative")
-    return int(text)
 
 
 if __name__ == "__main__":

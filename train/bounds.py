@@ -15,6 +15,6 @@ def check_bounds(section: str, config: Any) -> None:
     for item in fields(config):
         low, high = item.metadata.get("bounds", (None, None))
         value = getattr(config, item.name)
-        if low is not None and not low <= value <= high:
-            rule = f"be at least {low}" if high == math.inf else f"lie between {low} and {high}"
+        if low is not None and not (low <= value <= high and math.isfinite(value)):
+            rule = f"be a number of at least {low}" if high == math.inf else f"lie between {low} and {high}"
             raise ValueError(f"{section}.{item.name}={value} must {rule}")

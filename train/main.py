@@ -134,6 +134,7 @@ def _train(run: Run, place: Place, start: Position, resume_from: Path | None) ->
     stopped = reached.step < run.total_steps
     say("stopped" if stopped else "finished", run.stop.reason or "" if stopped else "")
     run.screen.line(_last_words(run, reached, stopped))
+    run.stop.close()
     dist.destroy_process_group()
     return stopped
 

@@ -34,6 +34,12 @@ class Stop:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 
+    def close(self) -> None:
+        """Wait for the last of the small all-reduces: none may be under way when the process group ends."""
+        if self._pending is not None:
+            self._pending[0].wait()
+            self._pending = None
+
     def ask(self, reason: str) -> None:
         """Ask all ranks to stop soon."""
         self.reason = self.reason or reason

@@ -19,7 +19,7 @@ from tools.bench.processes import CACHE_MODES, cache_environment
 from tools.bench.record import make_document, write_record
 from tools.bench.run import PROG, STANDARD_SHAPE, WARM_UP_STEPS, RunFigures, Setup, config_to_record, measure_run, resolve
 from tools.bench.variants import parse_variants, variant_contenders, variant_figures, variant_rows
-from tools.command import format_table, run_tool
+from tools.command import format_table, positive, run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
 KEYS = "Config keys of train.main are accepted too, as --section.key=value, and win over the shape measured here."
@@ -80,7 +80,7 @@ def _add_variants(subparsers: Any) -> None:
     parser.add_argument("--variant", action="append", required=True, metavar="NAME=KEYS",
                         help="config keys, as full='--parallel.activation_checkpoint=full'; may be none, as plain=''; given "
                              "several times, the first is what the others are compared with")  # fmt: skip
-    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="runs of each (default 2)")
+    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
     _add_run_options(parser)
     parser.set_defaults(measure=measure_variants)
 
@@ -94,7 +94,7 @@ def _add_peers(subparsers: Any) -> None:
     parser = _add(subparsers, "peers", "ours against other trainers, interleaved", description, epilog)
     parser.add_argument("--peer", action="append", required=True, metavar="NAME=COMMAND",
                         help="a shell command line, as titan='TT_COMPILE=1 bash run.sh'; may be given several times")  # fmt: skip
-    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="runs of each (default 2)")
+    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
     _add_run_options(parser)
     parser.set_defaults(measure=measure_peers)
 
@@ -103,9 +103,9 @@ def _add_compile_depth(subparsers: Any) -> None:
     description = ("Compile models of several depths and a tiny width (dim 64, 4 heads, sequences of 64), one process, each with "
                    "an empty compile cache, in turn. Compile time is the first step's beyond a later one's.")  # fmt: skip
     parser = _add(subparsers, "compile-depth", "compile time against the number of layers", description, KEYS)
-    parser.add_argument("--layers", type=_positive, nargs="+", default=[4, 16], metavar="N", help="depths (default 4 16)")
-    parser.add_argument("--rounds", type=_positive, default=3, metavar="N", help="runs of each (default 3)")
-    parser.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads (default 1)")
+    parser.add_argument("--layers", type=positive, nargs="+", default=[4, 16], metavar="N", help="depths (default 4 16)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each (default 3)")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads (default 1)")
     parser.set_defaults(measure=measure_compile_depth)
 
 
@@ -117,7 +117,7 @@ def _add_attention(subparsers: Any) -> None:
     parser.add_argument("--shapes", nargs="+", metavar="SHAPE", default=defaults,
                         help=f"BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ (default {' '.join(defaults)})")  # fmt: skip
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=_positive, default=10, metavar="N", help="timings of each (default 10)")
+    parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="timings of each (default 10)")
     parser.set_defaults(measure=measure_attention)
 
 
@@ -131,10 +131,10 @@ def _add(subparsers: Any, name: str, summary: str, description: str, epilog: str
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=_positive, default=2, metavar="N",
+    parser.add_argument("--processes", type=positive, default=2, metavar="N",
                         help="processes of the run (default 2); it takes GPUs where it has one for each")  # fmt: skip
-    parser.add_argument("--steps", type=_positive, default=24, metavar="N", help="optimizer steps (default 24)")
-    parser.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads per process (default 1)")
+    parser.add_argument("--steps", type=positive, default=24, metavar="N", help="optimizer steps (default 24)")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)")
     parser.add_argument("--compile", choices=("true", "false"), default="true", help="default true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="of parameters and computation (default float32); gradients are reduced in float32")  # fmt: skip
@@ -224,13 +224,6 @@ def train_text(figures: RunFigures) -> str:
 
 def _with_setup(options: argparse.Namespace, figures: dict[str, Any]) -> dict[str, Any]:
     return {"processes": options.processes, "threads": options.threads, "cache": options.cache, **figures}
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
 
 
 if __name__ == "__main__":
