@@ -9,7 +9,7 @@ from parallel.simulate import Simulation
 from parallel.strategy import describe_strategy
 from tools.command import format_table
 from tools.simulate import by_kind_gib, simulate_run, totals
-from train.config import Config
+from train.config import Config, ConfigError
 from train.fits import GIB, predict_memory
 from train.planning import plan_run
 
@@ -35,6 +35,9 @@ def compare_strategies(config: Config, world_size: int, gpus_per_node: int) -> d
 
     HSDP shards within a node. Where all processes share one, it takes two halves of it for nodes.
     """
+    for key, left_open in (("plan", "manual"), ("strategy", None)):
+        if (asked := getattr(config.parallel, key)) != left_open:
+            raise ConfigError(f"parallel.{key}={asked}: --compare makes the plan of each strategy itself, leave the key out")
     node = gpus_per_node if gpus_per_node < world_size else max(world_size // 2, 1)
     return {name: _compared(_with_strategy(config, name), world_size, node) for name in COMPARED}
 

@@ -105,6 +105,8 @@ def show_plan(options: argparse.Namespace, config_arguments: Sequence[str]) -> N
 
 def show_comparison(options: argparse.Namespace, config_arguments: Sequence[str]) -> None:
     """Print DDP, FSDP and HSDP of the same training side by side."""
+    if options.gpu:
+        raise ConfigError(f"--gpu={options.gpu}: --compare says what each strategy needs, not whether it fits: leave it out")
     compared = compare_strategies(parse_config(config_arguments, PROG), options.gpus, options.gpus_per_node)
     print(comparison_json(compared) if options.json else comparison_text(compared))
 

@@ -4,14 +4,17 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from models.cost import block_activations
-from models.llama import SHARDING, LlamaConfig
+from models.llama import SHARDING, Llama, LlamaConfig
 from models.size import count_parameters
 from parallel.plan import Plan, PlanError
 from parallel.planner.memory import MemoryEstimate, ModelFootprint, ModuleFootprint, estimate_memory
 from parallel.tensor import split_in
+from train.build import freeze
 from train.config import Config, list_configs, load_config
-from train.planning import plan_run
+from train.planning import model_units, plan_run
 
 GIB = 2**30
 MAX_PROCESSES = 65536  # where the search for how many processes would do ends
@@ -20,7 +23,22 @@ MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
 
 def predict_memory(config: Config, plan: Plan) -> MemoryEstimate:
     """Memory of one rank under `plan`."""
-    return estimate_memory(plan, footprint(config.model, plan), config.train.seq_len)
+    model = dataclasses.replace(footprint(config.model, plan), trained=_trained_shares(config))
+    return estimate_memory(plan, model, config.train.seq_len)
+
+
+def _trained_shares(config: Config) -> dict[str, float]:
+    """Share of each module's parameters that `train.freeze` leaves to be trained. Raises ConfigError as `freeze` does."""
+    if not config.train.freeze:
+        return {}
+    with torch.device("meta"):
+        model = Llama(config.model)
+    freeze(model, config.train.freeze)
+    shares = {}
+    for name in model_units(config.model).modules:
+        parameters = list(model.get_submodule(name).parameters())
+        shares[name] = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
+    return shares
 
 
 def footprint(config: LlamaConfig, plan: Plan) -> ModelFootprint:
@@ -49,8 +67,9 @@ def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: st
 
 def _nearest_that_fit(config: Config, world_size: int, available_bytes: int) -> list[str]:
     """Ways out, each tried against the same estimate: recomputing here, more processes, a smaller model here."""
-    ways = []
-    for keys, candidate in _with_and_without_recomputing(_on_any_number(config)):
+    ways, opened = [], _opened_keys(config)
+    for recomputing, candidate in _with_and_without_recomputing(_on_any_number(config)):
+        keys = " ".join(filter(None, (opened, recomputing)))
         for processes in _doublings(world_size, MAX_PROCESSES):
             needed = _need(candidate, processes)
             if needed is not None and needed <= available_bytes:
@@ -84,6 +103,15 @@ def _on_any_number(config: Config) -> Config:
     micro_batch_size = 1 if config.train.micro_batch_size == "auto" else config.train.micro_batch_size
     train = dataclasses.replace(config.train, micro_batch_size=micro_batch_size, global_batch_size=-1)
     return dataclasses.replace(config, parallel=parallel, train=train)
+
+
+def _opened_keys(config: Config) -> str:
+    """The keys that say what `_on_any_number` changes, as overrides."""
+    keys = {"parallel.strategy": (config.parallel.strategy, (None,), "null"),
+            "parallel.dp_replicate": (config.parallel.dp_replicate, ("auto", 1), "1"),
+            "parallel.dp_shard": (config.parallel.dp_shard, ("auto", -1), "-1"),
+            "train.global_batch_size": (config.train.global_batch_size, (-1,), "-1")}  # fmt: skip
+    return " ".join(f"--{key}={value}" for key, (asked, same, value) in keys.items() if asked not in same)
 
 
 def _with_and_without_recomputing(config: Config) -> list[tuple[str, Config]]:

@@ -70,7 +70,9 @@ def run(config: Config, place: Place) -> bool:
     plan = plan_run(config, place.world_size, place.local_world_size)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type)
-    memory = check_fits(config, plan, device_memory_bytes(device, place), device_name)
+    # On a CPU what cpu_offload keeps in host memory is on the device.
+    in_memory = dataclasses.replace(plan, cpu_offload=plan.cpu_offload and device.type != "cpu")
+    memory = check_fits(config, in_memory, device_memory_bytes(device, place), device_name)
     check_vocabulary(config.model.vocab_size)
     find_documents(config.data.source)  # a source that is not there is found out here, by every rank alike
     folder = _make_folder(config)

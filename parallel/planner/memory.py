@@ -1,7 +1,7 @@
 """Memory of one rank under a plan, by formula. Bytes throughout."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from parallel.plan import Plan, UnitPlan, prefetched, regathered
 
@@ -22,11 +22,12 @@ class ModuleFootprint:
 
 @dataclass(frozen=True)
 class ModelFootprint:
-    """What a model says of its size, for planning: its modules by name, and the width of the output head, of which
-    each tp rank has its share."""
+    """What a model says of its size, for planning: its modules by name, the width of the output head, of which each tp
+    rank has its share, and the share of each module's parameters that is trained, where it is not all of them."""
 
     modules: Mapping[str, ModuleFootprint]
     logits_per_token: int
+    trained: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,31 @@ def estimate_memory(plan: Plan, model: ModelFootprint, seq_len: int) -> MemoryEs
     """
     counts = [_parameters(unit, model) for unit in plan.units]
     sharded = sum(-(-count // plan.mesh.dp_shard) for count in counts) * FLOAT32_BYTES
-    on_device = 0 if plan.cpu_offload else sharded
+    trained = sum(-(-_trained(unit, model) // plan.mesh.dp_shard) for unit in plan.units) * FLOAT32_BYTES
+    if plan.cpu_offload:
+        sharded = trained = 0
     tokens = plan.micro_batch_size * seq_len
     dtype_bytes = max(DTYPE_BYTES[unit.param_dtype] for unit in plan.units)
     reduce_bytes = max(DTYPE_BYTES[unit.reduce_dtype] for unit in plan.units)
     return MemoryEstimate(
-        params=on_device,
-        grads=on_device,
-        optimizer=2 * on_device,
+        params=sharded,
+        grads=trained,
+        optimizer=2 * trained,
         unsharded=_unsharded(plan, counts),
         activations=_activations(plan, model, tokens),
         # the logits, their float32 copy in the loss, and their gradient
         logits=tokens * model.logits_per_token * (2 * dtype_bytes + FLOAT32_BYTES),
         # the largest unit's whole gradient, and its copy on the way into the reduce-scatter
-        buffers=max(counts) * (dtype_bytes + reduce_bytes),
+        buffers=max(_trained(unit, model) for unit in plan.units) * (dtype_bytes + reduce_bytes),
     )
 
 
 def _parameters(unit: UnitPlan, model: ModelFootprint) -> int:
     return sum(model.modules[name].parameters for name in unit.modules)
+
+
+def _trained(unit: UnitPlan, model: ModelFootprint) -> int:
+    return sum(round(model.modules[name].parameters * model.trained.get(name, 1.0)) for name in unit.modules)
 
 
 def _unsharded(plan: Plan, counts: list[int]) -> int:

@@ -48,7 +48,7 @@ def test_nothing_is_compiled_after_the_first_step_with_evaluations_in_between(mo
     assert "recompiled" not in result.stdout
 
 
-def shorten_step_3(data, folder: Path, *more: str):
+def shorten_step_3(data, folder: Path, *more: str, **env: str):
     """A run in which a sequence of another length in step 3 breaks the first graph's guards."""
     program = (
         "import sys; import train.loop as loop; from train.step import Batch, train_step\n"
@@ -62,7 +62,7 @@ def shorten_step_3(data, folder: Path, *more: str):
         "from train.main import main; main(sys.argv[1:])"
     )
     line = [sys.executable, "-c", program, *TINY, *data, AOT, "--train.steps=4", f"--run.dir={folder}", *more]
-    return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(line, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_path):
@@ -84,6 +84,12 @@ def test_a_recompile_ends_the_run_where_the_user_asks_for_that(data, tmp_path):
     assert reason.removeprefix("RecompileError: ") in result.stderr
     assert read_status(tmp_path)["state"] == "failed"
     assert sorted(read_metrics(tmp_path)) == [1, 2], "the step that recompiled does not count"
+
+
+def test_a_recompile_is_heard_where_the_environment_asks_torch_for_other_logs(data, tmp_path):
+    result = shorten_step_3(data, tmp_path, "--parallel.compile.on_recompile=error", TORCH_LOGS="graph_breaks")
+    assert result.returncode == 1
+    assert "recompiled 2 graphs; TORCH_LOGS keeps the reason back" in result.stderr
 
 
 def test_a_recompile_is_not_said_where_the_user_asks_for_that(data, tmp_path):

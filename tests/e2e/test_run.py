@@ -228,6 +228,7 @@ def test_held_out_sequences_that_do_not_divide_are_padded_with_one_sequence_per_
     (["--checkpoint.resume=/nowhere/step-00000001"], ["/nowhere/step-00000001", "not a checkpoint"]),
     (["--parallel.compile.enabled=true", "--parallel.compile.backend=nonsense"], ["backend=nonsense", "no backend"]),
     (["--parallel.compile.enabled=true", "--parallel.compile.mode=nonsense"], ["mode=nonsense", "max-autotune"]),
+    (["--parallel.compile.enabled=true", "--parallel.compile.cache_dir=/dev/null/c"], ["cache_dir=/dev/null/c", "name another"]),
     (["--run.dir=/dev/null/run"], ["run.dir=/dev/null/run", "name another"]),
     pytest.param(["--run.device=cuda"], ["run.device=cuda needs 1 GPUs", "--run.device=cpu"],
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parallel.advice import advise, unused_keys
-from parallel.config import ParallelConfig
+from parallel.config import CompileConfig, ParallelConfig
 from tests.parallel.plans import plan_of
 
 GOOD: list[tuple[int, dict[str, Any]]] = [
@@ -75,6 +75,12 @@ UNUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_key_without_effect_is_told(keys: dict[str, Any], words: str) -> None:
     (sentence,) = unused_keys(ParallelConfig(**keys))
     assert sentence.startswith(words)
+
+
+def test_settings_of_a_compiler_that_is_off_are_told() -> None:
+    off = CompileConfig(enabled=False, mode="max-autotune", float32_matmul_precision="high")
+    assert unused_keys(ParallelConfig(compile=off)) == [
+        "parallel.compile.mode has no effect with parallel.compile.enabled=false"]  # fmt: skip
 
 
 USED: list[dict[str, Any]] = [

@@ -340,3 +340,8 @@ def test_the_degree_divides_what_the_split_parts_have() -> None:
 def test_a_longer_sequence_than_planned_for_is_checked_too() -> None:
     assert refusal(TP, seq_len=65) == "mesh: tp=2 must divide train.seq_len=65. Use 1."
     check(replace_tensor(TP, sequence_parallel=False), seq_len=65)
+
+
+def test_tokens_shared_out_among_one_tp_rank_are_refused() -> None:
+    assert "sequence_parallel=true shares tokens out among tp ranks, and tp=1 has one" in refusal(
+        replace_tensor(plan_of(), sequence_parallel=True))  # fmt: skip

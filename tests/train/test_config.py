@@ -193,6 +193,8 @@ def test_a_section_that_is_no_mapping_is_refused_by_name_and_place(text: str, tm
         ("--optim.betas=[0.9,1.0]", ["optim.betas=[0.9, 1.0]", "[0, 1)"]),
         ("--optim.warmup_steps=-1", ["optim.warmup_steps=-1"]),
         ("--optim.decay_ratio=2", ["optim.decay_ratio=2", "between 0 and 1"]),
+        ("--optim.lr=.inf", ["optim.lr=inf", "a number of at least 0"]),
+        ("--train.epochs=.inf", ["train.epochs=inf", "a number of at least 0"]),
         ("--run.device=tpu", ["run.device=tpu", "auto, cpu or cuda"]),
         ("--run.grace_s=-1", ["run.grace_s=-1"]),
         ("--data.held_out=1", ["data.held_out=1", "between 0 and 1"]),

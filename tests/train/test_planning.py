@@ -12,7 +12,7 @@ from models.size import count_parameters
 from parallel.config import ParallelConfig
 from parallel.plan import PlanError
 from parallel.plan_file import plan_to_yaml
-from train.config import Config, parse_config
+from train.config import Config, ConfigError, parse_config
 from train.fits import GIB, check_fits, predict_memory
 from train.planning import plan_run
 
@@ -187,3 +187,25 @@ def test_ways_out_of_a_plan_that_does_not_fit_really_fit(gpus: int, available_gi
         needed = predict_memory(candidate, plan_run(candidate, int(count[1]) if count else gpus)).total / GIB
         assert f"({needed:.1f} GiB" in way
         assert needed <= available_gib
+
+
+def test_frozen_parameters_need_no_gradients_and_no_moments() -> None:
+    config = config_of("--train.freeze=[layers.*, tok_embeddings.*]")
+    plan = plan_run(config, 8)
+    free, frozen = predict_memory(config_of(), plan), predict_memory(config, plan)
+    head = count_parameters(config.model).head
+    assert frozen.params == free.params
+    assert frozen.grads == -(-head // 8) * 4
+    assert frozen.optimizer == 2 * frozen.grads
+
+
+def test_a_freeze_that_matches_nothing_is_found_in_planning() -> None:
+    config = config_of("--train.freeze=[nonsense.*]")
+    with pytest.raises(ConfigError, match="nonsense"):
+        predict_memory(config, plan_run(config, 8))
+
+
+def test_what_would_fit_names_the_keys_it_takes_back() -> None:
+    config = config_of("--parallel.strategy=ddp")
+    with pytest.raises(PlanError, match=r"Fits: here, with --parallel\.strategy=null \("):
+        check_fits(config, plan_run(config, 8), 80 * GIB, "H100")
