@@ -224,7 +224,7 @@ def test_held_out_sequences_that_do_not_divide_are_padded_with_one_sequence_per_
     (["--parallel.param_dtype=float16"], ["float16", "bfloat16"]),
     (["--data.source=/nowhere"], ["data.source=/nowhere", "stdlib"]),
     (["--model.vocab_size=100"], ["model.vocab_size=100", "257"]),
-    (["--train.seq_len=300000", "--model.max_seq_len=300000"], ["sequence", "train.seq_len=300000"]),
+    (["--train.seq_len=500000", "--model.max_seq_len=500000"], ["sequence", "train.seq_len=500000"]),
     (["--checkpoint.resume=/nowhere/step-00000001"], ["/nowhere/step-00000001", "not a checkpoint"]),
     (["--parallel.compile.enabled=true", "--parallel.compile.backend=nonsense"], ["backend=nonsense", "no backend"]),
     (["--parallel.compile.enabled=true", "--parallel.compile.mode=nonsense"], ["mode=nonsense", "max-autotune"]),
