@@ -30,6 +30,7 @@ class CrossEntropySum(nn.Module):
         self.group_name, self.rank = group_name, rank
 
     def forward(self, logits: Tensor, targets_BT: Tensor) -> Tensor:
+        """logits[B, T, V], or [B, T, v] once the vocabulary is split; targets[B, T] -> the whole sum, a float32 scalar."""
         if self.group_name is None:
             return cross_entropy_sum(logits, targets_BT)
         first_id = self.rank * logits.shape[-1]
