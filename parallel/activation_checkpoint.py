@@ -25,9 +25,13 @@ def apply_activation_checkpoint(model: nn.Module, plan: Plan) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for unit in plan.units:
         for name in unit.modules if unit.activation_checkpoint in ("full", "selective") else ():
-            module = model.get_submodule(name)
-            module.saved_ops = unit.saved_ops  # type: ignore[assignment]
-            module.forward = MethodType(_recomputed_forward, module)
+            recompute(model.get_submodule(name), unit.saved_ops)
+
+
+def recompute(module: nn.Module, saved_ops: tuple[str, ...]) -> None:
+    """From now on recompute the module's activations in its backward, all but the results of `saved_ops`."""
+    module.saved_ops = saved_ops  # type: ignore[assignment]
+    module.forward = MethodType(_recomputed_forward, module)
 
 
 def _recomputed_forward(module: Any, *inputs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel.plan import Plan, UnitPlan, prefetched
+from parallel.plan import Plan, UnitPlan, prefetch_schedule
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps a norm of 0 from dividing
 
@@ -56,10 +56,11 @@ def apply_prefetch(model: nn.Module, plan: Plan) -> None:
     A unit of several modules is addressed through its first. A backward list is never left empty, because FSDP2
     would then choose for itself: a unit that names itself prefetches nothing.
     """
+    forward, backward = prefetch_schedule(plan, "forward"), prefetch_schedule(plan, "backward")
     for unit in plan.units:
         module = _fsdp_module(model, unit)
-        module.set_modules_to_forward_prefetch([_fsdp_module(model, u) for u in prefetched(plan, unit, "forward")])
-        ahead = [_fsdp_module(model, u) for u in prefetched(plan, unit, "backward")]
+        module.set_modules_to_forward_prefetch([_fsdp_module(model, u) for u in forward[unit.name]])
+        ahead = [_fsdp_module(model, u) for u in backward[unit.name]]
         module.set_modules_to_backward_prefetch(ahead or [module])
 
 

@@ -1,5 +1,6 @@
 """The plan: the whole parallelisation of one model on one number of processes, as one frozen value."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -124,18 +125,20 @@ class Plan:
         return sorted(self.units, key=lambda unit: min(place[module] for module in unit.modules))
 
 
-def prefetched(plan: Plan, unit: UnitPlan, phase: str) -> list[UnitPlan]:
-    """Units whose all-gathers `unit` starts ahead of need in a phase, "forward" or "backward", first needed first.
-
-    A number takes the next units of that phase's order, without those that stay gathered.
-    """
-    asked = unit.forward_prefetch if phase == "forward" else unit.backward_prefetch
-    if not isinstance(asked, int):
-        by_name = {other.name: other for other in plan.units}
-        return [by_name[name] for name in asked]
+def prefetch_schedule(plan: Plan, phase: str) -> dict[str, list[UnitPlan]]:
+    """Of every unit, by name: the units whose all-gathers it starts ahead of need in a phase, "forward" or "backward", first
+    needed first. A number takes the next units of that phase's order, without those that stay gathered."""
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
-    following = order[order.index(unit) + 1 :]
-    return [other for other in following if phase == "forward" or regathered(other)][:asked]
+    by_name = {unit.name: unit for unit in order}
+    schedule = {}
+    for i, unit in enumerate(order):
+        asked = unit.forward_prefetch if phase == "forward" else unit.backward_prefetch
+        if isinstance(asked, int):
+            following = (other for other in order[i + 1 :] if phase == "forward" or regathered(other))
+            schedule[unit.name] = list(itertools.islice(following, asked))
+        else:
+            schedule[unit.name] = [by_name[name] for name in asked]
+    return schedule
 
 
 def regathered(unit: UnitPlan) -> bool:

@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.collectives import Collective, StepRecorder, axes_of_groups
+from parallel.memory_by_kind import MemoryByKind, StepMemory
 from parallel.mesh import build_mesh, data_parallel_group
 from parallel.plan import Plan
 from parallel.position import Position
-from parallel.storages import MemoryByKind, StorageTracker
+from parallel.storages import StorageTracker
 
 HOST_KINDS = frozenset({"params", "grads", "optimizer"})  # what cpu_offload keeps in host memory
 
@@ -49,24 +50,16 @@ class TrainingCode:
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """What one rank does and holds in one optimizer step.
+class Simulation(StepMemory):
+    """What one rank does and holds in one optimizer step; with cpu_offload, memory without what lies in host memory.
 
     Args:
         collectives: in order, without those over a single rank
-        memory: the most of each kind at any time of the step; with cpu_offload, without what lies in host memory
-        at_peak: each kind when all of them together are most
         host_bytes: of parameters, gradients and optimizer state in host memory
     """
 
     collectives: tuple[Collective, ...]
-    memory: MemoryByKind
-    at_peak: MemoryByKind
     host_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(dataclasses.asdict(self.at_peak).values())
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,7 @@ def _record_step(
     host_bytes = sum(memory[kind] for kind in on_host)
     for kind in on_host:
         memory[kind] = at_peak[kind] = 0
-    return Simulation(tuple(recorder.collectives), MemoryByKind(**memory), MemoryByKind(**at_peak), host_bytes)
+    return Simulation(MemoryByKind(**memory), MemoryByKind(**at_peak), tuple(recorder.collectives), host_bytes)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from parallel.memory_by_kind import MemoryByKind
 from parallel.plan import Plan
 from parallel.position import OPTIMIZER_LABEL, Position
 
@@ -17,29 +18,6 @@ REDUCE_LABEL = "FSDP::post_backward_reduce"
 BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)
 UNSHARDED_LABELS = ("FSDP::all_gather", "FSDP::pre_", "FSDP::root_pre_", "FSDP::post_forward", "FSDP::forward_prefetch",
                     "FSDP::backward_prefetch")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MemoryByKind:
-    """Bytes of one rank.
-
-    Args:
-        params: this rank's share of the parameters
-        grads: of their gradients
-        optimizer: of the optimizer's state
-        unsharded: parameters that are gathered, with the buffers they are gathered through
-        activations: everything else that forward and backward make, kept or passing
-        logits: logits, and what the loss makes of them and their gradient
-        buffers: whole gradients on their way through the reduction; the model's buffers; the rest
-    """
-
-    params: int = 0
-    grads: int = 0
-    optimizer: int = 0
-    unsharded: int = 0
-    activations: int = 0
-    logits: int = 0
-    buffers: int = 0
 
 
 @dataclass

@@ -56,12 +56,30 @@ class TensorAxis:
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Split the weights of a model on the meta device over `mesh`, the tp axis, and give its modules the forwards that
     belong to their styles, in place. A weight that two modules share stays shared."""
-    if not plan.tensor.styles:
-        return
     axis = TensorAxis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), plan.tensor.sequence_parallel)
+
+    def share(whole: Tensor, placement: Placement) -> Tensor:
+        return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+
+    _apply_styles(model, plan.tensor, axis, share)
+
+
+def apply_as_one_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None:
+    """The same for rank 0 alone, without a process group, for whoever only looks at what a rank would do: weights are plain
+    tensors of a rank's shapes."""
+    axis = TensorAxis("tp", degree, 0, tensor.sequence_parallel)
+
+    def share(whole: Tensor, placement: Placement) -> Tensor:
+        return whole.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else whole
+
+    _apply_styles(model, tensor, axis, share)
+
+
+def _apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]) -> None:
+    """Give every module that the plan mentions its style; `share` makes this rank's part of a whole weight."""
     split: dict[nn.Parameter, nn.Parameter] = {}
-    for name, module in model.named_modules():
-        if not (style := find_style(plan.tensor, name)):
+    for name, module in model.named_modules() if tensor.styles else ():
+        if not (style := find_style(tensor, name)):
             continue
         if style == "loss":
             module.split_vocabulary(axis.group_name, axis.rank)  # type: ignore[operator]
@@ -69,8 +87,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         forward, placement = STYLES[style]
         whole = module.get_parameter("weight")
         if whole not in split:
-            shard = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
-            split[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+            split[whole] = nn.Parameter(share(whole.detach(), placement), requires_grad=whole.requires_grad)
         module.weight = split[whole]
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
@@ -153,13 +170,14 @@ def _leave(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
     return _Exchange.apply(x, axis, _sum, _nothing, TOKENS) if split else x
 
 
-# The forwards. `weight` is a DTensor; its gradient must be one of the same placement, or Partial: then FSDP2 sums it over
-# tp, in param_dtype, before it reduces it over the data-parallel ranks in reduce_dtype.
+# The forwards. `weight` is a DTensor, but for one rank alone; its gradient must be one of the same placement, or Partial:
+# then FSDP2 sums it over tp, in param_dtype, before it reduces it over the data-parallel ranks in reduce_dtype.
 
 
 def _weight(module: nn.Module, partial: bool = False) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, DTensor)
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if not isinstance(weight, DTensor):
+        return weight
     return weight.to_local(grad_placements=[Partial()]) if partial else weight.to_local()
 
 

@@ -4,14 +4,15 @@ import dataclasses
 import json
 from typing import Any
 
+from parallel.memory_by_kind import GIB
 from parallel.plan import Plan
 from parallel.simulate import Simulation
 from parallel.strategy import describe_strategy
 from tools.command import format_table
-from tools.simulate import by_kind_gib, simulate_run, totals
+from tools.simulate import simulate_run, totals
 from train.config import Config, ConfigError
-from train.fits import GIB, predict_memory
 from train.planning import plan_run
+from train.predict import predict_memory
 
 COMPARED = {"no_shard": "DDP", "full_shard": "FSDP", "hybrid_shard": "HSDP"}
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -57,9 +58,9 @@ def comparison_text(compared: dict[str, Compared]) -> str:
     for op in OPS:
         rows.append([op, *(cell for s in strategies for cell in ("", _gib(_moved_gib(s.simulation, op))))])
     notes = [f"{COMPARED[name]}: {describe_strategy(name, s.plan.mesh)}" for name, s in compared.items()]
-    notes += ["predicted: by formula, for compiled blocks. measured: every storage of one rank in a simulated eager step, each "
-              "kind at its own maximum, the total at the common peak; no allocator, no fragments. The last rows are what one "
-              "rank's collectives carry in a step."]  # fmt: skip
+    notes += ["predicted: compiled as asked, from the compiler's own graphs. measured: every storage of one rank in a simulated "
+              "eager step. Each kind at its own maximum, the total at the common peak; no allocator, no fragments. The last rows "
+              "are what one rank's collectives carry in a step."]  # fmt: skip
     return "\n\n".join([format_table(head, rows), "\n".join(notes)])
 
 
@@ -73,9 +74,8 @@ def _compared(config: Config, world_size: int, gpus_per_node: int) -> Compared:
     plan = plan_run(config, world_size, gpus_per_node)
     estimate = predict_memory(config, plan)
     simulation = simulate_run(config, plan)
-    predicted = {kind: size / GIB for kind, size in dataclasses.asdict(estimate).items()}
-    return Compared(plan, predicted, estimate.total / GIB, by_kind_gib(simulation.memory), simulation.peak_bytes / GIB,
-                    simulation)  # fmt: skip
+    return Compared(plan, estimate.memory.gib(), estimate.peak_bytes / GIB, simulation.memory.gib(),
+                    simulation.peak_bytes / GIB, simulation)  # fmt: skip
 
 
 def _plain(compared: Compared) -> dict[str, Any]:

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from parallel.collectives import Collective
+from parallel.memory_by_kind import GIB
 from parallel.plan import Plan
 from parallel.plan_file import plan_to_table
 from parallel.simulate import Simulation, TrainingCode, simulate
-from parallel.storages import MemoryByKind
 from tools.command import format_table, natural, positive, run_tool
 from train.build import fill_model, shard_model
 from train.config import Config, ConfigError, parse_config
-from train.fits import GIB
 from train.optim import build_optimizer
 from train.planning import plan_run
 from train.step import Batch, train_step
@@ -91,9 +90,9 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
     return {
         "collectives": [dataclasses.asdict(collective) for collective in simulation.collectives],
         "totals": [{"op": op, "axis": axis, "count": count, "bytes": size} for op, axis, count, size in totals(simulation)],
-        "memory": by_kind_gib(simulation.memory),
+        "memory": simulation.memory.gib(),
         "peak_memory_gib": simulation.peak_bytes / GIB,
-        "memory_at_peak": by_kind_gib(simulation.at_peak),
+        "memory_at_peak": simulation.at_peak.gib(),
         "host_memory_gib": simulation.host_bytes / GIB,
     }
 
@@ -101,8 +100,8 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
     """Totals, memory and the first collectives for people; `first` None is all of them."""
     rows = [(op, axis, str(count), f"{size / GIB:9.3f}") for op, axis, count, size in totals(simulation)]
-    kinds = [(kind, f"{gib:8.2f}", f"{by_kind_gib(simulation.at_peak)[kind]:8.2f}")
-             for kind, gib in by_kind_gib(simulation.memory).items()]  # fmt: skip
+    kinds = [(kind, f"{gib:8.2f}", f"{simulation.at_peak.gib()[kind]:8.2f}")
+             for kind, gib in simulation.memory.gib().items()]  # fmt: skip
     kinds.append(("total", "", f"{simulation.peak_bytes / GIB:8.2f}"))
     parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
     parts.append(format_table(("collectives", "axis", "count", "GiB"), rows) if rows else "no collectives")
@@ -117,11 +116,6 @@ def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) ->
     if len(shown) < len(simulation.collectives):
         parts[-1] += f"\n... {len(simulation.collectives) - len(shown)} more (--all shows them)"
     return "\n\n".join(parts)
-
-
-def by_kind_gib(memory: MemoryByKind) -> dict[str, float]:
-    """Memory by kind in GiB."""
-    return {kind: size / GIB for kind, size in dataclasses.asdict(memory).items()}
 
 
 def totals(simulation: Simulation) -> list[tuple[str, str, int, int]]:

@@ -4,63 +4,26 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from models.cost import block_activations
-from models.llama import SHARDING, Llama, LlamaConfig
 from models.size import count_parameters
+from parallel.memory_by_kind import GIB, StepMemory
 from parallel.plan import Plan, PlanError
-from parallel.planner.memory import MemoryEstimate, ModelFootprint, ModuleFootprint, estimate_memory
-from parallel.tensor import split_in
-from train.build import freeze
+from parallel.planner.memory import predict_step_memory
 from train.config import Config, list_configs, load_config
-from train.planning import model_units, plan_run
+from train.planning import plan_run
+from train.predict import predict_memory, trace_run
 
-GIB = 2**30
 MAX_PROCESSES = 65536  # where the search for how many processes would do ends
 MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
 
 
-def predict_memory(config: Config, plan: Plan) -> MemoryEstimate:
-    """Memory of one rank under `plan`."""
-    model = dataclasses.replace(footprint(config.model, plan), trained=_trained_shares(config))
-    return estimate_memory(plan, model, config.train.seq_len)
-
-
-def _trained_shares(config: Config) -> dict[str, float]:
-    """Share of each module's parameters that `train.freeze` leaves to be trained. Raises ConfigError as `freeze` does."""
-    if not config.train.freeze:
-        return {}
-    with torch.device("meta"):
-        model = Llama(config.model)
-    freeze(model, config.train.freeze)
-    shares = {}
-    for name in model_units(config.model).modules:
-        parameters = list(model.get_submodule(name).parameters())
-        shares[name] = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
-    return shares
-
-
-def footprint(config: LlamaConfig, plan: Plan) -> ModelFootprint:
-    """The sizes of a Llama's modules on one tp rank of `plan`."""
-    split = {part: plan.mesh.tp if split_in(plan.tensor, table) else 1 for part, table in SHARDING.items()}
-    counts = count_parameters(config, split)
-    kept = block_activations(config, split, plan.mesh.tp if plan.tensor.sequence_parallel else 1)
-    block = ModuleFootprint(counts.block, kept.everything, kept.products, kept.input)
-    modules = {"tok_embeddings": ModuleFootprint(counts.embedding), "head": ModuleFootprint(counts.head)}
-    modules |= {f"layers.{i}": block for i in range(config.n_layers)}
-    split_logits = "loss" in plan.tensor.styles.values()
-    return ModelFootprint(modules, config.vocab_size // (plan.mesh.tp if split_logits else 1))
-
-
-def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: str) -> MemoryEstimate:
+def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: str) -> StepMemory:
     """Raise PlanError if the plan needs more than a process has, saying the nearest things that would fit."""
     needed = predict_memory(config, plan)
-    if needed.total <= available_bytes:
+    if needed.peak_bytes <= available_bytes:
         return needed
-    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in dataclasses.asdict(needed).items() if size > GIB / 20)
+    kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in needed.at_peak.gib().items() if gib > 0.05)
     fits = _nearest_that_fit(config, plan.mesh.world_size, available_bytes)
-    raise PlanError(f"this plan needs {needed.total / GIB:.1f} GiB per process, and {device_name} has "
+    raise PlanError(f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
                     f"{available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
                     + "\n".join(f"  Fits: {way}." for way in fits))  # fmt: skip
 
@@ -71,7 +34,7 @@ def _nearest_that_fit(config: Config, world_size: int, available_bytes: int) -> 
     for recomputing, candidate in _with_and_without_recomputing(_on_any_number(config)):
         keys = " ".join(filter(None, (opened, recomputing)))
         for processes in _doublings(world_size, MAX_PROCESSES):
-            needed = _need(candidate, processes)
+            needed = _need(candidate, processes, available_bytes)
             if needed is not None and needed <= available_bytes:
                 place = "here" if processes == world_size else f"{processes} processes with as much memory each"
                 ways.append(f"{place}{keys and f', with {keys}'} ({needed / GIB:.1f} GiB each)")
@@ -86,14 +49,15 @@ def _largest_shipped(world_size: int, available_bytes: int) -> str:
     for config in models:
         name = Path(str(config.run.dir)).name
         for keys, candidate in _with_and_without_recomputing(_on_any_number(config)):
-            seq_len = config.train.seq_len
-            while seq_len >= MIN_SEQ_LEN or seq_len == config.train.seq_len:
-                shorter = dataclasses.replace(candidate, train=dataclasses.replace(candidate.train, seq_len=seq_len))
-                needed = _need(shorter, world_size)
-                if needed is not None and needed <= available_bytes:
+            if not _may_fit(candidate, world_size, available_bytes):
+                continue
+            plan = plan_run(candidate, world_size)
+            work = trace_run(candidate, plan)
+            for seq_len in _halvings(config.train.seq_len):
+                needed = predict_step_memory(plan, work.shortened(seq_len)).peak_bytes
+                if needed <= available_bytes:
                     keys += f" --train.seq_len={seq_len}" if seq_len < config.train.seq_len else ""
                     return " ".join(["here, --config", f"{name}.yaml", *keys.split(), f"({needed / GIB:.1f} GiB each)"])
-                seq_len //= 2
     return ""
 
 
@@ -120,11 +84,27 @@ def _with_and_without_recomputing(config: Config) -> list[tuple[str, Config]]:
     return [("", config), ("--parallel.activation_checkpoint=full", full)]
 
 
-def _need(config: Config, processes: int) -> int | None:
+def _need(config: Config, processes: int, available_bytes: int) -> int | None:
+    """Bytes of each of so many processes; None if no plan is possible, or clearly too large."""
+    if not _may_fit(config, processes, available_bytes):
+        return None
     try:
-        return predict_memory(config, plan_run(config, processes)).total
+        return predict_memory(config, plan_run(config, processes)).peak_bytes
     except PlanError:
         return None
+
+
+def _may_fit(config: Config, processes: int, available_bytes: int) -> bool:
+    """Whether parameters and both moments alone leave room: what a look tells without tracing the model."""
+    frozen = config.train.freeze or config.parallel.cpu_offload
+    return bool(frozen) or 12 * count_parameters(config.model).total / processes < available_bytes
+
+
+def _halvings(seq_len: int) -> Iterator[int]:
+    yield seq_len
+    while seq_len >= 2 * MIN_SEQ_LEN:
+        seq_len //= 2
+        yield seq_len
 
 
 def _doublings(first: int, last: int) -> Iterator[int]:

@@ -16,12 +16,14 @@ from models.size import count_parameters
 from parallel.advice import advise, unused_keys
 from parallel.compile import use_cache_folder
 from parallel.compile_check import check_compiler
+from parallel.memory_by_kind import GIB
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from parallel.plan import Plan
 from parallel.plan_file import plan_to_table, plan_to_yaml
 from parallel.planner.hardware import find_hardware
 from parallel.recompile import RecompileGuard
 from parallel.strategy import describe_strategy
+from train.auto import choose_here, from_main
 from train.build import build_model
 from train.checkpoint import Position, find_checkpoint, list_checkpoints, load_checkpoint, read_position, refuse_newer
 from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
@@ -30,7 +32,7 @@ from train.data.config import DataError
 from train.data.documents import find_documents
 from train.data.loader import BatchShape, count_sequences
 from train.data.tokens import TokenFiles, check_vocabulary, load_tokens
-from train.fits import GIB, check_fits
+from train.fits import check_fits
 from train.host_memory import device_memory_bytes
 from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
@@ -67,12 +69,15 @@ def run(config: Config, place: Place) -> bool:
     """The whole journey; True if it was stopped before its last step."""
     screen = Screen(place.is_main)
     device, device_name = choose_device(config.run, place)
-    plan = plan_run(config, place.world_size, place.local_world_size)
+    chosen = None
+    if config.parallel.plan == "auto":
+        use_cache_folder(config.parallel.compile)  # the planner asks the compiler
+        start_process(config.run, place, device)  # one process plans for all: they must not differ
+        chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
+    plan = chosen.plan if chosen else plan_run(config, place.world_size, place.local_world_size)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type)
-    # On a CPU what cpu_offload keeps in host memory is on the device.
-    in_memory = dataclasses.replace(plan, cpu_offload=plan.cpu_offload and device.type != "cpu")
-    memory = check_fits(config, in_memory, device_memory_bytes(device, place), device_name)
+    needed_bytes = chosen.peak_bytes if chosen else _check_memory(config, plan, place, device, device_name)
     check_vocabulary(config.model.vocab_size)
     find_documents(config.data.source)  # a source that is not there is found out here, by every rank alike
     folder = _make_folder(config)
@@ -80,9 +85,12 @@ def run(config: Config, place: Place) -> bool:
     start = read_position(resume_from) if resume_from else Position()
     refuse_newer(folder / "checkpoints", start.step)
 
-    start_process(config.run, place, device)
+    if not chosen:
+        start_process(config.run, place, device)
     stop = Stop(config.run)
-    _say_what_runs(screen, place, plan, config, device_name, memory.total)
+    _say_what_runs(screen, place, plan, config, device_name, needed_bytes)
+    for line in chosen.said if chosen else ():
+        screen.line(f"planner: {line}")
     tokens = _load_tokens_together(config, place, resume_from)
     total_steps = _total_steps(config, tokens, plan)
     screen.line(f"data: {tokens.description}")
@@ -98,7 +106,8 @@ def run(config: Config, place: Place) -> bool:
         start = _same_order(start, config, screen)
     shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len,
                        data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)  # fmt: skip
-    metrics = Metrics(config.metrics, _throughput(config, plan, device_name), folder, device, place.is_main)
+    metrics = Metrics(config.metrics, _throughput(config, plan, device_name), folder, device, place.is_main,
+                      chosen.predicted if chosen else {})  # fmt: skip
     metrics.add_text("config", config_to_yaml(config))
     metrics.add_text("plan", plan_to_yaml(plan))
     the_run = Run(config, folder, device, model, optimizer, tokens, shape, data_parallel_group(mesh), metrics, screen,
@@ -135,6 +144,8 @@ def _train(run: Run, place: Place, start: Position, resume_from: Path | None) ->
         run.metrics.close()
     stopped = reached.step < run.total_steps
     say("stopped" if stopped else "finished", run.stop.reason or "" if stopped else "")
+    if told := run.metrics.compare_with_predicted():
+        run.screen.line(told)
     run.screen.line(_last_words(run, reached, stopped))
     run.stop.close()
     dist.destroy_process_group()
@@ -152,6 +163,13 @@ def exit_process(place: Place, code: int, error: BaseException | None = None) ->
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
+
+
+def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device, device_name: str) -> int:
+    """Bytes that a process will need. Raises PlanError if it has less."""
+    # On a CPU what cpu_offload keeps in host memory is on the device.
+    in_memory = dataclasses.replace(plan, cpu_offload=plan.cpu_offload and device.type != "cpu")
+    return check_fits(config, in_memory, device_memory_bytes(device, place), device_name).peak_bytes
 
 
 def _make_folder(config: Config) -> Path:

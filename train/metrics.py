@@ -2,8 +2,10 @@
 
 import json
 import resource
+import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,11 @@ class Throughput:
 
 
 class Metrics:
-    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes."""
+    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes. `predicted`: figures that the
+    planner has predicted, by the names they have in a row."""
 
-    def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool) -> None:
+    def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool,
+                 predicted: Mapping[str, float]) -> None:  # fmt: skip
         self._throughput, self._device, self._is_main = throughput, device, is_main
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8") if is_main else None  # noqa: SIM115
         self._board_folder = folder / "tb" if is_main and config.tensorboard else None
@@ -56,6 +60,8 @@ class Metrics:
         self._texts: dict[str, str] = {}
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
+        self._predicted = dict(predicted)  # by the name of the figure
+        self._reported: list[dict[str, Any]] = []
 
     def step_done(self, data_wait_s: float) -> None:
         """Count a step; after the first of this process the compiled graphs are all there should ever be."""
@@ -89,6 +95,8 @@ class Metrics:
         row |= {"grad_norm": grad_norm, "lr": lr, **self._rates(step_time_s), "step_time_s": step_time_s}
         row |= {"peak_memory_gib": memory_gib, "reserved_memory_gib": reserved_gib}
         row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles)}
+        row |= {f"predicted_{name}": value for name, value in self._predicted.items()}
+        self._reported.append(row)
         self._write(row)
         self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         return row
@@ -96,6 +104,17 @@ class Metrics:
     def log_eval(self, step: int, eval_loss: float) -> None:
         """Write a row for an evaluation outside a reported step, such as the one before training."""
         self._write({"step": step, "eval_loss": eval_loss})
+
+    def compare_with_predicted(self) -> str:
+        """One line: what was predicted against what was measured, the median of all reports but the first, whose steps
+        include compiling; "" where nothing was predicted or measured."""
+        later = self._reported[1:]
+        if not self._predicted or not later:
+            return ""
+        measured = {name: statistics.median(row[name] for row in later) for name in self._predicted}
+        told = (f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
+                for name, value in self._predicted.items())  # fmt: skip
+        return f"predicted against measured: {', '.join(told)}"
 
     def add_text(self, name: str, text: str) -> None:
         """Show a text, such as the config, in TensorBoard, from the first row on."""

@@ -20,7 +20,8 @@ def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None) 
     """
     model, train = model_units(config.model), config.train
     if config.parallel.plan == "auto":
-        raise PlanError("parallel.plan=auto: this version has no planner yet. Use manual, or the path of a plan file")
+        raise PlanError("parallel.plan=auto is for train.main and tools.plan, which know the machine. Let tools.plan choose, "
+                        "with --save FILE, and use --parallel.plan=FILE")  # fmt: skip
     if config.parallel.plan == "manual":
         job = Job(world_size, gpus_per_node or world_size, train.seq_len, train.micro_batch_size, train.global_batch_size)
         return make_plan(config.parallel, model, job)

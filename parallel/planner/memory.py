@@ -1,108 +1,178 @@
-"""Memory of one rank under a plan, by formula. Bytes throughout."""
+"""Memory of one rank under a plan, moment by moment through a step: what the modules hold, which FSDP2's schedule of gathers
+and reductions adds to. Nothing runs.
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+FSDP2's rules are those of torch/distributed/fsdp/_fully_shard (2.11 to 2.13): a unit is gathered into a buffer and copied
+out of it; in the forward the buffer lives until the next unit has been waited for, in the backward it is freed at once; a
+whole gradient is copied into a buffer in reduce_dtype, which lives until the next unit's gradient is reduced.
+"""
 
-from parallel.plan import Plan, UnitPlan, prefetched, regathered
+from collections.abc import Iterator
+from itertools import takewhile
+
+from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
+from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
+from parallel.planner.hardware import Hardware
+from parallel.planner.work import Linear, ModelWork, total
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class ModuleFootprint:
-    """Sizes of one module on one tp rank: parameters, and values per token that it keeps for its backward: everything,
-    only the `products` (selective checkpointing), or only its `input` (full)."""
-
-    parameters: int
-    everything: int = 0
-    products: int = 0
-    input: int = 0
+def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:
+    """A step's memory under AdamW with float32 parameters, gradients and two moments, all sharded alike. What the allocator
+    adds is not in it, nor what `cpu_offload` keeps in host memory."""
+    moments = list(_Walk(plan, work).moments())
+    most = {kind: max(getattr(moment, kind) for moment in moments) for kind in MemoryByKind.__annotations__}
+    return StepMemory(MemoryByKind(**most), max(moments, key=lambda moment: moment.total))
 
 
-@dataclass(frozen=True)
-class ModelFootprint:
-    """What a model says of its size, for planning: its modules by name, the width of the output head, of which each tp
-    rank has its share, and the share of each module's parameters that is trained, where it is not all of them."""
+class _Walk:
+    """Goes through a step, the last micro batch where there are several: by then every gradient is there."""
 
-    modules: Mapping[str, ModuleFootprint]
-    logits_per_token: int
-    trained: Mapping[str, float] = field(default_factory=dict)
+    def __init__(self, plan: Plan, work: ModelWork) -> None:
+        self._plan, self._work = plan, work
+        self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
+        self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
+        # What comes before the first trained module has no backward, and keeps nothing for one.
+        self._frozen = set(takewhile(lambda name: not self._trained(name), plan.modules))
+        in_order = [sorted(unit.modules, key=plan.modules.index) for unit in plan.units]
+        self._first, self._last = {modules[0] for modules in in_order}, {modules[-1] for modules in in_order}
+        self._first_backward = {next((name for name in modules if name not in self._frozen), "") for modules in in_order}
+        # Bytes by unit: of gathered parameters, of buffers that all-gathers are filling, of whole gradients.
+        self._gathered: dict[str, int] = {}
+        self._in_flight: dict[str, int] = {}
+        self._whole_grads: dict[str, int] = {}
+        self._copied_out = 0  # of the all-gather buffer that is kept behind the unit at work
+        self._reducing = 0  # of the last reduction's buffer
+        self._kept = Linear()  # activations that the backward will need
+        self._passing = Linear()  # between two modules: hidden states, or their gradient
+        self._params = sum(map(self._shard, plan.modules))
+        self._trained_shards = sum(self._trained_shard(name) for name in plan.modules)
+        self._grads = self._trained_shards if plan.accumulation > 1 else 0
+
+    def moments(self) -> Iterator[MemoryByKind]:
+        """Memory at every moment that can be the fullest, or the fullest of a kind."""
+        for name in self._plan.modules:
+            yield from self._forward(name)
+        self._copied_out = 0
+        for name in reversed(self._plan.modules):
+            if name not in self._frozen:
+                yield from self._backward(name)
+        self._reducing, self._passing = 0, Linear()
+        yield self._moment()  # the optimizer's
+
+    def _forward(self, name: str) -> Iterator[MemoryByKind]:
+        unit, module = self._unit_of[name], self._work.modules[name]
+        if name in self._first:
+            yield from self._gather(unit, "forward")
+        for live in module.forward.live:
+            yield self._moment(name, live)
+        self._passing = module.output
+        if name not in self._frozen:
+            self._kept = total((self._kept, module.keeps))
+        if name in self._last and regathered(unit):
+            del self._gathered[unit.name]
+            if type(reshard := unit.reshard_after_forward) is int:
+                self._gathered[f"{unit.name}, kept"] = self._whole(unit) // reshard
+
+    def _backward(self, name: str) -> Iterator[MemoryByKind]:
+        unit, module = self._unit_of[name], self._work.modules[name]
+        if name in self._last:
+            yield from self._gather(unit, "backward")
+        self._kept = total((self._kept, module.keeps.times(-1)))
+        for live in module.backward.live:
+            yield self._moment(name, live)
+        self._passing = self._input(name)
+        trained = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
+        self._whole_grads[unit.name] = self._whole_grads.get(unit.name, 0) + trained
+        if name in self._first_backward:
+            del self._gathered[unit.name]
+            yield from self._reduce(unit)
+
+    def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryByKind]:
+        """A unit's parameters, unless they are there: a buffer is filled, copied out, and kept for a while or freed."""
+        if unit.name not in self._gathered:
+            self._in_flight.setdefault(unit.name, self._buffer(unit))
+            yield self._moment()
+            self._copied_out = 0
+            self._gathered[unit.name] = self._whole(unit)
+            self._gathered.pop(f"{unit.name}, kept", None)
+            yield self._moment()
+            buffer = self._in_flight.pop(unit.name)
+            self._copied_out = buffer if phase == "forward" else 0
+        for ahead in self._ahead[phase][unit.name]:
+            if ahead.name not in self._gathered:
+                self._in_flight.setdefault(ahead.name, self._buffer(ahead))
+
+    def _reduce(self, unit: UnitPlan) -> Iterator[MemoryByKind]:
+        """A unit's whole gradient beside the buffer that it is copied into, which stays until the next."""
+        self._reducing = sum(map(self._trained, unit.modules)) * DTYPE_BYTES[unit.reduce_dtype]
+        yield self._moment()
+        del self._whole_grads[unit.name]
+        if self._plan.mesh.dp_shard == 1:  # nothing to scatter: the buffer is divided into a copy, which is copied again
+            yield self._moment(copies=2 * self._reducing)
+        if self._plan.accumulation == 1:
+            self._grads += sum(map(self._trained_shard, unit.modules))
+        yield self._moment()
+
+    def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryByKind:
+        """All that is there now. `live`: what the module `name`, at work, holds instead of what passes between modules;
+        `copies`: bytes of buffers of this moment alone."""
+        sequences = self._plan.micro_batch_size
+        activations = int(total((self._kept, live or self._passing)).at(sequences)) - int((live or self._passing).fixed)
+        logits = 0
+        if live and name == self._work.logits:
+            logits = max(0, int(live.per_sequence - self._input(name).per_sequence) * sequences)
+        on_device = not self._plan.cpu_offload
+        return MemoryByKind(
+            params=self._params * on_device,
+            grads=self._grads * on_device,
+            optimizer=2 * self._trained_shards * on_device,
+            unsharded=sum(self._gathered.values()) + sum(self._in_flight.values()) + self._copied_out,
+            activations=activations - logits,
+            logits=logits,
+            buffers=self._work.tables + copies + self._reducing + sum(self._whole_grads.values()) + int(live.fixed if live else 0),
+        )
+
+    def _input(self, name: str) -> Linear:
+        """What a module takes from the one before it."""
+        place = self._plan.modules.index(name)
+        return self._work.modules[self._plan.modules[place - 1]].output if place else Linear()
+
+    def _trained(self, name: str) -> int:
+        """Parameters of a module that get a gradient."""
+        return round(self._work.modules[name].parameters * self._work.trained.get(name, 1.0))
+
+    def _shard(self, name: str) -> int:
+        """Bytes of one rank's share of a module's parameters."""
+        return -(-self._work.modules[name].parameters // self._plan.mesh.dp_shard) * FLOAT32_BYTES
+
+    def _trained_shard(self, name: str) -> int:
+        """Bytes of one rank's share of a module's gradients."""
+        return -(-self._trained(name) // self._plan.mesh.dp_shard) * FLOAT32_BYTES
+
+    def _whole(self, unit: UnitPlan) -> int:
+        """Bytes of a unit's gathered parameters."""
+        return sum(self._work.modules[name].parameters for name in unit.modules) * DTYPE_BYTES[unit.param_dtype]
+
+    def _buffer(self, unit: UnitPlan) -> int:
+        """Bytes that a unit is gathered through: none where there is nothing to gather."""
+        return self._whole(unit) if self._plan.mesh.dp_shard > 1 else 0
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one rank by kind, at the step's peak."""
-
-    params: int
-    grads: int
-    optimizer: int
-    unsharded: int
-    activations: int
-    logits: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
+def reserved_bytes(memory: StepMemory, hardware: Hardware) -> int:
+    """What a step's peak comes to with what the allocator reserves beyond it and the process takes before."""
+    return round(memory.peak_bytes * (1 + hardware.reserved_share) + hardware.reserved_gib * GIB)
 
 
-def estimate_memory(plan: Plan, model: ModelFootprint, seq_len: int) -> MemoryEstimate:
-    """Estimate a rank's memory: float32 sharded parameters, gradients and two Adam moments; the units that are
-    gathered at once; what the forward keeps; the logits; the reduction's buffer. Allocator overhead is not in it,
-    nor is what `cpu_offload` keeps in host memory.
-    """
-    counts = [_parameters(unit, model) for unit in plan.units]
-    sharded = sum(-(-count // plan.mesh.dp_shard) for count in counts) * FLOAT32_BYTES
-    trained = sum(-(-_trained(unit, model) // plan.mesh.dp_shard) for unit in plan.units) * FLOAT32_BYTES
-    if plan.cpu_offload:
-        sharded = trained = 0
-    tokens = plan.micro_batch_size * seq_len
-    dtype_bytes = max(DTYPE_BYTES[unit.param_dtype] for unit in plan.units)
-    reduce_bytes = max(DTYPE_BYTES[unit.reduce_dtype] for unit in plan.units)
-    return MemoryEstimate(
-        params=sharded,
-        grads=trained,
-        optimizer=2 * trained,
-        unsharded=_unsharded(plan, counts),
-        activations=_activations(plan, model, tokens),
-        # the logits, their float32 copy in the loss, and their gradient
-        logits=tokens * model.logits_per_token * (2 * dtype_bytes + FLOAT32_BYTES),
-        # the largest unit's whole gradient, and its copy on the way into the reduce-scatter
-        buffers=max(_trained(unit, model) for unit in plan.units) * (dtype_bytes + reduce_bytes),
-    )
+def usable_bytes(device_bytes: int, hardware: Hardware) -> int:
+    """The highest peak that a device has room for: `reserved_bytes` the other way round."""
+    return int((device_bytes - hardware.reserved_gib * GIB) / (1 + hardware.reserved_share))
 
 
-def _parameters(unit: UnitPlan, model: ModelFootprint) -> int:
-    return sum(model.modules[name].parameters for name in unit.modules)
-
-
-def _trained(unit: UnitPlan, model: ModelFootprint) -> int:
-    return sum(round(model.modules[name].parameters * model.trained.get(name, 1.0)) for name in unit.modules)
-
-
-def _unsharded(plan: Plan, counts: list[int]) -> int:
-    """Gathered parameters: units that stay gathered after their forward, and of the others as many of the largest
-    as are gathered at once (the one at work and those prefetched)."""
-    sizes = [(n * DTYPE_BYTES[unit.param_dtype], unit) for n, unit in zip(counts, plan.units, strict=True)]
-    stay = sum(size for size, unit in sizes if not regathered(unit))
-    freed = sorted((size for size, unit in sizes if regathered(unit)), reverse=True)
-    ahead = max(len(prefetched(plan, unit, phase)) for unit in plan.units for phase in ("forward", "backward"))
-    # resharding to a smaller group leaves each rank a part of that size
-    kept_parts = sum(size // reshard for size, unit in sizes if type(reshard := unit.reshard_after_forward) is int)
-    return stay + kept_parts + sum(freed[: 1 + ahead])
-
-
-def _activations(plan: Plan, model: ModelFootprint, tokens: int) -> int:
-    """What the forward keeps, and the one checkpointed unit that is being recomputed."""
-    kept, recomputed = 0, 0
-    for unit in plan.units:
-        values = tokens * DTYPE_BYTES[unit.param_dtype]
-        for name in unit.modules:
-            module, everything = model.modules[name], model.modules[name].everything
-            keeps = {"none": everything, "full": module.input, "selective": module.products,
-                     "budget": module.input + round(unit.activation_budget * (everything - module.input))}  # fmt: skip
-            kept += keeps[unit.activation_checkpoint] * values
-            if unit.activation_checkpoint != "none":
-                recomputed = max(recomputed, (everything - keeps[unit.activation_checkpoint] + module.input) * values)
-    return kept + recomputed
+def least_bytes(plan: Plan, work: ModelWork) -> int:
+    """What a rank needs at least, known without a walk: its shards, and what the whole forward keeps."""
+    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
+    trained = sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules) / plan.mesh.dp_shard
+    kept = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in plan.modules)
+    return int((0 if plan.cpu_offload else FLOAT32_BYTES * (parameters + 2 * trained)) + kept)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.cost import block_activations, flops_per_token, matmul_parameters
+from models.cost import flops_per_token, matmul_parameters
 from models.llama import Llama, LlamaConfig
 from models.size import count_parameters
 
@@ -84,14 +84,6 @@ def test_causal_counts_half_of_attention_and_all_of_the_rest() -> None:
     assert causal - (full - causal) == 6 * matmul_parameters(SMALL)
 
 
-def test_activations_of_an_8b_block_are_what_the_docstring_says() -> None:
-    """1,152 MiB for 8,192 tokens in bfloat16, 64 of them the input."""
-    kept = block_activations(LLAMA_8B)
-    assert kept.everything * 8192 * 2 == 1152 * 2**20
-    assert kept.input * 8192 * 2 == 64 * 2**20
-    assert kept.input < kept.products < kept.everything
-
-
 PARTS = ("embedding", "attention", "feed_forward", "head")
 
 
@@ -109,13 +101,3 @@ def test_a_part_left_whole_is_counted_whole(part: str) -> None:
     changed = "block" if part in ("attention", "feed_forward") else part
     fields = {field.name: getattr(whole, field.name) == getattr(share, field.name) for field in dataclasses.fields(whole)}
     assert [name for name, same in fields.items() if not same] == [changed]
-
-
-def test_activations_are_shared_out_with_their_parts() -> None:
-    """By hand, D 4096, K·H 1024, F 14336, in units of 1024 values: what is split halves, the whole stays."""
-    assert block_activations(LLAMA_8B).everything == 1024 * (2 * 4 + 2 * 4 + 3 * 4 + 2 * 1 + 3 * 14)
-    both = {"attention": 2, "feed_forward": 2}
-    assert block_activations(LLAMA_8B, both).everything == 1024 * (2 * 4 + 2 * 4 + 3 * 2 + 1 + 3 * 7)
-    assert block_activations(LLAMA_8B, both, sequence=2).everything == 1024 * (2 * 2 + 2 * 4 + 3 * 2 + 1 + 3 * 7)
-    assert block_activations(LLAMA_8B, {"attention": 2}).everything == 1024 * (2 * 4 + 2 * 4 + 3 * 2 + 1 + 3 * 14)
-    assert block_activations(LLAMA_8B, both, sequence=2).input == 1024 * 2

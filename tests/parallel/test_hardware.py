@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel.planner.hardware import HARDWARE_FOLDER, find_hardware, load_hardware
+from parallel.planner.hardware import HARDWARE_FOLDER, MOST_FITTED, find_hardware, load_hardware, read_hardware, share_at
+from parallel.strict_yaml import YamlError
 
 FILES = sorted(HARDWARE_FOLDER.glob("*.yaml"))
+GPUS = [path for path in FILES if not load_hardware()[path.stem].cores]
 
 
 def test_every_file_is_a_kind() -> None:
@@ -19,11 +21,27 @@ def test_every_file_is_a_kind() -> None:
 def test_a_kind_has_plausible_numbers(path: Path) -> None:
     kind = load_hardware()[path.stem]
     assert kind.name == path.stem
-    assert isinstance(kind.memory_gib, float)
     assert 1 < kind.memory_gib < 1000
     assert {"bfloat16", "float32"} <= kind.peak_tflops.keys()
-    assert all(isinstance(rate, float) and 1 < rate < 10_000 for rate in kind.peak_tflops.values())
+    assert all(isinstance(rate, float) and 0.001 < rate < 10_000 for rate in kind.peak_tflops.values())
     assert kind.peak_tflops["bfloat16"] > kind.peak_tflops["float32"]
+    curves = [*kind.matmul.values(), *kind.node.efficiency.values(), *kind.network.efficiency.values()]
+    shares = [*kind.attention_forward.values(), *kind.attention_backward.values(), kind.memory_efficiency]
+    assert all(0 < share <= 1 for share in [*shares, *(share for curve in curves for _, share in curve)])
+    assert 0 <= kind.slowdown < 0.5
+    assert 0 <= kind.reserved_share < 0.5
+    assert kind.network.gb_s < kind.node.gb_s * 8
+    assert 0 < kind.node.latency_s <= kind.network.latency_s < 1e-3
+    assert len(kind.fitted) <= MOST_FITTED
+
+
+@pytest.mark.parametrize("path", GPUS, ids=lambda path: path.stem)
+def test_a_gpu_has_a_gpus_numbers(path: Path) -> None:
+    kind = load_hardware()[path.stem]
+    assert kind.overlaps
+    assert 100 < kind.peak_tflops["bfloat16"] < 10_000
+    assert 1000 < kind.memory_gb_s < 10_000
+    assert kind.node.gb_s > 50
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -46,3 +64,67 @@ def test_no_device_is_two_kinds() -> None:
 @pytest.mark.parametrize("name", ["CPU (no GPU)", "", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "nvidia h200"])
 def test_an_unknown_device_gets_no_guess(name: str) -> None:
     assert find_hardware(name) is None
+
+
+def test_a_cpu_and_what_is_fitted_to_a_framework_are_never_found_by_a_device() -> None:
+    unnamed = {kind.name for kind in load_hardware().values() if not kind.device_names}
+    assert unnamed == {"cpu", "h100-500w-torchtitan", "h200-kempnerforge"}
+    fitted = {kind.name for kind in load_hardware().values() if kind.fitted}
+    assert fitted == {"h100-500w-torchtitan", "h200-kempnerforge"}
+
+
+def test_a_curve_is_interpolated_over_the_logarithm_and_ends_flat() -> None:
+    curve = ((1.0, 0.2), (100.0, 0.6), (1000.0, 0.9))
+    sizes = (0.1, 1.0, 10.0, 100.0, 1000.0, 1e6)
+    assert [share_at(curve, size) for size in sizes] == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.9, 0.9])
+    assert share_at(((1.0, 0.8),), 1e9) == 0.8
+
+
+def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
+    kind = read_hardware(change(tmp_path, "all_gather: [[2, 0.8], [32, 0.5]]", "all_gather: 0.7"))
+    assert [share_at(kind.network.efficiency["all_gather"], nodes) for nodes in (2, 64)] == [0.7, 0.7]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("memory_gb_s:", "memory_gbs:", "unknown key memory_gbs. Did you mean memory_gb_s?"),
+    ("slowdown: 0.16", "", "slowdown is missing"),
+    ("memory_gib: 79.1", "memory_gib: 79.1 GiB", "memory_gib must be a number, 0 or more, not '79.1 GiB'"),
+    ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s must be above 0"),
+    ("operation_s: 2.0e-6", "operation_s: -1", "operation_s must be a number, 0 or more, not -1"),
+    ("operation_s: 2.0e-6", "operation_s: .nan", "operation_s must be a number"),
+    ("overlaps: true", "overlaps: 1", "overlaps must be true or false, not 1"),
+    ("cores: 0", "cores: 1.5", "cores must be a whole number, not 1.5"),
+    ("fitted: []", "fitted: matmul", "fitted must be a list of words, not 'matmul'"),
+    ("fitted: []", "fitted: [a, b, c, d, e]", "fitted names 5 values: more than 4"),
+    ("  gb_s: 450.0", "  gbs: 450.0", "node.gb_s is missing"),
+    ("  gb_s: 450.0", "  gb_s: 0", "node.gb_s must be above 0"),
+    ("reduce_scatter: 0.8", "reduce_scatter: 0", "node.efficiency.reduce_scatter: sizes must be above 0 and ascend"),
+    ("all_reduce: 0.8", "all_to_all: 0.8", "unknown key node.efficiency.all_to_all"),
+    ("[[1, 0.5], [100, 0.8]]", "[[100, 0.5], [1, 0.8]]", "matmul.float32: sizes must be above 0 and ascend"),
+    ("[[1, 0.5], [100, 0.8]]", "[0.5, 0.8]", "matmul.float32 must be a number or a list of pairs"),
+    ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no such dtype"),
+    ("  bfloat16: 0.638", "  bfloat16: fast", "attention_forward.bfloat16 must be a number, 0 or more, not 'fast'"),
+    ("  bfloat16: 0.48\n", "", "attention_backward.bfloat16 is missing"),
+])  # fmt: skip
+def test_a_mistake_is_named_with_its_file_and_key(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = change(tmp_path, old, new)
+    with pytest.raises(YamlError) as error:
+        read_hardware(path)
+    assert message in str(error.value)
+    assert all(line.startswith(f"{path}: ") for line in str(error.value).splitlines())
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    path = change(tmp_path, "slowdown: 0.16", "slowdown: fast")
+    path.write_text(path.read_text().replace("overlaps: true", "overlaps: often"))
+    with pytest.raises(YamlError, match=r"(?s)overlaps must be.*slowdown must be"):
+        read_hardware(path)
+
+
+def change(folder: Path, old: str, new: str) -> Path:
+    """A copy of a shipped file with one thing changed."""
+    text = (HARDWARE_FOLDER / "h100-sxm.yaml").read_text()
+    assert old in text
+    path = folder / "machine.yaml"
+    path.write_text(text.replace(old, new, 1))
+    return path

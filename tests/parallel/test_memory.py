@@ -1,4 +1,4 @@
-"""The memory estimate against numbers worked out by hand."""
+"""A step's memory against numbers worked out by hand, from the work of modules made by hand."""
 
 import dataclasses
 from typing import Any
@@ -7,146 +7,217 @@ import pytest
 
 from parallel.config import ParallelConfig
 from parallel.make_plan import Job, make_plan
+from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
 from parallel.plan import ModelUnits, Plan
-from parallel.planner.memory import MemoryEstimate, ModelFootprint, ModuleFootprint, estimate_memory
+from parallel.planner.hardware import load_hardware
+from parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes
+from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
 from tests.parallel.plans import change
 
-GIB = 2**30
+EMBEDDING, BLOCK, HEAD = 800, 401, 1000  # parameters
+HIDDEN, KEPT, TABLES = 20, 200, 7  # bytes: of a block's output and of what it keeps, per sequence; of the buffers
 
 
-def make(n_blocks: int, world_size: int, micro: int = 1, **keys: Any) -> Plan:
+def per_sequence(size: float, fixed: float = 0) -> Linear:
+    return Linear(fixed, size)
+
+
+def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head: int = 500) -> ModelWork:
+    """Embedding, blocks, head. A block's forward holds `passing` at the most, its backward 300 and, last, 150 beside its
+    weights' gradients; the head holds `head` in its forward."""
+
+    def module(parameters: int, forward: float, keeps: float, backward: tuple[Linear, ...], output: float) -> ModuleWork:
+        phases = Phase((), (per_sequence(forward),)), Phase((), backward)
+        return ModuleWork(parameters, *phases, per_sequence(keeps), per_sequence(output))
+
+    block = (per_sequence(300), per_sequence(150, fixed=dtype_bytes * BLOCK))
+    modules = {
+        "embed": module(EMBEDDING, HIDDEN, 5, (per_sequence(25, fixed=dtype_bytes * EMBEDDING),), HIDDEN),
+        **{f"layers.{i}": module(BLOCK, passing, KEPT, block, HIDDEN) for i in range(n_blocks)},
+        "head": module(HEAD, head, 310, (per_sequence(330, fixed=dtype_bytes * HEAD),), 4),
+    }
+    return ModelWork(modules, {}, 5, "head", TABLES)
+
+
+def make(world_size: int, micro: int = 1, n_blocks: int = 2, global_batch: int = -1, **keys: Any) -> Plan:
     blocks = [f"layers.{i}" for i in range(n_blocks)]
-    modules = dict.fromkeys(["embed", *blocks, "head"], 401)
-    model = ModelUnits(modules, [(name,) for name in modules], frozenset(blocks), frozenset(blocks))
-    return make_plan(ParallelConfig(**keys), model, Job(world_size, 8, 5, micro))
+    modules = dict(embed=EMBEDDING, **dict.fromkeys(blocks, BLOCK), head=HEAD)
+    model = ModelUnits(modules, [(name,) for name in modules], frozenset(), frozenset(blocks))
+    return make_plan(ParallelConfig(**keys), model, Job(world_size, 8, 5, micro, global_batch))
 
 
-def model_of(embedding: int, block: ModuleFootprint, n_blocks: int, head: int, logits: int) -> ModelFootprint:
-    modules = {"embed": ModuleFootprint(embedding), "head": ModuleFootprint(head)}
-    return ModelFootprint(modules | {f"layers.{i}": block for i in range(n_blocks)}, logits)
+def predict(*sizes: int, work: ModelWork | None = None, **keys: Any) -> StepMemory:
+    return predict_step_memory(make(*sizes, **keys), work or make_work())
 
 
-# embedding, two blocks, head; the block keeps 50 values per token, of which 30 are products with the 10 of its input
-SMALL = model_of(800, ModuleFootprint(401, everything=50, products=30, input=10), 2, 1000, logits=100)
-# 4096 wide, 14336 in the feed-forward, 8 kv heads of 128, 128256 ids
-BLOCK_8B = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
-SAVED_8B = 7 * 4096 + 2 * 1024 + 3 * 14336
-LLAMA_8B = model_of(128256 * 4096, ModuleFootprint(BLOCK_8B, SAVED_8B, 0, 4096), 32, 128256 * 4096 + 4096, logits=128256)
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+SHARDS = (400 + 201 + 201 + 500) * 4  # of two ranks; the odd ones are rounded up
 
 
 def test_a_small_plan_by_hand() -> None:
-    """Two shards, a micro batch of 3 sequences of 5 tokens, all in float32."""
-    got = estimate_memory(make(2, world_size=2, micro=3), SMALL, seq_len=5)
-    sharded = (400 + 201 + 201 + 500) * 4  # the odd unit is rounded up
-    assert got == MemoryEstimate(
-        params=sharded,
-        grads=sharded,
-        optimizer=2 * sharded,
-        unsharded=(1000 + 800 + 401) * 4,  # the head stays; of the others the largest, and one prefetched
-        activations=2 * 50 * 15 * 4,
-        logits=15 * 100 * (4 + 4 + 4),
-        buffers=1000 * (4 + 4),
+    """Two shards, a micro batch of 3 sequences, all in float32."""
+    assert predict(2, 3).memory == MemoryByKind(
+        params=SHARDS,
+        grads=SHARDS,
+        optimizer=2 * SHARDS,
+        # In the embedding's forward: it, the buffer it was copied out of, and one that fills with a block ahead. (The head
+        # and its buffer are 8000.)
+        unsharded=3200 + 3200 + 1604,
+        # In the last block's backward: what embedding and first block kept, and the block's fullest moment.
+        activations=3 * (5 + 200 + 300),
+        # The head's forward, but for the hidden states that it was given.
+        logits=3 * (500 - 20),
+        # The head's gradient, copied into a buffer of its own for the reduction.
+        buffers=TABLES + 4000 + 4000,
     )
-    assert got.total == sum(dataclasses.asdict(got).values())
 
 
-def test_the_same_plan_in_bfloat16_by_hand() -> None:
-    got = estimate_memory(make(2, world_size=2, micro=3, **BF16), SMALL, seq_len=5)
-    assert got.params == (400 + 201 + 201 + 500) * 4, "the sharded weights stay float32"
-    assert got.unsharded == (1000 + 800 + 401) * 2
-    assert got.activations == 2 * 50 * 15 * 2
-    assert got.logits == 15 * 100 * (2 + 4 + 2)
-    assert got.buffers == 1000 * (2 + 4)
+def test_the_moment_of_the_peak_by_hand() -> None:
+    """The last of the last block's backward: its gradients are there, and the head's reduction has still its buffer."""
+    assert predict(2, 3).at_peak == MemoryByKind(
+        params=SHARDS,
+        grads=2000,  # of the head
+        optimizer=2 * SHARDS,
+        unsharded=1604 + 1604,  # the block, and the first one's buffer
+        activations=3 * (5 + 200 + 150),  # embedding's and first block's, and the moment's
+        logits=0,
+        buffers=TABLES + 4000 + 1604,
+    )
+
+
+def test_the_peak_is_in_the_forward_where_logits_are_many() -> None:
+    """A head that holds 5000 for each of three sequences."""
+    assert predict(2, 3, work=make_work(head=5000)).at_peak == MemoryByKind(
+        params=SHARDS,
+        grads=0,
+        optimizer=2 * SHARDS,
+        unsharded=4000 + 4000,  # the head, and the buffer it came through
+        activations=3 * (5 + 2 * 200 + 20),
+        logits=3 * (5000 - 20),
+        buffers=TABLES,
+    )
+
+
+def test_bfloat16_halves_what_is_gathered_and_gradients_but_not_their_reduction_nor_the_shards() -> None:
+    got = predict(2, 3, work=make_work(dtype_bytes=2), **BF16).memory
+    assert (got.params, got.grads, got.optimizer) == (SHARDS, SHARDS, 2 * SHARDS)
+    assert got.unsharded == (3200 + 3200 + 1604) // 2
+    assert got.buffers == TABLES + 2000 + 4000
 
 
 @pytest.mark.parametrize(("shards", "per_rank"), [(1, 2602), (2, 1302), (4, 652), (8, 327)])
 def test_shards_divide_parameters_gradients_and_optimizer(shards: int, per_rank: int) -> None:
-    got = estimate_memory(make(2, shards), SMALL, 5)
+    got = predict(shards).memory
     assert (got.params, got.grads, got.optimizer) == (4 * per_rank, 4 * per_rank, 8 * per_rank)
 
 
 def test_replication_divides_nothing() -> None:
-    assert estimate_memory(make(2, 8, dp_replicate=4), SMALL, 5) == estimate_memory(make(2, 2), SMALL, 5)
+    assert predict(8, dp_replicate=4) == predict(2)
 
 
-def test_full_activation_checkpointing_keeps_inputs_and_one_recomputed_block() -> None:
-    none, full = (estimate_memory(make(2, 2, 3, activation_checkpoint=a), SMALL, 5) for a in ("none", "full"))
-    assert full.activations == (2 * 10 + 50) * 15 * 4 < none.activations
-    assert dataclasses.replace(full, activations=0) == dataclasses.replace(none, activations=0)
+def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
+    one, three = predict(2).memory, predict(2, 3).memory
+    assert three.logits == 3 * one.logits
+    assert three.activations == 3 * one.activations
+    assert dataclasses.replace(three, activations=one.activations, logits=one.logits) == one
 
 
-def test_selective_checkpointing_keeps_products_and_recomputes_the_rest_of_one_block() -> None:
-    plan = make(2, 2, 3, activation_checkpoint="selective", selective_policy="aten.mm")
-    assert estimate_memory(plan, SMALL, 5).activations == (2 * 30 + (50 - 30 + 10)) * 15 * 4
+IN_THE_HEADS_BACKWARD = MemoryByKind(unsharded=4000 + 1604, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000)
 
 
-@pytest.mark.parametrize(("policy", "values"), [("every:2", 50 + 10 + 50), ("every:1", 10 + 10 + 50)])
-def test_every_nth_block_keeps_its_input_only(policy: str, values: int) -> None:
-    plan = make(2, 2, 3, activation_checkpoint="selective", selective_policy=policy)
-    assert estimate_memory(plan, SMALL, 5).activations == values * 15 * 4
-
-
-@pytest.mark.parametrize(("budget", "kept"), [(0.0, 10), (0.5, 30), (1.0, 50)])
-def test_a_budget_keeps_its_share_between_the_input_and_everything(budget: float, kept: int) -> None:
-    plan = make(2, 2, 3, activation_checkpoint="budget", activation_budget=budget)
-    recomputed = 50 - kept + 10
-    assert estimate_memory(plan, SMALL, 5).activations == (2 * kept + recomputed) * 15 * 4
+def test_accumulated_gradients_are_there_through_the_last_micro_batch() -> None:
+    once, accumulated = predict(2), predict(2, global_batch=8)
+    assert accumulated.memory == once.memory
+    shards = {"params": SHARDS, "grads": SHARDS, "optimizer": 2 * SHARDS}
+    assert accumulated.at_peak == dataclasses.replace(IN_THE_HEADS_BACKWARD, **shards)
 
 
 def test_offloaded_parameters_gradients_and_moments_are_not_on_the_device() -> None:
-    here, there = (estimate_memory(make(2, 2, cpu_offload=offload), SMALL, 5) for offload in (False, True))
-    assert (there.params, there.grads, there.optimizer) == (0, 0, 0)
-    assert dataclasses.replace(there, params=here.params, grads=here.grads, optimizer=here.optimizer) == here
+    here, there = (predict(2, cpu_offload=offload) for offload in (False, True))
+    assert there.memory == dataclasses.replace(here.memory, params=0, grads=0, optimizer=0)
+    assert there.at_peak == IN_THE_HEADS_BACKWARD
 
 
-def test_units_joined_by_size_are_gathered_together() -> None:
-    got = estimate_memory(make(2, 2, unit_min_params=500), SMALL, 5)
-    assert got.unsharded == (1000 + 802 + 800) * 4
-    assert got.params == (400 + 401 + 500) * 4, "one unit of 802, so none is padded"
+@pytest.mark.parametrize(
+    ("ahead", "gathered"),
+    [
+        # The head with its buffer, whatever was fetched ahead of it.
+        (0, 4000 + 4000),
+        # The embedding with its buffer, and buffers of one block, or two.
+        (1, 3200 + 3200 + 1604),
+        (2, 3200 + 3200 + 2 * 1604),
+    ],
+)
+def test_prefetching_further_fills_more_buffers_at_once(ahead: int, gathered: int) -> None:
+    assert predict(2, forward_prefetch=ahead, backward_prefetch=ahead).memory.unsharded == gathered
 
 
-def test_a_list_gathers_what_it_names() -> None:
-    plan = change(make(2, 2, forward_prefetch=0, backward_prefetch=0), 0, forward_prefetch=("layers.0", "layers.1"))
-    assert estimate_memory(plan, SMALL, 5).unsharded == (1000 + 800 + 401 + 401) * 4
+def test_a_list_fills_buffers_of_what_it_names() -> None:
+    plan = change(make(2, forward_prefetch=0, backward_prefetch=0), 0, forward_prefetch=("layers.1", "head"))
+    assert predict_step_memory(plan, make_work()).memory.unsharded == 3200 + 3200 + 1604 + 4000
 
 
-def test_bfloat16_of_one_unit_is_counted_for_that_unit() -> None:
-    mixed = change(make(2, 2, 3), 1, param_dtype="bfloat16")
-    assert estimate_memory(mixed, SMALL, 5).activations == 50 * 15 * (2 + 4)
-
-
-@pytest.mark.parametrize(("ahead", "gathered"), [((0, 0), [800]), ((1, 0), [800, 401]), ((0, 2), [800, 401, 401])])
-def test_prefetching_further_gathers_more_units_at_once(ahead: tuple[int, int], gathered: list[int]) -> None:
-    plan = make(2, 2, forward_prefetch=ahead[0], backward_prefetch=ahead[1])
-    assert estimate_memory(plan, SMALL, 5).unsharded == (1000 + sum(gathered)) * 4
+def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
+    """With the head gone, most is gathered while the embedding is copied out: it and its buffer; nothing is ahead of it."""
+    work = make_work(head=0)
+    small_head = dataclasses.replace(work, modules={**work.modules, "head": dataclasses.replace(work.modules["head"], parameters=4)})
+    got = predict(2, work=small_head, forward_prefetch=0, backward_prefetch=0)
+    assert got.memory.unsharded == 3200 + 3200
 
 
 def test_units_that_are_not_resharded_stay_gathered() -> None:
-    plan = make(2, 2, reshard_after_forward=False)
-    assert estimate_memory(plan, SMALL, 5).unsharded == (800 + 401 + 401 + 1000) * 4
+    """All of them in the head's forward, with the head's buffer."""
+    assert predict(2, reshard_after_forward=False).memory.unsharded == 3200 + 1604 + 1604 + 4000 + 4000
 
 
-def test_resharding_to_small_groups_keeps_more_than_resharding_to_all() -> None:
-    all_ranks, pairs = (estimate_memory(make(2, 8, reshard_after_forward=r), SMALL, 5) for r in (True, 2))
-    assert pairs.unsharded > all_ranks.unsharded
+def test_resharding_to_pairs_keeps_a_half_of_each_unit_until_the_backward() -> None:
+    assert predict(8, reshard_after_forward=2).memory.unsharded == (3200 + 1604 + 1604) // 2 + 4000 + 4000
 
 
-def test_activations_and_logits_grow_with_tokens_and_nothing_else_does() -> None:
-    one, two = (estimate_memory(make(2, 2), SMALL, seq_len) for seq_len in (5, 10))
-    assert (two.activations, two.logits) == (2 * one.activations, 2 * one.logits)
-    assert dataclasses.replace(two, activations=0, logits=0) == dataclasses.replace(one, activations=0, logits=0)
-    assert estimate_memory(make(2, 2, micro=2), SMALL, 5) == two
+def test_a_rank_alone_gathers_through_nothing_and_copies_what_it_would_scatter() -> None:
+    """The head's gradient, the reduction's buffer, and two copies of that: divided, then taken over."""
+    got = predict(1, reshard_after_forward=True).memory
+    assert got.unsharded == 4000
+    assert got.buffers == TABLES + 4000 + 2 * 4000
 
 
-def test_the_8b_on_8_ranks_is_plausible() -> None:
-    got = estimate_memory(make(32, 8, **BF16), LLAMA_8B, seq_len=8192)
-    assert sum(module.parameters for module in LLAMA_8B.modules.values()) == 8_030_261_248
-    assert got.params / GIB == pytest.approx(3.74, abs=0.005)
-    assert (got.grads, got.optimizer) == (got.params, 2 * got.params)
-    assert got.activations / GIB == pytest.approx(32 * 1152 / 1024, abs=0.01), "36 GiB: 1,152 MiB a block"
-    assert got.logits / GIB == pytest.approx(7.83, abs=0.01), "8,192 tokens x 128,256 ids x 8 bytes"
-    assert got.unsharded / GIB == pytest.approx(2.36, abs=0.01), "head, embedding and one block, in bfloat16"
-    full = estimate_memory(make(32, 8, activation_checkpoint="full", **BF16), LLAMA_8B, seq_len=8192)
-    assert full.activations / GIB == pytest.approx((32 * 64 + 1152) / 1024, abs=0.01)
-    assert full.total < 40 * GIB < got.total < 79 * GIB
+def test_units_joined_by_size_are_gathered_and_reduced_together() -> None:
+    got = predict(2, unit_min_params=500).memory
+    plan = make(2, unit_min_params=500)
+    assert [unit.modules for unit in plan.units] == [("embed",), ("layers.0", "layers.1"), ("head",)]
+    assert got.params == (400 + 201 + 201 + 500) * 4, "each weight is sharded by itself"
+    assert got.unsharded == 3208 + 3208 + 4000, "the blocks, their buffer, and the head's, which is ahead"
+
+
+def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None:
+    """Tied embeddings: the weight is the embedding's, used again in the head, whose gradient begins there."""
+    modules = {"embed": 0, "layers.0": BLOCK, "head": HEAD}
+    model = ModelUnits(modules, [("layers.0",), ("embed", "head")], frozenset(), frozenset())
+    plan = make_plan(ParallelConfig(), model, Job(2, 8, 5, 1))
+    work = make_work(n_blocks=1)
+    embed = dataclasses.replace(work.modules["embed"], parameters=0)
+    got = predict_step_memory(plan, dataclasses.replace(work, modules={**work.modules, "embed": embed})).memory
+    assert got.params == (201 + 500) * 4
+    # The head's gradient waits while the embedding makes another; the block's reduction still has its buffer.
+    assert got.buffers == TABLES + 4000 + 3200 + 1604
+
+
+def test_frozen_parameters_have_no_gradients_no_moments_and_no_reduction() -> None:
+    work = dataclasses.replace(make_work(), trained={"head": 0.0, "embed": 0.5})
+    got = predict(2, work=work).memory
+    assert got.params == SHARDS
+    assert got.grads == (200 + 201 + 201) * 4
+    assert got.optimizer == 2 * got.grads
+
+
+def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> None:
+    hardware = dataclasses.replace(load_hardware()["h100-sxm"], reserved_share=0.25, reserved_gib=2.0)
+    memory = StepMemory(MemoryByKind(), MemoryByKind(params=8 * GIB))
+    assert reserved_bytes(memory, hardware) == 12 * GIB
+
+
+@pytest.mark.parametrize("keys", [{}, {"cpu_offload": True}, {"reshard_after_forward": False}, {"dp_replicate": 2}], ids=str)
+def test_the_least_is_never_more_than_the_peak(keys: dict[str, Any]) -> None:
+    for micro in (1, 3, 9):
+        plan = make(4, micro, **keys)
+        assert 0 < least_bytes(plan, make_work()) <= predict_step_memory(plan, make_work()).peak_bytes

@@ -14,7 +14,7 @@ from models.llama import LlamaConfig
 from parallel.advice import advise
 from parallel.check_plan import check_plan
 from parallel.config import CompileConfig, ParallelConfig
-from parallel.plan import Plan, PlanError, prefetched
+from parallel.plan import Plan, PlanError, prefetch_schedule
 from parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from parallel.selective import POLICIES
 from parallel.strategy import STRATEGIES
@@ -113,7 +113,7 @@ def hold(config: Config, plan: Plan, processes: int, folder: Path) -> None:
     assert [module for module in plan.modules if sum(module in unit.modules for unit in plan.units) != 1] == []
     for phase in ("forward", "backward"):
         for unit in plan.units:
-            ahead = [other.name for other in prefetched(plan, unit, phase)]
+            ahead = [other.name for other in prefetch_schedule(plan, phase)[unit.name]]
             assert unit.name not in ahead
             assert len(ahead) == len(set(ahead))
     memory = dataclasses.asdict(predict_memory(config, plan))

@@ -2,13 +2,14 @@
 
 import pytest
 
-from parallel.plan import Plan, prefetched, regathered
+from parallel.plan import Plan, prefetch_schedule, regathered
 from tests.parallel.plans import BLOCK, TIED, change, plan_of
 
 
 def names_ahead(plan: Plan, phase: str) -> dict[str, list[str]]:
     """Short names: e the embedding (with the head, if tied), h the head, 0 to 3 the blocks."""
-    return {_short(unit.name): [_short(u.name) for u in prefetched(plan, unit, phase)] for unit in plan.units}
+    schedule = prefetch_schedule(plan, phase)
+    return {_short(unit.name): [_short(u.name) for u in schedule[unit.name]] for unit in plan.units}
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,200 @@
+"""Operations, copies and collectives in seconds: a roofline, and rings that know which of their members share a node."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+
+from parallel.plan import MeshPlan, Plan, UnitPlan, regathered
+from parallel.planner.hardware import Hardware, share_at
+from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes
+from parallel.planner.work import ModelWork, ModuleWork, Operation, Phase
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+STORED_BYTES = 4  # sharded parameters, their gradients and both moments are float32
+# Per number: fused AdamW reads parameter, gradient and two moments and writes all but the gradient; the norm reads the
+# gradient; clipping reads and writes it.
+OPTIMIZER_BYTES = (4 + 3 + 1 + 2) * STORED_BYTES
+# Both estimates, not measured. A product's operands are about two thirds of the bytes that it moves; casting one to float8
+# writes half of them, mostly in the kernel that made it, for about two products each, and sometimes reads them again.
+FLOAT8_CASTING = 0.25
+# Every collective of the forward, and half of the backward's, stands beside a product that it can be cut up with.
+ASYNC_TP_HIDDEN = 0.5
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one collective.
+
+    Args:
+        size: members
+        per_node: members in each node
+        sharing: groups that send at the same time through one node's network
+    """
+
+    size: int
+    per_node: int
+    sharing: int
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.per_node
+
+
+def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
+    """The groups of each axis; ranks are numbered with tp innermost, and nodes filled in that order."""
+    gpus = min(gpus_per_node, mesh.world_size)
+    strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
+    return {axis: strided_group(getattr(mesh, axis), stride, gpus) for axis, stride in strides.items()}
+
+
+def strided_group(size: int, stride: int, gpus: int) -> Group:
+    """The group of `size` ranks, each `stride` after the one before, on nodes of `gpus`. Ranks that do not fill nodes
+    evenly are taken to lie in more of them, evenly."""
+    per_node = gcd(size, max(gpus // stride, 1))
+    return Group(size, per_node, max(gpus // per_node, 1))
+
+
+def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware) -> float:
+    """Seconds of a product, of attention, or of an operation bound by memory: the slower of computing and moving."""
+    flops, moved = operation.flops.at(micro_batch_size), operation.bytes.at(micro_batch_size)
+    return max(_computing_s(operation, flops, hardware), traffic_s(moved, hardware)) + hardware.operation_s
+
+
+def traffic_s(moved_bytes: float, hardware: Hardware) -> float:
+    """Seconds of reading and writing so many bytes of the device's memory."""
+    return moved_bytes / (hardware.memory_gb_s * 1e9 * hardware.memory_efficiency)
+
+
+def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware) -> float:
+    """Seconds of an all_gather, reduce_scatter or all_reduce whose full side is `full_bytes`.
+
+    A ring sends (n - 1) / n of the full side over every link, in n - 1 hops, an all-reduce twice that (Patarasuk and Yuan,
+    2009). The slowest link decides: NVLink, or the network, which the groups of a node share. Latencies add up as in
+    NCCL's own model (src/graph/tuning.cc).
+    """
+    if group.size == 1 or not full_bytes:
+        return 0.0
+    rounds = 2 if name == "all_reduce" else 1
+    sent = rounds * full_bytes * (group.size - 1) / group.size
+    node, network = hardware.node, hardware.network
+    seconds = []
+    if group.per_node > 1:
+        seconds.append(sent / (node.gb_s * 1e9 * share_at(node.efficiency[name], group.per_node)))
+    if group.nodes > 1:
+        seconds.append(sent * group.sharing / (network.gb_s * 1e9 * share_at(network.efficiency[name], group.nodes)))
+    hops_s = (group.nodes - 1) * network.latency_s + (group.size - group.nodes) * node.latency_s
+    return max(seconds) + rounds * hops_s
+
+
+def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: int,
+               matmul_dtype: str = "", async_tp: bool = False) -> StepTimes:  # fmt: skip
+    """What a step's parts take, each alone. Of `cpu_offload` it knows nothing.
+
+    `matmul_dtype`: float8 runs the blocks' products in it, with a scale per tensor; the head stays in its dtype.
+    `async_tp`: tensor-parallel collectives run beside products, in pieces.
+    """
+    groups = axis_groups(plan.mesh, gpus_per_node)
+    device = sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size))
+    regroup = {unit.name: _regather_group(unit, plan.mesh, gpus_per_node, groups["dp_shard"]) for unit in plan.units}
+    hidden = ASYNC_TP_HIDDEN if async_tp else 0.0
+    times: dict[tuple[int, str], ModuleTimes] = {}  # blocks are one and the same work: each is looked at once
+    keys = {name: (id(work.modules[name]), "" if name == work.logits else matmul_dtype) for name in plan.modules}
+    for name, key in keys.items():
+        if key not in times:
+            times[key] = _module_times(work.modules[name], plan.micro_batch_size, device, groups["tp"], key[1], hidden)
+    return StepTimes(
+        units={unit.name: _unit_times(unit, work, device, groups, regroup[unit.name]) for unit in plan.units},
+        modules={name: times[key] for name, key in keys.items()},
+        optimizer_s=_optimizer_s(plan, work, device),
+        overlaps=hardware.overlaps,
+        slowdown=hardware.slowdown,
+    )
+
+
+def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
+    """The device that each of a node's processes has: all of it, or of a CPU its share of the cores."""
+    if not hardware.cores:
+        return hardware
+    share = hardware.cores / processes
+    peaks = {dtype: peak * share for dtype, peak in hardware.peak_tflops.items()}
+    return replace(hardware, peak_tflops=peaks, memory_gb_s=hardware.memory_gb_s * share,
+                   operation_s=hardware.operation_s * max(1.0, 1 / share))  # fmt: skip
+
+
+def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> float:
+    if not flops:
+        return 0.0
+    if operation.kind == "matmul":
+        share = share_at(hardware.matmul[operation.dtype], flops / 1e9)
+    else:
+        shares = hardware.attention_backward if "backward" in operation.name else hardware.attention_forward
+        share = shares[operation.dtype]
+    return flops / (hardware.peak_tflops[operation.dtype] * 1e12 * share)
+
+
+def _module_times(module: ModuleWork, micro_batch_size: int, hardware: Hardware, tp: Group,
+                  matmul_dtype: str, hidden: float) -> ModuleTimes:  # fmt: skip
+    phases = (module.forward, module.backward)
+    computing = [_phase_s(phase, micro_batch_size, hardware, matmul_dtype) for phase in phases]
+    sending = [_collectives_s(phase, micro_batch_size, hardware, tp, matmul_dtype) * (1 - hidden) for phase in phases]
+    return ModuleTimes(computing[0], sending[0], computing[1], sending[1])
+
+
+def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, matmul_dtype: str) -> float:
+    """Seconds of computing."""
+    seconds = 0.0
+    for operation in phase.operations:
+        if operation.kind == "matmul" and matmul_dtype:
+            seconds += operation_s(replace(operation, dtype=matmul_dtype), micro_batch_size, hardware)
+            seconds += traffic_s(FLOAT8_CASTING * operation.bytes.at(micro_batch_size), hardware)
+        elif operation.kind != "collective":
+            seconds += operation_s(operation, micro_batch_size, hardware)
+    return seconds
+
+
+def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: Group, matmul_dtype: str) -> float:
+    """Seconds of the tensor-parallel collectives. What products in float8 read is gathered in it, a byte a number."""
+    seconds = 0.0
+    for operation in phase.operations:
+        if operation.kind == "collective":
+            narrow = matmul_dtype and operation.name == "all_gather"
+            full_bytes = operation.bytes.at(micro_batch_size) / (DTYPE_BYTES[operation.dtype] if narrow else 1)
+            seconds += collective_s(operation.name, full_bytes, tp, hardware)
+    return seconds
+
+
+def _unit_times(unit: UnitPlan, work: ModelWork, hardware: Hardware, groups: Mapping[str, Group], regroup: Group) -> UnitTimes:
+    """A unit's collectives and copies. A rank casts its shard to param_dtype and gathers the whole unit into one buffer,
+    which is copied out into the weights; gradients are copied, and cast, into another, which is scattered."""
+    shard, replicate = groups["dp_shard"], groups["dp_replicate"]
+    held, sent = DTYPE_BYTES[unit.param_dtype], DTYPE_BYTES[unit.reduce_dtype]
+    parameters = sum(work.modules[name].parameters for name in unit.modules)
+    trained = trained_parameters(unit.modules, work)
+    cast_s = traffic_s(parameters / shard.size * (STORED_BYTES + held), hardware)
+    gather_s = collective_s("all_gather", parameters * held, shard, hardware)
+    regather_s = collective_s("all_gather", parameters * held, regroup, hardware) if regathered(unit) else 0.0
+    alone = shard.size == 1
+    return UnitTimes(
+        gather_s=0.0 if alone else gather_s + cast_s,
+        regather_s=regather_s + (cast_s if regathered(unit) and regroup == shard and not alone else 0.0),
+        copy_out_s=traffic_s(2 * held * parameters, hardware) + (cast_s if alone else 0.0),
+        copy_in_s=traffic_s(trained * (held + sent), hardware),
+        scatter_s=collective_s("reduce_scatter", trained * sent, shard, hardware),
+        all_reduce_s=collective_s("all_reduce", trained * sent / shard.size, replicate, hardware),
+    )
+
+
+def _regather_group(unit: UnitPlan, mesh: MeshPlan, gpus_per_node: int, shard: Group) -> Group:
+    """The ranks that gather a unit for its backward: those of its all-gather, or of a smaller, neighbouring group."""
+    size = unit.reshard_after_forward
+    return strided_group(size, mesh.tp, min(gpus_per_node, mesh.world_size)) if type(size) is int else shard
+
+
+def _optimizer_s(plan: Plan, work: ModelWork, hardware: Hardware) -> float:
+    trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
+    return traffic_s(trained / plan.mesh.dp_shard * OPTIMIZER_BYTES, hardware)
+
+
+def trained_parameters(modules: Iterable[str], work: ModelWork) -> float:
+    """Parameters of these modules, on one tp rank, that are trained."""
+    return sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in modules)

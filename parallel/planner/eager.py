@@ -1,0 +1,142 @@
+"""What a module does when it runs eagerly: every operation by itself, and what lives between them."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parallel.planner.graph import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
+from parallel.planner.work import Linear, Operation, Phase, fullest
+
+WATCHED_SEQUENCES = (2, 3)  # two micro batches tell what grows with them; not 1, which torch treats as special in places
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module on fake tensors and what to call it with: `inputs` have the micro batch as their first dim; `tables`, which
+    come after the first input, are the same for every sequence."""
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...] = ()
+
+    def call(self) -> Tensor:
+        first, *rest = self.inputs
+        result: Tensor = self.module(first, *self.tables, *rest)
+        return result
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An operation as it was seen with one micro batch: amounts are numbers."""
+
+    kind: str
+    name: str
+    flops: float
+    bytes: float
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """One module's forward or backward with one micro batch; `left`: bytes that live after it."""
+
+    operations: list[_Seen]
+    moments: list[int]
+    left: int
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes every operation below autograd, and follows every storage from when it is seen to its end, but for those of
+    `uncounted` tensors: weights and tables."""
+
+    def __init__(self, uncounted: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._uncounted = {tensor.untyped_storage()._cdata for tensor in uncounted}
+        self.operations: list[_Seen] = []
+        self.moments: list[int] = []
+        self.now = 0
+        self._live: dict[int, weakref.ref[Any]] = {}
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor's storage as long as it lives."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._live and key not in self._uncounted:
+            self.now += size
+            self._live[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._live[key]
+        self.now -= size
+
+    def finish(self) -> _Watched:
+        """What was seen since the last time."""
+        watched = _Watched(self.operations, self.moments, self.now)
+        self.operations, self.moments = [], []
+        return watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            self.follow(tensor)
+        if made and name not in VIEWS:
+            self.operations.append(_look_at(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made))
+            self.moments.append(self.now)
+        return result
+
+
+def watch_eager(build: Callable[[int], Subject]) -> tuple[Phase, Phase, Linear, Linear]:
+    """Forward, backward, bytes that the forward keeps, bytes of its output, of the module that `build` makes."""
+    runs = [_watch(build(sequences)) for sequences in WATCHED_SEQUENCES]
+    forwards, backwards, outputs = zip(*runs, strict=True)
+    return _join(forwards), _join(backwards), _line([forward.left for forward in forwards]), _line(outputs)
+
+
+def _watch(subject: Subject) -> tuple[_Watched, _Watched, int]:
+    with _Watcher([*subject.module.parameters(), *subject.tables]) as watcher:
+        watcher.follow(subject.inputs[0])
+        result = subject.call()
+        watcher.follow(gradient := torch.empty_like(result))
+        output = result.untyped_storage().nbytes()
+        del subject  # its input lives on if the backward needs it
+        forward = watcher.finish()
+        result.backward(gradient)
+        backward = watcher.finish()
+    # neither the result nor its gradient is kept: one passes to the next module, the other comes with the backward
+    return _Watched(forward.operations, forward.moments, forward.left - 2 * output), backward, output
+
+
+def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _Seen:
+    moved = float(sum(tensor.nbytes for tensor in (*read, *made)))
+    dtype = str(made[0].dtype).removeprefix("torch.")
+    if name in PRODUCTS:
+        return _Seen("matmul", name, 2.0 * made[0].numel() * read[-2].shape[-1], moved, dtype)
+    if "attention" in name:
+        return _Seen("attention", name, attention_flops(name, args), moved, dtype)
+    if name in COLLECTIVES:
+        return _Seen("collective", COLLECTIVES[name], 0.0, float(max(t.nbytes for t in (*read, *made))), dtype)
+    return _Seen("memory", name, 0.0, moved, dtype)
+
+
+def _join(watched: Sequence[_Watched]) -> Phase:
+    """What two micro batches show, as what any would do."""
+    operations = tuple(
+        Operation(one.kind, one.name, _line([one.flops, other.flops]), _line([one.bytes, other.bytes]), one.dtype)  # type: ignore[arg-type]
+        for one, other in zip(*(w.operations for w in watched), strict=True)
+    )
+    return Phase(operations, fullest(_line(pair) for pair in zip(*(w.moments for w in watched), strict=True)))
+
+
+def _line(amounts: Sequence[float]) -> Linear:
+    """The line through two amounts, one for each of WATCHED_SEQUENCES."""
+    (low, high), (first, second) = WATCHED_SEQUENCES, amounts
+    slope = (second - first) / (high - low)
+    return Linear(first - slope * low, slope)

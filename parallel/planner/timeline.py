@@ -1,0 +1,135 @@
+"""A step as it passes on one GPU: events in lanes, what is waited for, and the same as a Chrome trace."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+EXPOSED = "exposed"
+LANES = {  # in the order in which they are shown -> what they are called there
+    "compute": "compute",
+    EXPOSED: "exposed: compute waits",
+    "tp": "tensor parallel",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+TRACE_COLORS = {EXPOSED: "terrible", "tp": "bad"}  # of Chrome's trace viewer; Perfetto chooses by name
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One bar of one lane. Seconds count from the start of the step.
+
+    Args:
+        lane: compute, tp, all_gather, reduce_scatter, all_reduce; or exposed: the compute stream stands and waits
+        work: in compute forward, backward, copy_out, copy_in or optimizer; in exposed the lane that is waited for;
+            elsewhere the lane
+        unit: whose parameters or gradients, or that of the module; "" for the optimizer
+        module: what is computed; "" where it is the unit as a whole
+        phase: forward, backward, optimizer
+    """
+
+    lane: str
+    work: str
+    unit: str
+    module: str
+    phase: str
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Round:
+    """The events of one micro batch, or the optimizer's, in the order of their starts, as if it began at second 0 and were
+    the first; when it begins, and how long it takes. Micro batches that pass alike share theirs."""
+
+    start_s: float
+    seconds: float
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step: `step_s` is `compute_s`, when the compute stream works (copies and the optimizer too, and as slow
+    as they are beside collectives), and `exposed_s`, when it waits for a collective or runs a tensor-parallel one.
+
+    `exposed_by_lane` and `exposed_by_unit` say how much of `exposed_s` each lane and unit is waited for, 0 left out. If what
+    is waited for itself waits, for the link or in a queue, whatever is in flight at that time counts.
+    """
+
+    rounds: tuple[Round, ...]
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    exposed_by_lane: Mapping[str, float]
+    exposed_by_unit: Mapping[str, float]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """All events of the step."""
+        return tuple(_events(self.rounds))
+
+    @property
+    def exposed_share(self) -> float:
+        """Of the step."""
+        return self.exposed_s / self.step_s if self.step_s else 0.0
+
+
+def _events(rounds: tuple[Round, ...]) -> Iterator[Event]:
+    for number, part in enumerate(rounds):
+        for e in part.events:
+            yield Event(e.lane, e.work, e.unit, e.module, e.phase, number, e.start_s + part.start_s, e.end_s + part.start_s)
+
+
+def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
+    """The step in the trace event format, which https://ui.perfetto.dev and chrome://tracing open: one process named
+    `title`, a thread per lane, complete events ("X") with times in microseconds.
+
+    Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    used = [lane for lane in LANES if any(event.lane == lane for event in timeline.events)]
+    threads = {lane: number for number, lane in enumerate(used, start=1)}
+    names = [_name("process_name", 0, title)]
+    for lane, number in threads.items():
+        names.append(_name("thread_name", number, LANES[lane]))
+        names.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}})
+    facts = {
+        "title": title,
+        "step_s": timeline.step_s,
+        "compute_s": timeline.compute_s,
+        "exposed_s": timeline.exposed_s,
+        "exposed_by_lane_s": dict(timeline.exposed_by_lane),
+    }
+    bars = [_bar(event, threads[event.lane]) for event in timeline.events]
+    return {"traceEvents": names + bars, "displayTimeUnit": "ms", "otherData": facts}
+
+
+def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
+
+
+def _bar(event: Event, thread: int) -> dict[str, Any]:
+    bar = {
+        "ph": "X",
+        "pid": 1,
+        "tid": thread,
+        "name": describe(event),
+        "cat": event.lane,
+        "ts": event.start_s * 1e6,
+        "dur": event.seconds * 1e6,
+        "args": {"unit": event.unit, "module": event.module, "phase": event.phase, "micro_batch": event.micro_batch},
+    }
+    return bar | ({"cname": TRACE_COLORS[event.lane]} if event.lane in TRACE_COLORS else {})
+
+
+def describe(event: Event) -> str:
+    """What the event is, in a few words."""
+    work = event.work.replace("_", " ")
+    where = event.module or event.unit
+    return f"wait: {work} {where}" if event.lane == EXPOSED else f"{work} {where}".rstrip()

@@ -1,0 +1,48 @@
+"""Plans with times that are easy to add up by hand."""
+
+import dataclasses
+from typing import Any
+
+from parallel.plan import Plan
+from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes
+from parallel.planner.timeline import Timeline
+
+NOTHING = UnitTimes(0, 0, 0, 0, 0, 0)
+SHORT = {"embed": "e", "head": "h"}
+
+
+def times_of(
+    plan: Plan,
+    *,
+    forward: float = 0,
+    backward: float = 0,
+    tp: tuple[float, float] = (0, 0),
+    optimizer: float = 0,
+    overlaps: bool = True,
+    slowdown: float = 0,
+    other_units: dict[str, dict[str, float]] | None = None,
+    other_modules: dict[str, dict[str, float]] | None = None,
+    **unit: float,
+) -> StepTimes:
+    """The same seconds for every unit and module (tp: forward, backward), apart from those named in `other_`."""
+    of_units: dict[str, UnitTimes] = {}
+    for one in plan.units:
+        keys: dict[str, Any] = unit | (other_units or {}).get(one.name, {})
+        keys.setdefault("regather_s", keys.get("gather_s", 0))
+        of_units[one.name] = dataclasses.replace(NOTHING, **keys)
+    module = ModuleTimes(forward, tp[0], backward, tp[1])
+    of_modules: dict[str, Any] = {m: dataclasses.replace(module, **(other_modules or {}).get(m, {})) for m in plan.modules}
+    return StepTimes(of_units, of_modules, optimizer, overlaps, slowdown)
+
+
+def bars(timeline: Timeline, lane: str, phase: str = "") -> list[tuple[str, float, float]]:
+    """Unit (e the embedding, h the head, blocks by number), start and end of the lane's events, in order."""
+    return [
+        (_short(event.module or event.unit), round(event.start_s, 9), round(event.end_s, 9))
+        for event in timeline.events
+        if event.lane == lane and phase in ("", event.phase)
+    ]
+
+
+def _short(name: str) -> str:
+    return "+".join(SHORT.get(part, part.removeprefix("layers.")) for part in name.split("+"))

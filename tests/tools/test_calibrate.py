@@ -1,0 +1,151 @@
+"""tools.bench calibrate: what is fitted, what is written, and that a real calibration is a file the planner reads."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from parallel.planner.costs import Group, collective_s
+from parallel.planner.hardware import COLLECTIVES, HARDWARE_FOLDER, Link, load_hardware, read_hardware, share_at
+from tools.bench.attention import Shape
+from tools.bench.calibrate import add_calibrate_options, calibrate, find_base
+from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, Clock, attention_work, measure_attention, measure_product, quicker
+from tools.bench.calibrate_file import Noted, hardware_text, number_text, source_in
+from tools.bench.calibrate_links import Timing, fit_link
+from tools.bench.calibrate_values import Machine, make_link, product_curves
+from tools.bench.processes import BenchError
+
+SHARES = {"all_gather": ((2, 1.0), (4, 0.5)), "reduce_scatter": ((2, 0.4), (4, 0.3)), "all_reduce": ((2, 0.9), (4, 0.6))}
+LINK = Link(2.0, 1e-4, SHARES)
+SIZES = [2.0**power for power in range(14, 26, 2)]
+
+
+def timings_over(link: Link) -> list[Timing]:
+    """What the planner says of collectives over this link: its formula is what is fitted."""
+    hardware = dataclasses.replace(load_hardware()["cpu"], node=link)
+    return [Timing(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
+            for op in COLLECTIVES for n in (2, 4) for size in SIZES]  # fmt: skip
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_calibrate_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_fit_finds_the_link_that_the_planner_timed() -> None:
+    fit = fit_link(timings_over(LINK))
+    link = make_link(fit)
+    assert fit.mean_error < 1e-6
+    assert link.latency_s == pytest.approx(LINK.latency_s)
+    assert link.gb_s == pytest.approx(2.0)  # the fastest of all
+    for op, curve in LINK.efficiency.items():
+        assert [share for _, share in link.efficiency[op]] == pytest.approx([share for _, share in curve])
+
+
+def test_a_latency_below_nothing_becomes_nothing() -> None:
+    grows = [Timing("all_gather", 2, size, size**1.5) for size in (1000, 10_000, 100_000)]  # small ones far too fast
+    fit = fit_link(grows)
+    assert fit.latency_s == 0
+    assert fit.bytes_s["all_gather"][2] > 0
+
+
+@pytest.mark.parametrize("value", [0.0, 5e-6, 1.0, 3350.0, 123456.0, 1e22, 0.00012345])
+def test_numbers_are_read_back_as_floats(value: float) -> None:
+    read = yaml.safe_load(number_text(value))
+    assert isinstance(read, float)
+    assert read == pytest.approx(value, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", sorted(load_hardware()))
+def test_a_written_file_says_what_it_was_given(kind: str, tmp_path: Path) -> None:
+    hardware = load_hardware()[kind]
+    path = tmp_path / f"{kind}.yaml"
+    keys = [item.name for item in dataclasses.fields(hardware)]
+    path.write_text(hardware_text("a title", {key: Noted(getattr(hardware, key), f"source of {key}") for key in keys}))
+    read = read_hardware(path)
+    assert read.device_names == hardware.device_names
+    assert read.node.latency_s == pytest.approx(hardware.node.latency_s)
+    assert read.cores == hardware.cores
+    for dtype, curve in hardware.matmul.items():
+        assert share_at(read.matmul[dtype], 50) == pytest.approx(share_at(curve, 50), rel=1e-3)
+    assert all(source_in(path, key) == f"source of {key}" for key in keys if key != "name")
+
+
+def test_products_are_medians_over_processes_and_equal_sizes() -> None:
+    compute = [{"matmul": {"float32": [(2.0, 10.0), (1.0, 5.0), (2.0, 20.0)]}},
+               {"matmul": {"float32": [(2.0, 30.0), (1.0, 7.0), (2.0, 20.0)]}}]  # fmt: skip
+    assert product_curves(compute) == {"float32": [(1.0, 6.0), (2.0, 20.0)]}
+
+
+def test_attention_is_counted_as_the_planner_does() -> None:
+    forward, backward = attention_work(Shape(batch=2, heads=4, kv_heads=2, head_dim=8, seq=16))
+    assert forward == 2 * (2 * 4 * 16 * 16 * 8)  # two products of 2 operations each, half of the square
+    assert backward == 2.5 * forward  # five: one is done again
+
+
+def test_rates_of_tiny_work_are_measured() -> None:
+    clock = Clock(torch.device("cpu"), budget_s=0.01)
+    gflop, rate = measure_product(clock, (8, 16, 4), "float32")
+    assert gflop == pytest.approx(2 * 8 * 16 * 4 / 1e9)
+    assert rate > 0
+    assert all(rate > 0 for rate in measure_attention(clock, Shape(1, 2, 1, 8, 64), "bfloat16"))
+
+
+@pytest.mark.parametrize("scale", [CPU_SCALE, GPU_SCALE])
+def test_quick_is_a_part_of_the_whole(scale) -> None:
+    quick = quicker(scale)
+    assert set(quick.products) < set(scale.products)
+    assert set(quick.attention) < set(scale.attention)
+
+
+def test_a_file_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    path.write_text("mine")
+    with pytest.raises(BenchError, match=r"here\.yaml exists\. Give --overwrite"):
+        calibrate(options_of(f"--out={path}"), [])
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "message"),
+    [
+        (["--out=x.json"], [], "ends in .yaml"),
+        (["--out=x.yaml"], ["--train.steps=3"], "no config keys: --train.steps=3"),
+        (["--out=x.yaml", "--base=h100"], [], r"no configs/hardware/h100\.yaml\. Known: .*h100-sxm"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(arguments, overrides, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BenchError, match=message):
+        calibrate(options_of(*arguments), overrides)
+
+
+def test_a_gpu_of_no_known_kind_needs_a_base() -> None:
+    unknown = Machine("cuda", "Some GPU", 1, 1, quick=False)
+    with pytest.raises(BenchError, match=r"Some GPU is of no known kind.*--base .*h200"):
+        find_base(None, unknown)
+    assert find_base("h200", unknown).name == "h200"
+    assert find_base(None, dataclasses.replace(unknown, name="NVIDIA H200")).name == "h200"
+
+
+@pytest.mark.slow
+def test_a_real_calibration_is_read_by_the_planner(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    figures, text = calibrate(options_of(f"--out={path}", "--quick"), [])
+    json.dumps(figures)
+    hardware = read_hardware(path)
+    assert "best product" in text
+    assert hardware.peak_tflops["float32"] > 1e-3
+    assert max(share for _, share in hardware.matmul["float32"]) == pytest.approx(1)  # the peak is the best product
+    assert 0 < hardware.operation_s < 1e-3
+    assert {size for size, _ in hardware.node.efficiency["all_reduce"]} == {2, 4}
+    assert source_in(path, "peak_tflops").startswith("measured 20")
+    assert torch.__version__ in source_in(path, "peak_tflops")
+    assert hardware.network == load_hardware()["cpu"].network
+    assert source_in(path, "network").startswith("as in cpu.yaml: ")
+    assert source_in(HARDWARE_FOLDER / "cpu.yaml", "network")

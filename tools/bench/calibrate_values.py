@@ -1,0 +1,144 @@
+"""What a calibration found, as the values of a hardware file, each with its source."""
+
+import datetime
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.planner.hardware import COLLECTIVES, GIB, HARDWARE_FOLDER, Hardware, Link
+from tools.bench.calibrate_file import Noted, source_in
+from tools.bench.calibrate_links import LinkFit, Timing, fit_link
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured: `compute` of each process, as calibrate_compute gives it; collectives, if there were any to measure."""
+
+    compute: Sequence[Mapping[str, Any]]
+    timings: Sequence[Timing]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured: torch's device, its name, how many there are (a CPU counts its cores), and the threads of a process."""
+
+    device: str
+    name: str
+    count: int
+    threads: int
+    quick: bool
+
+
+def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
+    """A CPU: all but the network is measured; a rate's peak is the best that was measured."""
+    stamp = _stamp(machine)
+    curves = product_curves(found.compute)
+    peaks = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
+    copy, taken = (middle(found.compute, key) for key in ("copy_bytes_s", "taken_gib"))
+    return {
+        "device_names": Noted([], "never a device's name: a CPU has no MFU"),
+        "memory_gib": Noted(_cpu_memory_gib(), f"{stamp}: of the whole machine"),
+        "memory_gb_s": Noted(copy / 1e9, f"{stamp}: a copy of 128 MiB, of one process while {len(found.compute)} copy"),
+        "peak_tflops": Noted(peaks, f"{stamp}: the best of the products below, of one process"),
+        **_rates(stamp, found, curves, peaks),
+        "memory_efficiency": _memory_efficiency(stamp, found, copy),
+        "node": Noted(*_node(stamp, fit_link(found.timings))),
+        "network": _taken_over("network", base),
+        "overlaps": Noted(False, "gloo's threads take the cores from the computation"),
+        "slowdown": Noted(0.0, "nothing runs beside a collective"),
+        "reserved_share": Noted(0.0, "the C allocator gives back what is freed"),
+        "reserved_gib": Noted(taken, f"{stamp}: resident memory of Python, torch and its compiler before a model is made"),
+        "cores": Noted(machine.count, f"{stamp}: that a process may use"),
+        "fitted": Noted([], "nothing in this file is fitted to runs"),
+    }
+
+
+def gpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
+    """A GPU: shares of the base's peaks are measured, and the links within the node where it has several."""
+    stamp, curves = _stamp(machine), product_curves(found.compute)
+    taken_over = ("memory_gb_s", "peak_tflops", "node", "network", "overlaps", "slowdown", "reserved_share", "cores")
+    values = {key: _taken_over(key, base) for key in taken_over}
+    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    values |= {
+        "device_names": Noted([machine.name], "torch.cuda.get_device_name()"),
+        "memory_gib": Noted(memory_gib, "total_memory as CUDA reports it"),
+        **_rates(stamp, found, curves, base.peak_tflops, base),
+        "memory_efficiency": _memory_efficiency(stamp, found, 1e9 * base.memory_gb_s),
+        "reserved_gib": Noted(middle(found.compute, "taken_gib"), f"{stamp}: context and libraries, before a model is made"),
+        "fitted": Noted([], "nothing in this file is fitted to runs"),
+    }
+    return values | ({"node": Noted(*_node(stamp, fit_link(found.timings)))} if found.timings else {})
+
+
+def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """By dtype: (GFLOP, operations per second) in ascending order; the median over processes, then over equal sizes."""
+    curves = {}
+    for dtype in compute[0]["matmul"]:
+        by_size: dict[float, list[float]] = {}
+        for same in zip(*(one["matmul"][dtype] for one in compute), strict=True):
+            by_size.setdefault(same[0][0], []).append(statistics.median(rate for _, rate in same))
+        curves[dtype] = [(size, statistics.median(rates)) for size, rates in sorted(by_size.items())]
+    return curves
+
+
+def make_link(fit: LinkFit) -> Link:
+    """The best bandwidth, and the shares of it by operation and members."""
+    best = max(rate for rates in fit.bytes_s.values() for rate in rates.values())
+    by_op = {op: sorted(fit.bytes_s[op].items()) for op in sorted(COLLECTIVES)}
+    shares = {op: tuple((float(members), rate / best) for members, rate in rates) for op, rates in by_op.items()}
+    return Link(best / 1e9, fit.latency_s, shares)
+
+
+def _node(stamp: str, fit: LinkFit) -> tuple[Link, str]:
+    members = "/".join(map(str, sorted({n for rates in fit.bytes_s.values() for n in rates})))
+    return make_link(fit), (f"{stamp}: between {members} processes, latency and bandwidth fitted to medians of several sizes, "
+                            f"{fit.mean_error:.0%} off on average")  # fmt: skip
+
+
+def _rates(stamp: str, found: Found, curves: Mapping[str, Any], peaks: Mapping[str, float], base: Hardware | None = None
+           ) -> dict[str, Noted]:  # fmt: skip
+    """Shares of the peaks; dtypes that are not measured are the base's. `operation_s` besides."""
+    matmul = {dtype: [(size, rate / 1e12 / peaks[dtype]) for size, rate in curve] for dtype, curve in curves.items()}
+    others = {dtype: curve for dtype, curve in base.matmul.items() if dtype not in matmul} if base else {}
+    note = f"; {', '.join(others)}: as in {base.name}.yaml" if base and others else ""
+    how = f"{stamp}: GFLOP and share, medians, forward and both gradients together{note}"
+    values = {"matmul": Noted({**matmul, **others}, how)}
+    for key in ("attention_forward", "attention_backward"):
+        shares = {dtype: statistics.median(one[key][dtype] for one in found.compute) / 1e12 / peaks[dtype] for dtype in curves}
+        values[key] = Noted(shares, f"{stamp}: the model's causal attention, several lengths")
+    source = f"{stamp}: of a chain of operations on one number, forward and backward"
+    return {**values, "operation_s": Noted(middle(found.compute, "operation_s"), source)}
+
+
+def _memory_efficiency(stamp: str, found: Found, copy_bytes_s: float) -> Noted:
+    share = middle(found.compute, "memory_bytes_s") / copy_bytes_s
+    return Noted(share, f"{stamp}: norm, SwiGLU and AdamW, compiled, of bytes that have to be read and written")
+
+
+def _taken_over(key: str, base: Hardware) -> Noted:
+    source = source_in(HARDWARE_FOLDER / f"{base.name}.yaml", key)
+    mark = f"as in {base.name}.yaml: "
+    return Noted(getattr(base, key), source if source.startswith(mark) else mark + (source or "not measured here"))
+
+
+def middle(compute: Sequence[Mapping[str, Any]], key: str) -> float:
+    return statistics.median(one[key] for one in compute)
+
+
+def _stamp(machine: Machine) -> str:
+    quick = ", --quick" if machine.quick else ""
+    return f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}, {machine.name}{quick}"
+
+
+def _cpu_memory_gib() -> float:
+    """What the machine has, or a container may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(total, int(text) if text.isdigit() else math.inf) / GIB

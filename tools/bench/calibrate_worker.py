@@ -1,0 +1,68 @@
+"""`python -m tools.bench.calibrate_worker`: one process of a calibration. `calibrate` starts it and reads what it writes."""
+
+import argparse
+import dataclasses
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, measure_compute, quicker
+from tools.bench.calibrate_kernels import find_kernels
+from tools.bench.calibrate_links import CPU_SIZES_BYTES, GPU_SIZES_BYTES, QUICK_SIZES_BYTES, measure_collectives
+from train.runtime import RunConfig, choose_device, read_place, start_process
+
+GIB = 2**30
+
+
+def main() -> None:
+    """Measure one part; every rank writes FOLDER/RANK.json."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=("compute", "collectives"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    place = read_place()
+    config = RunConfig(threads=options.threads)
+    device, _ = choose_device(config, place)
+    start_process(config, place, device)
+    try:
+        measure = compute if options.part == "compute" else collectives
+        found = measure(device, options.quick)
+    finally:
+        dist.destroy_process_group()
+    (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def compute(device: torch.device, quick: bool) -> dict[str, Any]:
+    """One device, while the other processes do the same on theirs."""
+    scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
+    found = {"taken_gib": taken_gib(device)}  # first: before anything else is in memory
+    dist.barrier()
+    found |= measure_compute(device, quicker(scale) if quick else scale)
+    return {**found, "kernels": find_kernels(device)}
+
+
+def collectives(device: torch.device, quick: bool) -> dict[str, Any]:
+    """All processes together."""
+    sizes = CPU_SIZES_BYTES if device.type == "cpu" else GPU_SIZES_BYTES
+    timings = measure_collectives(device, QUICK_SIZES_BYTES if quick else sizes)
+    return {"timings": [dataclasses.asdict(timing) for timing in timings]}
+
+
+def taken_gib(device: torch.device) -> float:
+    """Memory that this process has taken before a model is made: of the GPU, or resident, once the compiler has run."""
+    torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / GIB
+
+
+if __name__ == "__main__":
+    main()

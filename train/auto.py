@@ -1,0 +1,80 @@
+"""A run with `parallel.plan: auto`: the planner on the machine at hand."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from parallel.memory_by_kind import GIB
+from parallel.plan import Plan, PlanError
+from parallel.planner.costs import step_times
+from parallel.planner.hardware import Hardware, find_hardware, load_hardware
+from parallel.planner.reasons import give_reasons
+from parallel.planner.search import Machines
+from train.choose import choose_plan
+from train.config import USER_ERRORS, Config
+from train.host_memory import device_memory_bytes
+from train.predict import Prediction, predict, trace_run
+from train.runtime import Place
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan that the planner has chosen for this machine: the figures it predicts, by their names in metrics.jsonl, and
+    what it has to say."""
+
+    plan: Plan
+    peak_bytes: int
+    predicted: Mapping[str, float]
+    said: tuple[str, ...]
+
+
+def choose_here(config: Config, place: Place, device: torch.device, device_name: str) -> Chosen:
+    """Plan for as many processes as there are, on this kind of device with what memory it has. Raises PlanError for a device
+    that no file in configs/hardware describes, and if nothing fits."""
+    machines = Machines(_find_kind(device, device_name), place.local_world_size, device_memory_bytes(device, place))
+    choice = choose_plan(config, place.world_size, machines)
+    plan = choice.best.plan
+    predicted = predict(config, plan, machines.hardware, place.local_world_size)
+    times = step_times(plan, trace_run(config, plan), machines.hardware, place.local_world_size)
+    said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
+    figures = {"step_time_s": predicted.timeline.step_s, "peak_memory_gib": _measured_peak(predicted, device) / GIB}
+    return Chosen(plan, predicted.memory.peak_bytes, figures, said)
+
+
+def from_main(place: Place, make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank. What the user did wrong is raised on all of them alike."""
+    made: list[Any] = [None]
+    if place.is_main:
+        try:
+            made = [make()]
+        except USER_ERRORS as error:
+            made = [error]
+    dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]  # type: ignore[no-any-return]
+
+
+def _find_kind(device: torch.device, device_name: str) -> Hardware:
+    if device.type == "cpu":
+        return load_hardware()["cpu"]
+    kind = find_hardware(device_name)
+    if kind is None:
+        raise PlanError(f"parallel.plan=auto: no file in configs/hardware describes {device_name}. Measure it (python -m "
+                        "tools.bench calibrate -h), or use --parallel.plan=manual")  # fmt: skip
+    return kind
+
+
+def _headline(predicted: Prediction, hardware: Hardware) -> str:
+    return (f"{hardware.name}: {predicted.timeline.step_s:.3g} s a step, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s per "
+            f"process, {predicted.memory.peak_bytes / GIB:.2f} GiB ({predicted.reserved_bytes / GIB:.2f} reserved)")  # fmt: skip
+
+
+def _measured_peak(predicted: Prediction, device: torch.device) -> int:
+    """What metrics call the peak: allocated memory on a GPU, on a CPU that of the whole process."""
+    return predicted.memory.peak_bytes if device.type == "cuda" else predicted.reserved_bytes

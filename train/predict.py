@@ -1,0 +1,82 @@
+"""What a run will need and how fast it will be, before anything runs."""
+
+import dataclasses
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from models.cost import flops_per_token
+from models.llama import Llama, LlamaConfig
+from parallel.memory_by_kind import StepMemory
+from parallel.plan import Plan
+from parallel.planner.costs import step_times
+from parallel.planner.hardware import Hardware
+from parallel.planner.memory import predict_step_memory, reserved_bytes
+from parallel.planner.streams import simulate_step
+from parallel.planner.timeline import Timeline
+from parallel.planner.work import ModelWork
+from train.build import freeze
+from train.config import Config
+from train.work import trace_model
+
+ATTENTION_KINDS: tuple[Literal["full"], Literal["causal"]] = ("full", "causal")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A run on one kind of machine.
+
+    Args:
+        memory: of one rank
+        reserved_bytes: the peak with what the allocator and the process take beside it
+        timeline: a step of one rank
+        tokens_per_s_per_gpu: trained tokens
+        mfu, mfu_causal: of the device's peak, attention counted in full or half; None where the device has no peak to speak of
+    """
+
+    memory: StepMemory
+    reserved_bytes: int
+    timeline: Timeline
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    mfu_causal: float | None
+
+
+def predict(config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
+    """Memory and time of the run that `config` describes under `plan`, on machines of that kind."""
+    work = trace_run(config, plan)
+    memory = predict_step_memory(plan, work)
+    timeline = simulate_step(plan, step_times(plan, work, hardware, gpus_per_node))
+    seq_len = config.train.seq_len
+    rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
+    peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
+    full, causal = (rate * flops_per_token(config.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
+    mfu, mfu_causal = (None, None) if hardware.cores else (full, causal)  # a CPU's peak is no figure to compare with
+    return Prediction(memory, reserved_bytes(memory, hardware), timeline, rate, mfu, mfu_causal)
+
+
+def predict_memory(config: Config, plan: Plan) -> StepMemory:
+    """Memory of one rank in a step of the run that `config` describes, under `plan`."""
+    return predict_step_memory(plan, trace_run(config, plan))
+
+
+def trace_run(config: Config, plan: Plan) -> ModelWork:
+    """The model's work under the plan, and how much of it is trained. Raises ConfigError for a `train.freeze` that matches
+    nothing."""
+    work = trace_model(config.model, plan, config.train.seq_len)
+    return dataclasses.replace(work, trained=_trained_shares(config.model, config.train.freeze))
+
+
+@cache
+def _trained_shares(config: LlamaConfig, patterns: tuple[str, ...]) -> dict[str, float]:
+    """Share of each module's parameters that `train.freeze` leaves to be trained; {} where all are."""
+    if not patterns:
+        return {}
+    with torch.device("meta"):
+        model = Llama(config)
+    freeze(model, patterns)
+    modules: dict[str, Any] = {"tok_embeddings": model.tok_embeddings, "head": model.head}
+    modules |= {f"layers.{i}": block for i, block in enumerate(model.layers)}
+    counts = {name: [(p.numel(), p.requires_grad) for p in module.parameters()] for name, module in modules.items()}
+    return {name: sum(n for n, trained in count if trained) / sum(n for n, _ in count) for name, count in counts.items()}

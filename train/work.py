@@ -1,0 +1,96 @@
+"""A Llama's work under a plan, read from its own code module by module."""
+
+import dataclasses
+from functools import cache, partial
+
+import torch
+
+from models.llama import Llama, LlamaConfig
+from parallel.activation_checkpoint import recompute
+from parallel.plan import Plan, TensorPlan, UnitPlan
+from parallel.planner.eager import Subject
+from parallel.planner.trace import trace_module
+from parallel.planner.work import ModelWork, ModuleWork
+from parallel.tensor import apply_as_one_rank
+
+BLOCK = "layers.0"  # stands for every block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """What a module's work depends on: `module` is tok_embeddings, head, or BLOCK, in a model of one block; `styles` as in
+    TensorPlan; the rest as in UnitPlan."""
+
+    model: LlamaConfig
+    module: str
+    seq_len: int
+    tp: int
+    sequence_parallel: bool
+    styles: tuple[tuple[str, str], ...]
+    dtype: str
+    compiled: bool
+    activation_checkpoint: str
+    saved_ops: tuple[str, ...]
+    activation_budget: float
+
+
+def trace_model(config: LlamaConfig, plan: Plan, seq_len: int) -> ModelWork:
+    """What one rank does for each module, all of it trained, for sequences of `seq_len` tokens. Modules treated alike are
+    traced once, and what has been traced is remembered as long as the process lives."""
+    unit_of = {module: unit for unit in plan.units for module in unit.modules}
+    modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
+    for name in plan.modules:
+        unit, kind = unit_of[name], BLOCK if name.startswith("layers.") else name
+        key = (kind, unit.param_dtype, unit.compiled, unit.activation_checkpoint, unit.saved_ops, unit.activation_budget)
+        if key not in alike:
+            alike[key] = _trace(_make_case(config, plan, unit, kind, seq_len))
+        modules[name] = alike[key]
+    if config.tie_embeddings:  # one weight, whose gradient begins in the head
+        modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0)
+    tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
+    return ModelWork(modules, {}, seq_len, "head", tables)
+
+
+def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> _Case:
+    return _Case(
+        model=dataclasses.replace(config, n_layers=1, rope_scaling=None),
+        module=module,
+        seq_len=seq_len,
+        tp=plan.mesh.tp,
+        sequence_parallel=plan.tensor.sequence_parallel,
+        styles=tuple(plan.tensor.styles.items()),
+        dtype=unit.param_dtype,
+        compiled=unit.compiled and module != "tok_embeddings",
+        activation_checkpoint=unit.activation_checkpoint,
+        saved_ops=unit.saved_ops,
+        activation_budget=unit.activation_budget,
+    )
+
+
+@cache
+def _trace(case: _Case) -> ModuleWork:
+    return trace_module(partial(_build, case), case.compiled, case.activation_budget)
+
+
+def _build(case: _Case, sequences: int) -> Subject:
+    """The module and what it is called with, as one rank of the run holds them once they are gathered."""
+    dtype = getattr(torch, case.dtype)
+    torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
+    try:
+        model = Llama(case.model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
+    module = model.get_submodule(case.module)
+    if case.activation_checkpoint in ("full", "selective"):
+        recompute(module, case.saved_ops)
+    ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
+    tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
+    # Not a leaf: autograd would hold it, where in the run nobody does but who needs it.
+    x = torch.empty(sequences, tokens, case.model.dim, dtype=dtype, requires_grad=True).clone()
+    if case.module == "tok_embeddings":
+        return Subject(module, (ids_BT,))
+    if case.module == BLOCK:
+        tables = [torch.empty(case.seq_len, case.model.head_dim, dtype=torch.float32) for _ in range(2)]
+        return Subject(module, (x,), tuple(tables))
+    return Subject(module, (x, ids_BT))
