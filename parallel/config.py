@@ -33,10 +33,12 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is laid out over the processes. A key left at auto takes the default said here.
+    """How the model is laid out over the processes. A key left at auto takes the default said here; under plan=auto the
+    planner chooses it.
 
     Args:
-        plan: manual (the keys below decide), or the path of a plan file, which then decides alone
+        plan: manual (the keys below decide), auto (the planner chooses what they leave open, for this machine), or the path
+            of a plan file, which then decides alone
         strategy: a name for degrees and resharding: full_shard, shard_grad_op, no_shard (also called ddp), hybrid_shard
             or hybrid_shard_zero2; null leaves them to the keys below
         dp_replicate: degree of replication across groups of shards (HSDP); auto is 1

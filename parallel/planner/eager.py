@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from parallel.planner.graph import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
 from parallel.planner.work import Linear, Operation, Phase, fullest
 
+ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
 WATCHED_SEQUENCES = (2, 3)  # two micro batches tell what grows with them; not 1, which torch treats as special in places
 
 
@@ -49,6 +50,19 @@ class _Watched:
     operations: list[_Seen]
     moments: list[int]
     left: int
+
+
+class _Following(torch.autograd.Function):
+    """Stands for the modules after: takes a result without keeping it, and gives its gradient, which nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.new_empty(ctx.shape)
 
 
 class _Watcher(TorchDispatchMode):
@@ -88,8 +102,9 @@ class _Watcher(TorchDispatchMode):
         for tensor in made:
             self.follow(tensor)
         if made and name not in VIEWS:
-            self.operations.append(_look_at(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made))
             self.moments.append(self.now)
+        if made and name not in VIEWS | ALLOCATIONS:
+            self.operations.append(_look_at(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made))
         return result
 
 
@@ -104,14 +119,15 @@ def _watch(subject: Subject) -> tuple[_Watched, _Watched, int]:
     with _Watcher([*subject.module.parameters(), *subject.tables]) as watcher:
         watcher.follow(subject.inputs[0])
         result = subject.call()
-        watcher.follow(gradient := torch.empty_like(result))
-        output = result.untyped_storage().nbytes()
         del subject  # its input lives on if the backward needs it
+        output = result.untyped_storage().nbytes()
         forward = watcher.finish()
-        result.backward(gradient)
+        end = _Following.apply(result)
+        del result
+        left = watcher.finish().left
+        end.backward(torch.empty_like(end))
         backward = watcher.finish()
-    # neither the result nor its gradient is kept: one passes to the next module, the other comes with the backward
-    return _Watched(forward.operations, forward.moments, forward.left - 2 * output), backward, output
+    return _Watched(forward.operations, forward.moments, left), backward, output
 
 
 def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _Seen:

@@ -20,7 +20,7 @@ def give_reasons(choice: Choice, machines: Machines, times: StepTimes) -> list[s
 
 
 def _memory(choice: Choice, machines: Machines) -> str:
-    tried = len(choice.fitting) + len(choice.too_large) + choice.slower
+    tried = len(choice.fitting) + len(choice.too_large) + len(choice.slower)
     return (f"of {tried} legal plans {len(choice.too_large)} do not fit; this one needs {_gib(choice.best)} of "
             f"{machines.available_bytes / GIB:.1f} GiB, the allocator's share included")  # fmt: skip
 
@@ -59,7 +59,7 @@ def _same_but_for(choice: Choice, key: str) -> list[Candidate]:
     value. Fitting ones come first, and those nearest to what was chosen."""
     free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(key, {key})
     found: dict[Any, Candidate] = {}
-    for candidate in (*choice.fitting, *choice.too_large):
+    for candidate in (*choice.fitting, *choice.slower, *choice.too_large):
         if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
             found.setdefault(candidate.choices[key], candidate)
     others = [candidate for value, candidate in found.items() if value != choice.best.choices[key]]
@@ -73,6 +73,8 @@ def _distance(value: Any, chosen: Any) -> float:
 
 def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
     value = _word(other.choices[key])
+    if other.timeline is None and other.needed_bytes <= machines.available_bytes:
+        return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
         return f"{value} needs {_gib(other)} of {machines.available_bytes / GIB:.1f} GiB"
     ratio = other.rate() / best.rate() - 1

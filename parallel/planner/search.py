@@ -18,6 +18,7 @@ from parallel.planner.memory import least_bytes, predict_step_memory, reserved_b
 from parallel.planner.streams import simulate_step
 from parallel.planner.timeline import Timeline
 from parallel.planner.work import ModelWork
+from parallel.strategy import STRATEGIES, strategy_settings
 
 CHECKPOINTING = ("none", "selective", "full")
 PREFETCH = (1, 2)  # units ahead; 0 shows every all-gather
@@ -64,11 +65,11 @@ class Candidate:
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """What a search found: plans that fit and were timed, the best first; those that do not fit, those that need least
-    first; and how many more fit at best slower than the best."""
+    first; and those that were not timed because they are slower than the best even if they wait for nothing."""
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
-    slower: int
+    slower: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate:
@@ -81,17 +82,19 @@ def search(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machin
     error: then `fitting` is empty."""
     candidates = sorted(_legal(config, model, job, machines, trace), key=lambda c: (-c.rate(), _complexity(c)))
     fitting: list[Candidate] = []
-    too_large, slower, best_rate = [], 0, 0.0
+    too_large: list[Candidate] = []
+    slower: list[Candidate] = []
+    best_rate = 0.0
     for candidate in candidates:
         if candidate.needed_bytes > machines.available_bytes:
             too_large.append(candidate)
         elif candidate.rate() < best_rate * (1 - EQUAL) and len(fitting) >= JUDGED:
-            slower += 1
+            slower.append(candidate)
         else:
             judged = _judge(candidate, machines, trace(candidate.plan))
             (fitting if judged.timeline else too_large).append(judged)
             best_rate = max(best_rate, judged.rate() if judged.timeline else 0.0)
-    return Choice(tuple(_ranked(fitting)), tuple(sorted(too_large, key=lambda c: c.needed_bytes)), slower)
+    return Choice(tuple(_ranked(fitting)), tuple(sorted(too_large, key=lambda c: c.needed_bytes)), tuple(slower))
 
 
 def frugal(config: ParallelConfig, job: Job) -> tuple[ParallelConfig, Job]:
@@ -133,19 +136,26 @@ def _with_choices(config: ParallelConfig, job: Job, choices: Mapping[str, Any]) 
 
 def _combinations(config: ParallelConfig, job: Job, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of processes."""
-    for tp, replicate in itertools.product(_degrees(config.tp, min(gpus_per_node, job.world_size)),
-                                           _degrees(config.dp_replicate, job.world_size)):  # fmt: skip
-        asked: Any = config.dp_shard
+    for tp in _degrees(config.tp, min(gpus_per_node, job.world_size)):
+        for replicate, shard, reshards in _data_parallel(config, job, tp):
+            ahead = [k for k in (config.forward_prefetch, config.backward_prefetch) if k != "auto"]
+            prefetches = PREFETCH if shard > 1 and len(ahead) < 2 else (1,)
+            modes, sizes = _options(config.activation_checkpoint, CHECKPOINTING), _micro_batches(job, replicate * shard)
+            for checkpointing, reshard, prefetch, micro in itertools.product(modes, reshards, prefetches, sizes):
+                yield {"tp": tp, "dp_replicate": replicate, "dp_shard": shard, "activation_checkpoint": checkpointing,
+                       "reshard_after_forward": reshard, "prefetch": prefetch, "micro_batch_size": micro}  # fmt: skip
+
+
+def _data_parallel(config: ParallelConfig, job: Job, tp: int) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+    """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one is named."""
+    if config.strategy in STRATEGIES:
+        settings = strategy_settings(config, tp, job.world_size, job.gpus_per_node)
+        yield settings["dp_replicate"], settings["dp_shard"], (settings.get("reshard_after_forward", True),)
+        return
+    asked: Any = config.dp_shard
+    for replicate in _degrees(config.dp_replicate, job.world_size):
         shard = max(1, job.world_size // (tp * replicate)) if asked in ("auto", -1) else asked
-        reshards = _options(config.reshard_after_forward, (True, False) if shard > 1 else (True,))
-        ahead = [k for k in (config.forward_prefetch, config.backward_prefetch) if k != "auto"]
-        prefetches = PREFETCH if shard > 1 and len(ahead) < 2 else (1,)
-        micro_batches = _micro_batches(job, replicate * shard)
-        for checkpointing, reshard, prefetch, micro in itertools.product(
-            _options(config.activation_checkpoint, CHECKPOINTING), reshards, prefetches, micro_batches
-        ):
-            yield {"tp": tp, "dp_replicate": replicate, "dp_shard": shard, "activation_checkpoint": checkpointing,
-                   "reshard_after_forward": reshard, "prefetch": prefetch, "micro_batch_size": micro}  # fmt: skip
+        yield replicate, shard, _options(config.reshard_after_forward, (True, False) if shard > 1 else (True,))
 
 
 def _options(asked: Any, all_of_them: tuple[Any, ...]) -> tuple[Any, ...]:

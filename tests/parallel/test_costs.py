@@ -147,6 +147,7 @@ def test_a_links_share_depends_on_how_many_use_it() -> None:
     assert collective_s("all_gather", 4 * GB, Group(2, 2, 4), machine) == pytest.approx(2 / 25)
     assert collective_s("all_gather", 4 * GB, Group(4, 4, 2), machine) == pytest.approx(3 / 62.5)
     assert collective_s("all_gather", 8 * GB, Group(8, 1, 1), machine) == pytest.approx(7 / 10)
+    assert collective_s("all_gather", 16 * GB, Group(16, 8, 1), machine) == pytest.approx(15 / 2.5)  # two nodes, not 16
 
 
 def test_one_rank_sends_nothing_and_nothing_takes_no_time() -> None:

@@ -1,0 +1,117 @@
+"""Modules watched while they run eagerly, against what they do worked out by hand: real tensors, a few numbers each."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel.plan import TensorPlan
+from parallel.planner.eager import Subject, watch_eager
+from parallel.planner.work import Linear, Operation
+from parallel.tensor import apply_as_one_rank
+
+TOKENS, WIDE, OUT = 4, 4, 8
+X, Y, WEIGHT = TOKENS * WIDE * 4, TOKENS * OUT * 4, WIDE * OUT * 4  # bytes in float32: input and output of a sequence, weight
+
+
+def subject_of(module: nn.Module, *tables: Tensor) -> Callable[[int], Subject]:
+    """Called with x[B, TOKENS, WIDE], which is nobody else's."""
+
+    def build(sequences: int) -> Subject:
+        module.zero_grad()
+        return Subject(module, (torch.ones(sequences, TOKENS, WIDE, requires_grad=True).clone(),), tables)
+
+    return build
+
+
+class Calls(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+def test_a_product_by_hand() -> None:
+    forward, backward, keeps, output = watch_eager(subject_of(nn.Linear(WIDE, OUT, bias=False)))
+    flops = Linear(0, 2 * TOKENS * WIDE * OUT)
+    assert forward.operations == (Operation("matmul", "mm", flops, Linear(WEIGHT, X + Y), "float32"),)
+    assert forward.live == (Linear(0, X + Y),)
+    assert (keeps, output) == (Linear(0, X), Linear(0, Y))
+    # Two products: gradients of the weight and of the input, while the input and the output's gradient are there.
+    assert [(op.kind, op.flops) for op in backward.operations if op.kind != "memory"] == [("matmul", flops)] * 2
+    assert backward.live == (Linear(WEIGHT, X + Y + X),)
+
+
+def test_what_the_backward_does_not_need_is_let_go() -> None:
+    """-(-x) keeps nothing; while it runs there are the input, that its caller still holds, and both results."""
+    forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: -(-x))))
+    assert keeps == Linear()
+    assert forward.live == (Linear(0, 3 * X),)
+    assert backward.live == (Linear(0, 2 * X),), "a gradient and the next: nobody holds the first"
+
+
+def test_views_are_no_operations_and_no_memory() -> None:
+    forward, _, keeps, output = watch_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
+    assert [operation.name for operation in forward.operations] == ["add"]
+    assert forward.live == (Linear(0, 2 * X),)
+    assert (keeps, output) == (Linear(), Linear(0, X))
+
+
+def test_an_operation_moves_what_it_reads_and_writes() -> None:
+    forward, *_ = watch_eager(subject_of(Calls(lambda x: (x + x.double()).float())))
+    assert [(op.name, op.bytes, op.dtype) for op in forward.operations] == [
+        ("_to_copy", Linear(0, X + 2 * X), "float64"),
+        ("add", Linear(0, X + 2 * X + 2 * X), "float64"),
+        ("_to_copy", Linear(0, 2 * X + X), "float32"),
+    ]
+
+
+def test_tables_are_not_counted_and_what_does_not_grow_is_fixed() -> None:
+    table = torch.ones(TOKENS, WIDE)
+    forward, _, keeps, _ = watch_eager(subject_of(Calls(lambda x, table: x * torch.exp(table)), table))
+    exp, product = forward.operations
+    assert (exp.bytes, product.bytes) == (Linear(2 * X, 0), Linear(X, 2 * X))
+    assert keeps == Linear(X, 0), "the exponential; the gradient of x does not need x"
+    assert forward.live == (Linear(X, 2 * X),)
+
+
+def test_attention_counts_the_causal_half() -> None:
+    attend = nn.functional.scaled_dot_product_attention
+    forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: attend(*[x.unsqueeze(1)] * 3, is_causal=True))))
+    (kernel,) = [operation for operation in forward.operations if operation.kind == "attention"]
+    assert kernel.flops == Linear(0, 2 * 2 * TOKENS * TOKENS * WIDE / 2)
+    (kernel,) = [operation for operation in backward.operations if operation.kind == "attention"]
+    assert kernel.flops == Linear(0, 5 * 2 * TOKENS * TOKENS * WIDE / 2)
+    assert keeps.per_sequence == X + X + TOKENS * 4, "input, output, and the logarithm of each row's sum"
+
+
+def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
+    """Two ranks' results of a row-wise product are summed and their tokens scattered; in the backward they are gathered."""
+
+    def build(sequences: int) -> Subject:
+        model = nn.Sequential(nn.Linear(2 * WIDE, OUT, bias=False))
+        apply_as_one_rank(model, TensorPlan(sequence_parallel=True, styles={"0": "rowwise"}), 2)
+        return subject_of(model)(sequences)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        phases = watch_eager(build)[:2]
+    sent = [[(op.name, op.bytes) for op in phase.operations if op.kind == "collective"] for phase in phases]
+    assert sent == [[("reduce_scatter", Linear(0, Y))], [("all_gather", Linear(0, Y))]]
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_further_inputs_come_after_the_tables(inputs: int) -> None:
+    seen = []
+
+    def build(sequences: int) -> Subject:
+        tensors = tuple(torch.ones(sequences, WIDE, requires_grad=True).clone() for _ in range(inputs))
+        return Subject(Calls(lambda *given: seen.append(len(given)) or given[0] + given[1]), tensors, (torch.ones(WIDE),))
+
+    watch_eager(build)
+    assert seen == [inputs + 1] * 2

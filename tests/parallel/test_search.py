@@ -1,0 +1,217 @@
+"""The search for a plan: what it tries, what it keeps, what it prefers; and the reasons it gives."""
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from parallel.config import ParallelConfig
+from parallel.make_plan import Job
+from parallel.memory_by_kind import GIB
+from parallel.plan import ModelUnits, Plan, PlanError
+from parallel.planner.costs import step_times
+from parallel.planner.hardware import load_hardware
+from parallel.planner.memory import predict_step_memory, reserved_bytes
+from parallel.planner.reasons import give_reasons
+from parallel.planner.search import EQUAL, Choice, Machines, frugal, search
+from parallel.planner.streams import simulate_step
+from parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
+
+BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
+KEPT = {"none": 4 * GIB, "selective": 2 * GIB, "full": GIB // 8}  # of a block, per sequence
+AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0}  # of a forward, in the backward
+
+
+def module(plan: Plan, parameters: int, mode: str) -> ModuleWork:
+    """A module of two kernels: a product, and with tp a collective."""
+    tp = plan.mesh.tp
+    flops = Linear(0.0, 2.0 * parameters * TOKENS / tp)
+    sent = Linear(0.0, TOKENS * 8192 * 2.0)
+    product = Operation("matmul", "mm", flops, Linear(2.0 * parameters / tp, 0.0), "bfloat16")
+    tp_sum = [Operation("collective", "all_reduce", Linear(), sent, "bfloat16")] * (tp > 1)
+    backward = dataclasses.replace(product, flops=flops.times(2 + AGAIN[mode]))
+    keeps, output = Linear(0.0, KEPT[mode] / tp), Linear(0.0, TOKENS * 8192 * 2.0)
+    forward_live, backward_live = Linear(0.0, KEPT["none"] / tp), Linear(2.0 * parameters / tp, KEPT["none"] / tp)
+    return ModuleWork(parameters // tp, Phase((product, *tp_sum), (forward_live,)),
+                      Phase((backward, *tp_sum), (backward_live,)), keeps, output)  # fmt: skip
+
+
+def trace(plan: Plan) -> ModelWork:
+    unit_of = {name: unit for unit in plan.units for name in unit.modules}
+    modules = {name: module(plan, PARAMETERS, unit_of[name].activation_checkpoint) for name in plan.modules}
+    return ModelWork(modules, {}, TOKENS, "head", 0)
+
+
+NAMES = ["tok_embeddings", *(f"layers.{i}" for i in range(BLOCKS)), "head"]
+MODEL = ModelUnits(dict.fromkeys(NAMES, PARAMETERS), [(name,) for name in NAMES], frozenset(NAMES[1:]), frozenset(NAMES[1:-1]),
+                   styles={"attention": {"layers.*": "colwise"}}, tp_divides={"attention": {"model.n_heads": 8}},
+                   attention_ops=("aten.mm",))  # fmt: skip
+BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_parts": ("attention",)}
+
+
+def machines(gib: float = 79.1, per_node: int = 8) -> Machines:
+    return Machines(load_hardware()["h100-sxm"], per_node, int(gib * GIB))
+
+
+def find(gpus: int, here: Machines | None = None, batch: int = -1, micro: Any = "auto", **keys: Any) -> Choice:
+    here = here or machines()
+    job = Job(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
+    return search(ParallelConfig(**BF16 | keys), MODEL, job, here, trace)  # type: ignore[arg-type]
+
+
+def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -> None:
+    here = machines()
+    choice = find(8)
+    assert choice.best.memory is not None
+    assert choice.best.needed_bytes == reserved_bytes(choice.best.memory, here.hardware) <= here.available_bytes
+    assert max(c.rate() for c in choice.fitting) * (1 - EQUAL) <= choice.best.rate()
+    assert all(c.needed_bytes > here.available_bytes for c in choice.too_large)
+    rest = [c.rate() for c in choice.fitting[1:]]
+    assert rest == sorted(rest, reverse=True)
+
+
+def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
+    """The bound that spares timing is no higher than the truth: timing everything finds no better plan."""
+    here, choice = machines(), find(16, batch=64)
+    assert choice.slower
+    best = 0.0
+    for checkpointing in KEPT:
+        for reshard in (True, False):
+            for tp in (1, 2, 4, 8):
+                every = find(16, batch=64, activation_checkpoint=checkpointing, reshard_after_forward=reshard, tp=tp,
+                             forward_prefetch=1, backward_prefetch=1).fitting  # fmt: skip
+                best = max([best, *(c.rate() for c in every)])
+    assert choice.best.rate() >= best * (1 - EQUAL)
+    timed = simulate_step(choice.best.plan, step_times(choice.best.plan, trace(choice.best.plan), here.hardware, 8))
+    assert timed.step_s == choice.best.timeline.step_s  # type: ignore[union-attr]
+
+
+def test_more_memory_never_makes_the_choice_slower() -> None:
+    rates = [find(8, machines(gib)).best.rate() for gib in (20, 30, 40, 60, 80, 140)]
+    assert all(more >= less * (1 - EQUAL) for less, more in itertools.pairwise(rates)), rates
+    assert rates[-1] > rates[0] * 1.1
+
+
+def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
+    plenty, little = (find(8, machines(gib), micro=1, tp=1).best.choices["activation_checkpoint"] for gib in (140, 20))
+    assert (plenty, little) == ("none", "full")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tp", 4), ("dp_replicate", 2), ("dp_shard", 2), ("activation_checkpoint", "full"), ("reshard_after_forward", False)],
+)
+def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
+    choice = find(8, machines(500), **{key: value})
+    assert {c.choices[key] for c in (*choice.fitting, *choice.too_large)} == {value}
+    plan = choice.best.plan
+    assert getattr(plan.mesh, key, value) == value
+    if key == "activation_checkpoint":
+        assert {u.activation_checkpoint for u in plan.units[1:-1]} == {value}
+
+
+def test_a_strategy_stays_as_it_is_and_leaves_the_rest_open() -> None:
+    choice = find(16, machines(500), strategy="hybrid_shard")
+    tried = [*choice.fitting, *choice.slower]
+    assert {(c.plan.mesh.dp_replicate, c.plan.mesh.dp_shard * c.plan.mesh.tp) for c in tried} == {(2, 8)}
+    assert {c.choices["activation_checkpoint"] for c in tried} == {"none", "selective", "full"}
+
+
+def test_prefetch_and_micro_batch_can_be_fixed_too() -> None:
+    choice = find(8, micro=2, forward_prefetch=3, backward_prefetch=0)
+    assert {c.plan.micro_batch_size for c in choice.fitting} == {2}
+    assert {(u.forward_prefetch, u.backward_prefetch) for c in choice.fitting for u in c.plan.units} == {(3, 0)}
+
+
+def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() -> None:
+    choice = find(16, batch=32)
+    tried = [*choice.fitting, *choice.too_large, *choice.slower]
+    assert {c.plan.mesh.world_size for c in tried} == {16}
+    assert {c.plan.global_batch_size for c in tried} == {32}
+    assert len({tuple(c.choices.items()) for c in tried}) == len(tried)
+    assert {c.plan.mesh.tp for c in tried} == {1, 2, 4, 8}
+
+
+def test_tp_stays_within_a_node() -> None:
+    found = find(8, machines(500, per_node=2))
+    assert {c.plan.mesh.tp for c in (*found.fitting, *found.too_large, *found.slower)} == {1, 2}
+
+
+def test_a_tie_goes_to_the_simpler_plan() -> None:
+    """On one GPU resharding and prefetching make no difference."""
+    best = find(1, machines(500), micro=1).best
+    assert best.choices == {"tp": 1, "dp_replicate": 1, "dp_shard": 1, "activation_checkpoint": "none",
+                            "reshard_after_forward": True, "prefetch": 1, "micro_batch_size": 1}  # fmt: skip
+
+
+def test_none_fits() -> None:
+    choice = find(1, machines(10))
+    assert not choice.fitting
+    least = choice.too_large[0]
+    assert least.needed_bytes == min(c.needed_bytes for c in choice.too_large)
+    assert least.choices["activation_checkpoint"] == "full"
+
+
+def test_what_cannot_be_is_refused_with_the_simplest_plans_mistake() -> None:
+    with pytest.raises(PlanError, match=r"parallel\.tp=3 must divide model\.n_heads=8"):
+        find(8, tp=3)
+    with pytest.raises(PlanError, match=r"train\.global_batch_size=12 must be a multiple"):
+        find(8, batch=12, tp=1)
+
+
+def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
+    assert find(8, machines(500), batch=4).best.plan.mesh.tp >= 2
+
+
+def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
+    config, job = ParallelConfig(**BF16), Job(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
+    closed, one = frugal(config, job)
+    least = search(closed, MODEL, one, machines(500), trace)
+    everything = find(8, machines(500))
+    needed = [c.needed_bytes for c in (*everything.fitting, *everything.too_large)]
+    assert min(c.needed_bytes for c in least.fitting) <= min(needed)
+
+
+def reasons(choice: Choice, here: Machines) -> list[str]:
+    plan = choice.best.plan
+    return give_reasons(choice, here, step_times(plan, trace(plan), here.hardware, here.gpus_per_node))
+
+
+def test_reasons_give_figures_that_are_true() -> None:
+    here = machines(60)
+    choice = find(8, here, tp=1)
+    said = reasons(choice, here)
+    tried = len(choice.fitting) + len(choice.too_large) + len(choice.slower)
+    assert said[0].startswith(f"of {tried} legal plans {len(choice.too_large)} do not fit; this one needs "
+                              f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB")  # fmt: skip
+    checkpointing = next(line for line in said if line.startswith("activation_checkpoint="))
+    needs = re.findall(r"(none|selective|full) needs (?:at least )?([\d.]+) GiB of 60.0", checkpointing)
+    assert needs, checkpointing
+    for mode, gib in needs:
+        plans = [c for c in choice.too_large if c.choices | {"activation_checkpoint": ""} ==
+                 choice.best.choices | {"activation_checkpoint": ""} and c.choices["activation_checkpoint"] == mode]  # fmt: skip
+        assert [f"{c.needed_bytes / GIB:.1f}" for c in plans] == [gib]
+
+
+def test_reasons_for_gathering_and_for_tp_are_the_blocks_own_times() -> None:
+    here = machines(500)
+    choice = find(8, here, tp=2, micro=1)
+    times = step_times(choice.best.plan, trace(choice.best.plan), here.hardware, 8)
+    unit, block = times.units["layers.3"], times.modules["layers.3"]
+    text = "\n".join(reasons(choice, here))
+    assert f"is gathered in {unit.gather_s * 1e3:.1f} ms beside {block.forward_s * 1e3:.1f} ms of forward" in text
+    assert f"tp=2: its collectives take {(block.forward_tp_s + block.backward_tp_s) * 1e3:.1f} ms" in text
+
+
+def test_one_process_has_nothing_to_say_of_communication() -> None:
+    here = machines(500)
+    text = "\n".join(reasons(find(1, here, micro=1), here))
+    assert "gathered" not in text
+    assert "waits for communication" not in text
+
+
+def test_memory_of_a_candidate_is_that_of_its_plan() -> None:
+    best = find(8).best
+    assert best.memory == predict_step_memory(best.plan, trace(best.plan))
