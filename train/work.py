@@ -46,7 +46,7 @@ def trace_model(config: LlamaConfig, plan: Plan, seq_len: int) -> ModelWork:
             alike[key] = _trace(_make_case(config, plan, unit, kind, seq_len))
         modules[name] = alike[key]
     if config.tie_embeddings:  # one weight, whose gradient begins in the head
-        modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0)
+        modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
     tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
     return ModelWork(modules, {}, seq_len, "head", tables)
 

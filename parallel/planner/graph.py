@@ -25,11 +25,13 @@ COLLECTIVES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": 
 @dataclass(frozen=True)
 class GraphInputs:
     """What is known of a graph's placeholders: those that are not counted (weights and tables, whose sizes do not depend
-    on the micro batch), those that share another's storage, and whether the caller holds the rest until the end."""
+    on the micro batch), those that share another's storage, whether the caller holds the rest until the end, and those
+    that are the graph's own to write into."""
 
     uncounted: Collection[Node]
     same_as: Mapping[Node, Node]
     held: bool
+    donated: Collection[Node] = ()
 
 
 @dataclass(eq=False)
@@ -119,7 +121,7 @@ class KernelGraph:
                     user.reads.add(made)
                     if maker is not None:
                         maker.writes.add(made)
-        for value in self.returned():
+        for value in filter(None, self.returned()):
             if value in kernel_of:
                 kernel_of[value].writes.add(value)
 
@@ -158,12 +160,27 @@ class KernelGraph:
         live = placeholders.difference(self._inputs.uncounted)
         if self._inputs.held:
             last_use |= dict.fromkeys(live, end)
+        ours = self._kernel_of.keys() | set(self._inputs.donated)
         moments = [total(map(self.size, live))]
         for i, kernel in enumerate(self.kernels):
+            dying = {node for node in kernel.reads & live & ours if last_use[node] == i}
             live |= kernel.writes
-            moments.append(total(map(self.size, live)))
+            moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
             live = {node for node in live if last_use.get(node, -1) > i}
         return moments
+
+
+def _overwritten(kernel: _Kernel, dying: Collection[Node]) -> set[Node]:
+    """Those of the dying inputs into which a kernel on elements writes its results, as inductor lets it where type and size
+    are the same (torch/_inductor/scheduler.py, decide_inplace_update)."""
+    if _is_anchor(kernel.nodes[0]):
+        return set()
+    free = {node: _storage_key(node) for node in dying}
+    taken: set[Node] = set()
+    for made in kernel.writes:
+        match = next((node for node, key in free.items() if key == _storage_key(made) and node not in taken), None)
+        taken |= {match} if match is not None else set()
+    return taken
 
 
 def attention_flops(name: str, arguments: Any) -> float:
@@ -199,6 +216,10 @@ def _name(node: Node) -> str:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage_key(node: Node) -> tuple[object, int]:
+    return _tensors(node.meta["val"])[0].dtype, _bytes(node)
 
 
 def _bytes(node: Node) -> int:

@@ -14,6 +14,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from parallel.plan import PlanError
 from parallel.strict_yaml import YamlError, load_mapping
 
 HARDWARE_FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
@@ -95,8 +96,11 @@ def share_at(curve: Curve, size: float) -> float:
 
 @cache
 def load_hardware() -> Mapping[str, Hardware]:
-    """All known kinds by name. Raises YamlError."""
-    return {path.stem: read_hardware(path) for path in sorted(HARDWARE_FOLDER.glob("*.yaml"))}
+    """All known kinds by name. Raises PlanError for a file that describes none."""
+    try:
+        return {path.stem: read_hardware(path) for path in sorted(HARDWARE_FOLDER.glob("*.yaml"))}
+    except YamlError as error:
+        raise PlanError(f"machine kind {error}") from None
 
 
 def find_hardware(device_name: str) -> Hardware | None:

@@ -8,6 +8,7 @@ whole gradient is copied into a buffer in reduce_dtype, which lives until the ne
 
 from collections.abc import Iterator
 from itertools import takewhile
+from math import prod
 
 from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
 from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
@@ -34,7 +35,7 @@ class _Walk:
         self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
         self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
         # What comes before the first trained module has no backward, and keeps nothing for one.
-        self._frozen = set(takewhile(lambda name: not self._trained(name), plan.modules))
+        self._frozen = set(takewhile(lambda name: work.trained.get(name, 1.0) == 0, plan.modules))
         in_order = [sorted(unit.modules, key=plan.modules.index) for unit in plan.units]
         self._first, self._last = {modules[0] for modules in in_order}, {modules[-1] for modules in in_order}
         self._first_backward = {next((name for name in modules if name not in self._frozen), "") for modules in in_order}
@@ -46,8 +47,8 @@ class _Walk:
         self._reducing = 0  # of the last reduction's buffer
         self._kept = Linear()  # activations that the backward will need
         self._passing = Linear()  # between two modules: hidden states, or their gradient
-        self._params = sum(map(self._shard, plan.modules))
-        self._trained_shards = sum(self._trained_shard(name) for name in plan.modules)
+        self._params = sum(map(self._share, plan.modules)) * FLOAT32_BYTES
+        self._trained_shards = sum(map(self._trained_share, plan.modules)) * FLOAT32_BYTES
         self._grads = self._trained_shards if plan.accumulation > 1 else 0
 
     def moments(self) -> Iterator[MemoryByKind]:
@@ -105,14 +106,22 @@ class _Walk:
                 self._in_flight.setdefault(ahead.name, self._buffer(ahead))
 
     def _reduce(self, unit: UnitPlan) -> Iterator[MemoryByKind]:
-        """A unit's whole gradient beside the buffer that it is copied into, which stays until the next."""
-        self._reducing = sum(map(self._trained, unit.modules)) * DTYPE_BYTES[unit.reduce_dtype]
+        """A unit's whole gradient beside the buffer that it is copied into, which stays until the next; then what comes of
+        it, in reduce_dtype and in float32, beside the gradient of the last weight, which torch's loop still holds."""
+        shards, reduce_bytes = self._plan.mesh.dp_shard, DTYPE_BYTES[unit.reduce_dtype]
+        reduced = sum(map(self._trained_share, unit.modules))
+        self._reducing = reduced * shards * reduce_bytes
         yield self._moment()
-        del self._whole_grads[unit.name]
-        if self._plan.mesh.dp_shard == 1:  # nothing to scatter: the buffer is divided into a copy, which is copied again
+        whole = self._whole_grads.pop(unit.name)
+        if shards == 1:  # nothing to scatter: the buffer is divided into a copy, which is copied again
             yield self._moment(copies=2 * self._reducing)
+        else:
+            weights = self._work.modules[unit.modules[-1]].weights
+            last = prod(weights[-1]) * DTYPE_BYTES[unit.param_dtype] if weights else 0
+            cast = FLOAT32_BYTES if reduce_bytes != FLOAT32_BYTES else 0
+            yield self._moment(copies=min(last, whole) + reduced * (reduce_bytes + cast))
         if self._plan.accumulation == 1:
-            self._grads += sum(map(self._trained_shard, unit.modules))
+            self._grads += reduced * FLOAT32_BYTES
         yield self._moment()
 
     def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryByKind:
@@ -143,17 +152,18 @@ class _Walk:
         """Parameters of a module that get a gradient."""
         return round(self._work.modules[name].parameters * self._work.trained.get(name, 1.0))
 
-    def _shard(self, name: str) -> int:
-        """Bytes of one rank's share of a module's parameters."""
-        return -(-self._work.modules[name].parameters // self._plan.mesh.dp_shard) * FLOAT32_BYTES
+    def _share(self, name: str) -> int:
+        """Of a module's parameters what one rank holds: some rows of each, the last ones padded."""
+        module, shards = self._work.modules[name], self._plan.mesh.dp_shard
+        return sum(-(-rows // shards) * values for rows, values in module.weights or ((module.parameters, 1),))
 
-    def _trained_shard(self, name: str) -> int:
-        """Bytes of one rank's share of a module's gradients."""
-        return -(-self._trained(name) // self._plan.mesh.dp_shard) * FLOAT32_BYTES
+    def _trained_share(self, name: str) -> int:
+        """Of a module's gradients what one rank holds."""
+        return round(self._share(name) * self._work.trained.get(name, 1.0))
 
     def _whole(self, unit: UnitPlan) -> int:
         """Bytes of a unit's gathered parameters."""
-        return sum(self._work.modules[name].parameters for name in unit.modules) * DTYPE_BYTES[unit.param_dtype]
+        return sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard * DTYPE_BYTES[unit.param_dtype]
 
     def _buffer(self, unit: UnitPlan) -> int:
         """Bytes that a unit is gathered through: none where there is nothing to gather."""

@@ -31,8 +31,8 @@ def trace_module(build: Callable[[int], Subject], compiled: bool, budget: float 
         if compiled:
             return _trace_compiled(build(TRACED_SEQUENCES), budget)
         forward, backward, keeps, output = watch_eager(build)
-        parameters = count_parameters(build(TRACED_SEQUENCES).module)
-    return ModuleWork(parameters, forward, backward, keeps, output)
+        module = build(TRACED_SEQUENCES).module
+    return ModuleWork(count_parameters(module), forward, backward, keeps, output, list_weights(module))
 
 
 def _trace_compiled(subject: Subject, budget: float) -> ModuleWork:
@@ -84,10 +84,13 @@ def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Sub
         if node.name in made and node.name not in uncounted:
             same_as[node] = first_with.setdefault(made[node.name], node)
     again = {node for node in _placeholders(backward) if node.name in uncounted}
-    back = KernelGraph(backward, GraphInputs(again, same_as, held=False), TRACED_SEQUENCES)
+    caller_holds = {output, *primals}
+    donated = {node for node in same_as if made[node.name] not in caller_holds}
+    back = KernelGraph(backward, GraphInputs(again, same_as, held=False, donated=donated), TRACED_SEQUENCES)
     keeps = total(map(there.size, {node for node in kept if node is not None}))
     result = there.size(output) if output is not None else Linear()
-    return ModuleWork(count_parameters(subject.module), there.phase(), back.phase(), keeps, result)
+    module = subject.module
+    return ModuleWork(count_parameters(module), there.phase(), back.phase(), keeps, result, list_weights(module))
 
 
 def _placeholders(graph: Graph) -> list[Node]:
@@ -100,6 +103,11 @@ def _has_micro_batch(node: Node) -> bool:
 
 def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def list_weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Rows of each parameter, and values of a row."""
+    return tuple((parameter.shape[0], parameter.numel() // parameter.shape[0]) for parameter in module.parameters())
 
 
 @contextmanager

@@ -61,13 +61,17 @@ class Phase:
 @dataclass(frozen=True)
 class ModuleWork:
     """One module on one tp rank: its number of parameters, its two phases, the bytes that the forward `keeps` for the
-    backward (with its input, where it needs that), and those of its `output`."""
+    backward (with its input, where it needs that), and those of its `output`.
+
+    `weights`: rows, and values of a row, of each of its parameters, in its own order: sharding deals out rows.
+    """
 
     parameters: int
     forward: Phase
     backward: Phase
     keeps: Linear
     output: Linear
+    weights: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

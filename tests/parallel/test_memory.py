@@ -14,7 +14,7 @@ from parallel.planner.memory import least_bytes, predict_step_memory, reserved_b
 from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
 from tests.parallel.plans import change
 
-EMBEDDING, BLOCK, HEAD = 800, 401, 1000  # parameters
+EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
 HIDDEN, KEPT, TABLES = 20, 200, 7  # bytes: of a block's output and of what it keeps, per sequence; of the buffers
 
 
@@ -51,7 +51,7 @@ def predict(*sizes: int, work: ModelWork | None = None, **keys: Any) -> StepMemo
 
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-SHARDS = (400 + 201 + 201 + 500) * 4  # of two ranks; the odd ones are rounded up
+SHARDS = (400 + 200 + 200 + 500) * 4  # of two ranks
 
 
 def test_a_small_plan_by_hand() -> None:
@@ -62,7 +62,7 @@ def test_a_small_plan_by_hand() -> None:
         optimizer=2 * SHARDS,
         # In the embedding's forward: it, the buffer it was copied out of, and one that fills with a block ahead. (The head
         # and its buffer are 8000.)
-        unsharded=3200 + 3200 + 1604,
+        unsharded=3200 + 3200 + 1600,
         # In the last block's backward: what embedding and first block kept, and the block's fullest moment.
         activations=3 * (5 + 200 + 300),
         # The head's forward, but for the hidden states that it was given.
@@ -78,10 +78,10 @@ def test_the_moment_of_the_peak_by_hand() -> None:
         params=SHARDS,
         grads=2000,  # of the head
         optimizer=2 * SHARDS,
-        unsharded=1604 + 1604,  # the block, and the first one's buffer
+        unsharded=1600 + 1600,  # the block, and the first one's buffer
         activations=3 * (5 + 200 + 150),  # embedding's and first block's, and the moment's
         logits=0,
-        buffers=TABLES + 4000 + 1604,
+        buffers=TABLES + 4000 + 1600,
     )
 
 
@@ -101,14 +101,41 @@ def test_the_peak_is_in_the_forward_where_logits_are_many() -> None:
 def test_bfloat16_halves_what_is_gathered_and_gradients_but_not_their_reduction_nor_the_shards() -> None:
     got = predict(2, 3, work=make_work(dtype_bytes=2), **BF16).memory
     assert (got.params, got.grads, got.optimizer) == (SHARDS, SHARDS, 2 * SHARDS)
-    assert got.unsharded == (3200 + 3200 + 1604) // 2
+    assert got.unsharded == (3200 + 3200 + 1600) // 2
     assert got.buffers == TABLES + 2000 + 4000
 
 
-@pytest.mark.parametrize(("shards", "per_rank"), [(1, 2602), (2, 1302), (4, 652), (8, 327)])
+@pytest.mark.parametrize(("shards", "per_rank"), [(1, 2600), (2, 1300), (4, 650), (8, 325)])
 def test_shards_divide_parameters_gradients_and_optimizer(shards: int, per_rank: int) -> None:
     got = predict(shards).memory
     assert (got.params, got.grads, got.optimizer) == (4 * per_rank, 4 * per_rank, 8 * per_rank)
+
+
+def test_rows_are_dealt_out_whole_and_padded() -> None:
+    """A head of 3 rows of 300 and 100 rows of 1, on 8 ranks: 1 row of 300 and 13 of 1 each, the last ranks' padding."""
+    work = make_work()
+    head = dataclasses.replace(work.modules["head"], weights=((3, 300), (100, 1)))
+    got = predict(8, work=dataclasses.replace(work, modules={**work.modules, "head": head}), forward_prefetch=0).memory
+    assert got.params == got.grads == 4 * (100 + 2 * 50 + 313)
+    assert got.unsharded == 2 * 4 * 8 * 313, "the head and its buffer, as they come from all ranks"
+    assert got.buffers == TABLES + 4000 + 4 * 8 * 313, "its gradient is not padded, but for the reduction"
+
+
+def test_the_last_weights_gradient_lives_until_the_reduction_is_done() -> None:
+    """On two ranks: the reduction's buffer, half of it that comes out, and 900 of 1000 values, which torch's loop holds."""
+    work = make_work()
+    head = dataclasses.replace(work.modules["head"], weights=((100, 1), (10, 90)))
+    got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head})).memory
+    assert got.buffers == TABLES + 4000 + 2000 + 3600
+
+
+def test_a_reduction_in_bfloat16_is_cast_at_its_end() -> None:
+    """The reduction's buffer, half of it that comes out, that in float32, and the gradient of the only weight."""
+    work = make_work(dtype_bytes=2)
+    head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
+    work = dataclasses.replace(work, modules={**work.modules, "head": head})
+    got = predict(2, work=work, param_dtype="bfloat16", reduce_dtype="bfloat16").memory
+    assert got.buffers == TABLES + 2000 + 1000 + 2000 + 2000
 
 
 def test_replication_divides_nothing() -> None:
@@ -122,7 +149,7 @@ def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
     assert dataclasses.replace(three, activations=one.activations, logits=one.logits) == one
 
 
-IN_THE_HEADS_BACKWARD = MemoryByKind(unsharded=4000 + 1604, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000)
+IN_THE_HEADS_BACKWARD = MemoryByKind(unsharded=4000 + 1600, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000)
 
 
 def test_accumulated_gradients_are_there_through_the_last_micro_batch() -> None:
@@ -144,8 +171,8 @@ def test_offloaded_parameters_gradients_and_moments_are_not_on_the_device() -> N
         # The head with its buffer, whatever was fetched ahead of it.
         (0, 4000 + 4000),
         # The embedding with its buffer, and buffers of one block, or two.
-        (1, 3200 + 3200 + 1604),
-        (2, 3200 + 3200 + 2 * 1604),
+        (1, 3200 + 3200 + 1600),
+        (2, 3200 + 3200 + 2 * 1600),
     ],
 )
 def test_prefetching_further_fills_more_buffers_at_once(ahead: int, gathered: int) -> None:
@@ -154,7 +181,7 @@ def test_prefetching_further_fills_more_buffers_at_once(ahead: int, gathered: in
 
 def test_a_list_fills_buffers_of_what_it_names() -> None:
     plan = change(make(2, forward_prefetch=0, backward_prefetch=0), 0, forward_prefetch=("layers.1", "head"))
-    assert predict_step_memory(plan, make_work()).memory.unsharded == 3200 + 3200 + 1604 + 4000
+    assert predict_step_memory(plan, make_work()).memory.unsharded == 3200 + 3200 + 1600 + 4000
 
 
 def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
@@ -167,11 +194,11 @@ def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
 
 def test_units_that_are_not_resharded_stay_gathered() -> None:
     """All of them in the head's forward, with the head's buffer."""
-    assert predict(2, reshard_after_forward=False).memory.unsharded == 3200 + 1604 + 1604 + 4000 + 4000
+    assert predict(2, reshard_after_forward=False).memory.unsharded == 3200 + 1600 + 1600 + 4000 + 4000
 
 
 def test_resharding_to_pairs_keeps_a_half_of_each_unit_until_the_backward() -> None:
-    assert predict(8, reshard_after_forward=2).memory.unsharded == (3200 + 1604 + 1604) // 2 + 4000 + 4000
+    assert predict(8, reshard_after_forward=2).memory.unsharded == (3200 + 1600 + 1600) // 2 + 4000 + 4000
 
 
 def test_a_rank_alone_gathers_through_nothing_and_copies_what_it_would_scatter() -> None:
@@ -185,8 +212,8 @@ def test_units_joined_by_size_are_gathered_and_reduced_together() -> None:
     got = predict(2, unit_min_params=500).memory
     plan = make(2, unit_min_params=500)
     assert [unit.modules for unit in plan.units] == [("embed",), ("layers.0", "layers.1"), ("head",)]
-    assert got.params == (400 + 201 + 201 + 500) * 4, "each weight is sharded by itself"
-    assert got.unsharded == 3208 + 3208 + 4000, "the blocks, their buffer, and the head's, which is ahead"
+    assert got.params == (400 + 200 + 200 + 500) * 4, "each weight is sharded by itself"
+    assert got.unsharded == 3200 + 3200 + 4000, "the blocks, their buffer, and the head's, which is ahead"
 
 
 def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None:
@@ -197,17 +224,24 @@ def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None
     work = make_work(n_blocks=1)
     embed = dataclasses.replace(work.modules["embed"], parameters=0)
     got = predict_step_memory(plan, dataclasses.replace(work, modules={**work.modules, "embed": embed})).memory
-    assert got.params == (201 + 500) * 4
+    assert got.params == (200 + 500) * 4
     # The head's gradient waits while the embedding makes another; the block's reduction still has its buffer.
-    assert got.buffers == TABLES + 4000 + 3200 + 1604
+    assert got.buffers == TABLES + 4000 + 3200 + 1600
 
 
 def test_frozen_parameters_have_no_gradients_no_moments_and_no_reduction() -> None:
     work = dataclasses.replace(make_work(), trained={"head": 0.0, "embed": 0.5})
     got = predict(2, work=work).memory
     assert got.params == SHARDS
-    assert got.grads == (200 + 201 + 201) * 4
+    assert got.grads == (200 + 200 + 200) * 4
     assert got.optimizer == 2 * got.grads
+
+
+def test_what_comes_before_the_first_trained_module_keeps_nothing_and_has_no_backward() -> None:
+    work = dataclasses.replace(make_work(), trained={"embed": 0.0, "layers.0": 0.0})
+    got = predict(2, work=work)
+    assert got.memory.activations == 300, "the second block's backward alone"
+    assert got.memory.grads == (200 + 500) * 4
 
 
 def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> None:

@@ -16,7 +16,7 @@ from tools.bench.calibrate import add_calibrate_options, calibrate, find_base
 from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, Clock, attention_work, measure_attention, measure_product, quicker
 from tools.bench.calibrate_file import Noted, hardware_text, number_text, source_in
 from tools.bench.calibrate_links import Timing, fit_link
-from tools.bench.calibrate_values import Machine, make_link, product_curves
+from tools.bench.calibrate_values import Machine, make_link, per_core, product_curves
 from tools.bench.processes import BenchError
 
 SHARES = {"all_gather": ((2, 1.0), (4, 0.5)), "reduce_scatter": ((2, 0.4), (4, 0.3)), "all_reduce": ((2, 0.9), (4, 0.6))}
@@ -80,6 +80,15 @@ def test_products_are_medians_over_processes_and_equal_sizes() -> None:
     compute = [{"matmul": {"float32": [(2.0, 10.0), (1.0, 5.0), (2.0, 20.0)]}},
                {"matmul": {"float32": [(2.0, 30.0), (1.0, 7.0), (2.0, 20.0)]}}]  # fmt: skip
     assert product_curves(compute) == {"float32": [(1.0, 6.0), (2.0, 20.0)]}
+
+
+def test_rates_are_written_per_core() -> None:
+    compute = {"matmul": {"float32": [(2.0, 10.0)]}, "attention_forward": {"float32": 6.0}, "operation_s": 1.0,
+               "attention_backward": {"float32": 4.0}, "copy_bytes_s": 8.0, "memory_bytes_s": 2.0}  # fmt: skip
+    halves = per_core(compute, 2)
+    assert halves["matmul"] == {"float32": [(2.0, 5.0)]}
+    assert (halves["attention_forward"], halves["attention_backward"]) == ({"float32": 3.0}, {"float32": 2.0})
+    assert (halves["copy_bytes_s"], halves["memory_bytes_s"], halves["operation_s"]) == (4.0, 1.0, 1.0)
 
 
 def test_attention_is_counted_as_the_planner_does() -> None:

@@ -105,6 +105,7 @@ def test_runs_alike_but_for_the_plan_are_one_sweep() -> None:
     assert degrees == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}  # all there are at 2 ranks
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at every input's
 def test_predictions_follow_the_plan() -> None:
     cases = {case.name: case for case in cpu_cases()}
     hardware = load_hardware()["cpu"]

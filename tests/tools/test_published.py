@@ -22,7 +22,8 @@ from tools.bench.published import (
     wrong_order,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler, which traces in this process here, has several of its own
+# The compiler, which traces in this process here, has several warnings of its own.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 RUNS = published_rows()
 
 

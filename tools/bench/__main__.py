@@ -1,4 +1,4 @@
-"""`python -m tools.bench train | variants | peers | compile-depth | attention`: how fast, how big, how soon."""
+"""`python -m tools.bench SUBCOMMAND`: how fast, how big, how soon; and how well the planner knows."""
 
 import argparse
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tools.bench import calibrate, memory, predictions, published
 from tools.bench.attention import DEFAULT_SHAPES, compare, parse_shape
 from tools.bench.compile_depth import depth_setup, median_ratio, median_seconds, run_depths
 from tools.bench.peers import OURS, best_peers, comparison_rows, contender_of, parse_peers, run_rounds, to_figures
@@ -61,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_peers(subparsers)
     _add_compile_depth(subparsers)
     _add_attention(subparsers)
+    _add_planner(subparsers)
     return parser
 
 
@@ -119,6 +121,21 @@ def _add_attention(subparsers: Any) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="timings of each (default 10)")
     parser.set_defaults(measure=measure_attention)
+
+
+def _add_planner(subparsers: Any) -> None:
+    """What the planner predicts with, and how well."""
+    parser = _add(subparsers, "calibrate", calibrate.SUMMARY, calibrate.DESCRIPTION, "")
+    calibrate.add_calibrate_options(parser)
+    parser.set_defaults(measure=lambda options, overrides: Result(None, *calibrate.calibrate(options, overrides)))
+    parser = _add(subparsers, "predictions", predictions.SUMMARY, predictions.DESCRIPTION, predictions.EPILOG)
+    predictions.add_predictions_options(parser)
+    parser.set_defaults(measure=lambda options, overrides: Result(*predictions.compare_predictions(options, overrides)))
+    parser = _add(subparsers, "memory", memory.SUMMARY, memory.DESCRIPTION, memory.EPILOG)
+    memory.add_memory_options(parser)
+    parser.set_defaults(measure=lambda options, overrides: Result(None, *memory.compare_memory(options, overrides)))
+    parser = _add(subparsers, "published", published.SUMMARY, published.DESCRIPTION, "")
+    parser.set_defaults(measure=lambda options, overrides: Result(None, *published.check_published(overrides)))
 
 
 def _add(subparsers: Any, name: str, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from parallel.planner.hardware import HARDWARE_FOLDER, Hardware, find_hardware, 
 from tools.bench import record
 from tools.bench.calibrate_file import Noted, hardware_text
 from tools.bench.calibrate_links import Timing
-from tools.bench.calibrate_values import Found, Machine, cpu_values, gpu_values, middle, product_curves
+from tools.bench.calibrate_values import ATTENTION, Found, Machine, cpu_values, gpu_values, middle, product_curves
 from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
 from tools.command import format_table, positive
 
@@ -21,7 +21,7 @@ SUMMARY = "measure this machine, for the planner"
 DESCRIPTION = (
     "Measure products by size and dtype, attention, memory bandwidth, the cost of an operation, and collectives between 2 and 4 "
     "processes (gloo) or this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's rates are those of one "
-    "process while as many run as there are cores. Takes about three minutes; nothing else should run meanwhile."
+    "process while as many run as there are cores. Takes about two minutes; nothing else should run meanwhile."
 )
 WORKER = "tools.bench.calibrate_worker"
 CPU_RANKS = (2, 4)
@@ -37,20 +37,23 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="the file may exist already")
     parser.add_argument("--base", metavar="KIND", help="kind of machine to take over from what cannot be measured here, such as "
                         "the network between nodes (default: the kind that this device is)")  # fmt: skip
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads of a process (default 1)")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: to try it out, in under a minute")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N",
+                        help="CPU threads of a process (default 1); rates are written per core")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: to try it out")
 
 
 def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Measure, write the file, and return figures and a text. Raises BenchError before anything is measured."""
     if overrides:
         raise BenchError(f"calibrate takes no config keys: {' '.join(overrides)}")
-    path = options.out or HARDWARE_FOLDER / f"{options.name}.yaml"
+    path = options.out.resolve() if options.out else HARDWARE_FOLDER / f"{options.name}.yaml"
     check_path(path, options.overwrite)
     machine = find_machine(options.threads, options.quick)
     base = find_base(options.base, machine)
     found = measure(machine)
     values = cpu_values(machine, found, base) if machine.device == "cpu" else gpu_values(machine, found, base)
+    if path == HARDWARE_FOLDER / f"{base.name}.yaml":  # the file that is replaced: its own source says it
+        values = {key: Noted(noted.value, noted.source.removeprefix(f"as in {path.name}: ")) for key, noted in values.items()}
     text = hardware_text(f"{machine.name}, measured by `python -m tools.bench calibrate`.", values)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -115,7 +118,7 @@ def summary(values: Mapping[str, Noted], found: Found) -> str:
     peaks, node = values["peak_tflops"].value, values["node"].value
     rows = [(f"best product, {dtype}, GFLOP/s", f"{max(rate for _, rate in curve) / 1e9:,.0f}")
             for dtype, curve in product_curves(found.compute).items()]  # fmt: skip
-    for key in ("attention_forward", "attention_backward"):
+    for key in ATTENTION:
         rows += [(f"{key.replace('_', ' ')}, {dtype}, GFLOP/s", f"{1e3 * share * peaks[dtype]:,.1f}")
                  for dtype, share in values[key].value.items()]  # fmt: skip
     rows += [("copy, GB/s", f"{middle(found.compute, 'copy_bytes_s') / 1e9:,.1f}"),

@@ -15,6 +15,8 @@ from parallel.planner.hardware import COLLECTIVES, GIB, HARDWARE_FOLDER, Hardwar
 from tools.bench.calibrate_file import Noted, source_in
 from tools.bench.calibrate_links import LinkFit, Timing, fit_link
 
+ATTENTION = ("attention_forward", "attention_backward")
+
 
 @dataclass(frozen=True)
 class Found:
@@ -36,7 +38,8 @@ class Machine:
 
 
 def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
-    """A CPU: all but the network is measured; a rate's peak is the best that was measured."""
+    """A CPU: all but the network is measured; a rate's peak is the best that was measured. Rates are those of a core."""
+    found = Found([per_core(one, machine.threads) for one in found.compute], found.timings)
     stamp = _stamp(machine)
     curves = product_curves(found.compute)
     peaks = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
@@ -44,8 +47,8 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
     return {
         "device_names": Noted([], "never a device's name: a CPU has no MFU"),
         "memory_gib": Noted(_cpu_memory_gib(), f"{stamp}: of the whole machine"),
-        "memory_gb_s": Noted(copy / 1e9, f"{stamp}: a copy of 128 MiB, of one process while {len(found.compute)} copy"),
-        "peak_tflops": Noted(peaks, f"{stamp}: the best of the products below, of one process"),
+        "memory_gb_s": Noted(copy / 1e9, f"{stamp}: of one core, a copy of 128 MiB while {len(found.compute)} processes do so"),
+        "peak_tflops": Noted(peaks, f"{stamp}: of one core, the best of the products below"),
         **_rates(stamp, found, curves, peaks),
         "memory_efficiency": _memory_efficiency(stamp, found, copy),
         "node": Noted(*_node(stamp, fit_link(found.timings))),
@@ -74,6 +77,14 @@ def gpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
         "fitted": Noted([], "nothing in this file is fitted to runs"),
     }
     return values | ({"node": Noted(*_node(stamp, fit_link(found.timings)))} if found.timings else {})
+
+
+def per_core(compute: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """The same with the rates of one of a process's threads."""
+    rates = {key: compute[key] / threads for key in ("copy_bytes_s", "memory_bytes_s")}
+    rates |= {key: {dtype: rate / threads for dtype, rate in compute[key].items()} for key in ATTENTION}
+    products = compute["matmul"].items()
+    return {**compute, **rates, "matmul": {dtype: [(size, rate / threads) for size, rate in rows] for dtype, rows in products}}
 
 
 def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -109,7 +120,7 @@ def _rates(stamp: str, found: Found, curves: Mapping[str, Any], peaks: Mapping[s
     note = f"; {', '.join(others)}: as in {base.name}.yaml" if base and others else ""
     how = f"{stamp}: GFLOP and share, medians, forward and both gradients together{note}"
     values = {"matmul": Noted({**matmul, **others}, how)}
-    for key in ("attention_forward", "attention_backward"):
+    for key in ATTENTION:
         shares = {dtype: statistics.median(one[key][dtype] for one in found.compute) / 1e12 / peaks[dtype] for dtype in curves}
         values[key] = Noted(shares, f"{stamp}: the model's causal attention, several lengths")
     source = f"{stamp}: of a chain of operations on one number, forward and backward"
@@ -122,9 +133,10 @@ def _memory_efficiency(stamp: str, found: Found, copy_bytes_s: float) -> Noted:
 
 
 def _taken_over(key: str, base: Hardware) -> Noted:
+    """The base's value, with its file's own source, and once the file's name."""
     source = source_in(HARDWARE_FOLDER / f"{base.name}.yaml", key)
-    mark = f"as in {base.name}.yaml: "
-    return Noted(getattr(base, key), source if source.startswith(mark) else mark + (source or "not measured here"))
+    where = "" if source.startswith("as in ") else f"as in {base.name}.yaml: "
+    return Noted(getattr(base, key), where + (source or "it names no source"))
 
 
 def middle(compute: Sequence[Mapping[str, Any]], key: str) -> float:
@@ -132,8 +144,8 @@ def middle(compute: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _stamp(machine: Machine) -> str:
-    quick = ", --quick" if machine.quick else ""
-    return f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}, {machine.name}{quick}"
+    how = [f"{machine.threads} threads"] * (machine.threads > 1) + ["--quick"] * machine.quick
+    return ", ".join([f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name, *how])
 
 
 def _cpu_memory_gib() -> float:

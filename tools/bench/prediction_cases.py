@@ -43,7 +43,6 @@ def cpu_cases() -> list[Case]:
         _case("small", (1, 2, 1), "none", compiled=False),
         _case("small", (2, 2, 1), "none"),
         _case("small", (1, 2, 2), "none"),
-        _case("large", (1, 1, 1), "full"),
         _case("large", (1, 2, 1), "none"),
         _case("large", (1, 2, 1), "full"),
         _case("large", (1, 1, 2), "none"),

@@ -1,6 +1,5 @@
 """The planner against published training runs: predicted and measured tokens per second and memory, row by row."""
 
-import argparse
 import csv
 import dataclasses
 import itertools
@@ -17,6 +16,7 @@ from parallel.planner.costs import step_times
 from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import predict_step_memory, reserved_bytes
 from parallel.planner.streams import simulate_step
+from tools.bench.processes import BenchError
 from tools.command import format_table
 from train.config import Config, parse_config
 from train.planning import plan_run
@@ -29,6 +29,7 @@ CONFIGS = {"llama3-8b": ["--config=llama_8b.yaml"], "llama3-70b": ["--config=lla
                       "--model.ffn_dim=17920"]}  # fmt: skip
 FLOAT8 = {"bf16": "", "float8-tensorwise": "float8"}
 MEMORY_OF = frozenset({"torchtitan"})  # the source states the dtypes of what it keeps, and that it reports reserved memory
+SUMMARY = "the planner against published runs"
 DESCRIPTION = ("Predict published training runs with the planner, on the machines and with the losses of their frameworks "
                "(configs/hardware), and compare tokens per second and reserved memory with what was measured.")  # fmt: skip
 ORDERED_APART = 1.10  # rows of one source that differ by more must be predicted in the right order
@@ -172,15 +173,12 @@ def compiled(rows: Iterable[Compared]) -> list[Compared]:
     return [row for row in rows if row.run.compile]
 
 
-def add_published(subparsers: Any, add: Callable[..., argparse.ArgumentParser], result: Callable[..., Any]) -> None:
-    """The subcommand. `add` makes its parser, `result` takes config, figures and text."""
-    parser = add(subparsers, "published", "the planner against published runs", DESCRIPTION, "")
-
-    def measure(options: argparse.Namespace, overrides: Sequence[str]) -> Any:
-        comparison = compare_published(published_rows())
-        return result(None, published_figures(comparison), published_text(comparison))
-
-    parser.set_defaults(measure=measure)
+def check_published(overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Figures and a text of all runs. Raises BenchError."""
+    if overrides:
+        raise BenchError(f"published takes no config keys: {' '.join(overrides)}")
+    comparison = compare_published(published_rows())
+    return published_figures(comparison), published_text(comparison)
 
 
 def published_figures(comparison: Comparison) -> dict[str, Any]:

@@ -1,0 +1,215 @@
+"""What `tools.plan` says of one run: its plan, chosen or as asked, with memory, time and whether it fits."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.advice import advise, unused_keys
+from parallel.memory_by_kind import GIB, StepMemory
+from parallel.plan import Plan, PlanError
+from parallel.plan_file import plan_to_dict
+from parallel.planner.costs import step_times
+from parallel.planner.hardware import Hardware, load_hardware
+from parallel.planner.memory import usable_bytes
+from parallel.planner.reasons import give_reasons
+from parallel.planner.search import Candidate, Choice, Machines
+from parallel.strategy import describe_strategy
+from train.choose import choose_plan, fewest_gpus
+from train.config import Config, ConfigError
+from train.fits import check_fits
+from train.planning import plan_run
+from train.predict import Prediction, predict, predict_memory, trace_run
+
+HOUR_S, DAY_S = 3600, 86400
+MAX_GPUS = 65536  # where the search for the fewest ends, as in train.choose
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is to run. `hardware`: None where no kind was given."""
+
+    gpus: int
+    gpus_per_node: int
+    hardware: Hardware | None
+
+    def machines(self) -> Machines:
+        """For the planner. Processes on a CPU share its memory."""
+        assert self.hardware is not None, "options without --gpu are refused before"
+        sharing = min(self.gpus, self.gpus_per_node) if self.hardware.cores else 1
+        return Machines(self.hardware, self.gpus_per_node, int(self.hardware.memory_gib * GIB / sharing))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All there is to say of one run.
+
+    Args:
+        config: as asked
+        place: where it is to run
+        plan: chosen, read or made
+        memory: of one rank, without what the allocator adds
+        prediction: None where no kind of GPU was given
+        too_much: why the plan does not fit, and what would; "" if it does, or if nobody knows
+        choice: what the search found, with parallel.plan=auto
+        reasons: for what was chosen, a sentence each
+        advice: what makes little sense, a sentence each
+    """
+
+    config: Config
+    place: Place
+    plan: Plan
+    memory: StepMemory
+    prediction: Prediction | None
+    too_much: str
+    choice: Choice | None
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+
+
+def find_gpu(name: str) -> Hardware:
+    """A kind of GPU from configs/hardware. ConfigError names the nearest."""
+    kinds = load_hardware()
+    if name not in kinds:
+        near = [kind for kind in kinds if kind.startswith(name)] or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"--gpu={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}")
+    return kinds[name]
+
+
+def answer(config: Config, place: Place) -> Answer:
+    """Plan and predict. Raises PlanError for what cannot be, and with plan=auto for what fits nowhere."""
+    choice, reasons = None, list[str]()
+    if config.parallel.plan == "auto":
+        machines = place.machines()
+        choice = choose_plan(config, place.gpus, machines)
+        plan = choice.best.plan
+        times = step_times(plan, trace_run(config, plan), machines.hardware, place.gpus_per_node)
+        reasons = give_reasons(choice, machines, times)
+    else:
+        plan = plan_run(config, place.gpus, place.gpus_per_node)
+    prediction = predict(config, plan, place.hardware, place.gpus_per_node) if place.hardware else None
+    memory = prediction.memory if prediction else predict_memory(config, plan)
+    advice = (*advise(plan, place.gpus_per_node), *unused_keys(config.parallel))
+    return Answer(config, place, plan, memory, prediction, _too_much(config, place, plan), choice, tuple(reasons), advice)
+
+
+def strategy_words(asked: Answer) -> str:
+    """What the strategy that was asked for comes to; "" without one."""
+    strategy = asked.config.parallel.strategy
+    return describe_strategy(strategy, asked.plan.mesh) if strategy else ""
+
+
+def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -> int:
+    """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as the config says.
+    Raises PlanError if none does."""
+    machines = Place(gpus_per_node, gpus_per_node, hardware).machines()
+    if config.parallel.plan == "auto":
+        found = fewest_gpus(config, machines)
+    else:
+        counts = (2**n for n in range(MAX_GPUS.bit_length()))
+        found = next((gpus for gpus in counts if _fits(config, Place(gpus, min(gpus, gpus_per_node), hardware))), 0)
+    if not found:
+        words = "no plan fits" if config.parallel.plan == "auto" else "this plan does not fit"
+        raise PlanError(f"--min-gpus: {words} on 1 to {MAX_GPUS} {machines.hardware.name} with sequences of "
+                        f"{config.train.seq_len} tokens. Shorten train.seq_len, or leave more keys at auto, with "
+                        "--parallel.plan=auto")  # fmt: skip
+    return found
+
+
+def _fits(config: Config, place: Place) -> bool:
+    try:
+        plan = plan_run(config, place.gpus, place.gpus_per_node)
+    except PlanError:
+        return False
+    machines = place.machines()
+    return predict_memory(config, plan).peak_bytes <= usable_bytes(machines.available_bytes, machines.hardware)
+
+
+def _too_much(config: Config, place: Place, plan: Plan) -> str:
+    """Why the plan does not fit, and what would. What the planner chose does fit."""
+    if place.hardware is None or config.parallel.plan == "auto":
+        return ""
+    try:
+        usable = usable_bytes(place.machines().available_bytes, place.hardware)
+        check_fits(config, plan, usable, f"{place.hardware.name}, without what the allocator and the process take,")
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str, float]:
+    """Of so many tokens, without what checkpoints, evaluation and failures take."""
+    seconds = tokens / (prediction.tokens_per_s_per_gpu * gpus)
+    return {"tokens": tokens, "days": seconds / DAY_S, "gpu_days": gpus * seconds / DAY_S, "gpu_hours": gpus * seconds / HOUR_S}
+
+
+def as_json(asked: Answer) -> dict[str, Any]:
+    """Plain data: plan, reasons, advice, predicted and, if the planner chose, the candidates in order."""
+    document: dict[str, Any] = {"plan": plan_to_dict(asked.plan), "reasons": list(asked.reasons), "advice": list(asked.advice),
+                                "predicted": _predicted(asked)}  # fmt: skip
+    if asked.choice:
+        document["candidates"] = list(_candidates(asked, asked.choice))
+        document["slower_candidates"] = asked.choice.slower
+    return document
+
+
+def _predicted(asked: Answer) -> dict[str, Any]:
+    """Memory in GiB; what needs a kind of GPU is null without."""
+    prediction, memory = asked.prediction, asked.memory
+    timeline = prediction.timeline if prediction else None
+    return {
+        "peak_memory_gib": memory.peak_bytes / GIB,
+        "reserved_gib": prediction and prediction.reserved_bytes / GIB,
+        "memory": memory.memory.gib(),
+        "memory_at_peak": memory.at_peak.gib(),
+        "step_time_s": timeline and timeline.step_s,
+        "compute_s": timeline and timeline.compute_s,
+        "exposed_comm_s": timeline and timeline.exposed_s,
+        "exposed_share": timeline and timeline.exposed_share,
+        "exposed_by_lane_s": timeline and dict(timeline.exposed_by_lane),
+        "tokens_per_s_per_gpu": prediction and prediction.tokens_per_s_per_gpu,
+        "mfu": prediction and prediction.mfu,
+        "mfu_causal": prediction and prediction.mfu_causal,
+        "fits": None if prediction is None else not asked.too_much,
+    }
+
+
+def _candidates(asked: Answer, choice: Choice) -> Iterator[dict[str, Any]]:
+    """Those that fit, the best first; then those that do not, the smallest first."""
+    available_gib = asked.place.machines().available_bytes / GIB
+    for candidate in (*choice.fitting, *choice.too_large):
+        timeline = candidate.timeline
+        row = {
+            "choices": dict(candidate.choices),
+            "fits": timeline is not None,
+            "needed_gib": candidate.needed_bytes / GIB,
+            "step_time_s": timeline and timeline.step_s,
+            "tokens_per_s_per_gpu": timeline and token_rate(asked.config, candidate),
+            "exposed_share": timeline and timeline.exposed_share,
+        }
+        yield row if timeline else row | {"reason": f"needs {needed_words(candidate)} of {available_gib:.1f} GiB"}
+
+
+def token_rate(config: Config, candidate: Candidate) -> float:
+    """Tokens per second of each GPU."""
+    return candidate.rate() * config.train.seq_len / candidate.plan.mesh.world_size
+
+
+def needed_words(candidate: Candidate) -> str:
+    """Of a plan that was seen to be too large before all was counted, at least."""
+    return f"{'' if candidate.memory else 'at least '}{candidate.needed_bytes / GIB:.1f}"
+
+
+def distinct(candidates: Sequence[Candidate], besides: Sequence[Mapping[str, Any]] = ()) -> Iterator[Candidate]:
+    """Candidates, the first of those that differ only in how far ahead they gather."""
+    seen = {_without_prefetch(choices) for choices in besides}
+    for candidate in candidates:
+        key = _without_prefetch(candidate.choices)
+        if key not in seen:
+            seen.add(key)
+            yield candidate
+
+
+def _without_prefetch(choices: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(repr(value) for key, value in choices.items() if key != "prefetch")

@@ -1,0 +1,202 @@
+"""`python -m tools.plan --check`: what the planner says of a plan's collectives and memory, beside what the real code does on
+a fake process group.
+
+Both sides are eager, as the simulation is. What sends almost nothing is shown, not judged: the loss's and the norm's.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.llama import Llama
+from parallel.memory_by_kind import GIB, StepMemory
+from parallel.plan import Plan, UnitPlan, regathered
+from parallel.planner.costs import DTYPE_BYTES
+from parallel.planner.work import ModelWork
+from parallel.simulate import Simulation, eager_plan
+from parallel.tensor import apply_as_one_rank
+from tools.command import format_table
+from tools.simulate import simulate_run
+from train.build import freeze
+from train.config import Config
+from train.predict import predict_memory, trace_run
+
+EXACT, ABOUT = 0.01, 0.08  # differences that are allowed: of what is exact by nature, and of the peak
+EXACT_KINDS = ("params", "grads", "optimizer")
+TINY = 0.001  # of all bytes that are sent
+
+Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> how many, and their bytes
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One quantity, predicted and simulated. `limit`: the share by which they may differ; None where it is not judged."""
+
+    name: str
+    predicted: float
+    simulated: float
+    limit: float | None
+
+    @property
+    def difference(self) -> float:
+        """Of the simulated one; infinite where only one of them is nothing."""
+        if self.simulated:
+            return self.predicted / self.simulated - 1
+        return float("inf") if self.predicted else 0.0
+
+    @property
+    def agrees(self) -> bool:
+        return self.limit is None or abs(self.difference) <= self.limit
+
+
+@dataclass(frozen=True)
+class Check:
+    """Collectives by op and axis (count, then bytes), and memory by kind in bytes, with its peak."""
+
+    collectives: tuple[Compared, ...]
+    memory: tuple[Compared, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return all(row.agrees for row in (*self.collectives, *self.memory))
+
+
+def check_run(config: Config, plan: Plan) -> Check:
+    """One step of rank 0, predicted and simulated. The process must have no process group."""
+    plan = eager_plan(plan)
+    simulation = simulate_run(config, plan)
+    return compare(predict_traffic(config, plan), predict_memory(config, plan), simulation)
+
+
+def compare(traffic: Traffic, memory: StepMemory, simulation: Simulation) -> Check:
+    """Prediction and simulation side by side."""
+    return Check(tuple(_compare_traffic(traffic, simulation)), tuple(_compare_memory(memory, simulation)))
+
+
+def _compare_traffic(predicted: Traffic, simulation: Simulation) -> Iterator[Compared]:
+    simulated = _count((c.op, c.axis, c.bytes) for c in simulation.collectives)
+    tiny = TINY * sum(size for _, size in simulated.values())
+    for key in sorted({*predicted, *simulated}, key=lambda key: -simulated.get(key, (0, 0.0))[1]):
+        one, other = predicted.get(key, (0, 0.0)), simulated.get(key, (0, 0.0))
+        limit = EXACT if max(one[1], other[1]) > tiny else None
+        yield Compared(f"{key[0]} {key[1]}, count", one[0], other[0], limit)
+        yield Compared(f"{key[0]} {key[1]}, bytes", one[1], other[1], limit)
+
+
+def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[Compared]:
+    simulated = dataclasses.asdict(simulation.memory)
+    for kind, size in dataclasses.asdict(predicted.memory).items():
+        yield Compared(kind, size, simulated[kind], EXACT if kind in EXACT_KINDS else None)
+    yield Compared("peak", predicted.peak_bytes, simulation.peak_bytes, ABOUT)
+
+
+def predict_traffic(config: Config, plan: Plan) -> Traffic:
+    """The collectives of one optimizer step of rank 0, by what the plan says of each unit and the compiler of each module;
+    not those of the loss and of the gradient norm, which belong to no unit."""
+    work = trace_run(config, plan)
+    model = _one_rank(config, plan)
+    idle = set(takewhile(lambda name: work.trained.get(name, 1.0) == 0, plan.modules))  # have no backward
+    sent = [collective for unit in plan.units for collective in _of_unit(unit, plan, _parameters(model, unit), idle)]
+    return _count([*sent, *_of_modules(plan, work, idle)])
+
+
+def _of_unit(unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], idle: set[str]) -> Iterator[tuple[str, str, float]]:
+    """Gathers and reductions of a unit: every micro batch gathers and scatters, the last one all-reduces (train.step)."""
+    mesh, backward = plan.mesh, not idle.issuperset(unit.modules)
+    whole = sum(_padded(parameter, mesh.dp_shard) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
+    trained = sum(_padded(p, mesh.dp_shard) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
+    for _ in range(plan.accumulation):
+        if mesh.dp_shard > 1:
+            yield from [("all_gather", "dp_shard", whole)] * (1 + (backward and regathered(unit)))
+            if trained:
+                yield "reduce_scatter", "dp_shard", trained
+    if mesh.dp_replicate > 1 and trained:
+        yield "all_reduce", "dp_replicate", trained / mesh.dp_shard
+
+
+def _padded(parameter: nn.Parameter, shards: int) -> int:
+    """Numbers that are sent: FSDP2 cuts the first dim, and fills it up so that every rank has as many rows."""
+    rows = parameter.shape[0]
+    return parameter.numel() // rows * (-(-rows // shards) * shards)
+
+
+def _of_modules(plan: Plan, work: ModelWork, idle: set[str]) -> Iterator[tuple[str, str, float]]:
+    """Tensor-parallel collectives within modules."""
+    for name in plan.modules:
+        module = work.modules[name]
+        for phase in (module.forward, *([] if name in idle else [module.backward])):
+            for operation in phase.operations:
+                if operation.kind == "collective":
+                    size = operation.bytes.at(plan.micro_batch_size)
+                    yield from [(operation.name, "tp", size)] * plan.accumulation
+
+
+def _one_rank(config: Config, plan: Plan) -> Llama:
+    """The model with the shapes of one tp rank, on the meta device."""
+    with torch.device("meta"):
+        model = Llama(config.model)
+    freeze(model, config.train.freeze)
+    apply_as_one_rank(model, plan.tensor, plan.mesh.tp)
+    return model
+
+
+def _parameters(model: nn.Module, unit: UnitPlan) -> list[nn.Parameter]:
+    """Of a unit, shared ones once."""
+    return list(dict.fromkeys(p for name in unit.modules for p in model.get_submodule(name).parameters()))
+
+
+def _count(sent: Any) -> Traffic:
+    counts, sizes = defaultdict[tuple[str, str], int](int), defaultdict[tuple[str, str], float](float)
+    for op, axis, size in sent:
+        counts[op, axis] += 1
+        sizes[op, axis] += size
+    return {key: (counts[key], sizes[key]) for key in sizes}
+
+
+def check_text(check: Check) -> str:
+    """Both tables, and the verdict."""
+    judged = [row for row in check.collectives if row.limit is not None]
+    apart = [row for row in check.collectives if row.limit is None]
+    parts = ["the same plan with nothing compiled, as planned and as the real code runs on a fake process group:"]
+    head = ("collectives", "predicted", "simulated", "difference")
+    parts.append(format_table(head, [_cells(row, GIB if "bytes" in row.name else 1) for row in judged]) if judged
+                 else "no collectives of size")  # fmt: skip
+    parts.append(format_table(("memory", *head[1:]), [_cells(row, GIB) for row in check.memory]))
+    if apart:
+        small = [f"{row.name.removesuffix(', count')} {row.predicted:g}, really {row.simulated:g}"
+                 for row in apart if row.name.endswith("count")]  # fmt: skip
+        parts.append("under 0.1% of what is sent, and not judged: " + "; ".join(small))
+    return "\n\n".join([*parts, _verdict(check)])
+
+
+def _verdict(check: Check) -> str:
+    wrong = [row for row in (*check.collectives, *check.memory) if not row.agrees]
+    if not wrong:
+        return (f"check passed: {', '.join(EXACT_KINDS)} and collectives within {EXACT:.0%}, peak within {ABOUT:.0%} "
+                f"({check.memory[-1].difference:+.1%})")  # fmt: skip
+    return "check failed: " + "; ".join(f"{row.name} differs by {row.difference:+.1%}" for row in wrong)
+
+
+def _cells(row: Compared, unit: int) -> tuple[str, ...]:
+    name = row.name.replace("bytes", "GiB") if unit > 1 else row.name
+    digits = 4 if unit > 1 else 0
+    mark = "" if row.limit is None else "" if row.agrees else f"  over {row.limit:.0%}"
+    sides = (f"{side / unit:10,.{digits}f}" for side in (row.predicted, row.simulated))
+    return (name, *sides, f"{row.difference:+8.2%}{mark}")
+
+
+def check_json(check: Check) -> dict[str, Any]:
+    """Plain data: counts, and bytes."""
+    return {"agrees": check.agrees, "collectives": [_plain(row) for row in check.collectives],
+            "memory": [_plain(row) for row in check.memory]}  # fmt: skip
+
+
+def _plain(row: Compared) -> Mapping[str, Any]:
+    difference = row.difference if row.difference != float("inf") else None
+    return dataclasses.asdict(row) | {"difference": difference, "agrees": row.agrees}

@@ -1,0 +1,164 @@
+"""`python -m tools.plan --sweep gpus=8..4096`: the best plan for each number of GPUs, and how the run scales."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.make_plan import Job
+from parallel.memory_by_kind import GIB
+from parallel.plan import Plan, PlanError
+from parallel.planner.hardware import Hardware
+from parallel.planner.search import search
+from tools.command import format_table
+from tools.plan_answer import DAY_S, MAX_GPUS, Place, needed_words
+from tools.plan_text import seconds
+from train.choose import describe_choices
+from train.config import Config, ConfigError
+from train.planning import model_units, plan_run
+from train.predict import Prediction, predict, trace_run
+
+HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden
+BAR = 30  # letters of the longest bar
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of GPUs: the plan that is best there, or as asked, with its prediction; else the reason why there is
+    none."""
+
+    gpus: int
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    reason: str = ""
+
+
+def read_sweep(text: str) -> list[int]:
+    """The numbers of GPUs that "gpus=8..4096" means: doublings from the first to the last. Raises ConfigError."""
+    match = re.fullmatch(r"(\w+)=(\d+)\.\.(\d+)", text)
+    if not match:
+        raise ConfigError(f"--sweep={text} must be as gpus=8..4096: the fewest and the most GPUs")
+    name, low, high = match[1], int(match[2]), int(match[3])
+    if name != "gpus":
+        raise ConfigError(f"--sweep={text}: only gpus can be swept, as in gpus={low}..{high}")
+    if not 1 <= low <= high <= MAX_GPUS:
+        raise ConfigError(f"--sweep={text}: it must go up, from 1 at least to {MAX_GPUS} at most, as gpus=8..4096")
+    return [low * 2**n for n in range(MAX_GPUS.bit_length()) if low * 2**n <= high]
+
+
+def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> list[Row]:
+    """A row for each number of GPUs. Raises PlanError where none can run, with the first one's reason."""
+    look = _chosen if config.parallel.plan == "auto" else _asked
+    rows = [look(config, Place(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
+    if not any(row.plan for row in rows):
+        raise PlanError("--sweep: the run is possible on none of these numbers of GPUs.\n"
+                        + "\n".join(f"  {row.gpus}: {row.reason}" for row in rows))  # fmt: skip
+    return rows
+
+
+def _chosen(config: Config, place: Place) -> Row:
+    """What the planner chooses there."""
+    train, machines = config.train, place.machines()
+    job = Job(place.gpus, place.gpus_per_node, train.seq_len, train.micro_batch_size, train.global_batch_size)
+    try:
+        choice = search(config.parallel, model_units(config.model), job, machines, lambda plan: trace_run(config, plan))
+    except PlanError as error:
+        return Row(place.gpus, reason=_first_line(error))
+    if not choice.fitting:
+        nearest = choice.too_large[0]
+        needed = f"{needed_words(nearest)} of {machines.available_bytes / GIB:.1f} GiB"
+        return Row(place.gpus, reason=f"none of {len(choice.too_large)} plans fits: the smallest needs {needed} "
+                   f"({describe_choices(nearest.choices)})")  # fmt: skip
+    return _predicted(config, place, choice.best.plan)
+
+
+def _asked(config: Config, place: Place) -> Row:
+    """What the config asks for, if it can be and fits."""
+    try:
+        plan = plan_run(config, place.gpus, place.gpus_per_node)
+    except PlanError as error:
+        return Row(place.gpus, reason=_first_line(error))
+    row, available = _predicted(config, place, plan), place.machines().available_bytes
+    if row.prediction and row.prediction.reserved_bytes > available:
+        needed = f"{row.prediction.reserved_bytes / GIB:.1f} of {available / GIB:.1f} GiB"
+        return Row(place.gpus, reason=f"does not fit: needs {needed}")
+    return row
+
+
+def _predicted(config: Config, place: Place, plan: Plan) -> Row:
+    return Row(place.gpus, plan, predict(config, plan, place.machines().hardware, place.gpus_per_node))
+
+
+def _first_line(error: PlanError) -> str:
+    first, *rest = str(error).splitlines()
+    return first + (f" (and {len(rest)} more)" if rest else "")
+
+
+def sweep_json(rows: Sequence[Row], tokens: float | None) -> dict[str, Any]:
+    """Plain data: the rows, and what they say, in sentences."""
+    return {"sweep": [_plain(row, tokens) for row in rows], "said": list(conclusions(rows))}
+
+
+def _plain(row: Row, tokens: float | None) -> dict[str, Any]:
+    """A row; without a plan all but the number of GPUs and the reason is null."""
+    prediction, values = row.prediction, _values(row)
+    timeline = prediction.timeline if prediction else None
+    plain = {
+        "gpus": row.gpus,
+        "fits": prediction is not None,
+        "reason": row.reason or None,
+        "choices": values,
+        "reserved_gib": prediction and prediction.reserved_bytes / GIB,
+        "step_time_s": timeline and timeline.step_s,
+        "tokens_per_s_per_gpu": prediction and prediction.tokens_per_s_per_gpu,
+        "exposed_share": timeline and timeline.exposed_share,
+    }
+    return plain | ({"days": prediction and _days(row, prediction, tokens)} if tokens else {})
+
+
+def _values(row: Row) -> dict[str, Any] | None:
+    """Degrees and settings of the row's plan. The middle unit's stand for all: first and last are no blocks."""
+    if row.plan is None:
+        return None
+    mesh, unit = row.plan.mesh, row.plan.units[len(row.plan.units) // 2]
+    return {"tp": mesh.tp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard,
+            "activation_checkpoint": unit.activation_checkpoint, "reshard_after_forward": unit.reshard_after_forward,
+            "micro_batch_size": row.plan.micro_batch_size, "accumulation": row.plan.accumulation}  # fmt: skip
+
+
+def _days(row: Row, prediction: Prediction, tokens: float) -> float:
+    return tokens / (prediction.tokens_per_s_per_gpu * row.gpus) / DAY_S
+
+
+def sweep_text(rows: Sequence[Row], tokens: float | None) -> str:
+    """A table with a bar for each count, the counts that cannot be, and what follows."""
+    best = max(row.prediction.tokens_per_s_per_gpu for row in rows if row.prediction)
+    head = ["GPUs", "tp", "replicate", "shard", "checkpointing", "reshard", "micro", "GiB", "step", "exposed",
+            *([f"days for {tokens:.3g}"] if tokens else []), "tokens/s per GPU"]  # fmt: skip
+    cells = [_cells(row, row.prediction, best, tokens) for row in rows if row.prediction]
+    parts = [format_table(head, cells)]
+    parts += ["\n".join(f"{row.gpus} GPUs: {row.reason}" for row in rows if row.reason)] if any(r.reason for r in rows) else []
+    return "\n\n".join([*parts, "\n".join(conclusions(rows))])
+
+
+def _cells(row: Row, prediction: Prediction, best: float, tokens: float | None) -> list[str]:
+    values, timeline, rate = _values(row) or {}, prediction.timeline, prediction.tokens_per_s_per_gpu
+    settings = [str(value).lower() for key, value in values.items() if key != "accumulation"]
+    days = [f"{_days(row, prediction, tokens):,.1f}"] if tokens else []
+    bar = "#" * max(1, round(BAR * rate / best))
+    return [str(row.gpus), *settings, f"{prediction.reserved_bytes / GIB:.1f}", seconds(timeline.step_s),
+            f"{timeline.exposed_share:.1%}", *days, f"{rate:>8,.0f} {bar} {rate / best:.0%}"]  # fmt: skip
+
+
+def conclusions(rows: Sequence[Row]) -> Iterator[str]:
+    """Where FSDP stops hiding its communication, and where replication and tensor parallelism take over, a sentence each."""
+    possible = [(row.gpus, row.plan, row.prediction) for row in rows if row.plan and row.prediction]
+    waiting = next(((gpus, p.timeline.exposed_share) for gpus, _, p in possible if p.timeline.exposed_share > HIDDEN), None)
+    if waiting:
+        yield (f"From {waiting[0]} GPUs on communication is not hidden any more: {waiting[1]:.1%} of the step waits for it, "
+               f"over {HIDDEN:.0%}.")  # fmt: skip
+    else:
+        yield f"Communication is hidden on all of them: at most {HIDDEN:.0%} of a step waits for it."
+    for name, axis in (("HSDP", "dp_replicate"), ("Tensor parallelism", "tp")):
+        first = next(((gpus, getattr(plan.mesh, axis)) for gpus, plan, _ in possible if getattr(plan.mesh, axis) > 1), None)
+        yield f"{name} takes over at {first[0]} GPUs, with {axis}={first[1]}." if first else f"{name} is nowhere the best."
