@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from models.llama import Llama
 from parallel.memory_by_kind import GIB, StepMemory
-from parallel.plan import Plan, UnitPlan, regathered
+from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
 from parallel.planner.costs import DTYPE_BYTES
 from parallel.planner.work import ModelWork
 from parallel.simulate import Simulation, eager_plan
@@ -102,18 +102,26 @@ def predict_traffic(config: Config, plan: Plan) -> Traffic:
     work = trace_run(config, plan)
     model = _one_rank(config, plan)
     idle = set(takewhile(lambda name: work.trained.get(name, 1.0) == 0, plan.modules))  # have no backward
-    sent = [collective for unit in plan.units for collective in _of_unit(unit, plan, _parameters(model, unit), idle)]
-    return _count([*sent, *_of_modules(plan, work, idle)])
+    again = _gathered_again(plan, idle)
+    of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
+    return _count([*chain.from_iterable(of_units), *_of_modules(plan, work, idle)])
 
 
-def _of_unit(unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], idle: set[str]) -> Iterator[tuple[str, str, float]]:
+def _gathered_again(plan: Plan, idle: set[str]) -> set[str]:
+    """Units that a backward gathers: those it needs, and those that are only started ahead of need."""
+    ahead = prefetch_schedule(plan, "backward")
+    needed = [unit for unit in plan.units if not idle.issuperset(unit.modules)]
+    return {unit.name for needing in needed for unit in (needing, *ahead[needing.name]) if regathered(unit)}
+
+
+def _of_unit(unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], again: bool) -> Iterator[tuple[str, str, float]]:
     """Gathers and reductions of a unit: every micro batch gathers and scatters, the last one all-reduces (train.step)."""
-    mesh, backward = plan.mesh, not idle.issuperset(unit.modules)
+    mesh = plan.mesh
     whole = sum(_padded(parameter, mesh.dp_shard) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
     trained = sum(_padded(p, mesh.dp_shard) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
     for _ in range(plan.accumulation):
         if mesh.dp_shard > 1:
-            yield from [("all_gather", "dp_shard", whole)] * (1 + (backward and regathered(unit)))
+            yield from [("all_gather", "dp_shard", whole)] * (1 + again)
             if trained:
                 yield "reduce_scatter", "dp_shard", trained
     if mesh.dp_replicate > 1 and trained:

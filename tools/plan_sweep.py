@@ -155,8 +155,8 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
     possible = [(row.gpus, row.plan, row.prediction) for row in rows if row.plan and row.prediction]
     waiting = next(((gpus, p.timeline.exposed_share) for gpus, _, p in possible if p.timeline.exposed_share > HIDDEN), None)
     if waiting:
-        yield (f"From {waiting[0]} GPUs on communication is not hidden any more: {waiting[1]:.1%} of the step waits for it, "
-               f"over {HIDDEN:.0%}.")  # fmt: skip
+        yield (f"At {waiting[0]} GPUs communication is for the first time not hidden: {waiting[1]:.1%} of the step waits for it, "
+               f"which is over {HIDDEN:.0%}.")  # fmt: skip
     else:
         yield f"Communication is hidden on all of them: at most {HIDDEN:.0%} of a step waits for it."
     for name, axis in (("HSDP", "dp_replicate"), ("Tensor parallelism", "tp")):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from parallel.plan import Plan, PlanError
 from parallel.plan_file import load_plan, plan_to_yaml
-from tools.plan import main, make_parser
+from tools.plan import main
 from tools.plan_diff import diff_plans, in_words
+from tools.plan_options import make_parser
 from train.config import ConfigError, parse_config
 from train.planning import plan_run
 
@@ -40,8 +41,12 @@ def test_json_has_the_plan_and_the_memory(capsys: Output) -> None:
     memory = document["predicted"]["memory"]
     assert list(memory) == KINDS
     assert memory["params"] == pytest.approx(8.03e9 * 4 / 8 / 2**30, rel=0.01)
-    assert document["predicted"]["peak_memory_gib"] == pytest.approx(sum(memory.values()))
-    assert document["predicted"]["fits"] is None
+    predicted = document["predicted"]
+    assert list(predicted["memory_at_peak"]) == KINDS
+    assert predicted["peak_memory_gib"] == pytest.approx(sum(predicted["memory_at_peak"].values()))
+    assert all(memory[kind] >= gib for kind, gib in predicted["memory_at_peak"].items())
+    assert all(predicted[key] is None for key in ("fits", "step_time_s", "tokens_per_s_per_gpu", "mfu", "reserved_gib"))
+    assert document["reasons"] == []
     assert not dist.is_initialized()
 
 
@@ -93,9 +98,11 @@ def test_mistakes_are_named(arguments: list[str], error: type[Exception], messag
     "bad",
     [
         [],
-        ["--config=llama_8b"],
+        ["--gpus=8"],
         ["--config=llama_8b", "--gpus=0"],
         ["--config=llama_8b", "--gpus=8", "--gpus-per-node=0"],
+        ["--config=llama_8b", "--gpus=8", "--gpu=h100-sxm", "--tokens=0"],
+        ["--config=llama_8b", "--gpus=8", "--gpu=h100-sxm", "--tokens=many"],
         ["diff", "one.yaml"],
     ],
     ids=str,

@@ -84,7 +84,7 @@ CASES = (
     PlanCase("llama_8b", 64, "parallel.tp=8 parallel.loss_parallel=false parallel.activation_checkpoint=full"),
     PlanCase("llama_8b", 32, "parallel.tp=4 parallel.sequence_parallel=false parallel.activation_checkpoint=selective"),
     PlanCase("llama_8b", 8, "parallel.tp=8"),
-    PlanCase("llama_8b", 64, "parallel.tp=4 parallel.dp_replicate=2 parallel.reshard_after_forward=4"),
+    PlanCase("llama_8b", 64, "parallel.dp_replicate=4 parallel.reshard_after_forward=4 train.seq_len=2048"),
     PlanCase("llama_8b", 8, "parallel.forward_prefetch=0 parallel.backward_prefetch=0 train.seq_len=1024"),
     PlanCase("llama_8b", 8, "parallel.forward_prefetch=2 parallel.backward_prefetch=2 train.seq_len=2048"),
     PlanCase("llama_8b", 8, "parallel.reshard_after_forward=false train.seq_len=4096"),

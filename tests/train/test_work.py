@@ -1,0 +1,162 @@
+"""A Llama's work, as it is read from its code, against what is known of the 8B, and what reading it leaves behind."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models.cost import matmul_parameters
+from models.size import count_parameters
+from parallel.compile import count_compiled_graphs
+from parallel.planner.work import ModelWork, ModuleWork
+from train.config import parse_config
+from train.planning import plan_run
+from train.work import trace_model
+
+MIB = 2**20
+SEQ_LEN = 8192
+SMALL = ("--model.dim=32", "--model.n_layers=3", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
+         "--model.vocab_size=264", "--model.max_seq_len=64", "--train.seq_len=64")  # fmt: skip
+EAGER = "--parallel.compile.enabled=false"
+
+
+def work_of(*keys: str, ranks: int = 1) -> ModelWork:
+    config = parse_config(keys)
+    return trace_model(config.model, plan_run(config, ranks, 8), config.train.seq_len)
+
+
+def block_8b(*keys: str, ranks: int = 8) -> ModuleWork:
+    return work_of("--config=llama_8b.yaml", "--model.n_layers=1", *keys, ranks=ranks).modules["layers.0"]
+
+
+def kept_mib(*keys: str) -> float:
+    keeps = block_8b(*keys).keeps
+    assert keeps.fixed == 0
+    return keeps.per_sequence / MIB
+
+
+def test_a_compiled_8b_block_keeps_1089_mib_of_8192_tokens() -> None:
+    """In bfloat16; 64 MiB of them are its input, which is all that is kept where everything is computed again."""
+    assert kept_mib() == pytest.approx(1089, abs=0.5)
+    assert kept_mib("--parallel.activation_checkpoint=full") == 64
+    assert 64 < kept_mib("--parallel.activation_checkpoint=selective") < 1089
+
+
+def test_a_smaller_budget_keeps_less() -> None:
+    kept = [kept_mib("--parallel.activation_checkpoint=budget", f"--parallel.activation_budget={b}") for b in (0, 0.25, 0.5, 0.75, 1)]
+    assert kept == sorted(kept)
+    assert (kept[0], kept[-1]) == (64, kept_mib())
+    assert len(set(kept)) == 5
+
+
+def test_an_eager_block_keeps_what_autograd_saves() -> None:
+    """By hand, in D 4096, K·H 1024, F 14336 of 8,192 tokens in bfloat16, 2 bytes a value: norms keep their inputs and
+    one float32 a token, products and attention theirs, RoPE nothing in bfloat16 but what it makes in float32."""
+    eager, compiled = kept_mib(EAGER), kept_mib()
+    assert eager > compiled
+    assert kept_mib(EAGER, "--parallel.activation_checkpoint=full") == 64
+
+
+@pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
+def test_flops_are_those_of_the_formulas(keys: tuple[str, ...]) -> None:
+    """Products by the parameters that they multiply; attention 12 L D S of which causal kernels do half, and the backward
+    one of five products again, which the formula does not count: 7 products instead of 6."""
+    config = parse_config([*SMALL, *keys])
+    work = trace_model(config.model, plan_run(config, 1, 8), 64)
+    flops = {"matmul": 0.0, "attention": 0.0}
+    for module in work.modules.values():
+        for operation in (*module.forward.operations, *module.backward.operations):
+            assert operation.flops.fixed == 0
+            if operation.kind in flops:
+                flops[operation.kind] += operation.flops.per_sequence
+    assert flops["matmul"] == 64 * 6 * matmul_parameters(config.model)
+    assert flops["attention"] == 64 * 12 * config.model.n_layers * config.model.dim * 64 / 2 * 7 / 6
+
+
+def test_recomputing_does_a_forward_more() -> None:
+    def backward_flops(*keys: str) -> float:
+        operations = work_of(*SMALL, *keys).modules["layers.0"].backward.operations
+        return sum(operation.flops.per_sequence for operation in operations)
+
+    forward = sum(operation.flops.per_sequence for operation in work_of(*SMALL).modules["layers.0"].forward.operations)
+    none, full = backward_flops(), backward_flops("--parallel.activation_checkpoint=full")
+    selective = backward_flops("--parallel.activation_checkpoint=selective")
+    last_product = 2 * 64 * 64 * 32  # whose result the backward does not need
+    assert full - none == forward - last_product
+    assert none <= selective < full
+
+
+@pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
+def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
+    whole, split = (block_8b(*keys, f"--parallel.tp={tp}") for tp in (1, 4))
+    counts = [count_parameters(parse_config(["--config=llama_8b.yaml"]).model, dict.fromkeys(parts, 4)).block
+              for parts in ((), ("attention", "feed_forward"))]  # fmt: skip
+    assert [whole.parameters, split.parameters] == counts
+    for phase in ("forward", "backward"):
+        flops = [sum(op.flops.per_sequence for op in getattr(work, phase).operations) for work in (whole, split)]
+        assert flops[0] == 4 * flops[1]
+    assert split.output.per_sequence == whole.output.per_sequence / 4, "sequence parallel: a quarter of the tokens"
+    assert whole.keeps.per_sequence / 4 <= split.keeps.per_sequence < whole.keeps.per_sequence / 2
+    sent = [op.name for op in split.forward.operations if op.kind == "collective"]
+    assert sent == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
+
+
+def test_modules_come_in_the_plans_order_and_blocks_share_their_work() -> None:
+    config = parse_config(SMALL)
+    plan = plan_run(config, 1, 8)
+    work = trace_model(config.model, plan, 64)
+    assert tuple(work.modules) == plan.modules
+    assert work.modules["layers.0"] is work.modules["layers.2"]
+    assert (work.logits, work.seq_len, work.tables) == ("head", 64, 2 * 64 * 8 * 4)
+    counts = count_parameters(config.model)
+    assert [work.modules[name].parameters for name in ("tok_embeddings", "layers.0", "head")] == [
+        counts.embedding, counts.block, counts.head]  # fmt: skip
+
+
+def test_weights_have_their_rows_and_add_up_to_the_parameters() -> None:
+    block = block_8b("--parallel.tp=4")
+    assert block.weights[1] == (4096 // 4, 4096), "wq: rows are split"
+    assert block.weights[4] == (4096, 4096 // 4), "wo: columns are"
+    assert sum(rows * values for rows, values in block.weights) == block.parameters
+
+
+def test_tied_embeddings_count_once() -> None:
+    work = work_of(*SMALL, "--model.tie_embeddings=true")
+    assert (work.modules["tok_embeddings"].parameters, work.modules["tok_embeddings"].weights) == (0, ())
+    assert work.modules["head"].parameters == 264 * 32 + 32
+
+
+def test_tracing_leaves_nothing_behind_that_a_run_would_notice() -> None:
+    """Another shape than any other test's, so that nothing is remembered."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    work_of(*SMALL, "--model.ffn_dim=72")
+    assert count_compiled_graphs() == 0
+    assert torch.get_default_dtype() is torch.float32
+    assert not dist.is_initialized()
+
+    module = nn.Linear(4, 4)
+    module.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert type(module(torch.ones(2, 4)).detach()) is torch.Tensor
+    assert count_compiled_graphs() == 1
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes_are_those_of_the_unit(dtype: str) -> None:
+    module = work_of(*SMALL, f"--parallel.param_dtype={dtype}").modules["layers.1"]
+    assert {op.dtype for op in module.forward.operations if op.kind == "matmul"} == {dtype}
+
+
+def test_a_block_of_another_setting_is_traced_by_itself() -> None:
+    """Every other block computes again."""
+    keys = ("--parallel.activation_checkpoint=selective", "--parallel.selective_policy=every:2")
+    work = work_of(*SMALL, *keys)
+    alone = work_of(*SMALL).modules["layers.0"]
+    kept = [work.modules[f"layers.{i}"].keeps for i in range(3)]
+    assert sorted({k.per_sequence for k in kept}) == sorted({64 * 32 * 4, alone.keeps.per_sequence})
+    assert dataclasses.astuple(kept[0]) == dataclasses.astuple(kept[2])
