@@ -145,12 +145,13 @@ def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str,
 
 
 def as_json(asked: Answer) -> dict[str, Any]:
-    """Plain data: plan, reasons, advice, predicted and, if the planner chose, the candidates in order."""
+    """Plain data: plan, reasons, advice, predicted; if the planner chose, the candidates in order, and those that were not
+    timed because they are slower at best."""
     document: dict[str, Any] = {"plan": plan_to_dict(asked.plan), "reasons": list(asked.reasons), "advice": list(asked.advice),
                                 "predicted": _predicted(asked)}  # fmt: skip
     if asked.choice:
         document["candidates"] = list(_candidates(asked, asked.choice))
-        document["slower_candidates"] = asked.choice.slower
+        document["slower"] = [_slower(asked.choice.best, candidate) for candidate in asked.choice.slower]
     return document
 
 
@@ -189,6 +190,12 @@ def _candidates(asked: Answer, choice: Choice) -> Iterator[dict[str, Any]]:
             "exposed_share": timeline and timeline.exposed_share,
         }
         yield row if timeline else row | {"reason": f"needs {needed_words(candidate)} of {available_gib:.1f} GiB"}
+
+
+def _slower(best: Candidate, candidate: Candidate) -> dict[str, Any]:
+    """One that was not looked at any further."""
+    ratio = 1 - candidate.rate() / best.rate()
+    return {"choices": dict(candidate.choices), "reason": f"at least {ratio:.1%} slower than the best"}
 
 
 def token_rate(config: Config, candidate: Candidate) -> float:

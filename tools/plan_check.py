@@ -20,7 +20,7 @@ from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
 from parallel.planner.costs import DTYPE_BYTES
 from parallel.planner.work import ModelWork
 from parallel.simulate import Simulation, eager_plan
-from parallel.tensor import apply_as_one_rank
+from parallel.tensor import apply_as_one_rank, find_style
 from tools.command import format_table
 from tools.simulate import simulate_run
 from train.build import freeze
@@ -29,6 +29,7 @@ from train.predict import predict_memory, trace_run
 
 EXACT, ABOUT = 0.01, 0.08  # differences that are allowed: of what is exact by nature, and of the peak
 EXACT_KINDS = ("params", "grads", "optimizer")
+SEQUENCE_STYLES = ("sequence", "whole_sequence")  # of norms that see a rank's share of the tokens
 TINY = 0.001  # of all bytes that are sent
 
 Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> how many, and their bytes
@@ -104,7 +105,7 @@ def predict_traffic(config: Config, plan: Plan) -> Traffic:
     idle = set(takewhile(lambda name: work.trained.get(name, 1.0) == 0, plan.modules))  # have no backward
     again = _gathered_again(plan, idle)
     of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
-    return _count([*chain.from_iterable(of_units), *_of_modules(plan, work, idle)])
+    return _count([*chain.from_iterable(of_units), *_of_modules(plan, work, idle), *_of_norms(plan, model)])
 
 
 def _gathered_again(plan: Plan, idle: set[str]) -> set[str]:
@@ -126,6 +127,17 @@ def _of_unit(unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], aga
                 yield "reduce_scatter", "dp_shard", trained
     if mesh.dp_replicate > 1 and trained:
         yield "all_reduce", "dp_replicate", trained / mesh.dp_shard
+
+
+def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
+    """With sequence parallelism each tp rank has its tokens' part of a norm's gradient: FSDP2 sums them, in param_dtype."""
+    if not plan.tensor.sequence_parallel:
+        return
+    for unit in plan.units:
+        for name, parameter in chain.from_iterable(model.get_submodule(m).named_parameters(m) for m in unit.modules):
+            if find_style(plan.tensor, name.rpartition(".")[0]) in SEQUENCE_STYLES and parameter.requires_grad:
+                size = parameter.numel() * DTYPE_BYTES[unit.param_dtype]
+                yield from [("all_reduce", "tp", size)] * plan.accumulation
 
 
 def _padded(parameter: nn.Parameter, shards: int) -> int:

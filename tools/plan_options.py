@@ -3,6 +3,7 @@
 import argparse
 import difflib
 from collections.abc import Sequence
+from typing import NoReturn
 
 from parallel.planner.hardware import load_hardware
 from parallel.strict_yaml import YamlError
@@ -38,15 +39,22 @@ examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all of our own checks do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}. See python -m {PROG} -h")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Options of planning; every key of the config is accepted besides."""
     usage = [f"--gpus N [--gpu KIND] [--tokens T] [--check] [--save F] [--timeline F] {KEYS}", f"--gpu KIND --min-gpus {KEYS}",
              f"--gpu KIND --sweep gpus=8..4096 {KEYS}", f"--gpus N --compare {KEYS}"]  # fmt: skip
     lines = [*(f"python -m {PROG} --config X {words}" for words in usage), f"python -m {PROG} diff A.yaml B.yaml [--json]"]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"python -m {PROG}",
         usage="\n       ".join(lines),
-        description="Print the plan of a run, advice where it makes little sense, the memory it is predicted to need per GPU, "
+        description="Print the plan of a run, advice where it makes little sense, the memory it is predicted to need per GPU,\n"
         "and for a kind of GPU whether it fits and how fast it will be. Needs no GPU and starts no processes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -77,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def make_diff_parser() -> argparse.ArgumentParser:
     """Options of comparing."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"python -m {PROG} diff", description="Say in words what differs between two plan files.", allow_abbrev=False
     )
     parser.add_argument("a", metavar="A.yaml", help="a plan file, such as plan.yaml of a run")

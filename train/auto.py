@@ -1,7 +1,7 @@
 """A run with `parallel.plan: auto`: the planner on the machine at hand."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from train.runtime import Place
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Chosen:
     """A plan that the planner has chosen for this machine: the figures it predicts, by their names in metrics.jsonl, and
     what it has to say."""
@@ -36,7 +36,10 @@ class Chosen:
 def choose_here(config: Config, place: Place, device: torch.device, device_name: str) -> Chosen:
     """Plan for as many processes as there are, on this kind of device with what memory it has. Raises PlanError for a device
     that no file in configs/hardware describes, and if nothing fits."""
-    machines = Machines(_find_kind(device, device_name), place.local_world_size, device_memory_bytes(device, place))
+    kind = _find_kind(device, device_name)
+    if kind.cores:
+        kind = dataclasses.replace(kind, cores=min(kind.cores, place.local_world_size * torch.get_num_threads()))
+    machines = Machines(kind, place.local_world_size, device_memory_bytes(device, place))
     choice = choose_plan(config, place.world_size, machines)
     plan = choice.best.plan
     predicted = predict(config, plan, machines.hardware, place.local_world_size)

@@ -21,6 +21,7 @@ from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from parallel.plan import Plan
 from parallel.plan_file import plan_to_table, plan_to_yaml
 from parallel.planner.hardware import find_hardware
+from parallel.planner.memory import usable_bytes
 from parallel.recompile import RecompileGuard
 from parallel.strategy import describe_strategy
 from train.auto import choose_here, from_main
@@ -73,6 +74,7 @@ def run(config: Config, place: Place) -> bool:
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner asks the compiler
         start_process(config.run, place, device)  # one process plans for all: they must not differ
+        screen.line(f"planner: trying the plans for {place.world_size} processes on {device_name}; this takes about half a minute")
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
     plan = chosen.plan if chosen else plan_run(config, place.world_size, place.local_world_size)
     use_cache_folder(plan.compile)
@@ -169,7 +171,8 @@ def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device
     """Bytes that a process will need. Raises PlanError if it has less."""
     # On a CPU what cpu_offload keeps in host memory is on the device.
     in_memory = dataclasses.replace(plan, cpu_offload=plan.cpu_offload and device.type != "cpu")
-    return check_fits(config, in_memory, device_memory_bytes(device, place), device_name).peak_bytes
+    available, kind = device_memory_bytes(device, place), find_hardware(device_name)
+    return check_fits(config, in_memory, usable_bytes(available, kind) if kind else available, device_name).peak_bytes
 
 
 def _make_folder(config: Config) -> Path:

@@ -95,15 +95,19 @@ def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: i
     """
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size))
-    regroup = {unit.name: _regather_group(unit, plan.mesh, gpus_per_node, groups["dp_shard"]) for unit in plan.units}
     hidden = ASYNC_TP_HIDDEN if async_tp else 0.0
     times: dict[tuple[int, str], ModuleTimes] = {}  # blocks are one and the same work: each is looked at once
     keys = {name: (id(work.modules[name]), "" if name == work.logits else matmul_dtype) for name in plan.modules}
     for name, key in keys.items():
         if key not in times:
             times[key] = _module_times(work.modules[name], plan.micro_batch_size, device, groups["tp"], key[1], hidden)
+    units: dict[_Sending, UnitTimes] = {}
+    sending = {unit.name: _what_is_sent(unit, plan, work, gpus_per_node) for unit in plan.units}
+    for what in sending.values():
+        if what not in units:
+            units[what] = _unit_times(what, device, groups)
     return StepTimes(
-        units={unit.name: _unit_times(unit, work, device, groups, regroup[unit.name]) for unit in plan.units},
+        units={name: units[what] for name, what in sending.items()},
         modules={name: times[key] for name, key in keys.items()},
         optimizer_s=_optimizer_s(plan, work, device),
         overlaps=hardware.overlaps,
@@ -163,31 +167,48 @@ def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: 
     return seconds
 
 
-def _unit_times(unit: UnitPlan, work: ModelWork, hardware: Hardware, groups: Mapping[str, Group], regroup: Group) -> UnitTimes:
+@dataclass(frozen=True)
+class _Sending:
+    """What decides how long a unit's collectives take. Units alike in it are looked at once.
+
+    Args:
+        parameters, trained: on one tp rank
+        held_bytes, sent_bytes: of a number, gathered and reduced
+        regroup: the ranks that gather it for its backward; None if it stays gathered
+    """
+
+    parameters: int
+    trained: float
+    held_bytes: int
+    sent_bytes: int
+    regroup: Group | None
+
+
+def _what_is_sent(unit: UnitPlan, plan: Plan, work: ModelWork, gpus_per_node: int) -> _Sending:
+    parameters = sum(work.modules[name].parameters for name in unit.modules)
+    size = unit.reshard_after_forward
+    among = size if type(size) is int else plan.mesh.dp_shard  # a smaller, neighbouring group
+    regroup = strided_group(among, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size)) if regathered(unit) else None
+    return _Sending(parameters, trained_parameters(unit.modules, work), DTYPE_BYTES[unit.param_dtype],
+                    DTYPE_BYTES[unit.reduce_dtype], regroup)  # fmt: skip
+
+
+def _unit_times(what: _Sending, hardware: Hardware, groups: Mapping[str, Group]) -> UnitTimes:
     """A unit's collectives and copies. A rank casts its shard to param_dtype and gathers the whole unit into one buffer,
     which is copied out into the weights; gradients are copied, and cast, into another, which is scattered."""
     shard, replicate = groups["dp_shard"], groups["dp_replicate"]
-    held, sent = DTYPE_BYTES[unit.param_dtype], DTYPE_BYTES[unit.reduce_dtype]
-    parameters = sum(work.modules[name].parameters for name in unit.modules)
-    trained = trained_parameters(unit.modules, work)
-    cast_s = traffic_s(parameters / shard.size * (STORED_BYTES + held), hardware)
-    gather_s = collective_s("all_gather", parameters * held, shard, hardware)
-    regather_s = collective_s("all_gather", parameters * held, regroup, hardware) if regathered(unit) else 0.0
+    held, sent = what.parameters * what.held_bytes, what.trained * what.sent_bytes
+    cast_s = traffic_s(what.parameters / shard.size * (STORED_BYTES + what.held_bytes), hardware)
     alone = shard.size == 1
+    regather_s = collective_s("all_gather", held, what.regroup, hardware) if what.regroup else 0.0
     return UnitTimes(
-        gather_s=0.0 if alone else gather_s + cast_s,
-        regather_s=regather_s + (cast_s if regathered(unit) and regroup == shard and not alone else 0.0),
-        copy_out_s=traffic_s(2 * held * parameters, hardware) + (cast_s if alone else 0.0),
-        copy_in_s=traffic_s(trained * (held + sent), hardware),
-        scatter_s=collective_s("reduce_scatter", trained * sent, shard, hardware),
-        all_reduce_s=collective_s("all_reduce", trained * sent / shard.size, replicate, hardware),
+        gather_s=0.0 if alone else collective_s("all_gather", held, shard, hardware) + cast_s,
+        regather_s=regather_s + (cast_s if what.regroup == shard and not alone else 0.0),
+        copy_out_s=traffic_s(2 * held, hardware) + (cast_s if alone else 0.0),
+        copy_in_s=traffic_s(what.trained * what.held_bytes + sent, hardware),
+        scatter_s=collective_s("reduce_scatter", sent, shard, hardware),
+        all_reduce_s=collective_s("all_reduce", sent / shard.size, replicate, hardware),
     )
-
-
-def _regather_group(unit: UnitPlan, mesh: MeshPlan, gpus_per_node: int, shard: Group) -> Group:
-    """The ranks that gather a unit for its backward: those of its all-gather, or of a smaller, neighbouring group."""
-    size = unit.reshard_after_forward
-    return strided_group(size, mesh.tp, min(gpus_per_node, mesh.world_size)) if type(size) is int else shard
 
 
 def _optimizer_s(plan: Plan, work: ModelWork, hardware: Hardware) -> float:

@@ -4,7 +4,7 @@ Fusion is inductor's in outline: operations on elements, and reductions, that to
 attention or collective in between are one kernel, which reads what comes from outside once and writes what goes outside.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -166,35 +166,19 @@ class KernelGraph:
         for i, kernel in enumerate(self.kernels):
             dying = {node for node in kernel.reads & live & ours if last_use[node] == i}
             live |= kernel.writes
-            moments.append(total(map(self.size, live - self._overwritten(kernel, dying))))
+            moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
             live = {node for node in live if last_use.get(node, -1) > i}
         return moments
 
-    def _overwritten(self, kernel: _Kernel, dying: Collection[Node]) -> set[Node]:
-        """Those of the dying inputs into which a kernel on elements writes its results, as inductor lets it: of the same type
-        and size, and read for no result that is written later (torch/_inductor/scheduler.py, decide_inplace_update)."""
-        if _is_anchor(kernel.nodes[0]):
-            return set()
-        needed = {made: self._reads_of(made, kernel) for made in sorted(kernel.writes, key=self._place.__getitem__)}
-        taken: set[Node] = set()
-        for made in list(needed):
-            inputs = needed.pop(made)
-            free = inputs.intersection(dying).difference(taken, *needed.values())
-            match = (node for node in free if _storage_key(node) == _storage_key(made))
-            taken.update(islice(match, 1))
-        return taken
 
-    def _reads_of(self, made: Node, kernel: _Kernel) -> set[Node]:
-        """What is read to make one of a kernel's results: what comes from outside, and the kernel's other results."""
-        found: set[Node] = set()
-        waiting = [made]
-        while waiting:
-            for source in {self.storage[source] for source in self._sources(waiting.pop())} - found:
-                if self._kernel_of.get(source) is kernel and source not in kernel.writes:
-                    waiting.append(source)
-                else:
-                    found.add(source)
-        return found
+def _overwritten(kernel: _Kernel, dying: Iterable[Node]) -> set[Node]:
+    """Of the dying inputs the one into which a kernel on elements writes its only result, as inductor does if type and size
+    are the same (torch/_inductor/scheduler.py, decide_inplace_update). With several results it depends on their loops,
+    and no input is counted on."""
+    if _is_anchor(kernel.nodes[0]) or len(kernel.writes) != 1:
+        return set()
+    (made,) = kernel.writes
+    return set(islice((node for node in dying if _storage_key(node) == _storage_key(made)), 1))
 
 
 def attention_flops(name: str, arguments: Any) -> float:

@@ -9,6 +9,7 @@ whole gradient is copied into a buffer in reduce_dtype, which lives until the ne
 from collections.abc import Iterator
 from itertools import takewhile
 from math import prod
+from operator import attrgetter
 
 from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
 from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
@@ -23,8 +24,8 @@ def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:
     """A step's memory under AdamW with float32 parameters, gradients and two moments, all sharded alike. What the allocator
     adds is not in it, nor what `cpu_offload` keeps in host memory."""
     moments = list(_Walk(plan, work).moments())
-    most = {kind: max(getattr(moment, kind) for moment in moments) for kind in MemoryByKind.__annotations__}
-    return StepMemory(MemoryByKind(**most), max(moments, key=lambda moment: moment.total))
+    most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryByKind.__annotations__}
+    return StepMemory(MemoryByKind(**most), max(moments, key=attrgetter("total")))
 
 
 class _Walk:

@@ -5,6 +5,7 @@ forward keeps and what the backward computes again, as it will in the run.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -116,7 +117,10 @@ def _quiet_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():  # of dynamo's own doing, which it does not show
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            warnings.filterwarnings("ignore", ".* should not be instantiated. Methods on autograd functions", DeprecationWarning)
+            yield
     finally:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

@@ -26,7 +26,7 @@ CASES = [
     (4, ["--parallel.reshard_after_forward=2"]),
     (4, ["--parallel.reshard_after_forward=false", "--parallel.activation_checkpoint=selective"]),
     (4, ["--parallel.tp=2", "--train.global_batch_size=4"]),
-    (4, ["--parallel.tp=4", "--parallel.sequence_parallel=false"]),
+    (4, ["--parallel.tp=2", "--parallel.sequence_parallel=false"]),
     (2, ["--model.tie_embeddings=true", "--parallel.param_dtype=bfloat16"]),
     (2, ["--train.freeze=[\"layers.0.*\",\"tok_embeddings.*\"]"]),
     (48, []),  # rows that do not divide: they are filled up

@@ -30,7 +30,7 @@ def test_doublings() -> None:
 
 @pytest.mark.parametrize("bad", ["gpus=8..4", "gpus=0..4", "gpus=8", "8..16", "gpus=8...16", "gpus=8..x", "gpus=8..100000000"])
 def test_a_range_must_go_up(bad: str) -> None:
-    with pytest.raises(ConfigError, match="as gpus=8..4096"):
+    with pytest.raises(ConfigError, match=r"as gpus=8\.\.4096"):
         read_sweep(bad)
 
 
