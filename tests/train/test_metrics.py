@@ -15,7 +15,7 @@ THROUGHPUT = Throughput(tokens_per_step=100, flops_per_token=1.0, flops_per_toke
 
 
 def open_metrics(folder: Path, is_main: bool = True) -> Metrics:
-    return Metrics(MetricsConfig(tensorboard=False), THROUGHPUT, folder, torch.device("cpu"), is_main)
+    return Metrics(MetricsConfig(tensorboard=False), THROUGHPUT, folder, torch.device("cpu"), is_main, {})
 
 
 def rows_in(folder: Path) -> list[dict[str, float]]:
