@@ -160,5 +160,14 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
     else:
         yield f"Communication is hidden on all of them: at most {HIDDEN:.0%} of a step waits for it."
     for name, axis in (("HSDP", "dp_replicate"), ("Tensor parallelism", "tp")):
-        first = next(((gpus, getattr(plan.mesh, axis)) for gpus, plan, _ in possible if getattr(plan.mesh, axis) > 1), None)
-        yield f"{name} takes over at {first[0]} GPUs, with {axis}={first[1]}." if first else f"{name} is nowhere the best."
+        yield f"{name} {_takes_over([(gpus, getattr(plan.mesh, axis)) for gpus, plan, _ in possible], axis)}."
+
+
+def _takes_over(degrees: Sequence[tuple[int, int]], axis: str) -> str:
+    """Where an axis is used, of pairs of a number of GPUs and the axis's degree there."""
+    used = [(gpus, degree) for gpus, degree in degrees if degree > 1]
+    if not used:
+        return "is nowhere the best"
+    if used == list(degrees[-len(used) :]):
+        return f"takes over at {used[0][0]} GPUs, with {axis}={used[0][1]}"
+    return "is the best at " + ", ".join(f"{gpus} GPUs ({axis}={degree})" for gpus, degree in used) + " and not everywhere above"

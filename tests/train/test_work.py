@@ -22,6 +22,11 @@ SMALL = ("--model.dim=32", "--model.n_layers=3", "--model.n_heads=4", "--model.n
 EAGER = "--parallel.compile.enabled=false"
 
 
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
 def work_of(*keys: str, ranks: int = 1) -> ModelWork:
     config = parse_config(keys)
     return trace_model(config.model, plan_run(config, ranks, 8), config.train.seq_len)
@@ -52,10 +57,8 @@ def test_a_smaller_budget_keeps_less() -> None:
 
 
 def test_an_eager_block_keeps_what_autograd_saves() -> None:
-    """By hand, in D 4096, K·H 1024, F 14336 of 8,192 tokens in bfloat16, 2 bytes a value: norms keep their inputs and
-    one float32 a token, products and attention theirs, RoPE nothing in bfloat16 but what it makes in float32."""
-    eager, compiled = kept_mib(EAGER), kept_mib()
-    assert eager > compiled
+    """More than the compiler, which makes again what is cheap."""
+    assert kept_mib(EAGER) > kept_mib()
     assert kept_mib(EAGER, "--parallel.activation_checkpoint=full") == 64
 
 
@@ -137,7 +140,7 @@ def test_tracing_leaves_nothing_behind_that_a_run_would_notice() -> None:
     assert torch.get_default_dtype() is torch.float32
     assert not dist.is_initialized()
 
-    module = nn.Linear(4, 4)
+    module = Doubling()
     module.compile(fullgraph=True, backend="aot_eager")
     for _ in range(2):
         assert type(module(torch.ones(2, 4)).detach()) is torch.Tensor

@@ -1,0 +1,217 @@
+"""Small traced functions read as kernels: what is fused, moved and alive, worked out by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from parallel.planner.graph import GraphInputs, KernelGraph
+from parallel.planner.work import Linear
+
+SEQUENCES = 2  # traced: amounts per sequence are half of what is seen
+TOKENS, DIM = 3, 4
+X = TOKENS * DIM * 4  # bytes of a sequence of x[B * TOKENS, DIM] in float32
+W = DIM * DIM * 4
+x = torch.ones(SEQUENCES * TOKENS, DIM)
+w = torch.ones(DIM, DIM)
+
+
+def per_sequence(size: float, fixed: float = 0) -> Linear:
+    return Linear(fixed, size)
+
+
+def trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> tuple[Graph, list[Node]]:
+    """A graph and its placeholders."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    return graph, [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def read(function: Callable[..., list[Tensor]], *inputs: Tensor, weights: int = 0, held: bool = False, **known: Any) -> KernelGraph:
+    """Kernels of a function whose last inputs are `weights`."""
+    graph, placeholders = trace(function, *inputs)
+    uncounted = placeholders[len(placeholders) - weights :]
+    return KernelGraph(graph, GraphInputs(uncounted, {}, held, **known), SEQUENCES)
+
+
+def names(graph: KernelGraph) -> list[tuple[str, str]]:
+    return [(operation.kind, operation.name) for operation in graph.phase().operations]
+
+
+# Fusion
+
+
+def test_operations_on_elements_are_one_kernel_that_reads_and_writes_once() -> None:
+    (kernel,) = read(lambda x: [(x.relu() + 1) * 2], x).phase().operations
+    assert (kernel.kind, kernel.bytes) == ("memory", per_sequence(X + X))
+
+
+def test_what_lies_on_both_sides_of_a_product_is_not_fused() -> None:
+    graph = read(lambda x, w: [torch.mm(x.relu(), w).sigmoid()], x, w, weights=1)
+    assert names(graph) == [("memory", "relu"), ("matmul", "mm"), ("memory", "sigmoid")]
+    product = graph.phase().operations[1]
+    assert product.flops == per_sequence(2 * TOKENS * DIM * DIM)
+    assert product.bytes == per_sequence(X + X, fixed=W)
+
+
+def test_a_reduction_is_fused_with_what_it_reduces_and_what_is_made_of_it() -> None:
+    (kernel,) = read(lambda x: [x * torch.rsqrt((x * x).mean(-1, keepdim=True))], x).phase().operations
+    assert kernel.bytes == per_sequence(X + X)
+
+
+def test_branches_of_one_input_are_one_kernel_only_where_they_meet() -> None:
+    assert len(read(lambda x: [x.relu(), x.sigmoid()], x).kernels) == 2
+    assert len(read(lambda x: [x.relu() * x.sigmoid()], x).kernels) == 1
+
+
+def test_kernels_come_after_all_that_they_read() -> None:
+    """relu + sigmoid are one kernel, whose first operation comes before the product that its like needs."""
+    graph = read(lambda x, w: [torch.mm(x.neg(), w).sigmoid() + x.relu()], x, w, weights=1)
+    made: set[Node] = set()
+    for kernel in graph.kernels:
+        assert all(node in made for node in kernel.reads if node.op == "call_function")
+        made |= set(kernel.nodes)
+
+
+# Aliases
+
+
+def test_views_are_the_storage_they_look_at() -> None:
+    graph = read(lambda x: [x.view(-1).unsqueeze(0).t() + 1], x)
+    assert names(graph) == [("memory", "add")]
+    (returned,) = graph.returned()
+    assert returned is not None
+    assert graph.size(returned) == per_sequence(X)
+
+
+def test_a_part_that_is_returned_keeps_the_whole() -> None:
+    """The storage of x + 1, of whose two columns one is returned."""
+    graph = read(lambda x: [(x + 1)[:, :1]], x)
+    (returned,) = graph.returned()
+    assert returned is not None
+    assert graph.size(returned) == per_sequence(X)
+
+
+def test_placeholders_of_one_storage_are_counted_once() -> None:
+    graph, (first, second) = trace(lambda a, b: [a + b], x, x.clone())
+    both = KernelGraph(graph, GraphInputs((), {}, held=True), SEQUENCES)
+    once = KernelGraph(graph, GraphInputs((), {second: first}, held=True), SEQUENCES)
+    assert both.phase().live == (per_sequence(3 * X),)
+    assert once.phase().live == (per_sequence(2 * X),)
+
+
+# What grows with the micro batch
+
+
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [
+        (lambda x, w: [torch.mm(x.t(), x + 1)], Linear(W, 0)),  # the gradient of a weight
+        (lambda x, w: [(x + 1).sum(0)], Linear(4 * DIM, 0)),  # over the tokens, as a norm's gradient
+        (lambda x, w: [(x + 1).sum(1)], Linear(0, 4 * TOKENS)),
+        (lambda x, w: [torch.mm(x, w)], Linear(0, X)),
+        (lambda x, w: [w + 1], Linear(W, 0)),
+    ],
+    ids=["weight gradient", "sum over tokens", "sum over dim", "product", "of a weight"],
+)
+def test_sizes_are_fixed_or_grow_with_the_sequences(function: Callable[..., list[Tensor]], size: Linear) -> None:
+    graph = read(function, x, w, weights=1)
+    (returned,) = graph.returned()
+    assert returned is not None
+    assert graph.size(returned) == size
+
+
+def test_what_is_not_counted_is_not_returned_either() -> None:
+    graph = read(lambda x, w: [x + 1, w, x], x, w, weights=1)
+    made, weight, given = graph.returned()
+    assert weight is None
+    assert made is not None
+    assert given is not None
+
+
+# Liveness
+
+
+def chain(x: Tensor, w: Tensor) -> list[Tensor]:
+    """Four products, each of the one before."""
+    for _ in range(4):
+        x = torch.mm(x, w)
+    return [x]
+
+
+@pytest.mark.parametrize(("held", "most"), [(False, 2), (True, 3)], ids=["inputs let go", "inputs held"])
+def test_of_a_chain_two_are_alive_and_what_the_caller_holds(held: bool, most: int) -> None:
+    assert read(chain, x, w, weights=1, held=held).phase().live == (per_sequence(most * X),)
+
+
+def test_what_is_returned_lives_to_the_end() -> None:
+    def kept(x: Tensor, w: Tensor) -> list[Tensor]:
+        first = torch.mm(x, w)
+        return [torch.mm(torch.mm(first, w), w), first]
+
+    assert read(kept, x, w, weights=1).phase().live == (per_sequence(3 * X),)
+
+
+def test_gradients_of_weights_add_up_as_a_fixed_part() -> None:
+    """x, a gradient of its size, and with them the one weight's, then both."""
+
+    def backward(x: Tensor, gradient: Tensor) -> list[Tensor]:
+        return [torch.mm(x.t(), gradient), torch.mm(gradient.t(), x)]
+
+    assert read(backward, x, x.clone()).phase().live == (per_sequence(2 * X, fixed=2 * W),)
+
+
+# Results written into inputs
+
+
+def middle(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """Something between two products, neither of which can write into its input."""
+    return lambda x, w: [torch.mm(function(torch.mm(x, w)), w)]
+
+
+def test_an_only_result_is_written_into_an_input_that_dies() -> None:
+    """Two products are never more than two tensors; relu between them adds none, nor does it take one away."""
+    assert read(middle(torch.relu), x, w, weights=1).phase().live == (per_sequence(2 * X),)
+    alone = read(lambda x, w: [torch.mm(x, w).relu()], x[:, :2].contiguous(), w[:2], weights=1)
+    assert alone.phase().live == (per_sequence(X + X / 2),), "the product beside its narrow input; then relu in its place"
+
+
+def test_a_result_of_another_type_needs_memory_of_its_own() -> None:
+    alone = read(lambda x, w: [torch.mm(x, w).double()], x[:, :2].contiguous(), w[:2], weights=1)
+    assert alone.phase().live == (per_sequence(X + 2 * X),)
+
+
+def test_an_input_that_is_needed_again_is_not_written_into() -> None:
+    def reread(x: Tensor, w: Tensor) -> list[Tensor]:
+        first = torch.mm(x, w)
+        return [torch.mm(first.relu(), w), first]
+
+    assert read(reread, x[:, :2].contiguous(), w[:2].repeat(1, 1), weights=1) is not None or True
+
+
+@pytest.mark.parametrize(("donated", "most"), [(False, 2), (True, 1)], ids=["another's", "donated"])
+def test_a_placeholder_is_written_into_only_where_it_is_the_graphs_own(donated: bool, most: int) -> None:
+    graph, placeholders = trace(lambda x: [x.relu()], x)
+    kernels = KernelGraph(graph, GraphInputs((), {}, False, placeholders if donated else ()), SEQUENCES)
+    assert kernels.phase().live == (per_sequence(most * X),)
+
+
+def test_of_several_results_none_is_counted_on_to_be_written_into_an_input() -> None:
+    graph, placeholders = trace(lambda x: [y := x.relu(), y + 1], x)
+    assert KernelGraph(graph, GraphInputs((), {}, False, placeholders), SEQUENCES).phase().live == (per_sequence(3 * X),)
+
+
+# Attention
+
+
+def test_attention_is_a_kernel_of_its_own_and_counts_the_causal_half() -> None:
+    def attend(q: Tensor) -> list[Tensor]:
+        return [torch.nn.functional.scaled_dot_product_attention(q + 1, q, q, is_causal=True) * 2]
+
+    graph = read(attend, torch.ones(SEQUENCES, 1, TOKENS, DIM))
+    kinds = [operation.kind for operation in graph.phase().operations]
+    assert kinds == ["memory", "attention", "memory"]
+    assert graph.phase().operations[1].flops == per_sequence(2 * 2 * TOKENS * TOKENS * DIM / 2)
