@@ -64,8 +64,8 @@ def show_plan(options: argparse.Namespace, config: Config) -> None:
 
 def show_sweep(options: argparse.Namespace, config: Config) -> None:
     """Print a row for each number of GPUs."""
-    rows = sweep(config, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
-    print(json.dumps(sweep_json(rows, options.tokens), indent=2) if options.json else sweep_text(rows, options.tokens))
+    swept = sweep(config, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
+    print(json.dumps(sweep_json(swept, options.tokens), indent=2) if options.json else sweep_text(swept, options.tokens))
 
 
 def show_comparison(options: argparse.Namespace, config: Config) -> None:

@@ -53,7 +53,7 @@ class Answer:
         too_much: why the plan does not fit, and what would; "" if it does, or if nobody knows
         choice: what the search found, with parallel.plan=auto
         reasons: for what was chosen, a sentence each
-        advice: what makes little sense, a sentence each
+        advice: what makes little sense in a plan that was asked for, a sentence each: the planner weighs it itself
     """
 
     config: Config
@@ -71,7 +71,9 @@ def find_gpu(name: str) -> Hardware:
     """A kind of GPU from configs/hardware. ConfigError names the nearest."""
     kinds = load_hardware()
     if name not in kinds:
-        near = [kind for kind in kinds if kind.startswith(name)] or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
+        near = sorted((kind for kind in kinds if kind.startswith(name)), key=len) or difflib.get_close_matches(
+            name, kinds, n=1, cutoff=0.3
+        )
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--gpu={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}")
     return kinds[name]
@@ -79,7 +81,7 @@ def find_gpu(name: str) -> Hardware:
 
 def answer(config: Config, place: Place) -> Answer:
     """Plan and predict. Raises PlanError for what cannot be, and with plan=auto for what fits nowhere."""
-    choice, reasons = None, list[str]()
+    choice, reasons, advice = None, list[str](), list[str]()
     if config.parallel.plan == "auto":
         machines = place.machines()
         choice = choose_plan(config, place.gpus, machines)
@@ -88,10 +90,10 @@ def answer(config: Config, place: Place) -> Answer:
         reasons = give_reasons(choice, machines, times)
     else:
         plan = plan_run(config, place.gpus, place.gpus_per_node)
+        advice = [*advise(plan, place.gpus_per_node), *unused_keys(config.parallel)]
     prediction = predict(config, plan, place.hardware, place.gpus_per_node) if place.hardware else None
     memory = prediction.memory if prediction else predict_memory(config, plan)
-    advice = (*advise(plan, place.gpus_per_node), *unused_keys(config.parallel))
-    return Answer(config, place, plan, memory, prediction, _too_much(config, place, plan), choice, tuple(reasons), advice)
+    return Answer(config, place, plan, memory, prediction, _too_much(config, place, plan), choice, tuple(reasons), tuple(advice))
 
 
 def strategy_words(asked: Answer) -> str:

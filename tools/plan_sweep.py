@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel.make_plan import Job
 from parallel.memory_by_kind import GIB
-from parallel.plan import Plan, PlanError
+from parallel.plan import AXES, Plan, PlanError
 from parallel.planner.hardware import Hardware
 from parallel.planner.search import search
 from tools.command import format_table
@@ -46,14 +46,23 @@ def read_sweep(text: str) -> list[int]:
     return [low * 2**n for n in range(MAX_GPUS.bit_length()) if low * 2**n <= high]
 
 
-def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> list[Row]:
-    """A row for each number of GPUs. Raises PlanError where none can run, with the first one's reason."""
+@dataclass(frozen=True)
+class Sweep:
+    """A row for each number of GPUs, and the axes whose degrees the planner was free to choose."""
+
+    rows: tuple[Row, ...]
+    free_axes: tuple[str, ...]
+
+
+def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> Sweep:
+    """Plan for each number of GPUs. Raises PlanError where none can run, with all reasons."""
     look = _chosen if config.parallel.plan == "auto" else _asked
     rows = [look(config, Place(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
     if not any(row.plan for row in rows):
         raise PlanError("--sweep: the run is possible on none of these numbers of GPUs.\n"
                         + "\n".join(f"  {row.gpus}: {row.reason}" for row in rows))  # fmt: skip
-    return rows
+    free = [axis for axis in AXES if config.parallel.plan == "auto" and getattr(config.parallel, axis) == "auto"]
+    return Sweep(tuple(rows), tuple(free))
 
 
 def _chosen(config: Config, place: Place) -> Row:
@@ -94,9 +103,9 @@ def _first_line(error: PlanError) -> str:
     return first + (f" (and {len(rest)} more)" if rest else "")
 
 
-def sweep_json(rows: Sequence[Row], tokens: float | None) -> dict[str, Any]:
+def sweep_json(swept: Sweep, tokens: float | None) -> dict[str, Any]:
     """Plain data: the rows, and what they say, in sentences."""
-    return {"sweep": [_plain(row, tokens) for row in rows], "said": list(conclusions(rows))}
+    return {"sweep": [_plain(row, tokens) for row in swept.rows], "said": list(conclusions(swept))}
 
 
 def _plain(row: Row, tokens: float | None) -> dict[str, Any]:
@@ -130,15 +139,16 @@ def _days(row: Row, prediction: Prediction, tokens: float) -> float:
     return tokens / (prediction.tokens_per_s_per_gpu * row.gpus) / DAY_S
 
 
-def sweep_text(rows: Sequence[Row], tokens: float | None) -> str:
+def sweep_text(swept: Sweep, tokens: float | None) -> str:
     """A table with a bar for each count, the counts that cannot be, and what follows."""
+    rows = swept.rows
     best = max(row.prediction.tokens_per_s_per_gpu for row in rows if row.prediction)
     head = ["GPUs", "tp", "replicate", "shard", "checkpointing", "reshard", "micro", "GiB", "step", "exposed",
             *([f"days for {tokens:.3g}"] if tokens else []), "tokens/s per GPU"]  # fmt: skip
     cells = [_cells(row, row.prediction, best, tokens) for row in rows if row.prediction]
     parts = [format_table(head, cells)]
     parts += ["\n".join(f"{row.gpus} GPUs: {row.reason}" for row in rows if row.reason)] if any(r.reason for r in rows) else []
-    return "\n\n".join([*parts, "\n".join(conclusions(rows))])
+    return "\n\n".join([*parts, "\n".join(conclusions(swept))])
 
 
 def _cells(row: Row, prediction: Prediction, best: float, tokens: float | None) -> list[str]:
@@ -150,9 +160,9 @@ def _cells(row: Row, prediction: Prediction, best: float, tokens: float | None) 
             f"{timeline.exposed_share:.1%}", *days, f"{rate:>8,.0f} {bar} {rate / best:.0%}"]  # fmt: skip
 
 
-def conclusions(rows: Sequence[Row]) -> Iterator[str]:
+def conclusions(swept: Sweep) -> Iterator[str]:
     """Where FSDP stops hiding its communication, and where replication and tensor parallelism take over, a sentence each."""
-    possible = [(row.gpus, row.plan, row.prediction) for row in rows if row.plan and row.prediction]
+    possible = [(row.gpus, row.plan, row.prediction) for row in swept.rows if row.plan and row.prediction]
     waiting = next(((gpus, p.timeline.exposed_share) for gpus, _, p in possible if p.timeline.exposed_share > HIDDEN), None)
     if waiting:
         yield (f"At {waiting[0]} GPUs communication is for the first time not hidden: {waiting[1]:.1%} of the step waits for it, "
@@ -160,7 +170,8 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
     else:
         yield f"Communication is hidden on all of them: at most {HIDDEN:.0%} of a step waits for it."
     for name, axis in (("HSDP", "dp_replicate"), ("Tensor parallelism", "tp")):
-        yield f"{name} {_takes_over([(gpus, getattr(plan.mesh, axis)) for gpus, plan, _ in possible], axis)}."
+        if axis in swept.free_axes:
+            yield f"{name} {_takes_over([(gpus, getattr(plan.mesh, axis)) for gpus, plan, _ in possible], axis)}."
 
 
 def _takes_over(degrees: Sequence[tuple[int, int]], axis: str) -> str:
@@ -170,4 +181,4 @@ def _takes_over(degrees: Sequence[tuple[int, int]], axis: str) -> str:
         return "is nowhere the best"
     if used == list(degrees[-len(used) :]):
         return f"takes over at {used[0][0]} GPUs, with {axis}={used[0][1]}"
-    return "is the best at " + ", ".join(f"{gpus} GPUs ({axis}={degree})" for gpus, degree in used) + " and not everywhere above"
+    return "is the best at " + ", ".join(f"{gpus} GPUs ({axis}={degree})" for gpus, degree in used) + " only"

@@ -109,7 +109,7 @@ class KernelGraph:
                 continue
             kernel = kernel_of[node] = _Kernel([node])
             for made in {self.storage[source] for source in sources}.intersection(kernel_of):
-                fused = depth[made] == depth[node] and not _is_anchor(node) and not _is_anchor(made)
+                fused = depth[made] == depth[node] and not any(map(_is_anchor, (node, kernel_of[made].nodes[0])))
                 if (fused or _name(node) == "getitem") and kernel_of[made] is not kernel:
                     kernel = _join(kernel_of, kernel_of[made], kernel)
         self._connect(kernel_of)

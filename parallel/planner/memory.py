@@ -130,6 +130,7 @@ class _Walk:
         `copies`: bytes of buffers of this moment alone."""
         sequences = self._plan.micro_batch_size
         activations = int(total((self._kept, live or self._passing)).at(sequences)) - int((live or self._passing).fixed)
+        reductions = self._reducing + sum(self._whole_grads.values())
         logits = 0
         if live and name == self._work.logits:
             logits = max(0, int(live.per_sequence - self._input(name).per_sequence) * sequences)
@@ -141,7 +142,7 @@ class _Walk:
             unsharded=sum(self._gathered.values()) + sum(self._in_flight.values()) + self._copied_out,
             activations=activations - logits,
             logits=logits,
-            buffers=self._work.tables + copies + self._reducing + sum(self._whole_grads.values()) + int(live.fixed if live else 0),
+            buffers=self._work.tables + copies + reductions + int(live.fixed if live else 0),
         )
 
     def _input(self, name: str) -> Linear:

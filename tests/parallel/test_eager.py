@@ -49,8 +49,8 @@ def test_a_product_by_hand() -> None:
 
 
 def test_what_the_backward_does_not_need_is_let_go() -> None:
-    """-(-x) keeps nothing; while it runs there are the input, that its caller still holds, and both results."""
-    forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: -(-x))))
+    """x.neg().neg() keeps nothing; while it runs there are the input, that its caller still holds, and both results."""
+    forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: x.neg().neg())))
     assert keeps == Linear()
     assert forward.live == (Linear(0, 3 * X),)
     assert backward.live == (Linear(0, 2 * X),), "a gradient and the next: nobody holds the first"

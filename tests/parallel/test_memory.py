@@ -187,8 +187,9 @@ def test_a_list_fills_buffers_of_what_it_names() -> None:
 def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
     """With the head gone, most is gathered while the embedding is copied out: it and its buffer; nothing is ahead of it."""
     work = make_work(head=0)
-    small_head = dataclasses.replace(work, modules={**work.modules, "head": dataclasses.replace(work.modules["head"], parameters=4)})
-    got = predict(2, work=small_head, forward_prefetch=0, backward_prefetch=0)
+    head = dataclasses.replace(work.modules["head"], parameters=4)
+    work = dataclasses.replace(work, modules={**work.modules, "head": head})
+    got = predict(2, work=work, forward_prefetch=0, backward_prefetch=0)
     assert got.memory.unsharded == 3200 + 3200
 
 

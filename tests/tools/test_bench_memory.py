@@ -28,7 +28,8 @@ FAST = [
     PlanCase("llama_8b", 16, f"{SMALL} parallel.dp_replicate=2 parallel.activation_checkpoint=full train.global_batch_size=64 "
              "train.micro_batch_size=2 model.vocab_size=1024"),
     PlanCase("llama_8b", 8, f"{SMALL} parallel.tp=4 parallel.activation_checkpoint=selective parallel.reduce_dtype=bfloat16"),
-    PlanCase("llama_8b", 2048, f"{SMALL} parallel.forward_prefetch=0 parallel.backward_prefetch=2 parallel.activation_checkpoint=selective "
+    PlanCase("llama_8b", 2048, f"{SMALL} parallel.forward_prefetch=0 parallel.backward_prefetch=2 "
+             "parallel.activation_checkpoint=selective "
              "parallel.selective_policy=every:2"),
     PlanCase("llama_8b", 8, f"{SMALL} parallel.strategy=ddp model.vocab_size=1024"),
     PlanCase("llama_8b", 8, f"{SMALL} parallel.cpu_offload=true train.freeze=[tok_embeddings.*,layers.0.*]"),
@@ -54,8 +55,9 @@ def test_the_benchmark_compares_at_least_30_plans_that_can_be_made() -> None:
 
 
 def row_of(predicted: int, simulated: int, exact: tuple[int, int] = (1000, 1000)) -> MemoryRow:
-    of = [StepMemory(MemoryByKind(params=p), MemoryByKind(activations=peak)) for p, peak in zip(exact, (predicted, simulated), strict=True)]
-    return MemoryRow(FAST[0], *of, predict_s=0.1, simulate_s=1.0)
+    pairs = zip(exact, (predicted, simulated), strict=True)
+    figures = [StepMemory(MemoryByKind(params=params), MemoryByKind(activations=peak)) for params, peak in pairs]
+    return MemoryRow(FAST[0], *figures, predict_s=0.1, simulate_s=1.0)
 
 
 def test_errors_are_relative_to_the_simulation() -> None:

@@ -8,7 +8,7 @@ import pytest
 from parallel.plan import PlanError
 from tests.simulated import TINY
 from tools.plan import main
-from tools.plan_sweep import HIDDEN, read_sweep
+from tools.plan_sweep import HIDDEN, _takes_over, read_sweep
 from train.config import ConfigError
 
 Output = pytest.CaptureFixture[str]
@@ -79,13 +79,21 @@ def test_people_get_bars_and_conclusions(capsys: Output) -> None:
 
 
 def test_the_configs_own_plan_is_swept_too(capsys: Output) -> None:
-    rows = swept(capsys, *RUN, "--sweep=gpus=1..4", "--parallel.dp_replicate=2", "--train.global_batch_size=-1")["sweep"]
+    document = swept(capsys, *RUN, "--sweep=gpus=1..4", "--parallel.dp_replicate=2", "--train.global_batch_size=-1")
+    rows = document["sweep"]
     assert "2 processes" in rows[0]["reason"]
     assert [row["choices"]["dp_shard"] for row in rows[1:]] == [1, 2]
+    assert len(document["said"]) == 1  # it chose no degree
     large = swept(capsys, *RUN, "--sweep=gpus=1..64", "--train.global_batch_size=-1", "--model.dim=16384", "--model.n_heads=128",
                   "--model.ffn_dim=32768")["sweep"]  # fmt: skip
     assert large[0]["reason"].startswith("does not fit: needs ")
     assert large[-1]["fits"]
+
+
+def test_an_axis_takes_over_where_it_is_used_from_some_count_on() -> None:
+    assert _takes_over([(8, 1), (16, 1)], "tp") == "is nowhere the best"
+    assert _takes_over([(8, 1), (16, 2), (32, 4)], "tp") == "takes over at 16 GPUs, with tp=2"
+    assert _takes_over([(8, 2), (16, 2), (32, 1)], "tp") == "is the best at 8 GPUs (tp=2), 16 GPUs (tp=2) only"
 
 
 def test_nothing_possible_is_an_error_with_every_reason() -> None:

@@ -14,13 +14,16 @@ from models.llama import LlamaConfig
 from parallel.advice import advise
 from parallel.check_plan import check_plan
 from parallel.config import CompileConfig, ParallelConfig
+from parallel.memory_by_kind import StepMemory
 from parallel.plan import Plan, PlanError, prefetch_schedule
 from parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
+from parallel.planner.memory import predict_step_memory
+from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
 from parallel.selective import POLICIES
 from parallel.strategy import STRATEGIES
 from train.config import Config, TrainConfig
-from train.fits import predict_memory
 from train.planning import model_units, plan_run
+from train.predict import predict_memory
 
 DEFAULT = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 MUTATED = settings(DEFAULT, max_examples=600)
@@ -116,10 +119,26 @@ def hold(config: Config, plan: Plan, processes: int, folder: Path) -> None:
             ahead = [other.name for other in prefetch_schedule(plan, phase)[unit.name]]
             assert unit.name not in ahead
             assert len(ahead) == len(set(ahead))
-    memory = dataclasses.asdict(predict_memory(config, plan))
-    assert all(type(size) is int and size >= 0 for size in memory.values()), memory
+    hold_memory(predict_step_memory(plan, made_up_work(config, plan)))
     assert len(plan_to_table(plan).splitlines()) > 3
     assert all(isinstance(sentence, str) for sentence in advise(plan, 8))
+
+
+def hold_memory(memory: StepMemory) -> None:
+    """What must be true of every step's memory."""
+    most, at_peak = dataclasses.asdict(memory.memory), dataclasses.asdict(memory.at_peak)
+    for kind, size in most.items():
+        assert type(size) is int
+        assert 0 <= at_peak[kind] <= size, kind
+    assert 0 < memory.peak_bytes <= memory.memory.total
+
+
+def made_up_work(config: Config, plan: Plan) -> ModelWork:
+    """Work of the model's modules with numbers made up: to trace every model would take seconds each."""
+    phase = Phase((), (Linear(0, 300), Linear(100, 200)))
+    counts = model_units(config.model).modules
+    modules = {name: ModuleWork(counts[name], phase, phase, Linear(0, 150), Linear(0, 50)) for name in plan.modules}
+    return ModelWork(modules, {}, config.train.seq_len, "head", 10)
 
 
 def any_config_is_planned_or_refused(config: Config, processes: int, per_node: int | None, folder: Path) -> None:
@@ -152,6 +171,18 @@ def test_many_more_configs_are_planned_or_refused(
     config: Config, processes: int, per_node: int | None, tmp_path: Path
 ) -> None:
     any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
+
+
+TRACED = settings(DEFAULT, max_examples=8)
+
+
+@TRACED
+@given(config=CONFIGS, processes=PROCESSES)
+def test_the_memory_of_any_plan_can_be_predicted(config: Config, processes: int) -> None:
+    """From the model's own code."""
+    plan = plan_or_refusal(config, processes)
+    if not isinstance(plan, str):
+        hold_memory(predict_memory(config, plan))
 
 
 # Plan files with mutations

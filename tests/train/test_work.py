@@ -50,7 +50,8 @@ def test_a_compiled_8b_block_keeps_1089_mib_of_8192_tokens() -> None:
 
 
 def test_a_smaller_budget_keeps_less() -> None:
-    kept = [kept_mib("--parallel.activation_checkpoint=budget", f"--parallel.activation_budget={b}") for b in (0, 0.25, 0.5, 0.75, 1)]
+    budget = "--parallel.activation_checkpoint=budget"
+    kept = [kept_mib(budget, f"--parallel.activation_budget={share}") for share in (0, 0.25, 0.5, 0.75, 1)]
     assert kept == sorted(kept)
     assert (kept[0], kept[-1]) == (64, kept_mib())
     assert len(set(kept)) == 5

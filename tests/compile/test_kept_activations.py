@@ -1,0 +1,81 @@
+"""What compiled modules really keep for their backward, against what the planner reads from the compiler's graphs."""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from models.llama import Llama, LlamaConfig
+from parallel.activation_checkpoint import recompute
+from parallel.planner.eager import Subject
+from parallel.planner.trace import trace_module
+
+SEQUENCES, TOKENS = 2, 128
+MODEL = LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=512, max_seq_len=TOKENS)
+SAVED = {"none": None, "full": (), "selective": ("aten.mm",)}
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def block(mode: str) -> Callable[[int], Subject]:
+    def build(sequences: int) -> Subject:
+        module = Llama(MODEL).layers[0]
+        if SAVED[mode] is not None:
+            recompute(module, SAVED[mode])
+        tables = tuple(torch.ones(TOKENS, MODEL.head_dim) for _ in range(2))
+        return Subject(module, (hidden(sequences),), tables)
+
+    return build
+
+
+def head(sequences: int) -> Subject:
+    return Subject(Llama(MODEL).head, (hidden(sequences), torch.zeros(sequences, TOKENS, dtype=torch.int64)))
+
+
+def hidden(sequences: int) -> torch.Tensor:
+    return torch.ones(sequences, TOKENS, MODEL.dim, requires_grad=True).clone()
+
+
+def kept_bytes(build: Callable[[int], Subject]) -> int:
+    """By the module when it really runs compiled: what its forward has allocated and not freed, without its result, and what
+    its caller holds for it."""
+    subject = build(SEQUENCES)
+    subject.module.compile(fullgraph=True)
+    first, rest = subject.inputs[0].detach().requires_grad_(), subject.inputs[1:]
+    subject = dataclasses.replace(subject, inputs=())
+
+    def forward() -> torch.Tensor:  # on a copy that only the backward can hold
+        return subject.module(first.clone(), *subject.tables, *rest)
+
+    forward().sum().backward()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = forward()
+    events = profiled.profiler.kineto_results.events()
+    allocated = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    return allocated - result.untyped_storage().nbytes() + sum(tensor.nbytes for tensor in rest)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo hides it
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(block("none"), id="none"),
+        pytest.param(block("full"), id="full", marks=pytest.mark.slow),
+        pytest.param(block("selective"), id="selective", marks=pytest.mark.slow),
+        pytest.param(head, id="head"),
+    ],
+)
+def test_a_compiled_module_keeps_what_its_trace_says(build: Callable[[int], Subject]) -> None:
+    """To the few bytes by which the allocator rounds a scalar up."""
+    assert kept_bytes(build) == pytest.approx(trace_module(build, compiled=True).keeps.at(SEQUENCES), abs=64)
