@@ -2,9 +2,10 @@
 
 import dataclasses
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import nn
 
 from models.cost import flops_per_token
 from models.llama import Llama, LlamaConfig
@@ -64,19 +65,20 @@ def predict_memory(config: Config, plan: Plan) -> StepMemory:
 def trace_run(config: Config, plan: Plan) -> ModelWork:
     """The model's work under the plan, and how much of it is trained. Raises ConfigError for a `train.freeze` that matches
     nothing."""
-    work = trace_model(config.model, plan, config.train.seq_len)
-    return dataclasses.replace(work, trained=_trained_shares(config.model, config.train.freeze))
+    frozen, trained = _what_is_trained(config.model, config.train.freeze)
+    return dataclasses.replace(trace_model(config.model, plan, config.train.seq_len, frozen), trained=trained)
 
 
 @cache
-def _trained_shares(config: LlamaConfig, patterns: tuple[str, ...]) -> dict[str, float]:
-    """Share of each module's parameters that `train.freeze` leaves to be trained; {} where all are."""
+def _what_is_trained(config: LlamaConfig, patterns: tuple[str, ...]) -> tuple[frozenset[str], dict[str, float]]:
+    """Names of the parameters that `train.freeze` excludes from training, and the share of each module's that it leaves."""
     if not patterns:
-        return {}
+        return frozenset(), {}
     with torch.device("meta"):
         model = Llama(config)
     freeze(model, patterns)
-    modules: dict[str, Any] = {"tok_embeddings": model.tok_embeddings, "head": model.head}
+    modules: dict[str, nn.Module] = {"tok_embeddings": model.tok_embeddings, "head": model.head}
     modules |= {f"layers.{i}": block for i, block in enumerate(model.layers)}
     counts = {name: [(p.numel(), p.requires_grad) for p in module.parameters()] for name, module in modules.items()}
-    return {name: sum(n for n, trained in count if trained) / sum(n for n, _ in count) for name, count in counts.items()}
+    shares = {name: sum(n for n, trained in count if trained) / sum(n for n, _ in count) for name, count in counts.items()}
+    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad), shares

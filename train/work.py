@@ -19,7 +19,7 @@ BLOCK = "layers.0"  # stands for every block
 @dataclasses.dataclass(frozen=True)
 class _Case:
     """What a module's work depends on: `module` is tok_embeddings, head, or BLOCK, in a model of one block; `styles` as in
-    TensorPlan; the rest as in UnitPlan."""
+    TensorPlan; `frozen`: names of its parameters that are not trained; the rest as in UnitPlan."""
 
     model: LlamaConfig
     module: str
@@ -32,18 +32,21 @@ class _Case:
     activation_checkpoint: str
     saved_ops: tuple[str, ...]
     activation_budget: float
+    frozen: tuple[str, ...]
 
 
-def trace_model(config: LlamaConfig, plan: Plan, seq_len: int) -> ModelWork:
-    """What one rank does for each module, all of it trained, for sequences of `seq_len` tokens. Modules treated alike are
-    traced once, and what has been traced is remembered as long as the process lives."""
+def trace_model(config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset[str] = frozenset()) -> ModelWork:
+    """What one rank does for each module, for sequences of `seq_len` tokens, if all parameters are trained but the `frozen`
+    ones. Modules treated alike are traced once, and what has been traced is remembered as long as the process lives."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
     for name in plan.modules:
         unit, kind = unit_of[name], BLOCK if name.startswith("layers.") else name
-        key = (kind, unit.param_dtype, unit.compiled, unit.activation_checkpoint, unit.saved_ops, unit.activation_budget)
+        fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
+        key = (kind, unit.param_dtype, unit.compiled, unit.activation_checkpoint, unit.saved_ops, unit.activation_budget, fixed)
         if key not in alike:
-            alike[key] = _trace(_make_case(config, plan, unit, kind, seq_len))
+            case = _make_case(config, plan, unit, kind, seq_len)
+            alike[key] = _trace(dataclasses.replace(case, frozen=fixed))
         modules[name] = alike[key]
     if config.tie_embeddings:  # one weight, whose gradient begins in the head
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
@@ -64,6 +67,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         activation_checkpoint=unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
+        frozen=(),
     )
 
 
@@ -82,6 +86,9 @@ def _build(case: _Case, sequences: int) -> Subject:
         torch.set_default_dtype(torch.float32)
     apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
     module = model.get_submodule(case.module)
+    # An embedding must have something to differentiate; frozen, it is known as such by its share that is trained.
+    for name in case.frozen if case.module != "tok_embeddings" else ():
+        module.get_parameter(name).requires_grad_(False)
     if case.activation_checkpoint in ("full", "selective"):
         recompute(module, case.saved_ops)
     ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
