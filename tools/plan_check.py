@@ -17,8 +17,7 @@ from torch import nn
 from models.llama import Llama
 from parallel.memory_by_kind import GIB, StepMemory
 from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
-from parallel.planner.costs import DTYPE_BYTES
-from parallel.planner.work import ModelWork
+from parallel.planner.work import DTYPE_BYTES, ModelWork
 from parallel.simulate import Simulation, eager_plan
 from parallel.tensor import apply_as_one_rank, find_style
 from tools.command import format_table

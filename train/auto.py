@@ -1,6 +1,7 @@
 """A run with `parallel.plan: auto`: the planner on the machine at hand."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -37,16 +38,18 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
     """Plan for as many processes as there are, on this kind of device with what memory it has. Raises PlanError for a device
     that no file in configs/hardware describes, and if nothing fits."""
     kind = _find_kind(device, device_name)
-    if kind.cores:
-        kind = dataclasses.replace(kind, cores=min(kind.cores, place.local_world_size * torch.get_num_threads()))
+    on_device = config
+    if kind.cores:  # its rates are of one core, and what cpu_offload keeps in host memory is on the device
+        kind = dataclasses.replace(kind, cores=min(os.cpu_count() or 1, place.local_world_size * torch.get_num_threads()))
+        on_device = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cpu_offload=False))
     machines = Machines(kind, place.local_world_size, device_memory_bytes(device, place))
-    choice = choose_plan(config, place.world_size, machines)
+    choice = choose_plan(on_device, place.world_size, machines)
     plan = choice.best.plan
     predicted = predict(config, plan, machines.hardware, place.local_world_size)
     times = step_times(plan, trace_run(config, plan), machines.hardware, place.local_world_size)
     said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
     figures = {"step_time_s": predicted.timeline.step_s, "peak_memory_gib": _measured_peak(predicted, device) / GIB}
-    return Chosen(plan, predicted.memory.peak_bytes, figures, said)
+    return Chosen(dataclasses.replace(plan, cpu_offload=config.parallel.cpu_offload), predicted.memory.peak_bytes, figures, said)
 
 
 def from_main(place: Place, make: Callable[[], T]) -> T:

@@ -45,7 +45,8 @@ class TrainConfig:
         epochs: instead of steps: passes over the training text (may be a fraction); 0 means steps counts
         seq_len: tokens per sequence
         micro_batch_size: sequences per rank in one forward and backward; auto is a rank's whole share of
-            global_batch_size, or 1 where that is -1
+            global_batch_size, or 1 where that is -1; under parallel.plan=auto the planner chooses it, and with it the
+            global batch where that is -1
         global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
         grad_clip: largest global gradient norm; 0 does not clip
         eval_every: optimizer steps between evaluations on the held-out text, the first before training; 0 is never

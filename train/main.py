@@ -74,7 +74,7 @@ def run(config: Config, place: Place) -> bool:
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner asks the compiler
         start_process(config.run, place, device)  # one process plans for all: they must not differ
-        screen.line(f"planner: trying every plan for {place.world_size} processes, for about half a minute")
+        screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
     plan = chosen.plan if chosen else plan_run(config, place.world_size, place.local_world_size)
     use_cache_folder(plan.compile)

@@ -107,10 +107,12 @@ class Metrics:
 
     def compare_with_predicted(self) -> str:
         """One line: what was predicted against what was measured, the median of all reports but the first, whose steps
-        include compiling; "" where nothing was predicted or measured."""
+        include compiling; "" where nothing was predicted."""
         later = self._reported[1:]
-        if not self._predicted or not later:
+        if not self._predicted:
             return ""
+        if not later:
+            return "predicted against measured: nothing to compare with, one report only, whose steps include compiling"
         measured = {name: statistics.median(row[name] for row in later) for name in self._predicted}
         told = (f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
                 for name, value in self._predicted.items())  # fmt: skip

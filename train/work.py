@@ -63,7 +63,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         sequence_parallel=plan.tensor.sequence_parallel,
         styles=tuple(plan.tensor.styles.items()),
         dtype=unit.param_dtype,
-        compiled=unit.compiled and module != "tok_embeddings",
+        compiled=unit.compiled and module != "tok_embeddings" and plan.compile.backend != "eager",
         activation_checkpoint=unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,

@@ -7,9 +7,8 @@ from math import gcd
 from parallel.plan import MeshPlan, Plan, UnitPlan, regathered
 from parallel.planner.hardware import Hardware, share_at
 from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes
-from parallel.planner.work import ModelWork, ModuleWork, Operation, Phase
+from parallel.planner.work import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 4  # sharded parameters, their gradients and both moments are float32
 # Per number: fused AdamW reads parameter, gradient and two moments and writes all but the gradient; the norm reads the
 # gradient; clipping reads and writes it.
@@ -44,14 +43,14 @@ def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
     """The groups of each axis; ranks are numbered with tp innermost, and nodes filled in that order."""
     gpus = min(gpus_per_node, mesh.world_size)
     strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
-    return {axis: strided_group(getattr(mesh, axis), stride, gpus) for axis, stride in strides.items()}
+    return {axis: strided_group(getattr(mesh, axis), stride, gpus, mesh.world_size) for axis, stride in strides.items()}
 
 
-def strided_group(size: int, stride: int, gpus: int) -> Group:
-    """The group of `size` ranks, each `stride` after the one before, on nodes of `gpus`. Ranks that do not fill nodes
+def strided_group(size: int, stride: int, gpus: int, world_size: int) -> Group:
+    """The group of `size` ranks of all, each `stride` after the one before, on nodes of `gpus`. Ranks that do not fill nodes
     evenly are taken to lie in more of them, evenly."""
     per_node = gcd(size, max(gpus // stride, 1))
-    return Group(size, per_node, max(gpus // per_node, 1))
+    return Group(size, per_node, max(1, min(gpus // per_node, world_size // size)))
 
 
 def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware) -> float:
@@ -101,14 +100,15 @@ def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: i
     for name, key in keys.items():
         if key not in times:
             times[key] = _module_times(work.modules[name], plan.micro_batch_size, device, groups["tp"], key[1], hidden)
-    units: dict[_Sending, UnitTimes] = {}
-    sending = {unit.name: _what_is_sent(unit, plan, work, gpus_per_node) for unit in plan.units}
-    for what in sending.values():
-        if what not in units:
-            units[what] = _unit_times(what, device, groups)
+    modules = {name: times[key] if work.has_backward((name,)) else times[key].forward_only() for name, key in keys.items()}
+    units: dict[tuple[object, ...], UnitTimes] = {}  # units alike are looked at once too
+    kinds = {unit.name: _unit_kind(unit, work) for unit in plan.units}
+    for unit in plan.units:
+        if kinds[unit.name] not in units:
+            units[kinds[unit.name]] = _unit_times(unit, plan, work, device, groups, gpus_per_node)
     return StepTimes(
-        units={name: units[what] for name, what in sending.items()},
-        modules={name: times[key] for name, key in keys.items()},
+        units={name: units[kind] for name, kind in kinds.items()},
+        modules=modules,
         optimizer_s=_optimizer_s(plan, work, device),
         overlaps=hardware.overlaps,
         slowdown=hardware.slowdown,
@@ -167,45 +167,33 @@ def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: 
     return seconds
 
 
-@dataclass(frozen=True)
-class _Sending:
-    """What decides how long a unit's collectives take. Units alike in it are looked at once.
-
-    Args:
-        parameters, trained: on one tp rank
-        held_bytes, sent_bytes: of a number, gathered and reduced
-        regroup: the ranks that gather it for its backward; None if it stays gathered
-    """
-
-    parameters: int
-    trained: float
-    held_bytes: int
-    sent_bytes: int
-    regroup: Group | None
+def _unit_kind(unit: UnitPlan, work: ModelWork) -> tuple[object, ...]:
+    """What decides how long a unit's collectives take."""
+    modules = ((id(work.modules[name]), work.trained.get(name, 1.0)) for name in unit.modules)
+    return (*modules, unit.param_dtype, unit.reduce_dtype, type(unit.reshard_after_forward), unit.reshard_after_forward,
+            work.has_backward(unit.modules))  # fmt: skip
 
 
-def _what_is_sent(unit: UnitPlan, plan: Plan, work: ModelWork, gpus_per_node: int) -> _Sending:
-    parameters = sum(work.modules[name].parameters for name in unit.modules)
-    size = unit.reshard_after_forward
-    among = size if type(size) is int else plan.mesh.dp_shard  # a smaller, neighbouring group
-    regroup = strided_group(among, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size)) if regathered(unit) else None
-    return _Sending(parameters, trained_parameters(unit.modules, work), DTYPE_BYTES[unit.param_dtype],
-                    DTYPE_BYTES[unit.reduce_dtype], regroup)  # fmt: skip
-
-
-def _unit_times(what: _Sending, hardware: Hardware, groups: Mapping[str, Group]) -> UnitTimes:
+def _unit_times(unit: UnitPlan, plan: Plan, work: ModelWork, hardware: Hardware, groups: Mapping[str, Group],
+                gpus_per_node: int) -> UnitTimes:  # fmt: skip
     """A unit's collectives and copies. A rank casts its shard to param_dtype and gathers the whole unit into one buffer,
     which is copied out into the weights; gradients are copied, and cast, into another, which is scattered."""
     shard, replicate = groups["dp_shard"], groups["dp_replicate"]
-    held, sent = what.parameters * what.held_bytes, what.trained * what.sent_bytes
-    cast_s = traffic_s(what.parameters / shard.size * (STORED_BYTES + what.held_bytes), hardware)
+    parameters = sum(work.modules[name].parameters for name in unit.modules)
+    trained = trained_parameters(unit.modules, work)
+    held, sent = parameters * DTYPE_BYTES[unit.param_dtype], trained * DTYPE_BYTES[unit.reduce_dtype]
+    cast_s = traffic_s((parameters * STORED_BYTES + held) / shard.size, hardware)
+    size = unit.reshard_after_forward
+    again = regathered(unit) and work.has_backward(unit.modules)
+    regroup = shard if type(size) is not int else strided_group(size, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size),
+                                                                plan.mesh.world_size)  # fmt: skip
     alone = shard.size == 1
-    regather_s = collective_s("all_gather", held, what.regroup, hardware) if what.regroup else 0.0
+    regather_s = collective_s("all_gather", held, regroup, hardware) + (cast_s if regroup == shard and not alone else 0.0)
     return UnitTimes(
         gather_s=0.0 if alone else collective_s("all_gather", held, shard, hardware) + cast_s,
-        regather_s=regather_s + (cast_s if what.regroup == shard and not alone else 0.0),
+        regather_s=regather_s if again else 0.0,
         copy_out_s=traffic_s(2 * held, hardware) + (cast_s if alone else 0.0),
-        copy_in_s=traffic_s(what.trained * what.held_bytes + sent, hardware),
+        copy_in_s=traffic_s(trained * DTYPE_BYTES[unit.param_dtype] + sent, hardware),
         scatter_s=collective_s("reduce_scatter", sent, shard, hardware),
         all_reduce_s=collective_s("all_reduce", sent / shard.size, replicate, hardware),
     )

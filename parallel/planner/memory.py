@@ -7,17 +7,15 @@ whole gradient is copied into a buffer in reduce_dtype, which lives until the ne
 """
 
 from collections.abc import Iterator
-from itertools import takewhile
 from math import prod
 from operator import attrgetter
 
 from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
 from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
 from parallel.planner.hardware import Hardware
-from parallel.planner.work import Linear, ModelWork, total
+from parallel.planner.work import DTYPE_BYTES, Linear, ModelWork, total
 
 FLOAT32_BYTES = 4
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:
@@ -35,11 +33,9 @@ class _Walk:
         self._plan, self._work = plan, work
         self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
         self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
-        # What comes before the first trained module has no backward, and keeps nothing for one.
-        self._frozen = set(takewhile(lambda name: work.trained.get(name, 1.0) == 0, plan.modules))
         in_order = [sorted(unit.modules, key=plan.modules.index) for unit in plan.units]
         self._first, self._last = {modules[0] for modules in in_order}, {modules[-1] for modules in in_order}
-        self._first_backward = {next((name for name in modules if name not in self._frozen), "") for modules in in_order}
+        self._first_backward = {next((name for name in modules if work.has_backward((name,))), "") for modules in in_order}
         # Bytes by unit: of gathered parameters, of buffers that all-gathers are filling, of whole gradients.
         self._gathered: dict[str, int] = {}
         self._in_flight: dict[str, int] = {}
@@ -58,7 +54,7 @@ class _Walk:
             yield from self._forward(name)
         self._copied_out = 0
         for name in reversed(self._plan.modules):
-            if name not in self._frozen:
+            if self._work.has_backward((name,)):
                 yield from self._backward(name)
         self._reducing, self._passing = 0, Linear()
         yield self._moment()  # the optimizer's
@@ -70,7 +66,7 @@ class _Walk:
         for live in module.forward.live:
             yield self._moment(name, live)
         self._passing = module.output
-        if name not in self._frozen:
+        if self._work.has_backward((name,)):
             self._kept = total((self._kept, module.keeps))
         if name in self._last and regathered(unit):
             del self._gathered[unit.name]
@@ -186,5 +182,5 @@ def least_bytes(plan: Plan, work: ModelWork) -> int:
     """What a rank needs at least, known without a walk: its shards, and what the whole forward keeps."""
     parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
     trained = sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules) / plan.mesh.dp_shard
-    kept = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in plan.modules)
+    kept = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in plan.modules if work.has_backward((name,)))
     return int((0 if plan.cpu_offload else FLOAT32_BYTES * (parameters + 2 * trained)) + kept)

@@ -5,7 +5,8 @@ from math import log
 from typing import Any
 
 from parallel.memory_by_kind import GIB
-from parallel.planner.search import Candidate, Choice, Machines
+from parallel.plan import regathered
+from parallel.planner.search import EQUAL, Candidate, Choice, Machines
 from parallel.planner.streams import StepTimes
 
 CHOICES = ("tp", "dp_shard", "activation_checkpoint", "reshard_after_forward", "prefetch", "micro_batch_size")
@@ -16,13 +17,21 @@ MOST_COMPARED = 3  # other values of one choice
 def give_reasons(choice: Choice, machines: Machines, times: StepTimes) -> list[str]:
     """One sentence for memory, one for communication, and one for each choice that had an alternative: what the nearest
     other value would have cost. `times`: of the best plan."""
-    return [_memory(choice, machines), *_communication(choice.best, times), *_alternatives(choice, machines)]
+    return [_memory(choice, machines), *_tie(choice), *_communication(choice.best, times), *_alternatives(choice, machines)]
+
+
+def _tie(choice: Choice) -> Iterator[str]:
+    """Where the chosen plan is not the fastest."""
+    fastest = max(candidate.rate() for candidate in choice.fitting)
+    if fastest > choice.best.rate():
+        yield f"plans within {EQUAL:.0%} of the fastest count as equal, and this is the simplest of them"
 
 
 def _memory(choice: Choice, machines: Machines) -> str:
     tried = len(choice.fitting) + len(choice.too_large) + len(choice.slower)
-    return (f"of {tried} legal plans {len(choice.too_large)} do not fit; this one needs {_gib(choice.best)} of "
-            f"{machines.available_bytes / GIB:.1f} GiB, the allocator's share included")  # fmt: skip
+    return (f"of {tried} plans that were tried {len(choice.too_large)} do not fit, and {len(choice.slower)} would be slower even "
+            f"if they waited for nothing; this one needs {_gib(choice.best)} of {machines.available_bytes / GIB:.1f} GiB, the "
+            "allocator's share included")  # fmt: skip
 
 
 def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
@@ -33,11 +42,12 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
     forward, backward = sum(m.forward_s for m in alone), sum(m.backward_s for m in alone)
     exposed = best.timeline.exposed_s / best.timeline.step_s
     if best.plan.mesh.dp_shard > 1:
-        sending = parts.regather_s + parts.scatter_s
-        hides = "hides all of it" if max(parts.gather_s / forward, sending / backward) <= 1 else "cannot hide all of it"
+        sending = parts.regather_s * regathered(unit) + parts.scatter_s
+        hides = "can hide all of it" if max(parts.gather_s / forward, sending / backward) <= 1 else "cannot hide all of it"
+        again = "gathered again and reduced" if regathered(unit) else "reduced"
         hides = hides if times.overlaps else "stands still meanwhile"
         yield (f"dp_shard={best.plan.mesh.dp_shard}: {unit.name} is gathered in {parts.gather_s * MILLI:.1f} ms beside "
-               f"{forward * MILLI:.1f} ms of forward, and gathered again and reduced in {sending * MILLI:.1f} ms beside "
+               f"{forward * MILLI:.1f} ms of forward, and {again} in {sending * MILLI:.1f} ms beside "
                f"{backward * MILLI:.1f} ms of backward: computing {hides}")  # fmt: skip
     if best.plan.mesh.tp > 1:
         waited = sum(m.forward_tp_s + m.backward_tp_s for m in alone)

@@ -18,13 +18,16 @@ from parallel.planner.memory import least_bytes, predict_step_memory, reserved_b
 from parallel.planner.streams import simulate_step
 from parallel.planner.timeline import Timeline
 from parallel.planner.work import ModelWork
+from parallel.selective import op_mistakes
 from parallel.strategy import STRATEGIES, strategy_settings
 
 CHECKPOINTING = ("none", "selective", "full")
 PREFETCH = (1, 2)  # units ahead; 0 shows every all-gather
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # where nothing says how many sequences a rank gets
+MOST_SEQUENCES = 64  # of a micro batch
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
 JUDGED = 12  # plans that are timed in full though a faster one is known, for the list of runners-up
+NEAREST = 24  # plans whose memory is gone through where none fits, to find the one that needs least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,8 @@ def search(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machin
            trace: Callable[[Plan], ModelWork]) -> Choice:  # fmt: skip
     """Try all. Raises PlanError if no combination is legal, with what is wrong with the simplest one. That none fits is no
     error: then `fitting` is empty."""
+    if config.activation_checkpoint == "auto" and (mistakes := op_mistakes(config.selective_policy, model.attention_ops)):
+        raise PlanError("\n".join(mistakes))
     candidates = sorted(_legal(config, model, job, machines, trace), key=lambda c: (-c.rate(), _complexity(c)))
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
@@ -94,7 +99,12 @@ def search(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machin
             judged = _judge(candidate, machines, trace(candidate.plan))
             (fitting if judged.timeline else too_large).append(judged)
             best_rate = max(best_rate, judged.rate() if judged.timeline else 0.0)
-    return Choice(tuple(_ranked(fitting)), tuple(sorted(too_large, key=lambda c: c.needed_bytes)), tuple(slower))
+    too_large.sort(key=_needed)
+    if not fitting:
+        nearest = [candidate if candidate.memory else _judge(candidate, machines, trace(candidate.plan))
+                   for candidate in too_large[:NEAREST]]  # fmt: skip
+        too_large = sorted(nearest, key=_needed) + too_large[NEAREST:]
+    return Choice(tuple(_ranked(fitting)), tuple(too_large), tuple(slower))
 
 
 def frugal(config: ParallelConfig, job: Job) -> tuple[ParallelConfig, Job]:
@@ -138,23 +148,33 @@ def _combinations(config: ParallelConfig, job: Job, gpus_per_node: int) -> Itera
     """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of processes."""
     for tp in _degrees(config.tp, min(gpus_per_node, job.world_size)):
         for replicate, shard, reshards in _data_parallel(config, job, tp):
-            ahead = [k for k in (config.forward_prefetch, config.backward_prefetch) if k != "auto"]
-            prefetches = PREFETCH if shard > 1 and len(ahead) < 2 else (1,)
+            prefetches = _prefetches(config, shard)
             modes, sizes = _options(config.activation_checkpoint, CHECKPOINTING), _micro_batches(job, replicate * shard)
             for checkpointing, reshard, prefetch, micro in itertools.product(modes, reshards, prefetches, sizes):
                 yield {"tp": tp, "dp_replicate": replicate, "dp_shard": shard, "activation_checkpoint": checkpointing,
                        "reshard_after_forward": reshard, "prefetch": prefetch, "micro_batch_size": micro}  # fmt: skip
 
 
+def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
+    """Depths to try: one where nothing is gathered, or where both directions are given."""
+    if "auto" not in (config.forward_prefetch, config.backward_prefetch):
+        return (f"{config.forward_prefetch}/{config.backward_prefetch}",)
+    return PREFETCH if shard > 1 else PREFETCH[:1]
+
+
 def _data_parallel(config: ParallelConfig, job: Job, tp: int) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-    """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one is named."""
+    """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one is named, but
+    for what the config says otherwise, which `make_plan` refuses."""
     if config.strategy in STRATEGIES:
-        settings = strategy_settings(config, tp, job.world_size, job.gpus_per_node)
-        yield settings["dp_replicate"], settings["dp_shard"], (settings.get("reshard_after_forward", True),)
+        own = strategy_settings(config, max(tp, 1), job.world_size, job.gpus_per_node)
+        asked = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
+        replicate, shard = (own[key] if value in ("auto", -1) else value for key, value in asked.items())
+        yield replicate, shard, _options(config.reshard_after_forward, (own.get("reshard_after_forward", True),))
         return
-    asked: Any = config.dp_shard
     for replicate in _degrees(config.dp_replicate, job.world_size):
-        shard = max(1, job.world_size // (tp * replicate)) if asked in ("auto", -1) else asked
+        shard: Any = config.dp_shard
+        if shard in ("auto", -1):
+            shard = max(1, job.world_size // max(tp * replicate, 1))
         yield replicate, shard, _options(config.reshard_after_forward, (True, False) if shard > 1 else (True,))
 
 
@@ -172,8 +192,8 @@ def _micro_batches(job: Job, data_parallel: int) -> list[Any]:
         return [job.micro_batch_size]
     if job.global_batch_size == -1:
         return list(MICRO_BATCHES)
-    share = job.global_batch_size // data_parallel
-    return [n for n in MICRO_BATCHES if n <= share and share % n == 0] or [1]
+    share = job.global_batch_size // max(data_parallel, 1)
+    return [n for n in range(1, min(share, MOST_SEQUENCES) + 1) if share % n == 0] or [1]
 
 
 def _judge(candidate: Candidate, machines: Machines, work: ModelWork) -> Candidate:
@@ -185,6 +205,10 @@ def _judge(candidate: Candidate, machines: Machines, work: ModelWork) -> Candida
         return judged
     times = step_times(candidate.plan, work, machines.hardware, machines.gpus_per_node)
     return dataclasses.replace(judged, timeline=simulate_step(candidate.plan, times))
+
+
+def _needed(candidate: Candidate) -> int:
+    return candidate.needed_bytes
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
@@ -199,5 +223,5 @@ def _complexity(candidate: Candidate) -> tuple[Any, ...]:
     """What is simpler sorts first: fewer axes, less recomputing, the defaults, and small micro batches."""
     c = candidate.choices
     return (c["tp"] > 1, c["dp_replicate"] > 1, CHECKPOINTING.index(c["activation_checkpoint"]) if c["activation_checkpoint"]
-            in CHECKPOINTING else len(CHECKPOINTING), c["reshard_after_forward"] is not True, c["prefetch"], c["tp"],
+            in CHECKPOINTING else len(CHECKPOINTING), c["reshard_after_forward"] is not True, str(c["prefetch"]), c["tp"],
             c["dp_replicate"], c["micro_batch_size"])  # fmt: skip

@@ -36,6 +36,10 @@ class ModuleTimes:
     backward_s: float
     backward_tp_s: float
 
+    def forward_only(self) -> "ModuleTimes":
+        """The same where the backward ends before it."""
+        return ModuleTimes(self.forward_s, self.forward_tp_s, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class StepTimes:

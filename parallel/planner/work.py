@@ -5,7 +5,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
 from typing import Literal
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,15 @@ class ModelWork:
     seq_len: int
     logits: str
     tables: int
+
+    @cached_property
+    def _frozen_first(self) -> frozenset[str]:
+        """The modules before the first one that is trained: they have no backward, and keep nothing for one."""
+        return frozenset(takewhile(lambda name: self.trained.get(name, 1.0) == 0, self.modules))
+
+    def has_backward(self, names: Iterable[str]) -> bool:
+        """Whether any of these modules has a backward."""
+        return not self._frozen_first.issuperset(names)
 
     def shortened(self, seq_len: int) -> "ModelWork":
         """What it holds for other sequences: activations are in proportion to tokens. What it does stays as it was."""

@@ -100,8 +100,9 @@ def test_a_run_smaller_than_a_node_has_no_network() -> None:
 
 
 def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
-    assert strided_group(12, 1, 8) == Group(12, 4, 2)
-    assert strided_group(3, 1, 8).nodes == 3
+    assert strided_group(12, 1, 8, 24) == Group(12, 4, 2)
+    assert strided_group(12, 1, 8, 12) == Group(12, 4, 1), "no other ring is there to share the network with"
+    assert strided_group(3, 1, 8, 24).nodes == 3
 
 
 @pytest.mark.parametrize("mesh", [MeshPlan(2, 4, 8), MeshPlan(4, 8, 2), MeshPlan(1, 64, 1), MeshPlan(8, 1, 8)])

@@ -161,6 +161,40 @@ def test_what_cannot_be_is_refused_with_the_simplest_plans_mistake() -> None:
         find(8, batch=12, tp=1)
 
 
+def test_degrees_that_cannot_be_are_mistakes_and_no_crash() -> None:
+    for keys in ({"tp": 0}, {"dp_replicate": 0}, {"dp_shard": 0}, {"tp": 0, "strategy": "ddp"}, {"dp_shard": -2}):
+        with pytest.raises(PlanError, match="must be at least 1"):
+            find(8, batch=8, **keys)
+
+
+def test_a_key_that_contradicts_the_strategy_is_refused() -> None:
+    for strategy, keys in {"ddp": {"dp_shard": 4}, "full_shard": {"reshard_after_forward": False},
+                           "hybrid_shard": {"dp_replicate": 4}}.items():  # fmt: skip
+        with pytest.raises(PlanError, match="contradicts parallel.strategy"):
+            find(16, strategy=strategy, **keys)  # type: ignore[arg-type]
+
+
+def test_a_selective_policy_that_is_none_is_refused() -> None:
+    with pytest.raises(PlanError, match="selective_policy=foo"):
+        find(8, selective_policy="foo")
+
+
+def test_micro_batches_are_divisors_of_a_ranks_share() -> None:
+    choice = find(1, machines(5000), batch=6)
+    assert {c.plan.micro_batch_size for c in (*choice.fitting, *choice.slower)} == {1, 2, 3, 6}
+    assert choice.best.plan.micro_batch_size > 1
+
+
+def test_what_is_frozen_costs_neither_backward_nor_reduction() -> None:
+    here, job = machines(500), Job(8, 8, TOKENS, 1, -1)
+
+    def frozen(plan: Plan) -> ModelWork:
+        return dataclasses.replace(trace(plan), trained=dict.fromkeys(NAMES[:-1], 0.0))
+
+    steps = [search(ParallelConfig(**BF16, tp=1), MODEL, job, here, look).best.timeline for look in (trace, frozen)]  # type: ignore[arg-type]
+    assert steps[1].step_s < 0.55 * steps[0].step_s  # type: ignore[union-attr]
+
+
 def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
     assert find(8, machines(500), batch=4).best.plan.mesh.tp >= 2
 
@@ -184,8 +218,9 @@ def test_reasons_give_figures_that_are_true() -> None:
     choice = find(8, here, tp=1)
     said = reasons(choice, here)
     tried = len(choice.fitting) + len(choice.too_large) + len(choice.slower)
-    assert said[0].startswith(f"of {tried} legal plans {len(choice.too_large)} do not fit; this one needs "
-                              f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB")  # fmt: skip
+    assert said[0].startswith(f"of {tried} plans that were tried {len(choice.too_large)} do not fit, and ")
+    assert f"and {len(choice.slower)} would be slower" in said[0]
+    assert f"this one needs {choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in said[0]
     checkpointing = next(line for line in said if line.startswith("activation_checkpoint="))
     needs = re.findall(r"(none|selective|full) needs (?:at least )?([\d.]+) GiB of 60.0", checkpointing)
     assert needs, checkpointing
