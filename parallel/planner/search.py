@@ -172,10 +172,9 @@ def _data_parallel(config: ParallelConfig, job: Job, tp: int) -> Iterator[tuple[
         yield replicate, shard, _options(config.reshard_after_forward, (own.get("reshard_after_forward", True),))
         return
     for replicate in _degrees(config.dp_replicate, job.world_size):
-        shard: Any = config.dp_shard
-        if shard in ("auto", -1):
-            shard = max(1, job.world_size // max(tp * replicate, 1))
-        yield replicate, shard, _options(config.reshard_after_forward, (True, False) if shard > 1 else (True,))
+        left = max(1, job.world_size // max(tp * replicate, 1))
+        shard = left if config.dp_shard in ("auto", -1) else config.dp_shard
+        yield replicate, shard, _options(config.reshard_after_forward, (True,) if shard == 1 else (True, False))
 
 
 def _options(asked: Any, all_of_them: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -170,7 +170,7 @@ def test_degrees_that_cannot_be_are_mistakes_and_no_crash() -> None:
 def test_a_key_that_contradicts_the_strategy_is_refused() -> None:
     for strategy, keys in {"ddp": {"dp_shard": 4}, "full_shard": {"reshard_after_forward": False},
                            "hybrid_shard": {"dp_replicate": 4}}.items():  # fmt: skip
-        with pytest.raises(PlanError, match="contradicts parallel.strategy"):
+        with pytest.raises(PlanError, match=r"contradicts parallel\.strategy"):
             find(16, strategy=strategy, **keys)  # type: ignore[arg-type]
 
 

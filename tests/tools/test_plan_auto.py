@@ -19,8 +19,8 @@ from parallel.plan_file import load_plan
 from parallel.planner.hardware import load_hardware
 from parallel.planner.search import EQUAL
 from tests.simulated import TINY
-from tools.plan import main
-from tools.plan_answer import Place, answer
+from tools.plan.__main__ import main
+from tools.plan.answer import Place, answer
 from train.config import ConfigError, parse_config
 from train.planning import plan_run
 

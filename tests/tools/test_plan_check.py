@@ -9,8 +9,8 @@ from parallel.memory_by_kind import MemoryByKind, StepMemory
 from parallel.plan import Plan
 from parallel.simulate import Simulation, eager_plan
 from tests.simulated import TINY
-from tools.plan import main
-from tools.plan_check import Check, check_run, compare, predict_traffic
+from tools.plan.__main__ import main
+from tools.plan.check import Check, check_run, compare, predict_traffic
 from tools.simulate import simulate_run
 from train.config import Config, parse_config
 from train.planning import plan_run
@@ -104,7 +104,7 @@ def test_the_command_says_both_sides(capsys: Output) -> None:
 
 
 def test_a_failed_check_leaves_with_1(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.plan_check.EXACT", -1.0)  # nothing can be as near
+    monkeypatch.setattr("tools.plan.check.EXACT", -1.0)  # nothing can be as near
     with pytest.raises(SystemExit, match="1"):
         main([*RUN, "--gpus=4", "--train.global_batch_size=-1", "--check"])
     assert "check failed: " in capsys.readouterr().out

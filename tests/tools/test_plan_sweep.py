@@ -7,8 +7,8 @@ import pytest
 
 from parallel.plan import PlanError
 from tests.simulated import TINY
-from tools.plan import main
-from tools.plan_sweep import HIDDEN, _takes_over, read_sweep
+from tools.plan.__main__ import main
+from tools.plan.sweep import HIDDEN, _takes_over, read_sweep
 from train.config import ConfigError
 
 Output = pytest.CaptureFixture[str]

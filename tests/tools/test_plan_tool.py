@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from parallel.plan import Plan, PlanError
 from parallel.plan_file import load_plan, plan_to_yaml
-from tools.plan import main
-from tools.plan_diff import diff_plans, in_words
-from tools.plan_options import make_parser
+from tools.plan.__main__ import main
+from tools.plan.diff import diff_plans, in_words
+from tools.plan.options import make_parser
 from train.config import ConfigError, parse_config
 from train.planning import plan_run
 

@@ -8,7 +8,7 @@ from parallel.plan_file import plan_to_table
 from parallel.planner.picture import ROWS, in_ms
 from parallel.planner.search import Candidate, Choice, Machines
 from tools.command import format_table
-from tools.plan_answer import Answer, distinct, needed_words, strategy_words, time_to_train, token_rate
+from tools.plan.answer import Answer, distinct, needed_words, strategy_words, time_to_train, token_rate
 from train.config import Config
 from train.predict import Prediction
 

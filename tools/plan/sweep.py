@@ -11,8 +11,8 @@ from parallel.plan import AXES, Plan, PlanError
 from parallel.planner.hardware import Hardware
 from parallel.planner.search import search
 from tools.command import format_table
-from tools.plan_answer import DAY_S, MAX_GPUS, Place, needed_words
-from tools.plan_text import seconds
+from tools.plan.answer import DAY_S, MAX_GPUS, Place, needed_words
+from tools.plan.text import seconds
 from train.choose import describe_choices
 from train.config import Config, ConfigError
 from train.planning import model_units, plan_run

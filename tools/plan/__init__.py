@@ -1,0 +1,1 @@
+"""`python -m tools.plan`: the plan of a run, chosen or checked, before anything runs."""
