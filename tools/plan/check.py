@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def predict_traffic(config: Config, plan: Plan) -> Traffic:
     not those of the loss and of the gradient norm, which belong to no unit."""
     work = trace_run(config, plan)
     model = _one_rank(config, plan)
-    idle = set(takewhile(lambda name: work.trained.get(name, 1.0) == 0, plan.modules))  # have no backward
+    idle = {name for name in plan.modules if not work.has_backward((name,))}
     again = _gathered_again(plan, idle)
     of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
     return _count([*chain.from_iterable(of_units), *_of_modules(plan, work, idle), *_of_norms(plan, model)])

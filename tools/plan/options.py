@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from parallel.planner.hardware import load_hardware
-from parallel.strict_yaml import YamlError
 from tools.command import positive
 from train.config import Config, ConfigError, parse_config
 
@@ -96,10 +95,7 @@ def make_diff_parser() -> argparse.ArgumentParser:
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Options and config of a command line. Raises ConfigError for what does not exist or does not go together."""
-    try:
-        options, config_arguments = make_parser().parse_known_args(arguments)
-    except YamlError as error:  # a file in configs/hardware
-        raise ConfigError(str(error)) from None
+    options, config_arguments = make_parser().parse_known_args(arguments)
     _check_names(config_arguments)
     config = parse_config([f"--config={options.config}", *config_arguments], PROG)
     _check_together(options, config)
