@@ -15,9 +15,10 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
     if mesh.tp > 1 and gpus_per_node % mesh.tp:
         advice.append(f"tp={mesh.tp} does not divide the {gpus_per_node} processes of a node, so tensor parallelism, which "
                       "waits for every exchange, crosses nodes: use a degree within one")  # fmt: skip
-    if mesh.world_size > gpus_per_node and mesh.dp_replicate > 1 and gpus_per_node % (mesh.dp_shard * mesh.tp):
-        advice.append(f"dp_shard x tp = {mesh.dp_shard * mesh.tp} does not divide the {gpus_per_node} processes of a node: "
-                      "some groups of shards cross nodes, which replication was to avoid")  # fmt: skip
+    group = mesh.dp_shard * mesh.tp  # of shards: part of a node, or several whole ones
+    if mesh.world_size > gpus_per_node and mesh.dp_replicate > 1 and gpus_per_node % group and group % gpus_per_node:
+        advice.append(f"dp_shard x tp = {group} is neither a part nor a multiple of the {gpus_per_node} processes of a node: "
+                      "some groups of shards cross nodes needlessly")  # fmt: skip
     if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
         advice.append("dp_shard=1: every process holds all parameters, gradients and optimizer state, and there is nothing "
                       f"to reshard or prefetch; dp_shard={mesh.dp_replicate} holds a share of them")  # fmt: skip

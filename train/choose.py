@@ -8,11 +8,9 @@ from parallel.memory_by_kind import GIB
 from parallel.plan import PlanError
 from parallel.planner.search import Choice, Machines, frugal, search
 from train.config import Config
+from train.fits import MAX_PROCESSES, halvings
 from train.planning import model_units
 from train.predict import trace_run
-
-MAX_GPUS = 65536  # where the search for how many would do ends
-MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
 
 
 def choose_plan(config: Config, world_size: int, machines: Machines) -> Choice:
@@ -31,7 +29,7 @@ def choose_plan(config: Config, world_size: int, machines: Machines) -> Choice:
 
 def fewest_gpus(config: Config, machines: Machines, at_least: int = 1) -> int:
     """The smallest number of GPUs, `at_least` or twice as many and so on, that some plan fits on; 0 if none does."""
-    counts = [at_least * 2**n for n in range(MAX_GPUS.bit_length()) if at_least * 2**n <= MAX_GPUS]
+    counts = [at_least * 2**n for n in range(MAX_PROCESSES.bit_length()) if at_least * 2**n <= MAX_PROCESSES]
     return next((gpus for gpus in counts if _fits_somehow(config, gpus, machines, config.train.seq_len)), 0)
 
 
@@ -61,9 +59,7 @@ def _ways_out(config: Config, world_size: int, machines: Machines) -> Iterator[s
     """The nearest asks that are possible."""
     if gpus := fewest_gpus(config, machines, world_size):
         yield f"{gpus} processes with as much memory each"
-    shorter = config.train.seq_len // 2
-    while shorter >= MIN_SEQ_LEN:
-        if _fits_somehow(config, world_size, machines, shorter):
+    for shorter in halvings(config.train.seq_len):
+        if shorter < config.train.seq_len and _fits_somehow(config, world_size, machines, shorter):
             yield f"here, with --train.seq_len={shorter}"
             break
-        shorter //= 2

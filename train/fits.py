@@ -53,7 +53,7 @@ def _largest_shipped(world_size: int, available_bytes: int) -> str:
                 continue
             plan = plan_run(candidate, world_size)
             work = trace_run(candidate, plan)
-            for seq_len in _halvings(config.train.seq_len):
+            for seq_len in halvings(config.train.seq_len):
                 needed = predict_step_memory(plan, work.shortened(seq_len)).peak_bytes
                 if needed <= available_bytes:
                     keys += f" --train.seq_len={seq_len}" if seq_len < config.train.seq_len else ""
@@ -100,7 +100,8 @@ def _may_fit(config: Config, processes: int, available_bytes: int) -> bool:
     return bool(frozen) or 12 * count_parameters(config.model).total / processes < available_bytes
 
 
-def _halvings(seq_len: int) -> Iterator[int]:
+def halvings(seq_len: int) -> Iterator[int]:
+    """Lengths to try, the longest first."""
     yield seq_len
     while seq_len >= 2 * MIN_SEQ_LEN:
         seq_len //= 2

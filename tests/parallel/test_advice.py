@@ -15,6 +15,7 @@ GOOD: list[tuple[int, dict[str, Any]]] = [
     (32, {"tp": 8}),
     (32, {"tp": 2, "strategy": "hybrid_shard"}),
     (64, {"dp_replicate": 32, "dp_shard": 2}),
+    (32, {"dp_replicate": 2}),
     (8, {"tp": 8}),
     (8, {"tp": 2, "dp_shard": 4}),
     (8, {"cpu_offload": True}),
@@ -29,10 +30,9 @@ def test_a_good_plan_gets_no_advice(world_size: int, keys: dict[str, Any]) -> No
 POOR: list[tuple[int, dict[str, Any], str]] = [
     (1, {}, "one process: nothing is sharded"),
     (8, {"dp_replicate": 2}, "dp_replicate=2 within a single node: HSDP takes more memory"),
-    (24, {"dp_replicate": 2}, "dp_shard x tp = 12 does not divide the 8 processes of a node"),
+    (24, {"dp_replicate": 2}, "dp_shard x tp = 12 is neither a part nor a multiple of the 8 processes of a node"),
     (8, {"strategy": "ddp"}, "dp_shard=1: every process holds all parameters"),
     (1, {"cpu_offload": True}, "cpu_offload with one process"),
-    (32, {"dp_replicate": 2}, "dp_shard x tp = 16 does not divide the 8 processes of a node"),
     (8, {"tp": 2, "tp_parts": ()}, "tp=2 splits no part of the model"),
 ]
 

@@ -17,12 +17,11 @@ from parallel.planner.search import Candidate, Choice, Machines
 from parallel.strategy import describe_strategy
 from train.choose import choose_plan, fewest_gpus
 from train.config import Config, ConfigError
-from train.fits import check_fits
+from train.fits import MAX_PROCESSES, check_fits
 from train.planning import plan_run
 from train.predict import Prediction, predict, predict_memory, trace_run
 
 HOUR_S, DAY_S = 3600, 86400
-MAX_GPUS = 65536  # where the search for the fewest ends, as in train.choose
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,11 @@ def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -
     if config.parallel.plan == "auto":
         found = fewest_gpus(config, machines)
     else:
-        counts = (2**n for n in range(MAX_GPUS.bit_length()))
+        counts = (2**n for n in range(MAX_PROCESSES.bit_length()))
         found = next((gpus for gpus in counts if _fits(config, Place(gpus, min(gpus, gpus_per_node), hardware))), 0)
     if not found:
         words = "no plan fits" if config.parallel.plan == "auto" else "this plan does not fit"
-        raise PlanError(f"--min-gpus: {words} on 1 to {MAX_GPUS} {machines.hardware.name} with sequences of "
+        raise PlanError(f"--min-gpus: {words} on 1 to {MAX_PROCESSES} {machines.hardware.name} with sequences of "
                         f"{config.train.seq_len} tokens. Shorten train.seq_len, or leave more keys at auto, with "
                         "--parallel.plan=auto")  # fmt: skip
     return found

@@ -11,10 +11,11 @@ from parallel.plan import AXES, Plan, PlanError
 from parallel.planner.hardware import Hardware
 from parallel.planner.search import search
 from tools.command import format_table
-from tools.plan.answer import DAY_S, MAX_GPUS, Place, needed_words
+from tools.plan.answer import DAY_S, Place, needed_words
 from tools.plan.text import seconds
 from train.choose import describe_choices
 from train.config import Config, ConfigError
+from train.fits import MAX_PROCESSES
 from train.planning import model_units, plan_run
 from train.predict import Prediction, predict, trace_run
 
@@ -41,9 +42,9 @@ def read_sweep(text: str) -> list[int]:
     name, low, high = match[1], int(match[2]), int(match[3])
     if name != "gpus":
         raise ConfigError(f"--sweep={text}: only gpus can be swept, as in gpus={low}..{high}")
-    if not 1 <= low <= high <= MAX_GPUS:
-        raise ConfigError(f"--sweep={text}: it must go up, from 1 at least to {MAX_GPUS} at most, as gpus=8..4096")
-    return [low * 2**n for n in range(MAX_GPUS.bit_length()) if low * 2**n <= high]
+    if not 1 <= low <= high <= MAX_PROCESSES:
+        raise ConfigError(f"--sweep={text}: it must go up, from 1 at least to {MAX_PROCESSES} at most, as gpus=8..4096")
+    return [low * 2**n for n in range(MAX_PROCESSES.bit_length()) if low * 2**n <= high]
 
 
 @dataclass(frozen=True)
