@@ -121,6 +121,7 @@ def _legal(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machin
     """All legal plans, with what can be said of them at once."""
     mistakes: list[PlanError] = []
     found = False
+    bounds: dict[tuple[Any, ...], tuple[float, int]] = {}  # resharding and prefetching change neither
     for choices in _combinations(config, job, machines.gpus_per_node):
         try:
             tried, tried_job = _with_choices(config, job, choices)
@@ -128,10 +129,13 @@ def _legal(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machin
         except PlanError as error:
             mistakes.append(error)
             continue
-        work = trace(plan)
-        times = step_times(plan, work, machines.hardware, machines.gpus_per_node)
         found = True
-        yield Candidate(choices, plan, times.busy_s(plan.accumulation), least_bytes(plan, work))
+        key = tuple(value for name, value in choices.items() if name not in ("reshard_after_forward", "prefetch"))
+        if key not in bounds:
+            work = trace(plan)
+            times = step_times(plan, work, machines.hardware, machines.gpus_per_node)
+            bounds[key] = times.busy_s(plan.accumulation), least_bytes(plan, work)
+        yield Candidate(choices, plan, *bounds[key])
     if not found:
         raise mistakes[0]
 
