@@ -232,7 +232,6 @@ def test_held_out_sequences_that_do_not_divide_are_padded_with_one_sequence_per_
     (["--run.dir=/dev/null/run"], ["run.dir=/dev/null/run", "name another"]),
     pytest.param(["--run.device=cuda"], ["run.device=cuda needs 1 GPUs", "--run.device=cpu"],
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
-    (["--parallel.plan=auto"], ["parallel.plan=auto", "manual"]),
     (["--parallel.plan=/nowhere.yaml"], ["/nowhere.yaml"]),
     (["--config=llama_405b.yaml"], ["GiB per process", "Fits:", "here, --config llama_"]),
 ])  # fmt: skip

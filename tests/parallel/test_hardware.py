@@ -31,7 +31,9 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert 0 <= kind.slowdown < 0.5
     assert 0 <= kind.reserved_share < 0.5
     assert kind.network.gb_s < kind.node.gb_s * 8
-    assert 0 < kind.node.latency_s <= kind.network.latency_s < 1e-3
+    assert 0 < kind.node.latency_s < 1e-3
+    assert 0 < kind.network.latency_s < 1e-3
+    assert kind.cores or kind.node.latency_s <= kind.network.latency_s, "a CPU's node is measured, its network is not"
     assert len(kind.fitted) <= MOST_FITTED
 
 

@@ -84,7 +84,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (["--train.micro_batch_size=0"], 8, ["train.micro_batch_size=0", "must be at least 1"]),
     (["--train.micro_batch_size=many"], 8, ["train.micro_batch_size=many", "auto or a number"]),
     # keys, types and files
-    (["--parallel.plan=auto"], 8, ["parallel.plan=auto", "Use manual, or the path of a plan file"]),
+    (["--parallel.plan=auto"], 8, ["parallel.plan=auto", "Let tools.plan choose, with --save FILE"]),
     (["--parallel.plan=nowhere.yaml"], 8, ["parallel.plan=nowhere.yaml", "no such file", "Use manual"]),
     (["--parallel.dp_shrad=2"], 8, ["unknown key parallel.dp_shrad", "the command line", "Did you mean parallel.dp_shard?"]),
     (["--parallel.tp=two"], 8, ["parallel.tp", "two", "auto or a whole number"]),
