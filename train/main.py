@@ -194,7 +194,8 @@ def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, dev
     if config.parallel.strategy:
         screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
     screen.line(plan_to_table(plan))
-    for advice in (*advise(plan, place.local_world_size), *unused_keys(config.parallel)):
+    chosen = config.parallel.plan == "auto"  # the planner has weighed what advice could say
+    for advice in () if chosen else (*advise(plan, place.local_world_size), *unused_keys(config.parallel)):
         screen.line(f"advice: {advice}")
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
 
