@@ -116,6 +116,7 @@ class _Launches:
         self._scatter: int | None = None  # whose input buffer is not yet taken back
 
     def launch_forward(self) -> None:
+        """All modules in order: each unit is gathered before its first one and resharded behind its last."""
         for module in self._plan.modules:
             unit = self._owner[module]
             modules = self._modules[unit.name]
@@ -128,6 +129,7 @@ class _Launches:
         self._release_deferred()
 
     def launch_backward(self, all_reduce: bool) -> None:
+        """The same the other way round, with each unit's gradients reduced behind its first module, and the wait at the end."""
         for module in reversed(self._plan.modules):
             unit = self._owner[module]
             modules = self._modules[unit.name]
