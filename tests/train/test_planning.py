@@ -134,7 +134,7 @@ def test_keys_and_the_plan_files_own_mistakes_come_in_one_report(plan_file: Path
 
 def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
     for name in ("Manual", "", "nowhere/plan.yaml", "~nobody_at_all/plan.yaml", "."):
-        with pytest.raises(PlanError, match=r"parallel.plan=.*: there is no such file. Use manual, or the path"):
+        with pytest.raises(PlanError, match=r"parallel.plan=.*: there is no such file. Use manual, auto, or the path"):
             plan_run(dataclasses.replace(config_of(), parallel=ParallelConfig(plan=name)), 8)
 
 
