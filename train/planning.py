@@ -27,8 +27,8 @@ def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None) 
         return make_plan(config.parallel, model, job)
     path = Path(os.path.expanduser(config.parallel.plan))
     if not path.is_file():
-        raise PlanError(f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the path of a plan file, "
-                        "such as plan.yaml in a run's folder")  # fmt: skip
+        raise PlanError(f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the path of a "
+                        "plan file, such as plan.yaml in a run's folder")  # fmt: skip
     plan = load_plan(path)
     mistakes = key_mistakes(config.parallel, plan, model)
     if plan.mesh.world_size == world_size:
