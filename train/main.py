@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
 from train.optim import build_optimizer
 from train.planning import plan_run
-from train.runtime import Place, choose_device, read_place, start_process
+from train.runtime import Place, choose_device, end_process, read_place, start_process
 from train.status import State, write_status
 from train.stop import Stop
 
@@ -47,7 +47,7 @@ VERSION = "0.1.0"
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run, and turn whatever happens into one message and an exit code."""
     place = read_place()
     try:
@@ -154,7 +154,7 @@ def _train(run: Run, place: Place, start: Position, resume_from: Path | None) ->
     return stopped
 
 
-def exit_process(place: Place, code: int, error: BaseException | None = None) -> None:
+def exit_process(place: Place, code: int, error: BaseException | None = None) -> NoReturn:
     """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message."""
     if place.under_torchrun and error is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -162,9 +162,7 @@ def exit_process(place: Place, code: int, error: BaseException | None = None) ->
         handler = get_error_handler()
         handler.initialize()
         handler.record_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
+    end_process(code)
 
 
 def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device, device_name: str) -> int:

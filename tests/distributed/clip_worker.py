@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from parallel.fsdp import clip_gradients
+from train.runtime import end_process
 
 SHAPES = {"sharded": (6, 5), "sharded_and_split": (8, 4), "split": (4, 3), "replicated": (7,), "uneven": (3, 2), "plain": (2, 3)}
 
@@ -43,6 +44,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         torch.save({"norms": torch.stack(norms), "grads": grads}, sys.argv[1])
     dist.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from train.build import build_model
 from train.config import parse_config
 from train.optim import build_optimizer
 from train.planning import plan_run
-from train.runtime import read_place, start_process
+from train.runtime import end_process, read_place, start_process
 from train.step import Batch, train_step
 
 
@@ -36,6 +36,7 @@ def main() -> None:
     }
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps({"collectives": rows, "held": held}))
     dist.destroy_process_group()
+    end_process(0)
 
 
 def dist_local(tensor: torch.Tensor) -> torch.Tensor:

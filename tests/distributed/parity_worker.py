@@ -37,7 +37,7 @@ from train.data.loader import BatchShape, TrainLoader
 from train.data.tokens import load_tokens
 from train.optim import build_optimizer, learning_rate, set_learning_rate
 from train.planning import plan_run
-from train.runtime import Place, read_place, start_process
+from train.runtime import Place, end_process, read_place, start_process
 from train.step import Batch, evaluate, train_step
 
 CASE_LIMIT_S = 900  # a case that hangs ends the process with every thread's stack on stderr
@@ -144,6 +144,7 @@ def main() -> None:
         except RuntimeError:  # a rank waits in a collective that this one will never join
             os._exit(1)
     dist.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

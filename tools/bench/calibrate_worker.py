@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, measure_compute, quicker
 from tools.bench.calibrate_kernels import find_kernels
 from tools.bench.calibrate_links import CPU_SIZES_BYTES, GPU_SIZES_BYTES, QUICK_SIZES_BYTES, measure_collectives
-from train.runtime import RunConfig, choose_device, read_place, start_process
+from train.runtime import RunConfig, choose_device, end_process, read_place, start_process
 
 GIB = 2**30
 
@@ -37,6 +37,7 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
     (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    end_process(0)
 
 
 def compute(device: torch.device, quick: bool) -> dict[str, Any]:
