@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, N query heads, K key-value heads, H head dim.
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from models.kernels.cpu_attention import causal_attention as cpu_causal_attention
 
@@ -15,7 +16,27 @@ ATTENTION_OPS = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
+    "higher_order.flex_attention",
 )
+
+# What keeps attention within documents, as the device's kernel wants it; None where a sequence is one document.
+Documents = Tensor | BlockMask | None
+
+
+def within_documents(first_BT: Tensor) -> Documents:
+    """Documents of first[B, T], the place in its sequence where each token's document begins.
+
+    Made once for all blocks: on a CPU first[B, T] itself; elsewhere the blocks of 128 x 128 scores that are not empty,
+    for FlexAttention (arXiv 2412.05496).
+    """
+    if first_BT.is_cpu:
+        return first_BT
+    B, T = first_BT.shape
+
+    def same_document(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= first_BT[b, query])
+
+    return create_block_mask(same_document, B, None, T, T, device=first_BT.device)
 
 
 class CausalAttention(nn.Module):
@@ -25,9 +46,11 @@ class CausalAttention(nn.Module):
     a profile can name it.
     """
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        if q.is_cpu:
-            return cpu_causal_attention(q, k, v)[0].transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
+        if isinstance(documents, BlockMask):
+            return flex_attention(q, k, v, block_mask=documents, enable_gqa=grouped).transpose(1, 2)  # type: ignore[union-attr]
+        if q.is_cpu:
+            return cpu_causal_attention(q, k, v, documents)[0].transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)

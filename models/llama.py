@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from models.attention import CausalAttention
+from models.attention import CausalAttention, Documents, within_documents
 from models.loss import CrossEntropySum
-from models.rope import RopeScaling, apply_rope, rope_tables
+from models.rope import RopeScaling, apply_rope, check_scaling, rope_tables
 
 INIT_STD = 0.02  # normal initialisation: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 
@@ -55,8 +55,8 @@ class LlamaConfig:
         vocab_size: number of token ids
         max_seq_len: longest sequence the position tables cover, in tokens
         rope_theta: base of the rotary wavelengths
-        rope_scaling: Llama 3.1's stretching of low frequencies, or null; a mapping with the keys factor,
-            low_freq_factor, high_freq_factor (ratios) and original_max_seq_len (tokens)
+        rope_scaling: stretching of rotary wavelengths, or null; a mapping with the keys kind (llama3 or linear), factor (a
+            ratio) and, for llama3, low_freq_factor, high_freq_factor (ratios) and original_max_seq_len (tokens)
         norm_eps: epsilon of every RMSNorm
         tie_embeddings: output head and token embedding share one weight
     """
@@ -77,11 +77,12 @@ class LlamaConfig:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
-        factor = self.rope_scaling.factor if self.rope_scaling else 1.0
-        positive = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps, "rope_scaling.factor": factor}
+        positive = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps}
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"model.{name}={value} must be greater than 0")
+        if self.rope_scaling:
+            check_scaling(self.rope_scaling)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}")
         if self.dim % (2 * self.n_heads):
@@ -106,12 +107,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
         self.inner = CausalAttention()
 
-    def forward(self, x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents = None) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (
             rearrange(w(x), "B T (heads H) -> B T heads H", H=self.head_dim) for w in (self.wq, self.wk, self.wv)
         )
-        q_BTNH, k_BTKH = apply_rope(q_BTNH, cos_TH, sin_TH), apply_rope(k_BTKH, cos_TH, sin_TH)
-        return self.wo(rearrange(self.inner(q_BTNH, k_BTKH, v_BTKH), "B T N H -> B T (N H)"))
+        q_BTNH, k_BTKH = apply_rope(q_BTNH, cos, sin), apply_rope(k_BTKH, cos, sin)
+        return self.wo(rearrange(self.inner(q_BTNH, k_BTKH, v_BTKH, documents), "B T N H -> B T (N H)"))
 
 
 class FeedForward(nn.Module):
@@ -137,8 +138,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), cos_TH, sin_TH)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents = None) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), cos, sin, documents)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -159,7 +160,8 @@ class Head(nn.Module):
 class Llama(nn.Module):
     """tokens[B, T] -> logits[B, T, V]; with targets[B, T] -> the summed loss in nats, a float32 scalar.
 
-    Built on any device, meta included; `init_weights` must run before the first forward.
+    With first[B, T], the place in its sequence where each token's document begins, attention does not cross documents,
+    and positions count from there. Built on any device, meta included; `init_weights` must run before the first forward.
     """
 
     cos_TH: Tensor
@@ -176,12 +178,15 @@ class Llama(nn.Module):
         for name in ("cos_TH", "sin_TH"):
             self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, first_BT: Tensor | None = None) -> Tensor:
         x = self.tok_embeddings(tokens_BT)
         seq_len = tokens_BT.shape[1]
-        cos_TH, sin_TH = self.cos_TH[:seq_len], self.sin_TH[:seq_len]
+        cos, sin, documents = self.cos_TH[:seq_len], self.sin_TH[:seq_len], None
+        if first_BT is not None:
+            positions_BT = torch.arange(seq_len, device=first_BT.device) - first_BT
+            cos, sin, documents = cos[positions_BT], sin[positions_BT], within_documents(first_BT)
         for block in self.layers:
-            x = block(x, cos_TH, sin_TH)
+            x = block(x, cos, sin, documents)
         return self.head(x, targets_BT)
 
 

@@ -61,7 +61,7 @@ def _saved_every(ops: tuple[str, ...]) -> dict[Any, int]:
 def _find_op(text: str) -> Any:
     namespace, _, name = text.partition("/")[0].partition(".")
     op = getattr(getattr(torch.ops, namespace, None), name, None) if name else None
-    return op if isinstance(op, torch._ops.OpOverloadPacket) else None
+    return op if isinstance(op, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)) else None
 
 
 def _is_op(op: str) -> bool:

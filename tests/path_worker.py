@@ -3,9 +3,11 @@
 Arguments: the file to write, then config arguments.
 """
 
+import contextlib
 import inspect
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,16 +20,24 @@ def note_file(frame, event, argument) -> None:  # type: ignore[no-untyped-def]
         executed.add(frame.f_code.co_filename)
 
 
+@contextlib.contextmanager
+def unnoted() -> Iterator[None]:
+    sys.setprofile(None)
+    yield
+    sys.setprofile(note_file)
+
+
 def journey() -> None:
-    """The steps of train.main that lead to an optimizer step. Screen, metrics, checkpoints, profiles, stopping and the
-    memory estimate stand beside them."""
+    """The steps of train.main that lead to an optimizer step. Screen, metrics, checkpoints, profiles, stopping, the memory
+    estimate and how text becomes tokens on disk stand beside them."""
     import torch
 
     from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
     from train.build import build_model
     from train.config import parse_config
-    from train.data.loader import BatchShape, TrainLoader
-    from train.data.tokens import load_tokens
+    from train.data.loader import BatchShape, SampleOrder, TrainLoader
+    from train.data.sequences import make_sequence_shape
+    from train.data.tokens import load_corpus
     from train.optim import build_optimizer, learning_rate, set_learning_rate
     from train.planning import plan_run
     from train.runtime import choose_device, read_place, start_process
@@ -40,12 +50,15 @@ def journey() -> None:
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim)
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len, data_parallel_rank(mesh, plan.mesh),
-                       plan.mesh.data_parallel)  # fmt: skip
-    loader = TrainLoader(load_tokens(config.data).train, shape, config.run.seed, 0, device, config.data.prefetch)
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
+    with unnoted():
+        corpus = load_corpus(config.data)
+    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    order = SampleOrder(corpus.sources, sequences, config.run.seed)
+    loader = TrainLoader(order, sequences, shape, 0, device, config.data.prefetch)
     for step in range(1, config.train.steps + 1):
         set_learning_rate(optimizer, learning_rate(config.optim, step, config.train.steps))
-        batches, _ = loader.next()
+        batches = loader.next().micro_batches
         train_step(model, optimizer, batches, config.train.grad_clip, data_parallel_group(mesh))
     loader.close()
     torch.distributed.destroy_process_group()

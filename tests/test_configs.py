@@ -8,7 +8,7 @@ import torch
 from models.llama import Llama
 from models.size import count_parameters
 from train.config import CONFIG_FOLDER, list_configs, load_config
-from train.data.tokens import check_vocabulary
+from train.data.tokenizer import ByteTokenizer, check_vocabulary
 from train.planning import plan_run
 from train.predict import predict_memory
 
@@ -47,7 +47,7 @@ def test_it_plans_for_the_gpus_it_is_meant_for(name: str) -> None:
     plan = plan_run(config, gpus)
     assert plan.mesh.world_size == gpus
     assert predict_memory(config, plan).peak_bytes > 0
-    check_vocabulary(config.model.vocab_size)
+    check_vocabulary(ByteTokenizer.info, config.model.vocab_size)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

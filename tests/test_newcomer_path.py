@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch import EAGER, ROOT, TINY, run, write_text
 from train.config import parse_config
-from train.data.tokens import load_tokens
+from train.data.tokens import load_corpus
 
 MAX_LINES = 2500
 MESH = ["--parallel.dp_shard=2", "--parallel.tp=2", "--train.steps=2"]
@@ -20,7 +20,7 @@ def path(tmp_path_factory) -> dict[str, int]:
     """Every file on the path, and its number of lines."""
     folder = tmp_path_factory.mktemp("path")
     data, files = write_text(folder), set()
-    load_tokens(parse_config(data).data)  # tokenised beforehand, as for any run of a text but the first
+    load_corpus(parse_config(data).data)  # tokenised beforehand, as for any run of a text but the first
     for mode, arguments in MODES.items():
         out = folder / mode
         tiny = [*TINY, "--model.n_heads=8", "--model.n_kv_heads=4"]

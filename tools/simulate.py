@@ -79,7 +79,8 @@ def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
         tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=device)
-        batches = [Batch(tokens.clone(), tokens.clone()) for _ in range(plan.accumulation)]
+        first = tokens.clone() if config.data.document_mask else None  # of one document: its blocks are as many as can be
+        batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
         train_step(model, optimizer, batches, config.train.grad_clip, group)
 
     return simulate(plan, TrainingCode(lambda plan, mesh: shard_model(config, plan, mesh), fill, step, LOGITS), rank)

@@ -49,8 +49,9 @@ class TrainConfig:
             global batch where that is -1
         global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
         grad_clip: largest global gradient norm; 0 does not clip
-        eval_every: optimizer steps between evaluations on the held-out text, the first before training; 0 is never
-        eval_sequences: held-out sequences of one evaluation, at most
+        eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before training; 0 is
+            never
+        eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
     """
 
@@ -61,7 +62,7 @@ class TrainConfig:
     global_batch_size: int = -1
     grad_clip: float = bounded(1.0, low=0)
     eval_every: int = bounded(0, low=0)
-    eval_sequences: int = bounded(64, low=1)
+    eval_sequences: int = bounded(64, low=0)
     freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

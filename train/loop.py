@@ -13,14 +13,15 @@ from parallel.recompile import RecompileGuard
 from train.checkpoint import Position, save_checkpoint
 from train.config import Config, config_to_yaml
 from train.console import Screen
-from train.data.held_out import held_out_batches
-from train.data.loader import BatchShape, TrainLoader
-from train.data.tokens import TokenFiles
+from train.data.loader import BatchShape, SampleOrder, TrainLoader
+from train.data.sequences import SequenceShape
+from train.data.tokens import Corpus
+from train.evaluation import Score, score_sets
 from train.host_memory import return_free_memory
 from train.metrics import Metrics
 from train.optim import learning_rate, set_learning_rate
 from train.profiling import StepProfiler
-from train.step import evaluate, train_step
+from train.step import train_step
 from train.stop import Stop
 
 
@@ -33,7 +34,8 @@ class Run:
     device: torch.device
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    tokens: TokenFiles
+    corpus: Corpus
+    sequences: SequenceShape
     shape: BatchShape
     data_parallel: dist.ProcessGroup
     metrics: Metrics
@@ -49,12 +51,11 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
     `on_progress` hears of the position after every report and every checkpoint.
     """
     config, position = run.config, start
-    loader = TrainLoader(run.tokens.train, run.shape, config.run.seed, start.samples, run.device, config.data.prefetch)
+    order = SampleOrder(run.corpus.sources, run.sequences, config.run.seed)
+    loader = TrainLoader(order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
     profiler = StepProfiler(config.profile, run.folder / "profile", dist.get_rank() == 0)
     if config.train.eval_every and start.step == 0:
-        eval_loss = _evaluate(run)
-        run.metrics.log_eval(0, eval_loss)
-        run.screen.report({"step": 0, "eval_loss": eval_loss})
+        run.screen.report(run.metrics.log_eval(0, _evaluate(run)))
     run.metrics.resume()
     try:
         while position.step < run.total_steps:
@@ -62,10 +63,10 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
             step = position.step
             lr = learning_rate(config.optim, step, run.total_steps)
             set_learning_rate(run.optimizer, lr)
-            micro_batches, wait_s = loader.next()
+            data = loader.next()
             profiler.before_step(step)
-            result = train_step(run.model, run.optimizer, micro_batches, config.train.grad_clip, run.data_parallel)
-            run.metrics.step_done(wait_s)
+            result = train_step(run.model, run.optimizer, data.micro_batches, config.train.grad_clip, run.data_parallel)
+            run.metrics.step_done(data.wait_s)
             if step == start.step + 1:
                 _after_first_step(run)
             for news in run.recompiles.news():
@@ -82,8 +83,8 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
             if reporting or saving:
                 run.metrics.pause()
                 if reporting:
-                    held_out_loss = _evaluate(run) if evaluating else None
-                    run.screen.report(run.metrics.log(step, result, lr, held_out_loss))
+                    used = {**order.progress(position.samples), "data_hash": _hash_of_all(data.data_hash, run)}
+                    run.screen.report(run.metrics.log(step, result, lr, used, _evaluate(run) if evaluating else None))
                     on_progress(position)
                 if saving:
                     _save(run, position)
@@ -111,12 +112,20 @@ def _due(step: int, every: int, last: bool) -> bool:
 
 def _next_position(run: Run, position: Position) -> Position:
     samples = position.samples + run.shape.global_batch_size
-    return Position(position.step + 1, samples, run.config.run.seed, run.shape.seq_len, dist.get_world_size())
+    seed, seq_len = run.config.run.seed, run.sequences.seq_len
+    return Position(position.step + 1, samples, seed, seq_len, dist.get_world_size(), run.corpus.fingerprint)
 
 
-def _evaluate(run: Run) -> float:
-    batches = held_out_batches(run.tokens.held_out, run.shape, run.config.train.eval_sequences, run.device)
-    return evaluate(run.model, batches, run.data_parallel).item()
+def _evaluate(run: Run) -> dict[str, Score]:
+    sets = {**run.corpus.held_out, **run.corpus.validation}
+    return score_sets(run.model, sets, run.sequences, run.shape, run.config.train.eval_sequences, run.device, run.data_parallel)
+
+
+def _hash_of_all(data_hash: int, run: Run) -> str:
+    """The hash of a step's sequences and their positions, over all ranks: the same on every mesh."""
+    total = torch.tensor(data_hash, device=run.device)
+    dist.all_reduce(total, group=run.data_parallel)
+    return f"{total.item():016x}"
 
 
 def _save(run: Run, position: Position) -> None:

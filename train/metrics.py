@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from parallel.compile import count_compiled_graphs
 from train.bounds import bounded
+from train.evaluation import Score, mean_loss
 from train.step import StepResult
 
 GIB = 2**30
@@ -80,8 +81,11 @@ class Metrics:
         """Start the clock again."""
         self._since = time.perf_counter()
 
-    def log(self, step: int, result: StepResult, lr: float, eval_loss: float | None) -> dict[str, Any]:
-        """Write one row, with rates over the steps since the last; every rank calls it, with the clock paused."""
+    def log(
+        self, step: int, result: StepResult, lr: float, used: Mapping[str, Any], scores: Mapping[str, Score] | None
+    ) -> dict[str, Any]:
+        """Write one row, with rates over the steps since the last, and what data was `used`; every rank calls it, with the
+        clock paused."""
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         steps = max(1, self._steps)
         recompiles = count_compiled_graphs() - (self._graphs or 0)
@@ -90,20 +94,22 @@ class Metrics:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the host: the slowest and the fullest rank counts
         step_time_s, wait_s, most_recompiles, memory_gib, reserved_gib = worst.tolist()
         row: dict[str, Any] = {"step": step, "loss": loss}
-        if eval_loss is not None:
-            row["eval_loss"] = eval_loss
+        row |= _scores_row(scores or {})
         row |= {"grad_norm": grad_norm, "lr": lr, **self._rates(step_time_s), "step_time_s": step_time_s}
         row |= {"peak_memory_gib": memory_gib, "reserved_memory_gib": reserved_gib}
         row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles)}
+        row |= used
         row |= {f"predicted_{name}": value for name, value in self._predicted.items()}
         self._reported.append(row)
         self._write(row)
         self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         return row
 
-    def log_eval(self, step: int, eval_loss: float) -> None:
+    def log_eval(self, step: int, scores: Mapping[str, Score]) -> dict[str, Any]:
         """Write a row for an evaluation outside a reported step, such as the one before training."""
-        self._write({"step": step, "eval_loss": eval_loss})
+        row = {"step": step, **_scores_row(scores)}
+        self._write(row)
+        return row
 
     def compare_with_predicted(self) -> str:
         """One line: what was predicted against what was measured, the median of all reports but the first, whose steps
@@ -146,8 +152,18 @@ class Metrics:
         if self._board_folder is not None:
             self._board = self._board or _open_board(self._board_folder, self._texts, row["step"])
             for name, value in row.items():
-                if name != "step":
+                if name != "step" and not isinstance(value, str):
                     self._board.add_scalar(name, value, row["step"])
+
+
+def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
+    """eval_loss, the mean over the tokens of all sets; and of each set eval/NAME/loss, perplexity and bits_per_byte."""
+    if not scores:
+        return {}
+    row = {"eval_loss": mean_loss(scores)}
+    for name, score in scores.items():
+        row |= {f"eval/{name}/{figure}": getattr(score, figure) for figure in ("loss", "perplexity", "bits_per_byte")}
+    return row
 
 
 def _open_board(folder: Path, texts: dict[str, str], first_step: int) -> Any:

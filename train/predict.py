@@ -66,7 +66,8 @@ def trace_run(config: Config, plan: Plan) -> ModelWork:
     """The model's work under the plan, and how much of it is trained. Raises ConfigError for a `train.freeze` that matches
     nothing."""
     frozen, trained = _what_is_trained(config.model, config.train.freeze)
-    return dataclasses.replace(trace_model(config.model, plan, config.train.seq_len, frozen), trained=trained)
+    work = trace_model(config.model, plan, config.train.seq_len, frozen, config.data.document_mask)
+    return dataclasses.replace(work, trained=trained)
 
 
 @cache

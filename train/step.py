@@ -16,10 +16,12 @@ from parallel.fsdp import clip_gradients, reshard_units, set_last_micro_batch
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch of one rank, on its device: int64 tokens[B, T] and, one position on, targets[B, T]."""
+    """One micro batch of one rank, on its device: int64 tokens[B, T] and, one position on, targets[B, T]; where documents
+    are kept apart also first[B, T], the place in its sequence where each token's document begins."""
 
     tokens: Tensor
     targets: Tensor
+    first: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def train_step(
     loss = torch.zeros_like(global_tokens)
     for i, batch in enumerate(micro_batches):
         set_last_micro_batch(model, last=i == len(micro_batches) - 1)
-        micro_loss = model(batch.tokens, batch.targets) / global_tokens
+        micro_loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
         micro_loss.backward()
         loss += micro_loss.detach()
     grad_norm = clip_gradients(list(model.parameters()), grad_clip)
@@ -59,19 +61,18 @@ def train_step(
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
-    """Mean loss per token over all ranks' batches, in nats, a scalar on the device. Weights and gradients stay.
+    """(loss, tokens) summed over all ranks' batches, float64 [2] on the device, the loss in nats. Weights and gradients stay.
 
     Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second graph.
     """
     totals = None
     for batch in batches:
-        loss = model(batch.tokens, batch.targets).detach()
-        add = torch.stack((loss, count_targets([batch])))
+        loss = model(batch.tokens, batch.targets, batch.first).detach()
+        add = torch.stack((loss, count_targets([batch]))).double()
         totals = add if totals is None else totals + add
     reshard_units(model)
-    assert totals is not None, "the held-out split has at least one batch on every rank"
-    loss, tokens = _summed(totals, data_parallel)
-    return loss / tokens
+    assert totals is not None, "a set has at least one batch on every rank"
+    return _summed(totals, data_parallel)
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:

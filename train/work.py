@@ -33,11 +33,14 @@ class _Case:
     saved_ops: tuple[str, ...]
     activation_budget: float
     frozen: tuple[str, ...]
+    document_mask: bool
 
 
-def trace_model(config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset[str] = frozenset()) -> ModelWork:
-    """What one rank does for each module, for sequences of `seq_len` tokens, if all parameters are trained but the `frozen`
-    ones. Modules treated alike are traced once, and what has been traced is remembered as long as the process lives."""
+def trace_model(
+    config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset[str] = frozenset(), document_mask: bool = False
+) -> ModelWork:
+    """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart with
+    `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are traced once, and what has been traced is remembered as long as the process lives."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
     for name in plan.modules:
@@ -46,7 +49,7 @@ def trace_model(config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset
         key = (kind, unit.param_dtype, unit.compiled, unit.activation_checkpoint, unit.saved_ops, unit.activation_budget, fixed)
         if key not in alike:
             case = _make_case(config, plan, unit, kind, seq_len)
-            alike[key] = _trace(dataclasses.replace(case, frozen=fixed))
+            alike[key] = _trace(dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK))
         modules[name] = alike[key]
     if config.tie_embeddings:  # one weight, whose gradient begins in the head
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
@@ -68,6 +71,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
         frozen=(),
+        document_mask=False,
     )
 
 
@@ -98,6 +102,7 @@ def _build(case: _Case, sequences: int) -> Subject:
     if case.module == "tok_embeddings":
         return Subject(module, (ids_BT,))
     if case.module == BLOCK:
-        tables = [torch.empty(case.seq_len, case.model.head_dim, dtype=torch.float32) for _ in range(2)]
-        return Subject(module, (x,), tuple(tables))
+        size = (sequences, case.seq_len) if case.document_mask else (case.seq_len,)
+        tables = tuple(torch.empty(*size, case.model.head_dim, dtype=torch.float32) for _ in range(2))
+        return Subject(module, (x,), (*tables, ids_BT) if case.document_mask else tables)
     return Subject(module, (x, ids_BT))

@@ -9,6 +9,7 @@ Q queries of a block, J keys that they see.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,38 +21,69 @@ SCORES_BYTES = 2 * 2**20  # of a block's scores over the heads taken at once: st
 
 
 @torch.library.custom_op("meshwright::cpu_causal_attention", mutates_args=())
-def causal_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(H), causal) v -> out[B, N, T, H], and the log-sum-exp of the scores, float32 [B, N, T]."""
+def causal_attention(
+    q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(H), causal) v -> out[B, N, T, H], and the log-sum-exp of the scores, float32 [B, N, T].
+
+    With first[B, T], the place in its sequence where each token's document begins, each document is computed as if it
+    were alone.
+    """
     shared = q_BNTH.shape[1] // k_BKTH.shape[1]
     k, v = (x.repeat_interleave(shared, dim=1) if shared > 1 else x for x in (k_BKTH, v_BKTH))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNTH, k, v, 0.0, True)
+    if first_BT is None:
+        return _flash(q_BNTH, k, v)
+    out, lse = _like_flash(q_BNTH)
+    for sequence, tokens in _documents(first_BT):
+        at = (sequence, slice(None), tokens)
+        out[at], lse[at] = _flash(q_BNTH[at], k[at], v[at])
+    return out, lse
 
 
-@causal_attention.register_fake
-def _(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+
+
+def _like_flash(q_BNTH: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty results, laid out as torch's kernel returns them."""
     B, N, T, _ = q_BNTH.shape
     out = torch.empty_like(q_BNTH.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     return out, q_BNTH.new_empty((B, T, N), dtype=torch.float32).transpose(1, 2)
 
 
+def _documents(first_BT: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Sequence and tokens of every document."""
+    T = first_BT.shape[1]
+    for b, first in enumerate(first_BT.tolist()):
+        starts = [t for t in range(T) if first[t] == t]
+        for start, end in zip(starts, [*starts[1:], T], strict=True):
+            yield slice(b, b + 1), slice(start, end)
+
+
+@causal_attention.register_fake
+def _(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return _like_flash(q_BNTH)
+
+
 @torch.library.custom_op("meshwright::cpu_causal_attention_backward", mutates_args=())
 def causal_attention_backward(
-    grad_BNTH: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, out_BNTH: Tensor, lse_BNT: Tensor
+    grad_BNTH: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None, out_BNTH: Tensor, lse_BNT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. The probabilities are computed again from the log-sum-exp, block by block."""
     T = q_BNTH.shape[2]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH))
     per_sequence = q_BNTH.shape[1] * min(BLOCK, T) * T * q_BNTH.element_size()
     together = max(1, SCORES_BYTES // per_sequence)
-    for first in range(0, q_BNTH.shape[0], together):
-        part = slice(first, first + together)
-        _backward_of_some(*(x[part] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, dq, dk, dv)))
+    alike = [(slice(first, first + together), slice(None)) for first in range(0, q_BNTH.shape[0], together)]
+    for sequences, tokens in alike if first_BT is None else _documents(first_BT):
+        at = (sequences, slice(None), tokens)
+        _backward_of_some(*(x[at] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, dq, dk, dv)))
     return dq, dk, dv
 
 
 @causal_attention_backward.register_fake
 def _(
-    grad_BNTH: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, out_BNTH: Tensor, lse_BNT: Tensor
+    grad_BNTH: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None, out_BNTH: Tensor, lse_BNT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH))
     return dq, dk, dv
@@ -93,13 +125,13 @@ def _backward_of_some(
     dv.copy_(dv32.view_as(dv))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: None) -> tuple[Tensor, Tensor, Tensor]:
-    return causal_attention_backward(grad_out, *ctx.saved_tensors)
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+    return *causal_attention_backward(grad_out, *ctx.saved_tensors), None
 
 
 causal_attention.register_autograd(_backward, setup_context=_save_for_backward)

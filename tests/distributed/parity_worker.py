@@ -32,13 +32,14 @@ from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
 from train.build import build_model
 from train.config import Config, parse_config
-from train.data.held_out import held_out_batches
-from train.data.loader import BatchShape, TrainLoader
-from train.data.tokens import load_tokens
+from train.data.loader import BatchShape, SampleOrder, TrainLoader
+from train.data.sequences import make_sequence_shape
+from train.data.tokens import load_corpus
+from train.evaluation import mean_loss, score_sets
 from train.optim import build_optimizer, learning_rate, set_learning_rate
 from train.planning import plan_run
 from train.runtime import Place, end_process, read_place, start_process
-from train.step import Batch, evaluate, train_step
+from train.step import Batch, train_step
 
 CASE_LIMIT_S = 900  # a case that hangs ends the process with every thread's stack on stderr
 AGREE_S = 120  # how long a rank whose case has ended waits for the others
@@ -57,9 +58,10 @@ def train_case(config: Config, steps: int, place: Place, device: torch.device) -
     weights = {name: whole(p) for name, p in model.named_parameters()}
     optimizer = build_optimizer(model, config.optim)
     data_rank = data_parallel_rank(mesh, plan.mesh)
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len, data_rank, plan.mesh.data_parallel)
-    tokens, group = load_tokens(config.data), data_parallel_group(mesh)
-    loader = TrainLoader(tokens.train, shape, config.run.seed, 0, device, 2)
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_rank, plan.mesh.data_parallel)
+    corpus, group = load_corpus(config.data), data_parallel_group(mesh)
+    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    loader = TrainLoader(SampleOrder(corpus.sources, sequences, config.run.seed), sequences, shape, 0, device, 2)
     grads: dict[str, Tensor] = {}
 
     def keep_first_gradients(*_: object) -> None:
@@ -70,16 +72,16 @@ def train_case(config: Config, steps: int, place: Place, device: torch.device) -
     losses, norms, graphs, seen, eval_loss = [], [], [], [], None
     for step in range(1, steps + 1):
         set_learning_rate(optimizer, learning_rate(config.optim, step, steps))
-        batches, _ = loader.next()
+        batches = loader.next().micro_batches
         seen.append(torch.cat([batch.tokens for batch in batches]))
         if step == steps:
-            batches = [Batch(b.tokens, pad_unevenly(b.tokens, b.targets)) for b in batches]
+            batches = [Batch(b.tokens, pad_unevenly(b.tokens, b.targets), b.first) for b in batches]
         result = train_step(model, optimizer, batches, config.train.grad_clip, group)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         if step == EVALUATE_AFTER:
-            held_out = held_out_batches(tokens.held_out, shape, config.train.eval_sequences, device)
-            eval_loss = evaluate(model, held_out, group).item()
+            limit = config.train.eval_sequences
+            eval_loss = mean_loss(score_sets(model, corpus.held_out, sequences, shape, limit, device, group))
         graphs.append(count_compiled_graphs())
     loader.close()
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "graphs": graphs, "eval_loss": eval_loss,

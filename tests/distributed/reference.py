@@ -2,18 +2,21 @@
 
 import fnmatch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from models.llama import Llama, init_weights
 from models.loss import IGNORE_INDEX
 from train.config import Config
-from train.data.loader import read_batch
 from train.data.order import sample_indices
-from train.data.tokens import load_tokens
+from train.data.sequences import make_sequence_shape, read_batch
+from train.data.tokens import load_corpus
 from train.optim import learning_rate
+from train.step import Batch
 
 EVALUATE_AFTER = 5  # steps
 
@@ -38,13 +41,16 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
         p.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.train.freeze))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = _optimizer(model, config)
-    tokens = load_tokens(config.data)
-    n, G, T = (len(tokens.train) - 1) // config.train.seq_len, config.train.global_batch_size, config.train.seq_len
+    corpus = load_corpus(config.data)
+    train, held_out = corpus.sources[0].split, corpus.held_out["held_out"]
+    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    n, G = (train.tokens - 1) // config.train.seq_len, config.train.global_batch_size
     losses, norms, seen, grads, eval_loss = [], [], [], {}, None
     for step in range(1, steps + 1):
-        batch = read_batch(tokens.train, sample_indices((step - 1) * G, G, n, config.run.seed), T)
+        order = sample_indices(np.arange((step - 1) * G, step * G), n, config.run.seed)
+        batch = read_batch([train], rows_of(order), sequences)
         targets = pad_unevenly(batch.tokens, batch.targets) if step == steps else batch.targets
-        loss = _loss(model, batch.tokens, targets, dtype)
+        loss = _loss(model, batch, targets, dtype)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip).item())
         grads = grads or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -55,15 +61,21 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
         optimizer.step()
         optimizer.zero_grad()
         if step == EVALUATE_AFTER:
-            held_out = read_batch(tokens.held_out, torch.arange(config.train.eval_sequences).numpy(), T)
-            eval_loss = _loss(model, held_out.tokens, held_out.targets, dtype).item()
+            evaluated = read_batch([held_out], rows_of(np.arange(config.train.eval_sequences)), sequences)
+            eval_loss = _loss(model, evaluated, evaluated.targets, dtype).item()
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "tokens": torch.stack(seen),
             "eval_loss": eval_loss}  # fmt: skip
 
 
-def _loss(model: nn.Module, tokens: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_of(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """rows[B] = (split, index) of the only split."""
+    return np.stack((np.zeros_like(indices), indices), axis=1)
+
+
+def _loss(model: nn.Module, batch: Batch, targets: Tensor, dtype: torch.dtype) -> Tensor:
     cast = {name: p.to(dtype) for name, p in model.named_parameters(remove_duplicate=False)}
-    logits = functional_call(model, cast, tokens) if dtype != torch.float32 else model(tokens)
+    inputs = (batch.tokens, None, batch.first)
+    logits = functional_call(model, cast, inputs) if dtype != torch.float32 else model(*inputs)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
 

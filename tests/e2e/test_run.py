@@ -17,7 +17,7 @@ import torch
 from parallel.plan_file import load_plan
 from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run, write_text
 from train.config import load_config
-from train.data.tokens import load_tokens
+from train.data.tokens import load_corpus
 
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "tokens_per_s_per_gpu", "step_time_s", "peak_memory_gib",
@@ -150,7 +150,7 @@ def test_a_run_can_be_measured_in_epochs_and_goes_on_into_the_next(data, tmp_pat
     folder = tmp_path / "run"
     shape = ["--train.seq_len=1000", "--model.max_seq_len=1000", "--train.global_batch_size=64", "--train.micro_batch_size=16"]
     assert run(1, *arguments(folder, data, *EAGER, *shape, "--train.epochs=1.5")).returncode == 0
-    sequences = (len(load_tokens(load_config(folder / "config.yaml").data).train) - 1) // 1000
+    sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 1000
     assert read_status(folder)["step"] == int(1.5 * sequences) // 64 > sequences // 64
 
 

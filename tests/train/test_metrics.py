@@ -1,6 +1,7 @@
 """metrics.jsonl and status.json, as far as they need no process group."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.launch import read_status
 from train.bounds import check_bounds
+from train.evaluation import Score
 from train.metrics import Metrics, MetricsConfig, Throughput
 from train.status import State, write_status
 
@@ -26,15 +28,19 @@ def test_a_row_can_be_read_as_soon_as_it_is_written_and_a_resumed_run_goes_on_in
     for steps in ((0, 5), (5, 10)):
         metrics = open_metrics(tmp_path)
         for step in steps:
-            metrics.log_eval(step, step / 2)
-            assert rows_in(tmp_path)[-1] == {"step": step, "eval_loss": step / 2}
+            metrics.log_eval(step, {"a": Score(8.0 * step, 8, 0.5), "b": Score(0.0, 8, 1.0)})
+            row = rows_in(tmp_path)[-1]
+            assert {key: row[key] for key in ("step", "eval_loss", "eval/a/loss", "eval/b/loss")} == {
+                "step": step, "eval_loss": step / 2, "eval/a/loss": step, "eval/b/loss": 0.0}  # fmt: skip
+            assert row["eval/a/perplexity"] == pytest.approx(math.exp(step))
+            assert row["eval/a/bits_per_byte"] == pytest.approx(step * math.log2(math.e) / 2)
         metrics.close()
     assert [row["step"] for row in rows_in(tmp_path)] == [0, 5, 5, 10]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path, is_main=False)
-    metrics.log_eval(1, 2.0)
+    metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
     metrics.add_text("config", "text")
     metrics.close()
     assert list(tmp_path.iterdir()) == []

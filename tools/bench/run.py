@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
 from train.config import Config, parse_config
-from train.data.tokens import load_tokens
+from train.data.tokens import load_corpus
 from train.planning import plan_run
 
 PROG = "tools.bench"
@@ -67,7 +67,7 @@ def resolve(setup: Setup) -> Config:
         raise BenchError("--run.dir: a measurement runs in a temporary folder of its own. Leave it out")
     config = parse_config(setup.command_line(), PROG)
     plan_run(config, setup.processes)
-    load_tokens(config.data)  # peers prepare their data beforehand too
+    load_corpus(config.data)  # peers prepare their data beforehand too
     return config
 
 

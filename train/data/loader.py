@@ -7,15 +7,17 @@ import contextlib
 import queue
 import threading
 import time
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.loss import IGNORE_INDEX
-from train.data.config import DataError
+from train.data.mixture import draw, drawn
 from train.data.order import sample_indices
+from train.data.sequences import SequenceShape, count_sequences, read_batch
+from train.data.tokens import Source
 from train.step import Batch
 
 
@@ -25,7 +27,6 @@ class BatchShape:
 
     micro_batch_size: int
     accumulation: int
-    seq_len: int
     data_rank: int
     data_parallel: int
 
@@ -34,41 +35,77 @@ class BatchShape:
         return self.micro_batch_size * self.accumulation * self.data_parallel
 
 
-def count_sequences(tokens: NDArray[np.uint16], seq_len: int, what: str) -> int:
-    """How many sequences of seq_len inputs, and one more target, the packed tokens hold; DataError if none."""
-    count = (len(tokens) - 1) // seq_len
-    if count < 1:
-        raise DataError(f"data.source has {len(tokens)} {what} tokens, fewer than one sequence of "
-                        f"train.seq_len={seq_len} + 1: use more text or a shorter sequence")  # fmt: skip
-    return count
+@dataclass(frozen=True)
+class StepData:
+    """What one rank gets for an optimizer step.
+
+    Args:
+        micro_batches: on the device
+        data_hash: of this rank's tokens and their positions in the order; the sum over the data-parallel ranks is the same
+            on every mesh
+        wait_s: how long the step had to wait for them, in seconds
+    """
+
+    micro_batches: list[Batch]
+    data_hash: int
+    wait_s: float
+
+
+class SampleOrder:
+    """Which sequence stands at each position of the endless order: a pure function of the seed."""
+
+    def __init__(self, sources: tuple[Source, ...], shape: SequenceShape, seed: int) -> None:
+        self.splits, self.seed = [source.split for source in sources], seed
+        self.sizes = [count_sequences(split, shape, "training") for split in self.splits]
+        self.names, self.weights = [source.name for source in sources], tuple(source.weight for source in sources)
+
+    def rows(self, first: int, count: int) -> NDArray[np.int64]:
+        """rows[count] = (source, index) of positions first .. first + count - 1."""
+        positions = np.arange(first, first + count, dtype=np.int64)
+        if len(self.sizes) == 1:
+            return np.stack((np.zeros_like(positions), sample_indices(positions, self.sizes[0], self.seed)), axis=1)
+        sources, places = draw(first, count, self.weights, self.seed)
+        rows = np.stack((sources, places), axis=1)
+        for source, size in enumerate(self.sizes):
+            mine = sources == source
+            rows[mine, 1] = sample_indices(places[mine], size, self.seed + source)
+        return rows
+
+    def progress(self, position: int) -> dict[str, float]:
+        """How far positions before `position` have come: epochs of the data; in a mixture sequences and epochs by source."""
+        if len(self.sizes) == 1:
+            return {"epoch": position / self.sizes[0]}
+        taken = dict(zip(self.names, drawn(position, self.weights, self.seed), strict=True))
+        epochs = {f"epoch/{name}": count / size for (name, count), size in zip(taken.items(), self.sizes, strict=True)}
+        return {f"sequences/{name}": float(count) for name, count in taken.items()} | epochs
 
 
 class TrainLoader:
     """Micro batches of this rank for every optimizer step from `first_sample` on, endless.
 
-    Position p of the order is the same sample on every mesh; a global batch is G consecutive positions, of which
-    each rank takes a contiguous part, so no two ranks ever see the same sample.
+    A global batch is G consecutive positions of the order, of which each rank takes a contiguous part, so no two ranks ever
+    see the same sample, and the order is the same on every mesh.
     """
 
     def __init__(
-        self, tokens: NDArray[np.uint16], shape: BatchShape, seed: int, first_sample: int, device: torch.device, ahead: int
+        self, order: SampleOrder, sequences: SequenceShape, shape: BatchShape, first_sample: int, device: torch.device, ahead: int
     ) -> None:
-        self._tokens, self._shape, self._seed, self._device = tokens, shape, seed, device
-        self._n = count_sequences(tokens, shape.seq_len, "training")
-        self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(maxsize=ahead)
+        self._order, self._sequences, self._shape, self._device = order, sequences, shape, device
+        self._ready: queue.Queue[tuple[list[Batch], int] | BaseException] = queue.Queue(maxsize=ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(first_sample,), name="train-loader", daemon=True)
         self._thread.start()
 
-    def next(self) -> tuple[list[Batch], float]:
-        """This rank's micro batches of the next step, and how long the step had to wait for them, in seconds."""
+    def next(self) -> StepData:
+        """This rank's part of the next step."""
         start = time.perf_counter()
         item = self._ready.get()
         if isinstance(item, BaseException):
             self._put(item)  # whoever asks again hears the same
             raise item
         wait_s = time.perf_counter() - start
-        return [to_device(batch, self._device) for batch in item], wait_s
+        batches, data_hash = item
+        return StepData([to_device(batch, self._device) for batch in batches], data_hash, wait_s)
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
@@ -85,34 +122,27 @@ class TrainLoader:
         except BaseException as error:  # handed to the training loop, which raises it
             self._put(error)
 
-    def _put(self, item: list[Batch] | BaseException) -> None:
+    def _put(self, item: tuple[list[Batch], int] | BaseException) -> None:
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)
                 return
 
-    def _read_step(self, first_sample: int) -> list[Batch]:
-        shape = self._shape
+    def _read_step(self, first_sample: int) -> tuple[list[Batch], int]:
+        shape, pinned = self._shape, self._device.type == "cuda"
         per_rank = shape.micro_batch_size * shape.accumulation
-        mine = sample_indices(first_sample + shape.data_rank * per_rank, per_rank, self._n, self._seed)
-        micro_batches = mine.reshape(shape.accumulation, shape.micro_batch_size)
-        return [self._pinned(read_batch(self._tokens, rows, shape.seq_len)) for rows in micro_batches]
-
-    def _pinned(self, batch: Batch) -> Batch:
-        if self._device.type != "cuda":
-            return batch
-        return Batch(batch.tokens.pin_memory(), batch.targets.pin_memory())
+        first = first_sample + shape.data_rank * per_rank
+        micro_batches = self._order.rows(first, per_rank).reshape(shape.accumulation, shape.micro_batch_size, 2)
+        batches = [read_batch(self._order.splits, rows, self._sequences, pinned) for rows in micro_batches]
+        return batches, sum(hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens))
 
 
-def read_batch(tokens: NDArray[np.uint16], rows: NDArray[np.int64], seq_len: int) -> Batch:
-    """Sequences `rows` of the packed tokens, on the host; a row of -1 is padding, which counts for nothing."""
-    window = np.arange(seq_len + 1)
-    ids = torch.from_numpy(tokens[np.maximum(rows, 0)[:, None] * seq_len + window].astype(np.int64))
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].clone()  # a copy: padding is written into the targets alone
-    targets[torch.from_numpy(rows < 0)] = IGNORE_INDEX
-    return Batch(inputs, targets)
+def hash_tokens(row: torch.Tensor, position: int) -> int:
+    """32 bits that change with the tokens of a sequence and with its position in the order."""
+    return zlib.crc32(memoryview(row.numpy()), position & 0xFFFFFFFF)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on its way to the device; the host does not wait."""
-    return Batch(batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True))
+    first = None if batch.first is None else batch.first.to(device, non_blocking=True)
+    return Batch(batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), first)

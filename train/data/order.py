@@ -6,21 +6,18 @@ from numpy.typing import NDArray
 _ROUNDS = 4  # of a Feistel network: four make a pseudo-random permutation (Luby and Rackoff, 1988)
 
 
-def sample_indices(first: int, count: int, n: int, seed: int) -> NDArray[np.int64]:
-    """Which of `n` samples stand at positions first .. first + count - 1 of the endless order.
-
-    Each epoch (n positions) is a permutation of all samples of its own.
-    """
-    positions = np.arange(first, first + count, dtype=np.int64)
+def sample_indices(positions: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
+    """Which of `n` samples stand at these positions of the endless order: each epoch, n positions, is a permutation of
+    all samples of its own."""
     epochs, places = np.divmod(positions, n)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        indices[chosen] = _permute(places[chosen], n, np.random.SeedSequence([seed, int(epoch)]))
+        indices[chosen] = permute(places[chosen], n, np.random.SeedSequence([seed, int(epoch)]))
     return indices
 
 
-def _permute(values: NDArray[np.int64], n: int, seed: np.random.SeedSequence) -> NDArray[np.int64]:
+def permute(values: NDArray[np.int64], n: int, seed: np.random.SeedSequence) -> NDArray[np.int64]:
     """Pseudo-random permutation of 0 .. n-1: a Feistel network on the next even number of bits, walked until the
     value lies below n again (cycle walking; less than 4 walks on average)."""
     half_bits = max(1, (max(n - 1, 1).bit_length() + 1) // 2)

@@ -1,49 +1,166 @@
-"""Text tokenised once, into two files of token ids on disk (training and held-out) that are then memory-mapped."""
+"""The tokens a run trains on and is evaluated with: prepared data as it is, any other text tokenised into a cache first."""
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from train.data.config import DataConfig, DataError
-from train.data.documents import find_documents
-from train.data.tokenise import VOCAB_SIZE, write_cache
-
-_FORMAT = 1  # raise when the files' layout changes: old caches are then left alone
+from train.data.sources import find_files
+from train.data.split import Split
+from train.data.store import FORMAT, MANIFEST, Manifest, open_split, read_manifest
+from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerInfo, check_vocabulary, load_tokenizer
+from train.data.verify import verify_once
 
 
 @dataclass(frozen=True)
-class TokenFiles:
-    """Token ids, uint16 and memory-mapped: documents one after another, each followed by SEPARATOR."""
+class Source:
+    """Training tokens: `name` is the last part of the source's path, `weight` its share of the sequences."""
 
-    train: NDArray[np.uint16]
-    held_out: NDArray[np.uint16]
-    description: str
-
-
-def check_vocabulary(vocab_size: int) -> None:
-    """DataError if the model has fewer ids than the byte tokenizer."""
-    if vocab_size < VOCAB_SIZE:
-        raise DataError(f"model.vocab_size={vocab_size} is smaller than the {VOCAB_SIZE} ids of data.tokenizer=bytes: "
-                        f"use {VOCAB_SIZE} or more")  # fmt: skip
+    name: str
+    weight: float
+    split: Split
 
 
-def load_tokens(config: DataConfig) -> TokenFiles:
-    """The tokens of `data.source`, from the cache, or tokenised into it first.
+@dataclass(frozen=True)
+class Corpus:
+    """All data of a run.
 
-    The cache's name is a fingerprint of the source (names, sizes, times) and the tokenizer; it appears by one
-    rename, whole. Raises DataError where the source cannot be used.
+    Args:
+        sources: what is trained on
+        held_out: name -> tokens that are held out of the sources
+        validation: name -> tokens of data.validation
+        tokenizer: of all of them
+        description: for the screen
+        fingerprint: of everything that the order of the training sequences hangs on, apart from the seed
     """
-    documents = find_documents(config.source)
-    stats = [(name, s.st_size, s.st_mtime_ns) for name, path in documents for s in [path.stat()]]
-    key = hashlib.sha256(json.dumps([_FORMAT, config.tokenizer, config.held_out, stats]).encode()).hexdigest()[:16]
-    root = Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "meshwright"
-    folder = root / f"tokens-{key}"
+
+    sources: tuple[Source, ...]
+    held_out: dict[str, Split]
+    validation: dict[str, Split]
+    tokenizer: TokenizerInfo
+    description: str
+    fingerprint: str
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """The data that a config names. Raises DataError where it cannot be used."""
+    folders = {source: find_folder(source, config) for source in config.mixture or (config.source,)}
+    manifests = {source: read_manifest(folder) for source, folder in folders.items()}
+    validation = {name: find_folder(source, config, held_out=0.0) for name, source in config.validation.items()}
+    names = _short_names(list(folders)) if config.mixture else {config.source: "held_out"}
+    every = {**folders, **{config.validation[name]: folder for name, folder in validation.items()}}
+    tokenizer = _one_tokenizer({source: read_manifest(folder).tokenizer for source, folder in every.items()}, config)
+    for folder in every.values() if config.verify == "full" else ():
+        verify_once(folder, cache_root(config) / "verified")
+    sources = tuple(Source(names[source], config.mixture.get(source, 1.0), open_split(folder, manifests[source], "train"))
+                    for source, folder in folders.items())  # fmt: skip
+    held_out = {names[source]: open_split(folder, manifests[source], "held_out")
+                for source, folder in folders.items() if manifests[source].splits["held_out"]}  # fmt: skip
+    chosen = {source: [shard.sha256 for shard in manifest.splits["train"]] for source, manifest in manifests.items()}
+    order = json.dumps([chosen, config.mixture, config.packing])
+    return Corpus(
+        sources=sources,
+        held_out=held_out,
+        validation={name: _all_of(folder) for name, folder in validation.items()},
+        tokenizer=tokenizer,
+        description="; ".join(_describe(source, folders[source], manifests[source]) for source in folders),
+        fingerprint=hashlib.sha256(order.encode()).hexdigest()[:16],
+    )
+
+
+def check_data(config: DataConfig, vocab_size: int) -> None:
+    """DataError for a source that is not there, or a model with fewer ids than a tokenizer; nothing is tokenised yet."""
+
+    for source in (*(config.mixture or (config.source,)), *config.validation.values()):
+        if is_prepared(source):
+            check_vocabulary(read_manifest(Path(source).expanduser()).tokenizer, vocab_size)
+        else:
+            find_files(source)
+            check_vocabulary(load_tokenizer(config.tokenizer, config.bos, config.eos).info, vocab_size)
+
+
+def find_folder(source: str, config: DataConfig, held_out: float | None = None) -> Path:
+    """The prepared folder of a source: the source itself, or one in the cache, where it is made if need be.
+
+    The cache's name is a fingerprint of the source (names, sizes, times), the tokenizer and the settings.
+    """
+    if is_prepared(source):
+        return Path(source).expanduser()
+
+    files = [(name, s.st_size, s.st_mtime_ns) for name, path in find_files(source) for s in [path.stat()]]
+    share = config.held_out if held_out is None else held_out
+    tokenizer = load_tokenizer(config.tokenizer, config.bos, config.eos).info
+    made_of = [FORMAT, vars(tokenizer), share, config.text_field, files]
+    folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
     if not folder.exists():
-        write_cache(folder, documents, config.held_out)
-    train, held_out = (np.memmap(folder / f"{split}.bin", np.uint16, "r") for split in ("train", "held_out"))
-    return TokenFiles(train, held_out, f"{config.source}: {len(documents):,} documents, {len(train):,} training and "
-                                       f"{len(held_out):,} held-out byte tokens in {folder}")  # fmt: skip
+        from train.data.prepare import PrepareSettings, prepare
+
+        settings = PrepareSettings(held_out=share, text_field=config.text_field)
+        prepare(source, config.tokenizer, config.bos, config.eos, folder, settings)
+    return folder
+
+
+def find_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer of a config's data: the one data.tokenizer names, else that of the prepared data. Raises DataError."""
+    source = next(iter(config.mixture), config.source)
+    if config.tokenizer != "auto" or not is_prepared(source):
+        return load_tokenizer(config.tokenizer, config.bos, config.eos)
+    folder = Path(source).expanduser()
+    info = read_manifest(folder).tokenizer
+    return JsonTokenizer(folder, info=info) if info.sha256 else ByteTokenizer()
+
+
+def is_prepared(source: str) -> bool:
+    """Whether tools.prepare_data has made this folder."""
+    return (Path(source).expanduser() / MANIFEST).is_file()
+
+
+def cache_root(config: DataConfig) -> Path:
+    """Where tokenised text is kept."""
+    return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "meshwright"
+
+
+def _all_of(folder: Path) -> Split:
+    """A validation set: what prepared data holds out, or all of it."""
+    manifest = read_manifest(folder)
+    return open_split(folder, manifest, "held_out" if manifest.splits["held_out"] else "train")
+
+
+def _one_tokenizer(of: dict[str, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
+    """The tokenizer of all sources. DataError where they have several, or another than data.tokenizer says."""
+    (first, tokenizer), *others = of.items()
+    for source, other in others:
+        if not _same(tokenizer, other):
+            raise DataError(f"{first} was made with the tokenizer {_in_words(tokenizer)}, {source} with {_in_words(other)}: "
+                            "prepare one of them again")  # fmt: skip
+    if config.tokenizer != "auto":
+        asked = load_tokenizer(config.tokenizer, config.bos, config.eos).info
+        if not _same(asked, tokenizer):
+            raise DataError(f"data.tokenizer={config.tokenizer} is {_in_words(asked)}, but {first} was made with "
+                            f"{_in_words(tokenizer)}: prepare it again, or leave data.tokenizer at auto")  # fmt: skip
+    return tokenizer
+
+
+def _same(a: TokenizerInfo, b: TokenizerInfo) -> bool:
+    return dataclasses.replace(a, name="") == dataclasses.replace(b, name="")  # a folder may have moved
+
+
+def _in_words(tokenizer: TokenizerInfo) -> str:
+    file = f", sha256 {tokenizer.sha256[:12]}" if tokenizer.sha256 else ""
+    return f"{tokenizer.name} ({tokenizer.vocab_size:,} ids{file}, bos {tokenizer.bos}, eos {tokenizer.eos})"
+
+
+def _short_names(sources: list[str]) -> dict[str, str]:
+    """The last part of each source's path, or all of it where two have the same."""
+    last = {source: Path(source).name or source for source in sources}
+    return {source: name if list(last.values()).count(name) == 1 else source for source, name in last.items()}
+
+
+def _describe(source: str, folder: Path, manifest: Manifest) -> str:
+    train, held_out = (manifest.splits[split] for split in ("train", "held_out"))
+    documents = sum(shard.documents for shard in (*train, *held_out))
+    counts = [sum(shard.tokens for shard in split) for split in (train, held_out)]
+    unit = "byte tokens" if manifest.tokenizer.name == "bytes" else f"tokens of {manifest.tokenizer.name}"
+    return f"{source}: {documents:,} documents, {counts[0]:,} training and {counts[1]:,} held-out {unit} in {folder}"

@@ -1,0 +1,565 @@
+"""tools/import_accelerate: every key of theirs is mapped, dropped with a reason or refused, and the result plans and trains."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import yaml
+
+from parallel.plan import Plan
+from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tools.import_accelerate.__main__ import main, make_parser
+from train.config import ConfigError, known_keys, load_config, parse_config
+from train.planning import plan_run
+
+Tool = Callable[..., CompletedProcess[str]]
+Importer = Callable[..., dict[str, Any]]
+TITAN = """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "8B"
+converters = []
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+beta2 = 0.99
+[lr_scheduler]
+warmup_steps = 20
+decay_ratio = 0.3
+[training]
+local_batch_size = 2
+global_batch_size = 32
+seq_len = 8192
+max_norm = 0.5
+steps = 100
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+fsdp_reshard_after_forward = "never"
+enable_async_tensor_parallel = true
+disable_loss_parallel = true
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+enable = true
+components = ["model", "loss"]
+"""
+
+
+def accelerate(version: int = 1, machines: int = 1, processes: int = 8, top: str = "", **fsdp: Any) -> str:
+    """An accelerate config with FSDP; `fsdp` are keys of fsdp_config without their prefix."""
+    section = yaml.safe_dump({"fsdp_config": {"fsdp_version": version} | {f"fsdp_{k}": v for k, v in fsdp.items()}})
+    return f"distributed_type: FSDP\nnum_processes: {processes}\nnum_machines: {machines}\n{section}{top}"
+
+
+@pytest.fixture
+def imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Importer:
+    """The JSON document of a config given as text, from a real file of that suffix."""
+
+    def call(text: str, suffix: str = ".yaml", *options: str) -> dict[str, Any]:
+        path = tmp_path / f"theirs{suffix}"
+        path.write_text(text, encoding="utf-8")
+        capsys.readouterr()
+        main([str(path), "--json", *options])
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.fixture
+def plans(imports: Importer, tmp_path: Path) -> Callable[..., Plan]:
+    """The plan of an imported config, read back from a file as train.main would, for so many processes."""
+
+    def call(text: str, processes: int = 8, suffix: str = ".yaml") -> Plan:
+        path = tmp_path / "ours.yaml"
+        path.write_text(yaml.safe_dump(imports(text, suffix)["config"]), encoding="utf-8")
+        base = ["--config=llama_8b"] if suffix == ".toml" else []
+        return plan_run(parse_config([*base, f"--config={path}"]), processes)
+
+    return call
+
+
+def degrees(plan: Plan) -> tuple[int, int, int]:
+    return plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp
+
+
+def refusal(imports: Importer, text: str, suffix: str = ".yaml") -> str:
+    with pytest.raises(ConfigError) as caught:
+        imports(text, suffix)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sharding_strategy", "reshard_after_forward"])
+@pytest.mark.parametrize(
+    ("strategy", "number", "machines", "expected", "reshard"),
+    [
+        ("FULL_SHARD", 1, 2, (1, 8, 1), True),
+        ("SHARD_GRAD_OP", 2, 2, (1, 8, 1), False),
+        ("NO_SHARD", 3, 2, (8, 1, 1), None),
+        ("HYBRID_SHARD", 4, 2, (2, 4, 1), True),
+        ("HYBRID_SHARD", 4, 1, (1, 8, 1), True),
+        ("HYBRID_SHARD_ZERO2", 5, 4, (4, 2, 1), False),
+    ],
+)
+def test_version_1_strategies(
+    plans: Callable[..., Plan],
+    key: str,
+    strategy: str,
+    number: int,
+    machines: int,
+    expected: tuple[int, ...],
+    reshard: bool | None,
+) -> None:
+    for value in (strategy, strategy.lower(), str(number), number):
+        if key == "reshard_after_forward" and str(value) == "1":
+            continue  # a truth value there
+        plan = plans(accelerate(machines=machines, **{key: value}))
+        assert degrees(plan) == expected
+        if reshard is not None:
+            assert {unit.reshard_after_forward for unit in plan.units[:-1]} == {reshard}
+
+
+def test_hybrid_shard_on_one_machine_says_what_happens(imports: Importer) -> None:
+    done = imports(accelerate(sharding_strategy="HYBRID_SHARD"))
+    assert done["config"]["parallel"]["strategy"] == "hybrid_shard"
+    assert any("nothing to replicate" in note for note in done["notes"])
+
+
+def test_version_1_prefers_the_strategy_and_warns(imports: Importer, plans: Callable[..., Plan]) -> None:
+    text = accelerate(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward="FULL_SHARD")
+    assert {unit.reshard_after_forward for unit in plans(text).units} == {False}
+    done = imports(text)
+    assert any("warning: fsdp_sharding_strategy=SHARD_GRAD_OP wins over fsdp_reshard_after_forward" in n for n in done["notes"])
+    assert "fsdp_config.fsdp_reshard_after_forward" in [entry["key"] for entry in done["dropped"]]
+
+
+def test_version_1_with_a_strategy_under_the_new_key_says_what_accelerate_launch_does(imports: Importer) -> None:
+    done = imports(accelerate(machines=2, reshard_after_forward="HYBRID_SHARD"))
+    assert any("accelerate launch 1.15 does FULL_SHARD" in note for note in done["notes"])
+    assert not any("FULL_SHARD" in note for note in imports(accelerate(reshard_after_forward="FULL_SHARD"))["notes"])
+
+
+@pytest.mark.parametrize(
+    ("value", "reshard"), [(True, True), (False, False), ("false", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False)]
+)
+def test_version_2_resharding(plans: Callable[..., Plan], value: Any, reshard: bool) -> None:
+    plan = plans(accelerate(version=2, reshard_after_forward=value, sharding_strategy="FULL_SHARD"))
+    assert degrees(plan) == (1, 8, 1)
+    assert {unit.reshard_after_forward for unit in plan.units[:-1]} == {reshard}
+
+
+def test_version_2_ignores_the_strategy_beside_resharding_and_says_what_is_lost(imports: Importer) -> None:
+    done = imports(accelerate(version=2, machines=2, reshard_after_forward=True, sharding_strategy="HYBRID_SHARD"))
+    assert done["config"]["parallel"] == {"reshard_after_forward": True, "compile": {"enabled": False}}
+    assert any("which is not HYBRID_SHARD" in note for note in done["notes"])
+
+
+def test_version_2_keeps_a_strategy_that_stands_alone(imports: Importer, plans: Callable[..., Plan]) -> None:
+    text = accelerate(version=2, machines=2, sharding_strategy="HYBRID_SHARD")
+    assert degrees(plans(text)) == (2, 4, 1)
+    assert any("accelerate 1.15 ignores fsdp_sharding_strategy" in note for note in imports(text)["notes"])
+
+
+def sizes(**degrees: int) -> str:
+    return yaml.safe_dump({"parallelism_config": {f"parallelism_config_{axis}_size": n for axis, n in degrees.items()}})
+
+
+def test_parallelism_config(plans: Callable[..., Plan]) -> None:
+    top = sizes(dp_replicate=2, dp_shard=2, tp=2, cp=1)
+    plan = plans(accelerate(version=2, reshard_after_forward=False, top=top))
+    assert degrees(plan) == (2, 2, 2)
+    assert not plan.units[0].reshard_after_forward
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "message"),
+    [
+        (2, {"dp_shard": 4, "cp": 2}, "cp_size=2: context parallelism is not in this version"),
+        (2, {"dp_shard": 4, "sp": 2}, "sp_size=2: sequence parallelism by DeepSpeed"),
+        (2, {"dp_shard": 4}, "dp_shard=4 is 4 processes, num_processes is 8"),
+        (1, {"dp_shard": 8}, "needs fsdp_version 2"),
+    ],
+)
+def test_parallelism_that_is_refused(imports: Importer, version: int, given: dict[str, int], message: str) -> None:
+    assert message in refusal(imports, accelerate(version=version, top=sizes(**given)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "path", "expected"),
+    [
+        ("backward_prefetch", "BACKWARD_PRE", "parallel.backward_prefetch", 1),
+        ("backward_prefetch", 1, "parallel.backward_prefetch", 1),
+        ("backward_prefetch", "BACKWARD_POST", "parallel.backward_prefetch", 0),
+        ("backward_prefetch", "NO_PREFETCH", "parallel.backward_prefetch", 0),
+        ("forward_prefetch", True, "parallel.forward_prefetch", 1),
+        ("forward_prefetch", "false", "parallel.forward_prefetch", 0),
+        ("activation_checkpointing", True, "parallel.activation_checkpoint", "full"),
+        ("activation_checkpointing", False, "parallel.activation_checkpoint", "none"),
+        ("offload_params", True, "parallel.cpu_offload", True),
+        ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "parallel.unit_min_params", 0),
+        ("auto_wrap_policy", "NO_WRAP", "parallel.unit_min_params", 0),
+        ("auto_wrap_policy", "SIZE_BASED_WRAP", "parallel.unit_min_params", 100_000_000),
+    ],
+)
+def test_fsdp_keys(imports: Importer, key: str, value: Any, path: str, expected: Any) -> None:
+    section, name = path.split(".")
+    assert imports(accelerate(**{key: value}))["config"][section][name] == expected
+
+
+def test_a_size_joins_blocks_into_units(plans: Callable[..., Plan]) -> None:
+    plan = plans(accelerate(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1_000_000))
+    assert ("layers.0", "layers.1") in [unit.modules for unit in plan.units]
+
+
+@pytest.mark.parametrize("name", ["state_dict_type", "sync_module_states", "use_orig_params", "cpu_ram_efficient_loading"])
+def test_keys_without_a_counterpart_are_dropped_with_a_reason(imports: Importer, name: str) -> None:
+    done = imports(accelerate(**{name: True}))
+    (entry,) = [entry for entry in done["dropped"] if entry["key"] == f"fsdp_config.fsdp_{name}"]
+    assert len(entry["why"]) > 20
+
+
+def test_a_key_that_only_the_documentation_has_is_accepted_with_a_note(imports: Importer) -> None:
+    done = imports(accelerate(backward_prefetch_policy="BACKWARD_PRE"))
+    assert any("fsdp_backward_prefetch_policy=BACKWARD_PRE has no effect" in note for note in done["notes"])
+    assert "backward_prefetch" not in done["config"]["parallel"]
+
+
+def test_a_key_of_a_section_may_lack_its_prefix(imports: Importer) -> None:
+    text = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {offload_params: true}\ndynamo_config: {backend: EAGER}\n"
+    parallel = imports(text)["config"]["parallel"]
+    assert parallel["cpu_offload"] is True
+    assert parallel["compile"]["backend"] == "eager"
+
+
+def test_a_key_in_two_spellings_is_refused(imports: Importer) -> None:
+    text = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {offload_params: true, fsdp_offload_params: true}\n"
+    assert "the same key as fsdp_config.offload_params" in refusal(imports, text)
+    assert "the same key as training.compile" in refusal(imports, "training.compile = true\ncompile.enable = true\n", ".toml")
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "expected"),
+    [
+        ("FSDP", "'no'", ("float32", "float32")),
+        ("FSDP", "no", ("float32", "float32")),  # YAML reads a bare no as false
+        ("FSDP", "bf16", ("bfloat16", "bfloat16")),
+        ("MULTI_GPU", "bf16", ("bfloat16", "float32")),
+    ],
+)
+def test_precision(imports: Importer, kind: str, precision: str, expected: tuple[str, str]) -> None:
+    done = imports(f"distributed_type: {kind}\nnum_processes: 8\nmixed_precision: {precision}\n")
+    assert (done["config"]["parallel"]["param_dtype"], done["config"]["parallel"]["reduce_dtype"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        ("mixed_precision: fp16\n", "float16 needs a gradient scaler"),
+        ("fp16: true\n", "float16 needs a gradient scaler"),
+        ("mixed_precision: fp8\n", "float8 is not in this version"),
+        ("fp8_config: {backend: AO, fp8_format: HYBRID}\n", "fp8_config.fp8_format=HYBRID: float8 is not in this version"),
+        ("deepspeed_config: {zero_stage: 3}\n", "DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op"),
+        ("megatron_lm_config: {megatron_lm_tp_degree: 2}\n", "Megatron-LM is not supported"),
+        ("compute_environment: AMAZON_SAGEMAKER\n", "only LOCAL_MACHINE is supported"),
+        ("tpu_use_cluster: true\n", "TPUs are not supported"),
+        ("dynamo_config: {dynamo_backend: TENSORRT}\n", "no backend for training here"),
+        ("dynamo_config: {dynamo_backend: EAGER, dynamo_mode: max-autotune}\n", "mode max-autotune is for backend inductor"),
+        ("offload_paramz: 1\n", "unknown key"),
+        ("mixed_precison: bf16\n", "Did you mean mixed_precision?"),
+        ("fsdp_offload_params: true\n", "Did you mean fsdp_config.fsdp_offload_params?"),
+        ("use_cpu: maybe\n", "use_cpu=maybe: it must be true or false"),
+        ("gradient_accumulation_steps: 1.5\n", "it must be a whole number"),
+        ("dynamo_config: inductor\n", "it is a section and needs a mapping"),
+    ],
+)
+def test_what_is_refused(imports: Importer, top: str, message: str) -> None:
+    assert message in refusal(imports, accelerate(top=top))
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "message"),
+    [
+        ({"sharding_strategy": "FULL_SHRAD"}, "Did you mean FULL_SHARD?"),
+        ({"sharding_strategy": 6}, "must be one of FULL_SHARD"),
+        ({"transformer_layer_cls_to_wrap": "GPTJBlock,LlamaDecoderLayer"}, "GPTJBlock is not a block of the model here"),
+        ({"activation_checkpointing_offload": True}, "offloading activations is not in this version"),
+        ({"ignored_modules": "lm_head"}, "every parameter is in a unit here"),
+        ({"backward_prefetch": "BACKWARD_PREE"}, "Did you mean BACKWARD_PRE?"),
+        ({"offload_params": [1]}, "it must be true or false"),
+        ({"min_num_params": "1e8"}, "it must be a whole number of at least 0"),
+        ({"versoin": 2}, "Did you mean fsdp_config.fsdp_version?"),
+    ],
+)
+def test_fsdp_values_that_are_refused(imports: Importer, fsdp: dict[str, Any], message: str) -> None:
+    assert message in refusal(imports, accelerate(auto_wrap_policy="SIZE_BASED_WRAP", **fsdp))
+
+
+def test_all_refusals_are_in_one_report(imports: Importer) -> None:
+    text = accelerate(
+        transformer_layer_cls_to_wrap="T5Block", top="mixed_precision: fp8\nmachine_rnk: 0\n", processes=7, machines=2
+    )
+    report = refusal(imports, text)
+    assert len(report.splitlines()) == 4
+    assert "it must be a multiple of num_machines=2" in report
+
+
+def test_what_must_be_there(imports: Importer) -> None:
+    assert "distributed_type: the file must have it" in refusal(imports, "num_processes: 8\n")
+    assert "num_processes: the file must say" in refusal(imports, "distributed_type: FSDP\n")
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("INDUCTOR", {"enabled": True, "backend": "inductor", "float32_matmul_precision": "high"}),
+        ("aot_eager", {"enabled": True, "backend": "aot_eager", "float32_matmul_precision": "high"}),
+        ("'NO'", {"enabled": False}),
+    ],
+)
+def test_dynamo_backends(imports: Importer, backend: str, expected: dict[str, Any]) -> None:
+    for spelling in (f"dynamo_config: {{dynamo_backend: {backend}}}\n", f"dynamo_backend: {backend}\n"):
+        assert imports(accelerate(top=spelling))["config"]["parallel"]["compile"] == expected
+
+
+def test_dynamo_options(plans: Callable[..., Plan], imports: Importer) -> None:
+    options = {"backend": "INDUCTOR", "mode": "reduce-overhead", "use_dynamic": True, "use_fullgraph": False,
+               "use_regional_compilation": False}  # fmt: skip
+    text = accelerate(top=yaml.safe_dump({"mixed_precision": "bf16", "dynamo_config": options}))
+    compiled = plans(text).compile
+    assert (compiled.enabled, compiled.mode, compiled.dynamic) == (True, "reduce-overhead", True)
+    assert any("CUDA graphs" in note for note in imports(text)["notes"])
+
+
+def test_without_dynamo_nothing_is_compiled_and_a_note_says_how(imports: Importer) -> None:
+    done = imports(accelerate())
+    assert done["config"]["parallel"]["compile"] == {"enabled": False}
+    assert any("--parallel.compile.enabled=true" in note for note in done["notes"])
+
+
+def test_distributed_data_parallel(plans: Callable[..., Plan], imports: Importer) -> None:
+    text = "distributed_type: MULTI_GPU\nnum_processes: 8\nfsdp_config: {fsdp_offload_params: true}\n"
+    plan = plans(text)
+    assert degrees(plan) == (8, 1, 1)
+    assert not plan.cpu_offload
+    assert any("MULTI_GPU does not read fsdp_config" in entry["why"] for entry in imports(text)["dropped"])
+
+
+def test_accumulation_is_kept(plans: Callable[..., Plan]) -> None:
+    plan = plans(accelerate(version=2, top="gradient_accumulation_steps: 4\n" + sizes(dp_shard=4, tp=2)))
+    assert (plan.accumulation, plan.global_batch_size) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "launch"),
+    [
+        (accelerate(), "torchrun --nproc-per-node 8 -m train.main --config CONFIG.yaml"),
+        (
+            accelerate(machines=2, top="main_process_ip: 10.0.0.1\nmain_process_port: 29501\nmachine_rank: 1\n"),
+            "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29501 "
+            "-m train.main --config CONFIG.yaml",
+        ),
+        (accelerate(processes=2, top="gpu_ids: 2,3\n"),
+         "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc-per-node 2 -m train.main --config CONFIG.yaml"),
+        ("distributed_type: 'NO'\n", "python -m train.main --config CONFIG.yaml"),
+    ],
+)  # fmt: skip
+def test_the_launch_line(imports: Importer, text: str, launch: str) -> None:
+    assert imports(text)["launch"] == launch
+
+
+def test_every_key_has_one_fate_and_every_target_exists(imports: Importer) -> None:
+    text = accelerate(machines=2, sharding_strategy="HYBRID_SHARD", use_orig_params=True, offload_params=False,
+                      top="machine_rank: 0\nmixed_precision: bf16\ndynamo_config: {}\ndebug: false\n")  # fmt: skip
+    done = imports(text)
+    theirs = [entry["key"] for kind in ("mapped", "dropped") for entry in done[kind]]
+    assert sorted(theirs) == sorted({*theirs})
+    assert {"fsdp_config.fsdp_use_orig_params", "machine_rank", "dynamo_config", "num_machines"} < {*theirs}
+    targets = {name for entry in done["mapped"] for name in entry["to"] if not name.startswith("--")}
+    assert targets <= {*known_keys()}
+    assert {*done} == {"config", "mapped", "dropped", "notes", "launch"}
+
+
+def test_torchtitan_from_its_file(imports: Importer, plans: Callable[..., Plan]) -> None:
+    plan = plans(TITAN, 16, ".toml")
+    assert degrees(plan) == (2, 4, 2)
+    assert {unit.reshard_after_forward for unit in plan.units} == {False}
+    assert (plan.micro_batch_size, plan.accumulation, plan.units[0].param_dtype) == (2, 2, "bfloat16")
+    block = next(unit for unit in plan.units if unit.modules == ("layers.0",))
+    assert (block.activation_checkpoint, block.compiled, "aten.mm/2" in block.saved_ops) == ("selective", True, True)
+    done = imports(TITAN, ".toml")
+    assert done["config"]["optim"] == {"lr": 3e-4, "betas": [0.9, 0.99], "warmup_steps": 20, "schedule": "wsd",
+                                       "decay_ratio": 0.3, "min_lr_ratio": 0.0}  # fmt: skip
+    assert done["config"]["train"] == {"micro_batch_size": 2, "global_batch_size": 32, "seq_len": 8192, "grad_clip": 0.5,
+                                       "steps": 100}  # fmt: skip
+    assert done["config"]["parallel"]["loss_parallel"] is False
+    assert "--config llama_8b --config CONFIG.yaml" in done["launch"]
+    assert any("asynchronous tensor parallelism is not in this version" in note for note in done["notes"])
+    assert any("must be 16" in note for note in done["notes"])
+
+
+@pytest.mark.parametrize(("policy", "reshard"), [("default", True), ("always", True), ("never", False)])
+def test_torchtitan_resharding(imports: Importer, policy: str, reshard: bool) -> None:
+    done = imports(f"[parallelism]\nfsdp_reshard_after_forward = '{policy}'\n", ".toml")
+    assert done["config"]["parallel"]["reshard_after_forward"] is reshard
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("mode = 'none'", ("none", None)),
+        ("mode = 'full'\nselective_ac_option = 'op'", ("full", None)),
+        ("mode = 'selective'\nselective_ac_option = '3'", ("selective", "every:3")),
+        ("mode = 'memory_budget'\nmemory_budget = 0.25\n[compile]\nenable = true", ("budget", None)),
+        ("", ("selective", "every:2")),
+    ],
+)
+def test_torchtitan_activation_checkpointing(imports: Importer, table: str, expected: tuple[str, str | None]) -> None:
+    parallel = imports(f"[activation_checkpoint]\n{table}\n", ".toml")["config"]["parallel"]
+    assert (parallel["activation_checkpoint"], parallel.get("selective_policy")) == expected
+    assert parallel.get("activation_budget") == (0.25 if expected[0] == "budget" else None)
+
+
+def test_torchtitans_defaults_are_written_out_where_ours_are_others(imports: Importer) -> None:
+    config = imports("[training]\nsteps = 5\n", ".toml")["config"]
+    assert config["parallel"]["param_dtype"] == "bfloat16"
+    assert config["train"] == {"steps": 5, "micro_batch_size": 8, "seq_len": 2048}
+    assert config["parallel"]["compile"] == {"enabled": False}
+
+
+def test_flags_win_over_the_file(imports: Importer) -> None:
+    flags = "--parallelism.data_parallel_replicate_degree=1 --training.seq-len 4096 --compile.no_enable"
+    done = imports(TITAN, ".toml", f"--flags={flags}")
+    assert done["config"]["parallel"]["dp_replicate"] == 1
+    assert done["config"]["train"]["seq_len"] == 4096
+    assert done["config"]["parallel"]["compile"]["enabled"] is False
+    assert {"key": "training.seq_len", "value": 8192, "why": "a flag overrides it"} in done["dropped"]
+    every = imports(TITAN, ".toml", "--flags=--activation_checkpoint.selective_ac_option=4")["config"]["parallel"]
+    assert every["selective_policy"] == "every:4"
+
+
+@pytest.mark.parametrize("flags", ["--tensor_parallel_degree=2", "--parallelism.tensor_parallel_degree 2",
+                                   "--parallelism.tensor-parallel-degree=2", "--training.tensor_parallel_degree=2"])  # fmt: skip
+def test_flags_alone(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--json", "--flags", flags])
+    done = json.loads(capsys.readouterr().out)
+    assert done["config"] == {"parallel": {"tp": 2}}
+
+
+def test_a_degree_that_depends_on_the_model_is_a_note(imports: Importer) -> None:
+    done = imports("[parallelism]\ntensor_parallel_degree = 8\n", ".toml")
+    assert any("parallel.tp=8 must divide model.n_kv_heads=4" in note for note in done["notes"])
+    wrong = "[model]\nflavor = '8B'\n[parallelism]\ntensor_parallel_degree = 16\n"
+    assert "parallel.tp=16 must divide model.n_kv_heads=8" in refusal(imports, wrong, ".toml")
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[parallelism]\npipeline_parallel_degree = 2\n", "pipeline parallelism is not in this version"),
+        ("[parallelism]\ncontext_parallel_degree = 2\n", "context parallelism is not in this version"),
+        ("[parallelism]\ntensor_paralel_degree = 2\n", "Did you mean parallelism.tensor_parallel_degree?"),
+        ("[parallelism]\nfsdp_reshard_after_forward = 'sometimes'\n", "must be one of default, always, never"),
+        ("[parallelism]\ntensor_parallel_degree = true\n", "must be a whole number"),
+        ("[model]\nname = 'deepseek_v3'\n", "only llama3 is the model here"),
+        ("[model]\nconverters = ['float8']\n", "float8 and other converters are not in this version"),
+        ("[training]\ndtype = 'bfloat16'\n", "weights and optimizer state are float32 here"),
+        ("[activation_checkpoint]\nmode = 'some'\n", "must be one of none, full, selective, memory_budget"),
+        ("[optimizer]\nname = 'Adam'\n", "only AdamW"),
+        ("[lr_scheduler]\ndecay_type = 'sqrt'\n", "use linear or cosine"),
+        ("[parallelism]\ndisable_loss_parallel = true\nenable_loss_parallel = true\n", "it contradicts"),
+        ("[training]\nseq_len = 99999999999999999999\n", "must be a whole number"),
+        ("[optimizer]\nbeta1 = 2.0\n", "imported: optim.betas=[2.0, 0.95] must both lie in"),
+        ("[compile]\nenable = true\nbackend = 'inductr'\n", "Did you mean inductor?"),
+        ("[parallelism]\nx = \n", "line 2"),
+    ],
+)
+def test_torchtitan_settings_that_are_refused(imports: Importer, toml: str, message: str) -> None:
+    assert message in refusal(imports, toml, ".toml")
+
+
+@pytest.mark.parametrize("flags", ["--a.b=1 --a.b=2", "2", "--x 'open"])
+def test_flags_that_are_none(flags: str) -> None:
+    with pytest.raises(ConfigError):
+        main([f"--flags={flags}"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a\n- b\n", "the top level must be a mapping"),
+        ("", "the file is empty"),
+        ("a: &x 1\nb: *x\n", "aliases"),
+        ("num_processes: 1\nnum_processes: 2\n", "stands twice"),
+        ("a: !!python/object/apply:os.system [echo]\n", "could not determine a constructor"),
+        ("a: [\n", "line"),
+    ],
+)
+def test_files_that_are_no_config(imports: Importer, content: str, message: str) -> None:
+    assert message in refusal(imports, content)
+
+
+def test_as_a_command(tool: Tool, tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "fsdp.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(accelerate(sharding_strategy="NO_SHARD"))
+    done = tool("import_accelerate", str(theirs))
+    assert done.returncode == 0
+    ours.write_text(done.stdout)
+    assert load_config(ours).parallel.strategy == "no_shard"
+    assert "launch:\n  torchrun --nproc-per-node 8" in done.stderr
+    again = tool("import_accelerate", str(theirs), "--out", str(ours))
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "add --force" in again.stderr
+    missing = tool("import_accelerate", str(tmp_path))
+    assert missing.returncode == 2
+    assert missing.stderr.count("\n") == 1
+    assert missing.stderr.startswith("ConfigError: ")
+
+
+def test_out_writes_a_whole_file_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = tmp_path / "fsdp.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(accelerate())
+    main([str(theirs), f"--out={ours}"])
+    main([str(theirs), f"--out={ours}", "--force"])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"--config {ours}" in printed.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fsdp.yaml", "ours.yaml"]
+    for bad in (tmp_path, tmp_path / "no" / "ours.yaml", theirs / "ours.yaml"):
+        with pytest.raises(ConfigError, match="--out="):
+            main([str(theirs), f"--out={bad}"])
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["-h"])
+    shown = capsys.readouterr().out
+    for action in make_parser()._actions:
+        assert all(option in shown for option in action.option_strings)
+        assert action.help
+
+
+@pytest.mark.parametrize("bad", [[], ["--jsn"]])
+def test_bad_options_leave_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(bad)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_an_imported_config_trains(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "fsdp.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(accelerate(processes=2, machines=2, sharding_strategy="HYBRID_SHARD", activation_checkpointing=True))
+    main([str(theirs), f"--out={ours}"])
+    done = run(2, f"--config={ours}", *TINY, *EAGER, "--train.steps=2", f"--run.dir={tmp_path / 'run'}", *write_text(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(read_metrics(tmp_path / "run")) == [1, 2]
+    plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
+    assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1}

@@ -1,0 +1,181 @@
+"""Documents in sequences: packed, kept apart, or one each; read across shards, with mixtures, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.llama import Llama, LlamaConfig, init_weights
+from models.loss import IGNORE_INDEX
+from train.data.config import DataError
+from train.data.loader import SampleOrder
+from train.data.mixture import CYCLE, draw, drawn, shares
+from train.data.sequences import SequenceShape, count_sequences, read_batch
+from train.data.split import Shard, Split
+from train.data.tokens import Source
+from train.step import Batch
+
+BOS, EOS = 1, 2
+
+
+def split_of(documents: list[list[int]], cuts: tuple[int, ...] = ()) -> Split:
+    """Documents one after another, in shards that end after the documents `cuts`."""
+    parts = [documents[a:b] for a, b in zip((0, *cuts), (*cuts, len(documents)), strict=True)]
+    shards = [Shard(Path(f"train-{i:05d}.bin"), np.array([t for d in part for t in d], np.uint16),
+                    np.cumsum([len(d) for d in part]).astype(np.uint64)) for i, part in enumerate(parts)]  # fmt: skip
+    return Split(shards, sum(map(len, documents)))
+
+
+def rows(*indices: int) -> np.ndarray:
+    return np.array([(0, index) for index in indices])
+
+
+documents_strategy = st.lists(st.lists(st.integers(3, 60000), min_size=1, max_size=30), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(documents=documents_strategy, data=st.data())
+def test_a_split_reads_as_one_stream_wherever_its_shards_end(documents, data):
+    cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(documents) - 1))))) if len(documents) > 1 else ()
+    split, stream = split_of(documents, cuts), [t for d in documents for t in d]
+    ends = np.cumsum([len(d) for d in documents]).tolist()
+    assert (split.tokens, split.documents) == (len(stream), len(documents))
+    assert [split.document(i) for i in range(len(documents))] == list(zip([0, *ends[:-1]], ends, strict=True))
+    first = data.draw(st.integers(0, len(stream) - 1))
+    last = data.draw(st.integers(first + 1, len(stream)))
+    out = np.empty(last - first, np.int64)
+    split.read(first, out)
+    assert out.tolist() == stream[first:last]
+    assert split.ends_between(first, last).tolist() == [end for end in ends if first < end <= last]
+
+
+def test_the_place_of_a_token_is_its_file_and_byte():
+    split = split_of([[5, 6], [7, 8, 9]], cuts=(1,))
+    assert split.place(1) == "train-00000.bin, byte 2 (token 1)"
+    assert split.place(4) == "train-00001.bin, byte 4 (token 2)"
+
+
+DOCUMENTS = [[BOS, 10, 11, EOS], [BOS, EOS], [BOS, 20, 21, 22, 23, 24, 25, 26, 27, 28, EOS], [BOS, 30, EOS]]
+
+
+def test_a_document_mask_knows_where_each_document_begins_and_lets_no_target_cross():
+    shape = SequenceShape(8, packing=True, document_mask=True, start_id=None, vocab_size=100)
+    batch = read_batch([split_of(DOCUMENTS, (2,))], rows(0, 1), shape)
+    assert batch.tokens.tolist() == [[1, 10, 11, 2, 1, 2, 1, 20], [21, 22, 23, 24, 25, 26, 27, 28]]
+    assert batch.first.tolist() == [[0, 0, 0, 0, 4, 4, 6, 6], [0] * 8]
+    no = IGNORE_INDEX
+    assert batch.targets.tolist() == [[10, 11, 2, no, 2, no, 20, 21], [22, 23, 24, 25, 26, 27, 28, 2]]
+
+
+def test_without_packing_every_document_is_a_sequence_clipped_or_padded():
+    shape = SequenceShape(6, packing=False, document_mask=False, start_id=None, vocab_size=100)
+    split = split_of(DOCUMENTS)
+    assert count_sequences(split, shape, "training") == 4
+    batch = read_batch([split], rows(0, 2), shape)
+    assert batch.first is None
+    assert batch.tokens.tolist() == [[1, 10, 11, 2, 2, 2], [1, 20, 21, 22, 23, 24]]
+    assert batch.targets.tolist() == [[10, 11, 2, *[IGNORE_INDEX] * 3], [20, 21, 22, 23, 24, 25]]
+
+
+def test_a_document_without_a_bos_of_its_own_begins_after_the_end_of_another():
+    shape = SequenceShape(5, packing=False, document_mask=False, start_id=EOS, vocab_size=100)
+    batch = read_batch([split_of([[10, 11, EOS], [5, EOS]])], rows(0, 1), shape)
+    assert batch.tokens.tolist() == [[EOS, 10, 11, EOS, EOS], [EOS, 5, EOS, EOS, EOS]]
+    assert batch.targets.tolist() == [[10, 11, EOS, -100, -100], [5, EOS, -100, -100, -100]]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset(packing):
+    shape = SequenceShape(4, packing, document_mask=False, start_id=None, vocab_size=28)
+    with pytest.raises(DataError, match=r"token id 28 is beyond model\.vocab_size=28: train-00001\.bin, byte 18 \(token 9\)"):
+        read_batch([split_of(DOCUMENTS, (2,))], rows(3 if packing else 2), SequenceShape(20, packing, False, None, 28)
+                   if not packing else shape)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    model = Llama(LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=100, max_seq_len=128))
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layers" in name and parameter.dim() > 1:
+                parameter.mul_(10)  # attention that looks at single tokens, whose mistakes show
+    return model
+
+
+def loss_and_gradients(model: Llama, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = sum(model(b.tokens, b.targets, b.first) for b in batches)
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def alone(document: list[int]) -> Batch:
+    return Batch(torch.tensor([document[:-1]]), torch.tensor([document[1:]]))
+
+
+def test_packed_documents_that_are_kept_apart_train_as_documents_alone(model):
+    generator = np.random.default_rng(0)
+    documents = [[BOS, *generator.integers(3, 100, size).tolist(), EOS] for size in (5, 1, 17, 9, 2, 3, 15)]
+    length = sum(map(len, documents))
+    split = split_of([*documents, [BOS, EOS]], (3,))
+    packed = read_batch([split], rows(0), SequenceShape(length, True, True, None, 100))
+    loss, gradients = loss_and_gradients(model, [packed])
+    expected_loss, expected = loss_and_gradients(model, [alone(document) for document in documents])
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name)
+    crossing = loss_and_gradients(model, [Batch(packed.tokens, packed.targets)])[0]
+    assert abs(crossing - loss) > 1e-3 * loss, "attention across documents would show"
+
+
+def test_padded_documents_train_as_documents_alone_whatever_the_padding_is(model):
+    documents = [[BOS, 10, 11, 12, EOS], [BOS, 40, EOS]]
+    batch = read_batch([split_of(documents)], rows(0, 1), SequenceShape(12, False, False, None, 100))
+    loss, gradients = loss_and_gradients(model, [batch])
+    expected_loss, expected = loss_and_gradients(model, [alone(document) for document in documents])
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name)
+    other = batch.tokens.masked_fill(batch.targets == IGNORE_INDEX, 77)
+    assert loss_and_gradients(model, [Batch(other, batch.targets)])[0] == loss
+
+
+# Mixtures
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=st.lists(st.floats(1e-4, 100), min_size=1, max_size=6).map(tuple))
+def test_shares_are_the_weights_to_a_ten_thousandth(weights):
+    counts = shares(weights)
+    assert sum(counts) == CYCLE
+    assert min(counts) >= 1
+    if min(weights) / sum(weights) > 1 / CYCLE:
+        assert all(abs(n - w / sum(weights) * CYCLE) < 1 + len(weights) for n, w in zip(counts, weights, strict=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(first=st.integers(0, 3 * CYCLE), count=st.integers(1, 500), seed=st.integers(0, 5))
+def test_each_source_is_drawn_from_in_its_own_order_without_gaps_wherever_one_begins(first, count, seed):
+    weights = (0.6, 0.3, 0.1)
+    before = drawn(first, weights, seed)
+    sources, places = draw(first, count, weights, seed)
+    for source in range(3):
+        mine = places[sources == source]
+        assert mine.tolist() == list(range(before[source], before[source] + len(mine)))
+    assert drawn(first + count, weights, seed) == [b + int((sources == s).sum()) for s, b in enumerate(before)]
+
+
+def test_a_mixture_draws_by_weight_and_each_source_runs_through_epochs_of_its_own():
+    splits = [split_of([[3, 4, 5, 6, EOS]] * n) for n in (40, 8)]
+    shape = SequenceShape(5, packing=False, document_mask=False, start_id=None, vocab_size=100)
+    order = SampleOrder(tuple(Source(f"s{i}", w, s) for i, (w, s) in enumerate(zip((3.0, 1.0), splits, strict=True))), shape, 0)
+    found = order.rows(0, CYCLE)
+    assert [(found[:, 0] == s).sum() for s in (0, 1)] == [7500, 2500]
+    second = found[found[:, 0] == 1, 1]
+    assert all(sorted(second[i : i + 8]) == list(range(8)) for i in range(0, 2400, 8))
+    assert order.progress(CYCLE) == {"sequences/s0": 7500.0, "sequences/s1": 2500.0, "epoch/s0": 7500 / 40, "epoch/s1": 2500 / 8}
+    assert np.array_equal(np.concatenate([order.rows(0, 77), order.rows(77, 23)]), found[:100])

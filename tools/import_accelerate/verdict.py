@@ -1,0 +1,129 @@
+"""What becomes of one key of another trainer's config, and the readers of its values that every rule shares."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # as accelerate's str_to_bool
+
+LARGEST = 2**63 - 1  # what torch counts with
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a key, and why.
+
+    `settings`: our dotted keys and their values. `launch`: options of torchrun, and environment variables, by name. A key
+    is mapped where it has either, or where ours does what it asks for in any case. `notes`: what the user should know.
+    """
+
+    kind: Literal["mapped", "dropped", "refused"]
+    why: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    launch: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Item:
+    """A key as the user wrote it, its value, and what becomes of it."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+
+
+# A rule decides about one key, from its value and from all that was given, by plain name. ValueError: a wrong value.
+Given = Mapping[str, Any]
+Rule = Callable[[Any, Given], Verdict]
+
+
+def mapped(why: str, settings: Mapping[str, Any], *notes: str) -> Verdict:
+    return Verdict("mapped", why, settings, notes=notes)
+
+
+def launched(why: str, launch: Mapping[str, str], *notes: str) -> Verdict:
+    """Mapped to how the run is started."""
+    return Verdict("mapped", why, launch=launch, notes=notes)
+
+
+def dropped(why: str, *notes: str) -> Verdict:
+    return Verdict("dropped", why, notes=notes)
+
+
+def refused(why: str) -> Verdict:
+    return Verdict("refused", why)
+
+
+def drops(why: str) -> Rule:
+    """A rule for a key that changes nothing here, whatever its value."""
+    return lambda value, given: dropped(why)
+
+
+def refuses_any(why: str) -> Rule:
+    """A rule for a key that is harmless only while it is empty or off."""
+    return lambda value, given: refused(why) if is_set(value) else dropped("it is off")
+
+
+def is_set(value: Any) -> bool:
+    """Whether a value asks for anything: not null, false, "no", or empty, alone or in a list."""
+    if isinstance(value, list):
+        return any(is_set(part) for part in value)
+    return value not in (None, False, "", {}) and str(value).lower() not in FALSE
+
+
+def judge(key: str, value: Any, given: Given, rule: Rule) -> Item:
+    """Apply a rule; a value that it cannot read is refused, and null is no value at all."""
+    if value is None:
+        return Item(key, value, dropped("it has no value"))
+    try:
+        return Item(key, value, rule(value, given))
+    except ValueError as error:
+        return Item(key, value, refused(str(error)))
+
+
+def unknown_key(key: str, known: Iterable[str]) -> Verdict:
+    """The refusal of a key that nobody knows, with the nearest one that somebody does."""
+    known = list(known)
+    same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return refused(f"unknown key. {f'Did you mean {near[0]}?' if near else 'Take it out.'}")
+
+
+def as_bool(value: Any) -> bool:
+    """A truth value, also as the words that accelerate takes for one."""
+    word = str(value).lower()
+    if isinstance(value, bool | int | str) and word in (*TRUE, *FALSE):
+        return word in TRUE
+    raise ValueError("it must be true or false")
+
+
+def as_int(value: Any, least: int = 1) -> int:
+    """A whole number of at least `least`; digits in quotes are one too."""
+    if isinstance(value, str) and value.lstrip("-").isdecimal():
+        value = int(value)
+    if type(value) is not int or not least <= value <= LARGEST:
+        raise ValueError(f"it must be a whole number of at least {least}")
+    return value
+
+
+def as_float(value: Any, least: float = 0.0) -> float:
+    """A number of at least `least`. PyYAML reads 1e-4 as text, so text that is a number is one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if isinstance(value, bool) or not least <= number < float("inf"):
+        raise ValueError(f"it must be a number of at least {least:g}")
+    return number
+
+
+def as_choice(value: Any, choices: Iterable[str]) -> str:
+    """One of several words, in any case; false is YAML's reading of a bare `no`."""
+    word = "no" if value is False else str(value)
+    for choice in (choices := list(choices)):
+        if word.lower() == choice.lower():
+            return choice
+    near = difflib.get_close_matches(word.upper(), [c.upper() for c in choices], n=1)
+    raise ValueError(f"it must be one of {', '.join(choices)}.{f' Did you mean {near[0]}?' if near else ''}")

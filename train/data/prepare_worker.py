@@ -1,0 +1,232 @@
+"""Tokenises pieces of a source; as `python -m train.data.prepare_worker`, those that arrive on stdin, one JSON object a line."""
+
+import errno
+import hashlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.config import DataError
+from train.data.pieces import Part, Piece, unit_hash
+from train.data.readers import Document, read_part
+from train.data.shard_writer import ShardWriter, write_whole
+from train.data.sources import TEXT
+from train.data.store import SPLITS, ShardInfo
+from train.data.tokenizer import Tokenizer, load_tokenizer
+
+_BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all pieces.
+
+    Args:
+        tokenizer, bos, eos: as load_tokenizer takes them
+        tokenizer_sha256: of the tokenizer's file, "" for bytes
+        text_field: of records
+        held_out: share of records held out
+        folder: where shards go
+        results_folder: where a small file for each finished piece goes
+    """
+
+    tokenizer: str
+    bos: str
+    eos: str
+    tokenizer_sha256: str
+    text_field: str
+    held_out: float
+    folder: str
+    results_folder: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished piece.
+
+    Args:
+        key: of the piece and all that decides its shards
+        shards: of each split, or None where it has no document
+        empty: documents without text, which were skipped
+        lowest, highest: record with the lowest hash of its name, and with the highest, as (hash, name); ("" without records)
+    """
+
+    key: str
+    shards: dict[str, ShardInfo | None]
+    empty: int
+    lowest: tuple[float, str]
+    highest: tuple[float, str]
+
+
+class NoSpace(Exception):
+    """The disk is full."""
+
+
+OnBatch = Callable[[int, int, int], None]  # further source bytes, documents and tokens
+
+
+def result_path(job: Job, piece: Piece) -> Path:
+    """The file whose being there says that a piece is finished."""
+    return Path(job.results_folder) / f"{piece.index:05d}.json"
+
+
+def result_from_json(text: str) -> Result:
+    """The opposite of json.dumps(asdict(result)). Raises ValueError, TypeError and KeyError."""
+    plain = json.loads(text)
+    plain["shards"] = {split: plain["shards"][split] and ShardInfo(**plain["shards"][split]) for split in SPLITS}
+    return Result(**plain | {"lowest": tuple(plain["lowest"]), "highest": tuple(plain["highest"])})
+
+
+def piece_key(job: Job, piece: Piece) -> str:
+    """Hash of all that decides what a piece becomes; not of where files lie."""
+    decisive = asdict(piece)
+    for part in decisive["parts"]:
+        del part["path"]
+    decided = [job.tokenizer_sha256, job.bos, job.eos, job.text_field, job.held_out, decisive]
+    return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
+
+
+def tokenise_piece(piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBatch) -> Result:
+    """Write a piece's shards, then its result. Raises DataError, and NoSpace where the disk is full."""
+    work = _PieceWork(piece, job, tokenizer)
+    try:
+        for documents, done_bytes in _batches(piece, job):
+            tokens = work.add(documents)
+            on_batch(done_bytes, len(documents), tokens)
+        result = work.finish()
+        write_whole(result_path(job, piece), json.dumps(asdict(result)).encode())
+        return result
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise NoSpace(error.strerror) from None
+        raise DataError(f"cannot write to {job.folder} ({error.strerror}): name another folder") from None
+    finally:
+        work.abandon()
+
+
+def _batches(piece: Piece, job: Job) -> Iterator[tuple[list[tuple[Part, Document]], int]]:
+    """Documents, as many together as are worth a call of the tokenizer, and how many further bytes of source they are."""
+    batch: list[tuple[Part, Document]] = []
+    size_bytes, before, reported = 0, 0, 0
+    for part in piece.parts:
+        for document in read_part(part, job.text_field, check_text=job.tokenizer_sha256 != ""):
+            batch.append((part, document))
+            size_bytes += len(document.text)
+            if size_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+                done = before + document.done_bytes
+                yield batch, done - reported
+                batch, size_bytes, reported = [], 0, done
+        before += part.size_bytes
+    yield batch, before - reported
+
+
+class _PieceWork:
+    """The shards of a piece while they grow."""
+
+    def __init__(self, piece: Piece, job: Job, tokenizer: Tokenizer) -> None:
+        info = tokenizer.info
+        self._piece, self._job, self._tokenizer = piece, job, tokenizer
+        self._begin = [] if info.bos is None else [np.array([info.bos], np.uint32)]
+        self._end = np.array([info.eos], np.uint32)
+        dtype = token_dtype(info.vocab_size)
+        self._writers = {split: ShardWriter(Path(job.folder), f"{split}-{piece.index:05d}", dtype) for split in SPLITS}
+        self._empty = 0
+        self._lowest, self._highest = (1.0, ""), (0.0, "")
+
+    def add(self, documents: list[tuple[Part, Document]]) -> int:
+        """Tokenise and write; how many tokens."""
+        kept = [(split, text) for part, document in documents for split, text in self._place(part, document)]
+        encoded = self._tokenizer.encode([text for _, text in kept])
+        total = 0
+        for split in SPLITS:
+            chosen = [(ids, text) for ids, (where, text) in zip(encoded, kept, strict=True) if where == split]
+            if chosen:
+                arrays = [array for ids, _ in chosen for array in (*self._begin, ids, self._end)]
+                lengths = [len(self._begin) + len(ids) + 1 for ids, _ in chosen]
+                self._writers[split].add(arrays, lengths, sum(len(text) for _, text in chosen))
+                total += sum(lengths)
+        return total
+
+    def _place(self, part: Part, document: Document) -> list[tuple[str, bytes]]:
+        """Which split a document goes to; both if it is the only one, none if it has no text."""
+        text = document.text
+        if not text:
+            self._empty += 1
+            return []
+        held_out = part.held_out
+        if part.kind != TEXT:
+            place = (unit_hash(document.name), document.name)
+            self._lowest, self._highest = min(self._lowest, place), max(self._highest, place)
+            held_out = (place[0] < self._job.held_out) != (document.name == self._piece.swapped)
+        if self._piece.cut:
+            at = cut_place(text, self._job.held_out)
+            return [(split, half) for split, half in zip(SPLITS, (text[:at], text[at:]), strict=True) if half]
+        return [(SPLITS[held_out], text)]
+
+    def finish(self) -> Result:
+        shards = {split: writer.finish() for split, writer in self._writers.items()}
+        return Result(piece_key(self._job, self._piece), shards, self._empty, self._lowest, self._highest)
+
+    def abandon(self) -> None:
+        for writer in self._writers.values():
+            writer.abandon()
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of the two that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def cut_place(text: bytes, share: float) -> int:
+    """Where the end of a text begins that is held out: `share` of it, at least a byte, and a character is never split."""
+    place = len(text) - max(1, round(len(text) * share))
+    starts = (at for at in range(place, max(-1, place - 4), -1) if text[at] & 0xC0 != 0x80)
+    return next(starts, place)  # what begins nowhere near is no UTF-8, and has no characters
+
+
+# As a process of its own
+
+
+def main() -> None:
+    """Serve pieces from stdin until it closes: the parent's end, however it came, is this process's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then closes stdin
+    pieces: queue.Queue[Piece] = queue.Queue()
+    job = Job(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_receive, args=(pieces,), daemon=True).start()
+    try:
+        tokenizer = load_tokenizer(job.tokenizer, job.bos, job.eos)
+        if tokenizer.info.sha256 != job.tokenizer_sha256:
+            raise DataError(f"data.tokenizer={job.tokenizer} changed while data was being prepared: start again")
+        while True:
+            piece = pieces.get()
+            tokenise_piece(piece, job, tokenizer, lambda *counts: _send({"batch": counts}))
+            _send({"finished": piece.index})
+    except DataError as error:
+        _send({"error": str(error)})
+    except NoSpace as error:
+        _send({"no_space": str(error)})
+
+
+def _receive(pieces: queue.Queue[Piece]) -> None:
+    for line in sys.stdin:
+        plain = json.loads(line)
+        pieces.put(Piece(**plain | {"parts": tuple(Part(**part) for part in plain["parts"])}))
+    os._exit(1)
+
+
+def _send(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main()

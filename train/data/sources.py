@@ -1,0 +1,95 @@
+"""Which files a source has, in an order that is the same on every machine."""
+
+import glob
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from train.data.config import DataError
+from train.data.store import MANIFEST
+
+TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst", ".json", ".csv", ".html", ".xml", ".tex", ".c", ".h", ".cpp", ".cc",
+                 ".js", ".ts", ".java", ".go", ".rs", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".ini"}  # fmt: skip
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+PACKED_SUFFIXES = {".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".7z"}
+HF_PREFIX = "hf:"
+TEXT = "text"  # the kind of a file that is one document; the others are the suffixes of records without their dot
+_HF_FILES = {"dataset_info.json", "state.json"}  # of Dataset.save_to_disk, which puts them beside its .arrow files
+_SAMPLE_BYTES = 2**20
+
+
+def find_files(source: str) -> list[tuple[str, Path]]:
+    """Name and path of each file of `data.source`, sorted by name.
+
+    Names are relative to the source, so they do not change when it moves. Raises DataError if there is none.
+    """
+    if source.startswith(HF_PREFIX):
+        raise DataError(f"data.source={source} is a Hugging Face dataset, which must be tokenised first: run "
+                        f"`python -m tools.prepare_data {source} FOLDER` and use data.source=FOLDER")  # fmt: skip
+    source = os.path.expanduser(source)
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in _walk(root) if path.suffix == ".py"]
+    elif Path(source).is_dir():
+        root = Path(source)
+        paths = [path for path in _walk(root) if path.suffix in TEXT_SUFFIXES or kind_of(path) != TEXT]
+    elif Path(source).is_file():
+        _check_file(source)
+        root, paths = Path(source).parent, [Path(source)]
+    elif glob.has_magic(source):
+        paths = [Path(p) for p in glob.glob(source, recursive=True)]
+        root = Path(os.path.dirname(source[: next(i for i, c in enumerate(source) if c in "*?[")]))
+    else:
+        raise DataError(f"data.source={source}: no such file, folder or glob. Use stdlib for built-in text")
+    files = sorted(_named(paths, root))
+    if not files:
+        endings = " ".join(sorted({*TEXT_SUFFIXES, *RECORD_SUFFIXES}))
+        wanted = f" ending in {endings}" if Path(source).is_dir() else ""
+        raise DataError(f"data.source={source} holds no text: looked for non-empty files{wanted}")
+    return files
+
+
+def kind_of(path: Path) -> str:
+    """How a file is read: TEXT for one document, else jsonl, jsonl.gz, jsonl.zst, parquet or arrow."""
+    return next((suffix[1:] for suffix in RECORD_SUFFIXES if path.name.endswith(suffix)), TEXT)
+
+
+def fingerprint_file(path: Path) -> str:
+    """sha256, in hexadecimal, of a file's size, its first MiB and its last MiB. Raises OSError."""
+    with open(path, "rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(f"{size_bytes}:".encode())
+        digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, size_bytes - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _check_file(source: str) -> None:
+    """DataError for a file that is nothing to read."""
+    path = Path(source)
+    if path.stat().st_size == 0:
+        raise DataError(f"data.source={source} is an empty file and holds no text: name one with text")
+    if kind_of(path) == TEXT and path.suffix in PACKED_SUFFIXES:
+        raise DataError(f"data.source={source} is packed text, and only {' and '.join(RECORD_SUFFIXES[1:3])} are unpacked "
+                        "while reading: unpack it first")  # fmt: skip
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Every file below `root`, but installed packages, which are no part of a standard library, and prepared data."""
+    for folder, subfolders, names in os.walk(root):
+        packages = ("site-packages", "dist-packages")
+        subfolders[:] = [name for name in subfolders if not (name in packages or re.fullmatch(r"\..*\.partial", name))]
+        of_dataset = any(name.endswith(".arrow") for name in names)
+        if not (MANIFEST in names and any(name.endswith(".ends") for name in names)):
+            yield from (Path(folder, name) for name in names if not (of_dataset and name in _HF_FILES))
+
+
+def _named(paths: Iterable[Path], root: Path) -> Iterator[tuple[str, Path]]:
+    for path in paths:
+        if path.is_file() and path.stat().st_size > 0:
+            name = path.relative_to(root) if path.is_relative_to(root) else path
+            yield name.as_posix(), path

@@ -1,0 +1,151 @@
+"""Tokenizers: bytes, built in, or any tokenizer.json of the `tokenizers` library."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.config import DataError
+
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")  # of Llama 3, Llama 2, Gemma
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")  # the same, and GPT-2
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What data made with a tokenizer must know of it.
+
+    Args:
+        name: bytes, or the name of the folder its file came from
+        sha256: of tokenizer.json; "" for bytes
+        vocab_size: its largest id + 1
+        bos: id in front of each document, or None
+        eos: id after each document
+    """
+
+    name: str
+    sha256: str
+    vocab_size: int
+    bos: int | None
+    eos: int
+
+    @property
+    def start(self) -> int:
+        """The id that a text begins after: BOS, or without one what ends the document before."""
+        return self.eos if self.bos is None else self.bos
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    info: TokenizerInfo
+
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
+        """Ids of each text, which is UTF-8, without BOS and EOS. What looks like a special token is text too."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; BOS, EOS and unknown ids are left out, broken UTF-8 is shown as such."""
+
+
+class ByteTokenizer:
+    """Every byte is a token; 256 ends a document."""
+
+    info = TokenizerInfo("bytes", "", 257, None, 256)
+
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
+        return [np.frombuffer(text, np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer.json of the `tokenizers` library."""
+
+    def __init__(self, path: Path, bos: str = "auto", eos: str = "auto", info: TokenizerInfo | None = None) -> None:
+        """`bos`, `eos`: as in DataConfig; `info`: of data made with it, which then need not be found out. Raises DataError."""
+        import tokenizers
+
+        self.path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = self.path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises Exception itself
+            raise DataError(f"data.tokenizer={path}: {self.path} is not a tokenizer.json that the tokenizers library reads "
+                            f"({error}): name such a file, its folder, or bytes") from None  # fmt: skip
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # of a text that spells one out: it must not end a document
+        self.info = info or self._find_info(hashlib.sha256(content).hexdigest(), bos, eos)
+
+    def _find_info(self, sha256: str, bos: str, eos: str) -> TokenizerInfo:
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        said = _said_beside(self.path)
+        bos_id = None if bos == "none" else _find_token(ids, "bos", bos, said.get("bos_token"), BOS_NAMES, self.path)
+        eos_id = _find_token(ids, "eos", eos, said.get("eos_token"), EOS_NAMES, self.path)
+        if eos_id is None:
+            special = ", ".join(_special(self._tokenizer)[:4])
+            raise DataError(f"data.tokenizer={self.path} has none of {', '.join(EOS_NAMES)} to end a document with: name its "
+                            f"token with data.eos{f', such as one of {special}' if special else ''}")  # fmt: skip
+        return TokenizerInfo(self.path.resolve().parent.name, sha256, max(ids.values()) + 1, bos_id, eos_id)
+
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
+        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer:
+    """The tokenizer that data.tokenizer, data.bos and data.eos mean; auto is bytes. Raises DataError."""
+    if name not in ("auto", "bytes"):
+        return JsonTokenizer(Path(name).expanduser(), bos, eos)
+    if (bos, eos) not in (("auto", "auto"), ("none", "auto")):
+        raise DataError(f"data.bos={bos} and data.eos={eos} name tokens, but data.tokenizer=bytes has none: leave them at auto")
+    return ByteTokenizer()
+
+
+def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
+    """The next multiple, which tensor parallelism of every usual degree divides, and which suits GPU matrix products."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def check_vocabulary(tokenizer: TokenizerInfo, vocab_size: int) -> None:
+    """DataError if the model has fewer ids than the tokenizer."""
+    if vocab_size < tokenizer.vocab_size:
+        padded = padded_vocab_size(tokenizer.vocab_size)
+        raise DataError(f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of the tokenizer "
+                        f"{tokenizer.name}: use {tokenizer.vocab_size} or more, best {padded}, a multiple of 128, which every "
+                        "parallel.tp up to 128 that is a power of two divides")  # fmt: skip
+
+
+def _said_beside(path: Path) -> dict[str, Any]:
+    """bos_token and eos_token of the tokenizer_config.json that Hugging Face puts beside; {} without one."""
+    config = path.with_name("tokenizer_config.json")
+    if not config.is_file():
+        return {}
+    try:
+        said = json.loads(config.read_text(encoding="utf-8"))
+        return {key: value.get("content") if isinstance(value, dict) else value for key, value in said.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{config} cannot be read ({error}): mend it, or move it away and name data.bos and data.eos") from None
+
+
+def _find_token(
+    ids: dict[str, int], key: str, asked: str, said: str | None, names: Sequence[str], path: Path
+) -> int | None:
+    """Id of the token asked for; with auto of what tokenizer_config.json says, else of the first known name, else None."""
+    token = asked if asked != "auto" else said or next((name for name in names if name in ids), None)
+    if token is not None and token not in ids:
+        raise DataError(f"data.{key}={token} is no token of {path}: name one of its vocabulary")
+    return None if token is None else ids[token]
+
+
+def _special(tokenizer: Any) -> list[str]:
+    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]

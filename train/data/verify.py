@@ -1,0 +1,61 @@
+"""Whether prepared shards are still what their manifest says, read once and remembered until a file changes."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from train.data.config import DataError
+from train.data.store import MANIFEST, Manifest, read_manifest
+
+THREADS = 4  # hashing lets go of the interpreter
+
+
+def verify_once(folder: Path, remembered: Path) -> None:
+    """Compare every file of a prepared folder with its checksum, unless that was done before and no file has another size or
+    time since; `remembered` is the folder where that is noted. Raises DataError naming the file."""
+    seen = json.dumps({path.name: _stamp(path) for path in sorted(folder.iterdir())}, sort_keys=True)
+    note = remembered / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    with contextlib.suppress(OSError):
+        if note.read_text(encoding="utf-8") == seen:
+            return
+    verify(folder)
+    with contextlib.suppress(OSError):  # a cache that cannot be written is only slower next time
+        remembered.mkdir(parents=True, exist_ok=True)
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_text(seen, encoding="utf-8")
+        os.replace(partial, note)
+
+
+def verify(folder: Path) -> None:
+    """Compare every file of a prepared folder with its checksum. Raises DataError naming the file."""
+    wanted = dict(_checksums(read_manifest(folder)))
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, found in zip(wanted, pool.map(lambda name: hash_file(folder / name), wanted), strict=True):
+            if found != wanted[name]:
+                raise DataError(f"{folder / name} has changed since it was prepared: its sha256 is {found[:16]}..., "
+                                f"{folder / MANIFEST} says {wanted[name][:16]}...: prepare the data again")  # fmt: skip
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file, in hexadecimal. DataError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): prepare the data again") from None
+
+
+def _checksums(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    for shards in manifest.splits.values():
+        for shard in shards:
+            yield f"{shard.name}.bin", shard.sha256
+            yield f"{shard.name}.ends", shard.ends_sha256
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,76 @@
+"""How well the model predicts text it has not seen: each named set shared out over the data-parallel ranks."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from train.data.loader import BatchShape, to_device
+from train.data.sequences import SequenceShape, count_sequences, read_batch
+from train.data.split import Split
+from train.step import Batch, evaluate
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an evaluation of one set found.
+
+    Args:
+        nats: summed loss
+        tokens: that were predicted
+        tokens_per_byte: of the whole set's text in UTF-8
+    """
+
+    nats: float
+    tokens: int
+    tokens_per_byte: float
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens, in nats."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))  # beyond, a float64 overflows
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss per byte of text, which models with different tokenizers can be compared by."""
+        return self.loss / math.log(2) * self.tokens_per_byte
+
+
+def score_sets(
+    model: nn.Module, sets: Mapping[str, Split], sequences: SequenceShape, shape: BatchShape, limit: int,
+    device: torch.device, data_parallel: dist.ProcessGroup,
+) -> dict[str, Score]:  # fmt: skip
+    """The score of every set, the same on all ranks and, but for rounding, on every mesh. `limit`: sequences of each set, from
+    its first on, at most; 0 is all."""
+    scores = {}
+    for name, split in sets.items():
+        batches = set_batches(split, sequences, shape, limit, device)
+        nats, tokens = evaluate(model, batches, data_parallel).tolist()
+        scores[name] = Score(nats, int(tokens), split.tokens / max(1, split.text_bytes))
+    return scores
+
+
+def set_batches(
+    split: Split, sequences: SequenceShape, shape: BatchShape, limit: int, device: torch.device
+) -> Iterator[Batch]:
+    """This rank's share of a set's first sequences, in batches of one shape, as many on every rank."""
+    count = count_sequences(split, sequences, "held-out")
+    count = min(limit, count) if limit else count
+    per_round = shape.micro_batch_size * shape.data_parallel
+    for first in range(0, count, per_round):
+        index = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
+        rows = np.stack((np.zeros_like(index), np.where(index < count, index, -1)), axis=1)
+        yield to_device(read_batch([split], rows, sequences), device)
+
+
+def mean_loss(scores: Mapping[str, Score]) -> float:
+    """Mean over the tokens of all sets, in nats."""
+    return sum(score.nats for score in scores.values()) / sum(score.tokens for score in scores.values())
