@@ -34,23 +34,27 @@ class CheckpointConfig:
         keep: how many of the newest checkpoints stay; 0 keeps all
         resume: auto goes on from the newest checkpoint of run.dir, or starts if there is none; none starts anew;
             or the path of a checkpoint
+        init_from: weights to start with at step 0: folder of a Hugging Face Llama (config.json, *.safetensors), or a
+            checkpoint, of which the optimizer's state is left; null draws random ones. A run that resumes does not read them
     """
 
     every: int = bounded(0, low=0)
     keep: int = bounded(2, low=0)
     resume: str = "auto"
+    init_from: str | None = None
 
 
 @dataclass(frozen=True)
 class Position:
     """How far a run is: steps done, samples of the data order used; and what that order and the random state hang on:
-    seed, tokens per sequence, and the number of processes."""
+    seed, tokens per sequence, the number of processes, and the fingerprint of the data."""
 
     step: int = 0
     samples: int = 0
     seed: int = 0
     seq_len: int = 0
     world_size: int = 0
+    data: str = ""
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,13 @@ from train.checkpoint import Position, find_checkpoint, list_checkpoints, load_c
 from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
 from train.data.config import DataError
-from train.data.documents import find_documents
-from train.data.loader import BatchShape, count_sequences
-from train.data.tokens import TokenFiles, check_vocabulary, load_tokens
+from train.data.loader import BatchShape
+from train.data.sequences import SequenceShape, count_sequences, make_sequence_shape
+from train.data.together import load_together
+from train.data.tokens import Corpus, check_data
 from train.fits import check_fits
 from train.host_memory import device_memory_bytes
+from train.init_from import find_weights, load_weights, say_start
 from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
 from train.optim import build_optimizer
@@ -80,12 +82,12 @@ def run(config: Config, place: Place) -> bool:
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type)
     needed_bytes = chosen.peak_bytes if chosen else _check_memory(config, plan, place, device, device_name)
-    check_vocabulary(config.model.vocab_size)
-    find_documents(config.data.source)  # a source that is not there is found out here, by every rank alike
+    check_data(config.data, config.model.vocab_size)  # a source that is not there is found out here, by every rank alike
     folder = _make_folder(config)
     resume_from = find_checkpoint(config.checkpoint.resume, folder / "checkpoints")
     start = read_position(resume_from) if resume_from else Position()
     refuse_newer(folder / "checkpoints", start.step)
+    weights = find_weights(config.checkpoint.init_from, config.model, resume_from)
 
     if not chosen:
         start_process(config.run, place, device)
@@ -93,9 +95,10 @@ def run(config: Config, place: Place) -> bool:
     _say_what_runs(screen, place, plan, config, device_name, needed_bytes)
     for line in chosen.said if chosen else ():
         screen.line(f"planner: {line}")
-    tokens = _load_tokens_together(config, place, resume_from)
-    total_steps = _total_steps(config, tokens, plan)
-    screen.line(f"data: {tokens.description}")
+    corpus = load_together(config.data, place, resume_from)
+    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    total_steps = _total_steps(config, corpus, sequences, plan)
+    screen.line(f"data: {corpus.description}")
     if place.is_main:
         (folder / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
         (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
@@ -105,15 +108,18 @@ def run(config: Config, place: Place) -> bool:
     optimizer = build_optimizer(model, config.optim)
     if resume_from:
         load_checkpoint(resume_from, model, optimizer)
-        start = _same_order(start, config, screen)
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, config.train.seq_len,
-                       data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)  # fmt: skip
+        start = _same_order(start, config, corpus, screen)
+    elif weights:
+        load_weights(weights, model)
+    if told := say_start(config.checkpoint.init_from, resume_from):
+        screen.line(told)
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
     metrics = Metrics(config.metrics, _throughput(config, plan, device_name), folder, device, place.is_main,
                       chosen.predicted if chosen else {})  # fmt: skip
     metrics.add_text("config", config_to_yaml(config))
     metrics.add_text("plan", plan_to_yaml(plan))
-    the_run = Run(config, folder, device, model, optimizer, tokens, shape, data_parallel_group(mesh), metrics, screen,
-                  stop, RecompileGuard(plan.compile), total_steps)  # fmt: skip
+    the_run = Run(config, folder, device, model, optimizer, corpus, sequences, shape, data_parallel_group(mesh), metrics,
+                  screen, stop, RecompileGuard(plan.compile), total_steps)  # fmt: skip
     return _train(the_run, place, start, resume_from)
 
 
@@ -198,43 +204,25 @@ def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, dev
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
 
 
-def _same_order(start: Position, config: Config, screen: Screen) -> Position:
+def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen) -> Position:
     """The position, from the first sample again if the order of the data is another one than before."""
-    if (start.seed, start.seq_len) == (config.run.seed, config.train.seq_len):
+    if (start.seed, start.seq_len, start.data) == (config.run.seed, config.train.seq_len, corpus.fingerprint):
         return start
-    screen.line("data: run.seed or train.seq_len has changed since the checkpoint, so the order of the data begins anew")
+    screen.line("data: run.seed, train.seq_len or the data has changed since the checkpoint, so its order begins anew")
     return dataclasses.replace(start, samples=0)
 
 
-def _load_tokens_together(config: Config, place: Place, resume_from: Path | None) -> TokenFiles:
-    """Tokens on every rank: one process per node writes the cache, the others wait. A DataError reaches all alike, also
-    where ranks see different text or checkpoints."""
-    tokens, problem = None, ""
-    if place.local_rank == 0:
-        try:
-            tokens = load_tokens(config.data)
-        except DataError as error:
-            problem = str(error)
-    problems = [""] * place.world_size
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise DataError(next(filter(None, problems)))
-    tokens = tokens or load_tokens(config.data)
-    seen: list[Any] = [None] * place.world_size
-    dist.all_gather_object(seen, (len(tokens.train), len(tokens.held_out), resume_from and resume_from.name))
-    if any(what != seen[0] for what in seen):
-        raise DataError(f"the processes see different data or checkpoints (training tokens, held-out tokens, checkpoint): "
-                        f"{sorted(set(map(str, seen)))}. data.source and run.dir must be the same on every node")  # fmt: skip
-    return tokens
-
-
-def _total_steps(config: Config, tokens: TokenFiles, plan: Plan) -> int:
-    sequences = count_sequences(tokens.train, config.train.seq_len, "training")
+def _total_steps(config: Config, corpus: Corpus, sequences: SequenceShape, plan: Plan) -> int:
+    count = sum(count_sequences(source.split, sequences, "training") for source in corpus.sources)
     if config.train.eval_every:
-        count_sequences(tokens.held_out, config.train.seq_len, "held-out")
+        for split in (*corpus.held_out.values(), *corpus.validation.values()):
+            count_sequences(split, sequences, "held-out")
+        if not (corpus.held_out or corpus.validation):
+            raise DataError(f"train.eval_every={config.train.eval_every}, but there is nothing to evaluate: no document is held "
+                            "out. Use a larger data.held_out, name a data.validation, or train.eval_every=0")  # fmt: skip
     if not config.train.epochs:
         return config.train.steps
-    return max(1, int(config.train.epochs * sequences) // plan.global_batch_size)
+    return max(1, int(config.train.epochs * count) // plan.global_batch_size)
 
 
 def _throughput(config: Config, plan: Plan, device_name: str) -> Throughput:

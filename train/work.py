@@ -40,7 +40,8 @@ def trace_model(
     config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset[str] = frozenset(), document_mask: bool = False
 ) -> ModelWork:
     """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart with
-    `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are traced once, and what has been traced is remembered as long as the process lives."""
+    `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are traced once, and what has
+    been traced is remembered as long as the process lives."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
     for name in plan.modules:

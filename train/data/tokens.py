@@ -58,8 +58,9 @@ def load_corpus(config: DataConfig) -> Corpus:
                     for source, folder in folders.items())  # fmt: skip
     held_out = {names[source]: open_split(folder, manifests[source], "held_out")
                 for source, folder in folders.items() if manifests[source].splits["held_out"]}  # fmt: skip
-    chosen = {source: [shard.sha256 for shard in manifest.splits["train"]] for source, manifest in manifests.items()}
-    order = json.dumps([chosen, config.mixture, config.packing])
+    drawn_from = [([shard.sha256 for shard in manifest.splits["train"]], config.mixture.get(source, 1.0))
+                  for source, manifest in manifests.items()]  # fmt: skip
+    order = json.dumps([drawn_from, config.packing])
     return Corpus(
         sources=sources,
         held_out=held_out,

@@ -1,0 +1,231 @@
+"""Hugging Face's Llama: its config.json and its parameter names, to ours and back.
+
+Pure functions of plain data. Weights need no change of layout: ours already have Hugging Face's (a head's two halves rotate
+together, as models/rope.py has it), so a parameter is the same tensor under another name. Meta's own files pair neighbouring
+channels instead; they are not read.
+
+Both forms of config.json are read: that of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`).
+Defaults are those of transformers' `LlamaConfig`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from models.llama import LlamaConfig
+from models.rope import RopeScaling
+
+ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
+SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+# Keys that change what the model computes, and the values with which they do not; absent and null are always such.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),  # two names of one function
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0,),
+    "partial_rotary_factor": (1,),
+    "sliding_window": (),
+    "layer_types": (),
+    "quantization_config": (),
+    "auto_map": (),  # code of the model's own
+}
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
+             "original_max_position_embeddings"}  # fmt: skip
+LLAMA3_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+# Hugging Face's name of each parameter, but for `.weight`; {} is the block's number.
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+    "head.norm": "model.norm",
+    "head.output": "lm_head",
+}
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+# Tables that transformers before 4.32 saved among the weights; they follow from the config.
+COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def hf_name(fqn: str) -> str:
+    """Hugging Face's name of our parameter. KeyError if there is no such parameter."""
+    return _translate(fqn, NAMES)
+
+
+def our_name(name: str) -> str:
+    """Our fqn of a Hugging Face parameter. KeyError if we have no such parameter."""
+    return _translate(name, {theirs: ours for ours, theirs in NAMES.items()})
+
+
+def _translate(name: str, names: Mapping[str, str]) -> str:
+    layer = re.search(r"\.(\d+)\.", name)
+    number = layer.group(1) if layer else ""
+    pattern = name.replace(f".{number}.", ".{}.", 1) if layer else name
+    return names[pattern.removesuffix(".weight")].format(number) + ".weight"
+
+
+def is_ignored(name: str, tied: bool) -> bool:
+    """Whether a tensor of a Hugging Face folder is no parameter: a computed table, or the second copy of a tied weight."""
+    return bool(COMPUTED.fullmatch(name)) or (tied and name == OUTPUT)
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
+    """Our config of a config.json. ValueError that lists every feature in it that we do not have, by name."""
+    problems = _unsupported(hf)
+    keys = {ours: _size(hf, theirs, problems) for ours, theirs in SIZES.items()}
+    kv_heads = keys["n_heads"] if hf.get("num_key_value_heads") is None else _size(hf, "num_key_value_heads", problems)
+    other = {name: _with_default(hf, name) for name in DEFAULTS}
+    theta, scaling = _read_rope(hf, problems)
+    head_dim = hf.get("head_dim")
+    if not problems and head_dim is not None and head_dim * keys["n_heads"] != keys["dim"]:
+        problems.append(f"head_dim={head_dim} (only hidden_size / num_attention_heads = {keys['dim'] / keys['n_heads']:g})")
+    if not problems:
+        try:
+            return LlamaConfig(**keys, n_kv_heads=kv_heads, max_seq_len=other["max_position_embeddings"],
+                               rope_theta=float(theta), rope_scaling=scaling, norm_eps=float(other["rms_norm_eps"]),
+                               tie_embeddings=bool(other["tie_word_embeddings"]))  # fmt: skip
+        except (ValueError, TypeError) as error:
+            problems.append(str(error))
+    raise ValueError(f"this is not a Llama that we have: {'; '.join(problems)}")
+
+
+def _unsupported(hf: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if hf.get("model_type") != MODEL_TYPE:
+        problems.append(f"model_type={hf.get('model_type')} (only {MODEL_TYPE})")
+    architectures = hf.get("architectures") or [ARCHITECTURE]
+    if architectures != [ARCHITECTURE]:
+        problems.append(f"architectures={architectures} (only {ARCHITECTURE})")
+    for key, neutral in NEUTRAL.items():
+        value = hf.get(key)
+        if value is not None and value not in neutral:
+            only = " or ".join(map(str, neutral)) if neutral else "without it"
+            problems.append(f"{key}={value} (only {only})")
+    return problems
+
+
+def _size(hf: Mapping[str, Any], key: str, problems: list[str]) -> int:
+    value = hf.get(key)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    problems.append(f"{key}={value!r} (a positive whole number)" if key in hf else f"{key} is missing")
+    return 1
+
+
+def _with_default(hf: Mapping[str, Any], key: str) -> Any:
+    value = hf.get(key)
+    return DEFAULTS[key] if value is None else value
+
+
+def _read_rope(hf: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary embedding, from whichever form is there; both, if they say the same."""
+    given = [(name, hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)]
+    read = [_read_form(hf, name, rope, problems) for name, rope in given]
+    if not read:
+        return _with_default(hf, "rope_theta"), None
+    if len(read) == 2 and read[0] != read[1] and not problems:
+        problems.append(f"rope_parameters={given[0][1]} and rope_scaling={given[1][1]} contradict each other")
+    theta, on_top = read[-1][0], hf.get("rope_theta")
+    if on_top is not None and on_top != theta:
+        problems.append(f"rope_theta={on_top} and {given[-1][0]}.rope_theta={theta} contradict each other")
+    return read[-1]
+
+
+def _read_form(hf: Mapping[str, Any], where: str, rope: Any, problems: list[str]) -> tuple[float, RopeScaling | None]:
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        problems.append(f"{where}={rope} (only one mapping for all layers)")
+        return 1.0, None
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", _with_default(hf, "rope_theta"))
+    if kind not in ("default", "linear", "llama3"):
+        problems.append(f"{where}.rope_type={kind} (only default, linear or llama3)")
+    elif rope.get("partial_rotary_factor") not in (None, 1):
+        problems.append(f"{where}.partial_rotary_factor={rope['partial_rotary_factor']} (only 1)")
+    elif unknown := sorted(rope.keys() - ROPE_KEYS):
+        problems.append(f"{where} has the unknown key{'s' if unknown[1:] else ''} {', '.join(unknown)}")
+    elif kind != "default":
+        return theta, _read_scaling(hf, where, kind, rope, problems)
+    return theta, None
+
+
+def _read_scaling(
+    hf: Mapping[str, Any], where: str, kind: str, rope: Mapping[str, Any], problems: list[str]
+) -> RopeScaling | None:
+    wanted = LLAMA3_KEYS if kind == "llama3" else {"factor": "factor"}
+    given = dict(rope)
+    on_top = hf.get("original_max_position_embeddings")  # transformers 5 lets it win over the one inside, 4 does not
+    inside = given.setdefault("original_max_position_embeddings", on_top or hf.get("max_position_embeddings"))
+    if kind == "llama3" and on_top not in (None, inside):
+        problems.append(f"original_max_position_embeddings={on_top} and {where}'s {inside} contradict each other")
+    missing = [theirs for theirs in wanted.values() if given.get(theirs) is None]
+    if missing:
+        problems.append(f"{where} lacks {', '.join(missing)}, which rope_type={kind} needs")
+        return None
+    return RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
+
+
+def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json for our model, with the rotary embedding in the forms of transformers 4 and 5.
+
+    `dtype` is that of the saved weights, such as bfloat16. `token_ids`: bos_token_id, eos_token_id and pad_token_id; what is
+    not there is null, since transformers would take 1 and 2 for the first two.
+    """
+    scaling: dict[str, Any] | None = None
+    if config.rope_scaling:
+        keys = LLAMA3_KEYS if config.rope_scaling.kind == "llama3" else {"factor": "factor"}
+        scaling = {"rope_type": config.rope_scaling.kind}
+        scaling |= {theirs: getattr(config.rope_scaling, ours) for ours, theirs in keys.items()}
+    ids = {name: token_ids.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **ids,
+        "use_cache": True,
+    }
+
+
+def different_keys(ours: LlamaConfig, theirs: LlamaConfig) -> list[tuple[str, Any, Any]]:
+    """Keys of the config whose values differ, with both values; a key that one of them has not is None there."""
+    one, other = _flatten(ours), _flatten(theirs)
+    return [(key, one.get(key), other.get(key)) for key in one | other if one.get(key) != other.get(key)]
+
+
+def _flatten(config: LlamaConfig) -> dict[str, Any]:
+    """The config's values by key; of rope_scaling those that its kind uses, with dots."""
+    values = dict(vars(config))
+    scaling = values.pop("rope_scaling")
+    if scaling is not None:
+        used = ["kind", *(LLAMA3_KEYS if scaling.kind == "llama3" else ["factor"])]
+        values |= {f"rope_scaling.{name}": getattr(scaling, name) for name in used}
+    return values

@@ -1,0 +1,73 @@
+"""Weights read straight into shards: on a mesh the same model as transformers', and each rank reads its own slices only."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.hf import hf_name
+from tests.hf_models import make_hf, make_tokens, save_hf
+from tests.launch import EAGER, run
+from tools.convert_hf import main as convert
+
+RANKS, VOCAB = 4, 264  # tp divides it
+MESH = [*EAGER, "--parallel.tp=2", "--parallel.dp_shard=2"]
+# Of every kind of shard: both axes on one dim (wq, wk, wv, w1, w3, embedding, head), one on each (wo, w2), none of tp (norms).
+CASES = {
+    "untied": (False, torch.float32, MESH),
+    "tied": (True, torch.float32, MESH),
+    "bfloat16": (False, torch.bfloat16, MESH),
+    "checkpoint": (True, torch.float32, MESH),
+    "uneven": (False, torch.float32, [*EAGER, "--parallel.dp_shard=4"]),  # 50 of w2 over 4 ranks
+    "replicated": (False, torch.float32, [*EAGER, "--parallel.dp_replicate=2", "--parallel.tp=2"]),
+    "offload": (True, torch.bfloat16, [*MESH, "--parallel.cpu_offload=true"]),
+}
+
+
+def make(tied: bool) -> Any:
+    return make_hf(3, tied, rope="llama3", vocab_size=VOCAB, hidden_size=40, intermediate_size=50)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("cases")
+    cases = {}
+    for name, (tied, dtype, mesh) in CASES.items():
+        source = save_hf(folder / f"{name}.hf", make(tied), dtype, "20KB")
+        convert(["import", str(source), str(folder / f"{name}.ours"), "--shard_gb=0.00002"])
+        init_from = folder / f"{name}.ours" if name == "checkpoint" else source
+        cases[name] = [f"--config={folder / f'{name}.ours' / 'config.yaml'}", f"--checkpoint.init_from={init_from}", *mesh]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = run(RANKS, str(folder), module="tests.distributed.init_from_worker", timeout_s=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: [torch.load(folder / f"{name}.{rank}") for rank in range(RANKS)] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_first_loss_are_those_of_transformers(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    tied, dtype, _ = CASES[name]
+    hf = make(tied).to(dtype).to(torch.float32)  # rounded as it was saved
+    theirs = dict(hf.named_parameters())
+    for result in results[name]:
+        for fqn, weight in result["weights"].items():
+            assert weight.dtype == torch.float32
+            assert torch.equal(weight, theirs[hf_name(fqn)]), fqn
+    tokens = make_tokens(VOCAB, seq_len=65)
+    with torch.no_grad():
+        loss = F.cross_entropy(hf(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert [result["loss"] for result in results[name]] == pytest.approx([loss] * RANKS, abs=1e-4, rel=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_reads_its_own_slices_and_no_more(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    ranks = results[name]
+    for result in ranks:
+        held = {parameter: size for parameter, size in result["local"].items() if size}
+        assert {parameter: sum(sizes) for parameter, sizes in result["taken"].items()} == held
+    model = sum(weight.numel() for weight in ranks[0]["weights"].values())
+    read = sum(sum(sizes) for result in ranks for sizes in result["taken"].values())
+    copies = 2 if name == "replicated" else 1
+    norms = 5 * 40 * (2 if "--parallel.tp=2" in CASES[name][2] else 1) * copies  # held by both ranks of a tp group
+    assert read == copies * (model - 5 * 40) + norms

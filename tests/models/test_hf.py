@@ -1,0 +1,216 @@
+"""models/hf.py against transformers: the same names, configs, logits and training; and everything else is refused by name."""
+
+import copy
+import dataclasses
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig
+from transformers import LlamaConfig as HfConfig
+
+from models.hf import config_from_hf, config_to_hf, different_keys, hf_name, is_ignored, our_name
+from models.llama import Llama, LlamaConfig, init_weights
+from models.rope import RopeScaling
+from tests.hf_models import ROPES, make_hf, make_tokens
+
+STEPS = 5
+LLAMA_31 = {  # config.json of meta-llama/Llama-3.1-8B, as transformers 4.43 wrote it
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}  # fmt: skip
+
+
+def ours_of(hf: Any) -> Llama:
+    """Our model with the weights of theirs, by the names of models/hf.py alone."""
+    model = Llama(config_from_hf(hf.config.to_dict()))
+    init_weights(model, 0)
+    theirs = dict(hf.named_parameters())
+    with torch.no_grad():
+        for fqn, parameter in model.named_parameters():
+            parameter.copy_(theirs.pop(hf_name(fqn)))
+    assert not theirs
+    return model
+
+
+def train(model: Any, loss_of: Any) -> list[float]:
+    """The loss before each of a few plain steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("head_dim", [8, 12])
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_logits_and_training_are_those_of_transformers(tied: bool, ratio: int, rope: str, head_dim: int) -> None:
+    hf = make_hf(ratio + head_dim, tied, ratio, rope, head_dim)
+    model, tokens = ours_of(hf), make_tokens()
+    with torch.no_grad():
+        ours, theirs = model(tokens), hf(tokens).logits
+    assert theirs.std() > 0.5, "logits near 0 would prove nothing"
+    assert (ours - theirs).abs().max() < 1e-4
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    losses = train(model, lambda: model(inputs, targets) / targets.numel())
+    others = train(hf, lambda: F.cross_entropy(hf(inputs).logits.flatten(0, 1), targets.flatten()))
+    assert losses == pytest.approx(others, abs=1e-4, rel=0)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_every_parameter_has_one_name_and_back() -> None:
+    hf = make_hf(num_hidden_layers=12)
+    names = {hf_name(fqn): fqn for fqn, _ in Llama(config_from_hf(hf.config.to_dict())).named_parameters()}
+    assert names.keys() == dict(hf.named_parameters()).keys()
+    assert {name: our_name(name) for name in names} == names
+    for strange in ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.experts.3.w1.weight", "transformer.wte.weight"):
+        with pytest.raises(KeyError):
+            our_name(strange)
+
+
+def test_what_is_no_parameter_is_known() -> None:
+    assert is_ignored("model.layers.11.self_attn.rotary_emb.inv_freq", tied=False)
+    assert (is_ignored("lm_head.weight", tied=True), is_ignored("lm_head.weight", tied=False)) == (True, False)
+    assert not is_ignored("model.layers.0.self_attn.q_proj.bias", tied=True)
+
+
+def test_the_released_llama_is_the_shipped_config() -> None:
+    config = config_from_hf(LLAMA_31)
+    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert config == LlamaConfig(4096, 32, 32, 8, 14336, 128256, 131072, 500000.0, scaling, 1e-5, False)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_both_forms_of_the_rotary_embedding_are_read(rope: str) -> None:
+    """What transformers 5 writes, what 4 wrote, and with the old word `type`."""
+    new = make_hf(rope=rope).config.to_dict()
+    assert new["rope_parameters"]
+    scaling = dict(new["rope_parameters"])
+    theta = scaling.pop("rope_theta")
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    old |= {"rope_theta": theta, "rope_scaling": None if rope == "default" else scaling}
+    oldest = copy.deepcopy(old)
+    if rope != "default":
+        oldest["rope_scaling"]["type"] = oldest["rope_scaling"].pop("rope_type")
+    configs = [config_from_hf(each) for each in (new, old, oldest, new | old)]
+    assert configs == [configs[0]] * 4
+    assert (configs[0].rope_scaling.kind if configs[0].rope_scaling else "default") == rope
+    assert configs[0].rope_theta == ROPES[rope]["rope_theta"]
+
+
+def test_what_config_json_leaves_out_is_as_transformers_has_it() -> None:
+    shape = {key: LLAMA_31[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                                            "vocab_size", "model_type")}  # fmt: skip
+    theirs = HfConfig(**{**shape, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
+    assert config_from_hf(shape) == config_from_hf(theirs.to_dict())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rope", ROPES)
+def test_what_we_write_transformers_reads_without_a_word(rope: str, tied: bool, tmp_path: Any) -> None:
+    config = dataclasses.replace(config_from_hf(make_hf(rope=rope, tied=tied).config.to_dict()), norm_eps=3e-6)
+    written = config_to_hf(config, "bfloat16", {"eos_token_id": 7})
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert config_from_hf(written) == config
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        loaded = AutoConfig.from_pretrained(tmp_path)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert heard == []
+    assert config_from_hf(loaded.to_dict()) == config
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.dtype) == (None, 7, torch.bfloat16)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mistral": ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "=mistral .only llama.*MistralForCausalLM"),
+    "qwen2": ({"model_type": "qwen2"}, "model_type=qwen2"),
+    "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    "no type": ({"model_type": None}, "model_type=None .only llama"),
+    "attention_bias": ({"attention_bias": True}, "attention_bias=True"),
+    "mlp_bias": ({"mlp_bias": True}, "mlp_bias=True"),
+    "hidden_act": ({"hidden_act": "gelu"}, "hidden_act=gelu .only silu"),
+    "attention_dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    "head_dim": ({"head_dim": 64}, "head_dim=64 .only hidden_size / num_attention_heads = 128"),
+    "odd heads": ({"num_attention_heads": 30, "num_key_value_heads": 30}, "model.dim=4096"),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type=yarn .only default, linear or"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type=dynamic"),
+    "longrope": ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type=longrope"),
+    "no factor": ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor, which rope_type=linear needs"),
+    "a new key": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "unknown key mscale"),
+    "per layer": ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "one mapping for all layers"),
+    "two thetas": ({"rope_scaling": {**LLAMA_31["rope_scaling"], "rope_theta": 1.0}}, "rope_theta=500000.0 and .*contradict"),
+    "two kinds": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters=.*rope_scaling=.*contradict"),
+    "two lengths": ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings=4096 and .*contradict"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "partial, inside": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+                        "rope_scaling.partial_rotary_factor=0.5"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8"),
+    "sliding_window": ({"sliding_window": 4096}, "sliding_window=4096"),
+    "own code": ({"auto_map": {"AutoModel": "x.py"}}, "auto_map="),
+    "no width": ({"hidden_size": None}, "hidden_size=None"),
+    "a word": ({"vocab_size": "many"}, "vocab_size='many'"),
+    "kv heads": ({"num_key_value_heads": 5}, "model.n_kv_heads=5 must divide"),
+    "factor": ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0 must be greater than 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_we_do_not_have_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**LLAMA_31, **change})
+
+
+def test_all_problems_are_in_one_error() -> None:
+    wrong = {"model_type": "qwen2", "attention_bias": True, "sliding_window": 512, "vocab_size": None}
+    with pytest.raises(ValueError, match=r"model_type=qwen2.*attention_bias=True.*sliding_window=512.*vocab_size=None"):
+        config_from_hf({**LLAMA_31, **wrong})
+
+
+def test_neutral_values_are_no_feature() -> None:
+    neutral = {"hidden_act": "swish", "sliding_window": None, "partial_rotary_factor": 1.0, "head_dim": 128, "mlp_bias": None}
+    assert config_from_hf({**LLAMA_31, **neutral}) == config_from_hf(LLAMA_31)
+
+
+def test_differences_are_of_the_keys_that_count() -> None:
+    linear = dataclasses.replace(config_from_hf(LLAMA_31), rope_scaling=RopeScaling("linear", 2.0))
+    same = dataclasses.replace(linear, rope_scaling=RopeScaling("linear", 2.0, original_max_seq_len=5))
+    assert different_keys(linear, same) == []
+    plain = dataclasses.replace(linear, rope_scaling=None, dim=2048)
+    assert different_keys(linear, plain) == [("dim", 4096, 2048), ("rope_scaling.kind", "linear", None),
+                                             ("rope_scaling.factor", 2.0, None)]  # fmt: skip

@@ -1,0 +1,331 @@
+"""tools/convert_hf.py: in and out again is bitwise the same, transformers loads what comes out, and nothing is left half done."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from models.hf import config_from_hf
+from tests.hf_models import make_hf, make_tokens, save_hf
+from tools.checkpoint import consolidate
+from tools.convert_hf import main, write_files
+from tools.generate import load_model
+from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
+from train.checkpoint import CheckpointError, Position, read_position
+from train.config import Config, parse_config
+
+Tool = Callable[..., subprocess.CompletedProcess[str]]
+SMALL_FILES = "--shard_gb=0.00004"  # 40 kB: about ten files
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors files."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def load_hf(folder: Path) -> Any:
+    """What transformers makes of a folder, which must fit exactly."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert {key: list(found) for key, found in info.items() if found} == {}
+    return model.eval()
+
+
+def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf(tmp_path_factory.mktemp("hf") / "model", make_hf(rope="llama3"))
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_in_and_out_again_is_bitwise_the_same(tied: bool, dtype: torch.dtype, sharded: bool, tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "hf", make_hf(1, tied, rope="linear"), dtype, "10KB" if sharded else "5GB")
+    assert (len(list(source.glob("*.safetensors"))) > 3) is sharded
+    main(["import", str(source), str(tmp_path / "ours")])
+    main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), *([SMALL_FILES] if sharded else [])])
+    check_same(read_all(tmp_path / "back"), read_all(source))
+    assert (tmp_path / "back" / "model.safetensors.index.json").exists() is sharded
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back")]
+    assert config_from_hf(configs[0]) == config_from_hf(configs[1])
+    assert configs[0]["dtype"] == configs[1]["dtype"]
+
+
+@pytest.mark.parametrize(
+    ("tied", "ratio", "rope", "head_dim"), [(False, 1, "default", 12), (True, 4, "llama3", 8), (False, 2, "linear", 8)]
+)
+def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
+    tied: bool, ratio: int, rope: str, head_dim: int, tmp_path: Path
+) -> None:
+    """Logits and greedy text; head.output of tools.generate is the tied weight."""
+    hf, tokens = make_hf(2, tied, ratio, rope, head_dim), make_tokens(batch=2, seq_len=40)
+    source = save_hf(tmp_path / "hf", hf)
+    main(["import", str(source), str(tmp_path / "ours"), SMALL_FILES])
+    main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), SMALL_FILES])
+    back = load_hf(tmp_path / "back")
+    model = load_model(tmp_path / "ours", checkpoint_config(tmp_path / "ours"), torch.device("cpu"))
+    with torch.no_grad():
+        theirs = hf(tokens).logits
+        assert torch.equal(back(tokens).logits, theirs)
+        assert (model(tokens) - theirs).abs().max() < 1e-4
+        ours = tokens[:, :8]
+        for _ in range(20):
+            ours = torch.cat([ours, model(ours)[:, -1:].argmax(-1)], 1)
+        texts = [each.generate(tokens[:, :8], max_new_tokens=20, do_sample=False, pad_token_id=0) for each in (hf, back)]
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(ours, texts[1])
+
+
+def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ours"
+    main(["import", str(hf_dir), str(out)])
+    assert read_position(out) == Position()
+    assert find_newest(out) == out
+    config = parse_config([f"--config={out / 'config.yaml'}"])
+    assert config.model == config_from_hf(json.loads((hf_dir / "config.json").read_text()))
+    assert config.train.seq_len == config.model.max_seq_len  # 96, less than the default
+    weights = load_whole_weights(out)
+    whole = consolidate(out, tmp_path / "whole.safetensors", force=False)
+    check_same(load_file(whole), weights)
+    assert len(list((out).glob(".*"))) == len(list(tmp_path.glob(".*"))) == 0
+
+
+def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+    """Of one process tied, and of two with shards of different sizes."""
+    main(["export", str(run), str(tmp_path / "hf"), SMALL_FILES])
+    config, weights = checkpoint_config(find_newest(run)), load_whole_weights(find_newest(run))
+    ours, theirs = load_model(find_newest(run), config, torch.device("cpu")), load_hf(tmp_path / "hf")
+    tokens = make_tokens(config.model.vocab_size, 2, 32)
+    assert len(read_all(tmp_path / "hf")) == len(weights)
+    with torch.no_grad():
+        assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (None, None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_another_dtype_is_the_rounded_weights(dtype: str, hf_dir: Path, tmp_path: Path) -> None:
+    main(["import", str(hf_dir), str(tmp_path / "ours")])
+    main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), f"--dtype={dtype}"])
+    rounded = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_all(hf_dir).items()}
+    check_same(read_all(tmp_path / "back"), rounded)
+    assert load_hf(tmp_path / "back").dtype == getattr(torch, dtype)
+
+
+def test_a_value_too_large_for_float16_is_refused(hf_dir: Path, tmp_path: Path) -> None:
+    changed = copy_of(hf_dir, tmp_path / "hf")
+    tensors = read_all(changed)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    main(["import", str(changed), str(tmp_path / "ours")])
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight has values beyond 65504.*bfloat16"):
+        main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--dtype=float16"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> None:
+    source = copy_of(hf_dir, tmp_path / "hf")
+    (source / "generation_config.json").unlink()
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    (source / "tokenizer_config.json").write_text('{"b": 2}')
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "bos_token_id": 5, "eos_token_id": [6, 7]}))
+    main(["import", str(source), str(tmp_path / "ours")])
+    assert yaml.safe_load((tmp_path / "ours" / "config.yaml").read_text())["data"] == {"tokenizer": str(tmp_path / "ours")}
+    main(["export", str(tmp_path / "ours"), str(tmp_path / "back")])
+    for folder in (tmp_path / "ours", tmp_path / "back"):
+        assert (folder / "tokenizer.json").read_text() == '{"a": 1}'
+        assert (folder / "tokenizer_config.json").read_text() == '{"b": 2}'
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (5, [6, 7], None)
+    # a run that was trained from it has the files only where its data.tokenizer says
+    trained = copy_of(tmp_path / "ours", tmp_path / "trained")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (trained / name).unlink()
+    main(["export", str(trained), str(tmp_path / "again")])
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == written
+    assert (tmp_path / "again" / "tokenizer.json").exists()
+
+
+def test_old_tables_and_equal_copies_are_left_out(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "hf", make_hf(tied=True))
+    tensors = read_all(source)
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+             "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # fmt: skip
+    save_file({**tensors, **extra}, source / "model.safetensors", metadata={"format": "pt"})
+    main(["import", str(source), str(tmp_path / "ours")])
+    main(["export", str(tmp_path / "ours"), str(tmp_path / "back")])
+    check_same(read_all(tmp_path / "back"), tensors)
+
+
+def test_files_are_as_few_as_the_limit_allows(tmp_path: Path) -> None:
+    """And never more than one file's tensors are alive."""
+    sizes, alive, most = {"a": 400, "b": 400, "c": 900, "d": 400, "e": 400, "f": 400}, [], []
+
+    def read(name: str) -> torch.Tensor:
+        most.append(len(list(tmp_path.glob("*"))))
+        alive.append(name)
+        return torch.full((sizes[name] // 4,), float(len(alive)))
+
+    places = write_files(tmp_path, sizes, read, 800)
+    assert places == {"a": "model-00001-of-00004.safetensors", "b": "model-00001-of-00004.safetensors",
+                      "c": "model-00002-of-00004.safetensors", "d": "model-00003-of-00004.safetensors",
+                      "e": "model-00003-of-00004.safetensors", "f": "model-00004-of-00004.safetensors"}  # fmt: skip
+    assert alive == list(sizes)
+    assert most == [0, 0, 1, 2, 2, 3], "a file is written before the next one's tensors are read"
+    with safe_open(tmp_path / places["e"], framework="pt") as opened:
+        assert sorted(opened.keys()) == ["d", "e"]
+        assert opened.get_tensor("e").eq(5).all()
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+def anonymous_bytes():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
+import tools.convert_hf as tool
+highest, save = 0, tool._save
+def looking(tensors, file):
+    global highest
+    highest = max(highest, anonymous_bytes())
+    save(tensors, file)
+    highest = max(highest, anonymous_bytes())
+tool._save = looking
+from models.llama import LlamaConfig
+from torch.distributed.checkpoint.state_dict_loader import load  # what is imported late must not be counted
+tool.weight_shapes(LlamaConfig())
+before = anonymous_bytes()
+tool.main(sys.argv[1:])
+print("grew", highest - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see a process's memory")
+def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
+    """A model of 177 MB goes in and out in files of 20 MB: no process ever holds half of it (it grows by 60 MB at most)."""
+    large = make_hf(head_dim=128, intermediate_size=4096, num_hidden_layers=6, ratio=1)
+    source = save_hf(tmp_path / "hf", large)
+    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    assert size > 175e6
+    for command in (["import", str(source), str(tmp_path / "ours")], ["export", str(tmp_path / "ours"), str(tmp_path / "back")]):
+        done = subprocess.run([sys.executable, "-c", MEASURE, *command, "--shard_gb=0.02"], cwd=Path(__file__).parents[2],
+                              capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.split()[-1]) < size / 2
+    check_same(read_all(tmp_path / "back"), read_all(source))
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target)
+    return target
+
+
+def test_what_is_there_is_kept_unless_forced(hf_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    main(["import", str(hf_dir), str(out)])  # an empty folder is no obstacle
+    (out / "mine").write_text("x")
+    with pytest.raises(CheckpointError, match=r"out is not empty: .*--force"):
+        main(["import", str(hf_dir), str(out)])
+    assert (out / "mine").exists()
+    main(["import", str(hf_dir), str(out), "--force"])
+    assert not (out / "mine").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for inside in (hf_dir, hf_dir.parent):
+        with pytest.raises(CheckpointError, match="which is to be read"):
+            main(["import", str(hf_dir), str(inside), "--force"])
+    assert (hf_dir / "config.json").exists()
+    with pytest.raises(CheckpointError, match="is a file: name a folder"):
+        main(["import", str(hf_dir), str(out / "state.json"), "--force"])
+
+
+def test_a_failure_leaves_what_was_there(hf_dir: Path, tmp_path: Path) -> None:
+    """A tensor that cannot be read, found when some files are written already."""
+    main(["import", str(hf_dir), str(tmp_path / "ours"), SMALL_FILES])
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "mine").write_text("x")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    if not os.access(tmp_path / "closed", os.W_OK):  # root may write anywhere
+        with pytest.raises(CheckpointError, match=r"cannot write .*closed/new"):
+            main(["export", str(tmp_path / "ours"), str(tmp_path / "closed" / "new")])
+    last = sorted((tmp_path / "ours").glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"ours is damaged: model-.*bytes"):
+        main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--force"])
+    assert (tmp_path / "back" / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "closed", "ours"]
+
+
+def test_a_full_disk_leaves_nothing_behind(hf_dir: Path, tmp_path: Path) -> None:
+    """A limit on the size of a file stands for it: writing fails in the middle of one."""
+    code = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "from tools.command import run_tool; from tools.convert_hf import main\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); run_tool(lambda: main(sys.argv[1:]))")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, "import", str(hf_dir), str(tmp_path / "ours")],
+                          cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("CheckpointError: cannot write ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
+    done = tool("convert_hf", "import", str(hf_dir), str(tmp_path / "ours"), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    written = json.loads(done.stdout)
+    assert written["parameters"] == sum(tensor.numel() for tensor in read_all(hf_dir).values())
+    assert (written["dtype"], written["files"]) == ("float32", 1)
+    done = tool("convert_hf", "export", str(tmp_path / "ours"), str(tmp_path / "back"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{written['parameters']:,} parameters, float32" in done.stdout
+    wrong = json.loads((hf_dir / "config.json").read_text()) | {"model_type": "qwen2", "attention_bias": True}
+    other = copy_of(hf_dir, tmp_path / "qwen")
+    (other / "config.json").write_text(json.dumps(wrong))
+    done = tool("convert_hf", "import", str(other), str(tmp_path / "no"))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "model_type=qwen2 (only llama); attention_bias=True" in done.stderr
+
+
+def test_help_says_what_it_does(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
+    done = tool("convert_hf", "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "import HF_DIR OUT" in done.stdout
+    assert "export CHECKPOINT HF_DIR" in done.stdout
+    for command, option in (("import", "--shard_gb GB"), ("export", "--dtype {float32,bfloat16,float16}")):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "-h"])
+        assert option in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [[], ["import"], ["import", "a", "b", "--shard_gb=0"], ["export", "a", "b", "--dtype=int8"],
+                                 ["import", "a", "b", "--dtype=float32"]])  # fmt: skip
+def test_bad_options_leave_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(bad)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_the_default_config_trains_on_sequences_that_fit(tmp_path: Path) -> None:
+    long = save_hf(tmp_path / "hf", make_hf(max_position_embeddings=4096))
+    main(["import", str(long), str(tmp_path / "ours")])
+    text = (tmp_path / "ours" / "config.yaml").read_text()
+    assert "seq_len" not in yaml.safe_load(text).get("train", {})
+    assert parse_config([f"--config={tmp_path / 'ours' / 'config.yaml'}"]).train.seq_len == Config().train.seq_len

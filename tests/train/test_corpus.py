@@ -1,0 +1,219 @@
+"""The data of a run: what the cache does, prepared folders, one tokenizer for all, checksums, and what does not fit."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.train.texts import train_bpe
+from train.data.config import DataConfig, DataError
+from train.data.prepare import PrepareSettings, prepare
+from train.data.split import Split
+from train.data.store import MANIFEST
+from train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
+from train.data.tokens import check_data, find_tokenizer, load_corpus
+
+
+def documents_in(split: Split) -> list[str]:
+    """The texts of a split of byte tokens."""
+    texts = []
+    for index in range(split.documents):
+        first, last = split.document(index)
+        ids = np.empty(last - first, np.int64)
+        split.read(first, ids)
+        assert ids[-1] == ByteTokenizer.info.eos
+        texts.append(bytes(ids[:-1].tolist()).decode())
+    return texts
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> DataConfig:
+    """60 documents, of which about a quarter is held out."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i:02d}.txt").write_text(f"document {i} é\n" * (i + 1))
+    return DataConfig(source=str(folder), held_out=0.25, cache_dir=str(tmp_path / "cache"))
+
+
+def held_out(config: DataConfig) -> list[str]:
+    return documents_in(load_corpus(config).held_out["held_out"])
+
+
+def test_every_document_is_whole_and_in_exactly_one_split(many: DataConfig) -> None:
+    corpus = load_corpus(many)
+    train, rest = documents_in(corpus.sources[0].split), held_out(many)
+    assert sorted(train + rest) == sorted(path.read_text() for path in Path(many.source).iterdir())
+    assert 5 <= len(rest) <= 25
+    assert "60 documents" in corpus.description
+
+
+def test_another_document_does_not_move_the_others_between_the_splits(many: DataConfig) -> None:
+    before = set(held_out(many))
+    (Path(many.source) / "new.txt").write_text("new")
+    assert set(held_out(many)) - {"new"} == before
+
+
+def caches(config: DataConfig) -> dict[str, int]:
+    """Everything in the cache's folder but the notes of what was verified, hidden or not, and when it was written."""
+    return {path.name: path.stat().st_mtime_ns for path in Path(str(config.cache_dir)).iterdir() if path.name != "verified"}
+
+
+def test_a_second_call_uses_the_cache(many: DataConfig) -> None:
+    first, before = load_corpus(many), caches(many)
+    assert len([name for name in before if not name.endswith(".lock")]) == 1, "nothing partial is left behind"
+    second = load_corpus(many)
+    assert caches(many) == before
+    assert second.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("change", ["content", "time", "new file", "share"])
+def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(change: str, many: DataConfig) -> None:
+    load_corpus(many)
+    before, path = caches(many), Path(many.source) / "00.txt"
+    if change == "content":
+        path.write_text("changed")
+    elif change == "time":
+        os.utime(path, ns=(1, 1))
+    elif change == "new file":
+        (path.parent / "new.txt").write_text("new")
+    config = many if change != "share" else DataConfig(many.source, held_out=0.3, cache_dir=many.cache_dir)
+    load_corpus(config)
+    assert len(caches(many)) == len(before) + 1
+    assert before.items() <= caches(many).items()
+
+
+def test_two_runs_that_fill_the_cache_at_once_both_get_all_tokens(many: DataConfig) -> None:
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(load_corpus(many).sources[0].split.tokens)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [load_corpus(many).sources[0].split.tokens] * 4
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused_by_name(many: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file"):
+        load_corpus(DataConfig(many.source, cache_dir=str(tmp_path / "file" / "cache")))
+
+
+def test_a_name_that_is_not_utf8_is_a_name(many: DataConfig) -> None:
+    (Path(many.source) / os.fsdecode(b"\xff.txt")).write_text("text")
+    assert "61 documents" in load_corpus(many).description
+
+
+# Prepared folders
+
+
+@pytest.fixture
+def prepared(many: DataConfig, tmp_path: Path) -> Path:
+    """The same documents, prepared with a tokenizer.json."""
+    bpe = train_bpe(tmp_path / "bpe")
+    prepare(many.source, str(bpe), "auto", "auto", tmp_path / "prepared", PrepareSettings(held_out=0.25))
+    return tmp_path / "prepared"
+
+
+def with_cache(prepared: Path, **keys: object) -> DataConfig:
+    return DataConfig(source=str(prepared), cache_dir=str(prepared.parent / "cache"), **keys)  # type: ignore[arg-type]
+
+
+def test_prepared_data_is_used_as_it_is_wherever_it_lies(prepared: Path) -> None:
+    corpus = load_corpus(with_cache(prepared))
+    assert corpus.tokenizer.sha256
+    moved = prepared.rename(prepared.with_name("elsewhere"))
+    again = load_corpus(with_cache(moved))
+    assert again.fingerprint == corpus.fingerprint
+    tokenizer = find_tokenizer(with_cache(moved))
+    first, last = again.sources[0].split.document(0)
+    ids = np.empty(last - first, np.int64)
+    again.sources[0].split.read(first, ids)
+    assert tokenizer.decode(ids.tolist()).startswith("document ")
+
+
+def test_the_tokenizer_named_must_be_the_one_the_data_was_made_with(prepared: Path) -> None:
+    same = prepared.parent / "bpe"
+    assert load_corpus(with_cache(prepared, tokenizer=str(same))).tokenizer.sha256
+    other = train_bpe(prepared.parent / "other", vocab_size=400)
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*other \(400 ids, sha256 .* was made with bpe \(600 ids"):
+        load_corpus(with_cache(prepared, tokenizer=str(other)))
+    with pytest.raises(DataError, match="bytes"):
+        load_corpus(with_cache(prepared, tokenizer="bytes"))
+    with pytest.raises(DataError, match="bos None"):
+        load_corpus(with_cache(prepared, tokenizer=str(same), bos="none"))
+
+
+def test_the_sources_of_a_run_must_have_one_tokenizer(prepared: Path, many: DataConfig) -> None:
+    with pytest.raises(DataError, match="was made with the tokenizer"):
+        load_corpus(with_cache(prepared, mixture={str(prepared): 1.0, many.source: 1.0}))
+    with pytest.raises(DataError, match="was made with the tokenizer"):
+        load_corpus(with_cache(prepared, validation={"raw": many.source}))
+
+
+def test_a_model_with_too_few_ids_is_told_how_many_and_which_multiple(prepared: Path) -> None:
+    with pytest.raises(DataError, match=r"model\.vocab_size=500 .* best 640, a multiple of 128"):
+        check_data(with_cache(prepared), 500)
+    check_data(with_cache(prepared), 640)
+    assert [padded_vocab_size(n) for n in (1, 128, 129, 50257, 128256)] == [128, 128, 256, 50304, 128256]
+    with pytest.raises(DataError, match=r"model\.vocab_size=256 .* 257"):
+        check_vocabulary(ByteTokenizer.info, 256)
+
+
+@pytest.mark.parametrize("ending", ["bin", "ends"])
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_a_shard_that_changed_is_named_with_both_fingerprints(ending: str, seen_before: bool, prepared: Path) -> None:
+    config = with_cache(prepared)
+    if seen_before:
+        load_corpus(config)
+    shard = prepared / f"train-00000.{ending}"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=rf"train-00000\.{ending} has changed since it was prepared: its sha256 is .* says"):
+        load_corpus(config)
+    assert load_corpus(with_cache(prepared, verify="size")).sources, "only the sizes are looked at"
+
+
+@pytest.mark.parametrize("what", ["shorter", "gone", "manifest cut", "manifest of another kind", "name outside", "count"])
+def test_a_damaged_folder_is_refused_by_file(what: str, prepared: Path) -> None:
+    shard, manifest = prepared / "train-00000.bin", prepared / MANIFEST
+    plain = json.loads(manifest.read_text())
+    if what == "shorter":
+        os.truncate(shard, shard.stat().st_size - 2)
+    elif what == "gone":
+        shard.unlink()
+    elif what == "manifest cut":
+        manifest.write_text(manifest.read_text()[:-20])
+    elif what == "manifest of another kind":
+        manifest.write_text("[1, 2]")
+    elif what == "name outside":
+        plain["splits"]["train"][0]["name"] = "../train-00000"
+        manifest.write_text(json.dumps(plain))
+    else:
+        plain["splits"]["train"][0]["tokens"] = "many"
+        manifest.write_text(json.dumps(plain))
+    with pytest.raises(DataError, match=str(shard if what in ("shorter", "gone") else manifest)):
+        load_corpus(with_cache(prepared))
+
+
+def test_held_out_and_validation_sets_have_their_names(prepared: Path, many: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
+    shutil.copytree(prepared, tmp_path / "b" / "prepared")
+    more = {"validation": {"extra": str(tmp_path / "b" / "prepared")}}
+    assert sorted(load_corpus(with_cache(prepared, **more)).held_out) == ["held_out"]
+    corpus = load_corpus(with_cache(prepared, mixture={str(prepared): 3.0, str(tmp_path / "b" / "prepared"): 1.0}))
+    assert [source.weight for source in corpus.sources] == [3.0, 1.0]
+    assert set(corpus.held_out) == {str(prepared), str(tmp_path / "b" / "prepared")}, "two of one name have their whole path"
+    raw = DataConfig(many.source, cache_dir=many.cache_dir, validation={"one": str(tmp_path / "one.jsonl")})
+    assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], "a validation set of raw text is all of it"
+
+
+def test_the_fingerprint_changes_with_what_the_order_hangs_on(prepared: Path, many: DataConfig) -> None:
+    configs = [with_cache(prepared), with_cache(prepared, packing=False), with_cache(prepared, mixture={str(prepared): 2.0}),
+               DataConfig(many.source, cache_dir=many.cache_dir)]  # fmt: skip
+    assert len({load_corpus(config).fingerprint for config in configs}) == 4

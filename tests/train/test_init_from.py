@@ -1,0 +1,214 @@
+"""checkpoint.init_from: a run continues from Hugging Face's weights or a checkpoint's, and refuses all that is not the model."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from models.hf import config_from_hf
+from models.llama import LlamaConfig
+from models.rope import RopeScaling
+from tests.hf_models import make_hf, make_tokens, save_hf
+from tests.launch import EAGER, read_metrics, run, write_text
+from tools.convert_hf import main as convert
+from tools.generate import load_model
+from tools.whole_weights import checkpoint_config, find_newest
+from train.checkpoint import CheckpointError
+from train.config import ConfigError
+from train.hf_folder import INDEX, open_folder
+from train.init_from import find_weights, say_start
+
+BATCH = [*EAGER, "--train.micro_batch_size=2", "--train.global_batch_size=4", "--metrics.every=1", "--optim.warmup_steps=0"]
+SEQ_LEN = ["--train.seq_len=32", "--model.max_seq_len=48"]  # fewer positions than the source has
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf(tmp_path_factory.mktemp("hf") / "model", make_hf(tied=True, vocab_size=264))
+
+
+def config_of(folder: Path) -> LlamaConfig:
+    return config_from_hf(json.loads((folder / "config.json").read_text()))
+
+
+def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, tmp_path: Path) -> None:
+    """Two processes train it on; the same command resumes; a new run starts from its checkpoint; transformers loads it."""
+    convert(["import", str(hf_dir), str(tmp_path / "ours")])
+    common = [f"--config={tmp_path / 'ours' / 'config.yaml'}", *write_text(tmp_path), *BATCH, *SEQ_LEN, "--train.eval_every=2"]
+    first = [*common, f"--run.dir={tmp_path / 'run'}", f"--checkpoint.init_from={hf_dir}", "--checkpoint.every=2"]
+    done = run(2, *first, "--train.steps=2")
+    assert done.returncode == 0, done.stderr
+    assert f"weights: from {hf_dir}, with a new optimizer at step 0" in done.stdout
+    metrics = read_metrics(tmp_path / "run")
+
+    again = run(1, *first, "--train.steps=3")
+    assert again.returncode == 0, again.stderr
+    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert f"weights: checkpoint.init_from is not read, since the run goes on from {saved}" in again.stdout
+    assert read_metrics(tmp_path / "run").keys() == {0, 1, 2, 3}
+
+    other = run(1, *common, f"--run.dir={tmp_path / 'other'}", f"--checkpoint.init_from={saved}", "--train.steps=1")
+    assert other.returncode == 0, other.stderr
+    assert read_metrics(tmp_path / "other")[0]["eval_loss"] == pytest.approx(metrics[2]["eval_loss"], abs=1e-5)
+    assert abs(metrics[2]["eval_loss"] - metrics[0]["eval_loss"]) > 1e-3
+
+    convert(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    hf, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(map(len, info.values()))
+    newest = find_newest(tmp_path / "run")
+    model, tokens = load_model(newest, checkpoint_config(newest), torch.device("cpu")), make_tokens(264, 2, 40)
+    with torch.no_grad():
+        assert (model(tokens) - hf(tokens).logits).abs().max() < 1e-4
+
+
+def test_a_mistake_is_one_line_before_anything_starts(hf_dir: Path, tmp_path: Path) -> None:
+    done = run(1, "--model.dim=64", *write_text(tmp_path), *BATCH, f"--run.dir={tmp_path}", f"--checkpoint.init_from={hf_dir}")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("ConfigError: checkpoint.init_from: ")
+    assert "model.dim=64, there 32; model.n_layers=4, there 2; " in done.stderr
+    assert f"`python -m tools.convert_hf import {hf_dir} OUT` writes a config.yaml to use with --config" in done.stderr
+
+
+def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> None:
+    assert find_weights(None, LlamaConfig(), None) is None
+    assert find_weights(str(tmp_path / "nothing"), LlamaConfig(), tmp_path) is None
+    assert (say_start(None, None), say_start(None, tmp_path)) == ("", "")
+
+
+def test_the_names_are_those_in_the_files(hf_dir: Path) -> None:
+    weights = find_weights(str(hf_dir), config_of(hf_dir), None)
+    assert weights
+    assert set(weights.names.values()) == load_file(hf_dir / "model.safetensors").keys()
+    assert weights.files == (hf_dir / "model.safetensors",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layers": 3, "norm_eps": 1e-6}, "model.n_layers=3, there 2; model.norm_eps=1e-06, there 1e-05. `python -m"),
+        ({"vocab_size": 384}, "model.vocab_size=384, there 264"),
+        ({"tie_embeddings": False}, "model.tie_embeddings=False, there True"),
+        ({"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling.kind=linear, there None"),
+        ({"max_seq_len": 97}, "model.max_seq_len=97, there 96"),
+    ],
+)
+def test_another_model_is_refused_key_by_key(change: dict[str, Any], message: str, hf_dir: Path, tmp_path: Path) -> None:
+    model = dataclasses.replace(config_of(hf_dir), **change)
+    with pytest.raises(ConfigError, match=message):
+        find_weights(str(hf_dir), model, None)
+    convert(["import", str(hf_dir), str(tmp_path / "ours")])
+    with pytest.raises(ConfigError, match=message.split(". `")[0] + r".*use the model section of .*/config\.yaml"):
+        find_weights(str(tmp_path / "ours"), model, None)
+
+
+Tensors = dict[str, torch.Tensor]
+BAD_TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "missing": (lambda t: [t.pop(name) for name in list(t) if "layers.1." in name],
+                r"missing: model.layers.1.input_layernorm.weight, .* and 6 more"),
+    "unexpected": (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(4)}),
+                   r"unexpected: model.layers.0.self_attn.q_proj.bias"),
+    "another shape": (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model.norm.weight is \(31,\), not \(32,\)"),
+    "a dtype": (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.float8_e4m3fn)}),
+                r"model.norm.weight \(F8_E4M3\) is stored in a dtype .*F32, BF16, F16"),
+    "copies that differ": (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
+                           "lm_head.weight and model.embed_tokens.weight differ, .*set it to false"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_tensors_that_are_not_the_configs_are_refused(
+    spoil: Callable[[Tensors], object], message: str, hf_dir: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(hf_dir / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(hf_dir / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        find_weights(str(tmp_path), config_of(tmp_path), None)
+    with pytest.raises(CheckpointError, match=message):
+        convert(["import", str(tmp_path), str(tmp_path / "ours")])
+    assert not (tmp_path / "ours").exists()
+
+
+def unpickled(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    for file in folder.glob("model*"):
+        file.unlink()
+
+
+def cut_short(folder: Path) -> None:
+    file = min(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def point_outside(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "../other/model.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor state.json"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds no mapping"),
+    "pickle": (unpickled, r"only pytorch_model\.bin, and unpickling runs whatever code .*save_pretrained"),
+    "nothing": (lambda f: [file.unlink() for file in f.glob("model*")], "has no weights"),
+    "a file is gone": (lambda f: min(f.glob("*.safetensors")).unlink(), r"lacks model-00001-of-\d+\.safetensors, which its"),
+    "cut short": (cut_short, r"model-00001-of-\d+\.safetensors cannot be read"),
+    "outside": (point_outside, r"names \.\./other/model\.safetensors, which is no safetensors file of this folder"),
+    "empty index": (lambda f: (f / INDEX).write_text("{}"), "has no weight_map"),
+    "twice": (lambda f: shutil.copy(max(f.glob("*.safetensors")), min(f.glob("*.safetensors"))), "is in .* and in model-0"),
+    "another family": (lambda f: (f / "config.json").write_text('{"model_type": "mistral"}'), "model_type=mistral .only llama"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_FOLDERS.values(), ids=BAD_FOLDERS)
+def test_a_folder_that_cannot_be_used_is_refused(
+    spoil: Callable[[Path], object], message: str, hf_dir: Path, tmp_path: Path
+) -> None:
+    folder = save_hf(tmp_path / "hf", make_hf(tied=True, vocab_size=264), shard_size="20KB")
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=message):
+        find_weights(str(folder), config_of(hf_dir), None)
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(hf_dir: Path, tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "hf", make_hf(tied=True, vocab_size=264), shard_size="20KB")
+    save_file({"model.norm.weight": torch.zeros(32)}, folder / "consolidated.safetensors")
+    assert folder / "consolidated.safetensors" not in open_folder(folder).files
+    weights = find_weights(str(folder), config_of(hf_dir), None)
+    assert weights
+    assert len(weights.files) > 3
+
+
+def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, tmp_path: Path) -> None:
+    model = config_of(hf_dir)
+    for name in ("config", "damaged", "names"):
+        convert(["import", str(hf_dir), str(tmp_path / name)])
+    (tmp_path / "config" / "config.yaml").unlink()
+    cut_short(tmp_path / "damaged")
+    file = tmp_path / "names" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.head.norm.other"] = weights.pop("model.head.norm.weight")  # of the same length, so the header too
+    save_file(weights, file)
+    state = json.loads((tmp_path / "names" / "state.json").read_text())
+    state["files"][file.name] = file.stat().st_size
+    (tmp_path / "names" / "state.json").write_text(json.dumps(state))
+    for name, message in {"config": "has no config.yaml", "damaged": "is damaged: model.safetensors",
+                          "names": "missing: model.head.norm.weight. unexpected: model.head.norm.other"}.items():  # fmt: skip
+        with pytest.raises(CheckpointError, match=message):
+            find_weights(str(tmp_path / name), model, None)
+
+
+def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(hf_dir: Path, tmp_path: Path) -> None:
+    convert(["import", str(hf_dir), str(tmp_path / "run" / "checkpoints" / "step-00000003")])
+    with pytest.raises(CheckpointError, match=r"or a checkpoint, such as .*/step-00000003"):
+        find_weights(str(tmp_path / "run"), config_of(hf_dir), None)

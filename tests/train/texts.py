@@ -1,0 +1,78 @@
+"""Texts, tokenizers and files for tests of preparing data."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from train.data.prepare import PrepareSettings, prepare
+from train.data.store import SPLITS, Manifest, open_split
+
+BITS = ["a", "Z", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\0", "\x1f", "\x7f", "\x85", "\xa0", "é", "ß", "e\u0301",
+        "\u200b", "\u200d", "\u2028", "\u2029", "\ufeff", "\ufffd", "\uffff", "\ue000", "漢字", "한", "ก็", "अनु", "שלום",
+        "مرحبا", "😀", "👩\u200d👩\u200d👧", "\U0001d518", "\U0010ffff", '"', "\\", "\\n", "{}", "</s>", "<s>",
+        "def f(x):\n    return x", "the quick brown fox ", "0123456789"]  # fmt: skip
+
+
+def odd_texts(count: int, seed: int, mean_bits: int = 12) -> list[str]:
+    """Texts of odd characters, of lengths from nothing up."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.geometric(1 / mean_bits, count) - 1
+    return ["".join(BITS[i] for i in rng.integers(0, len(BITS), length)) for length in lengths]
+
+
+def train_bpe(folder: Path, vocab_size: int = 600) -> Path:
+    """A small byte-level tokenizer.json with <s> and </s>, in a folder of its own."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(odd_texts(500, seed=99), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def write_jsonl(path: Path, texts: Sequence[str | None], field: str = "text", ascii_only: bool = False) -> Path:
+    """A record a line; gzip where the name says so."""
+    lines = [json.dumps({"id": i, field: text}, ensure_ascii=ascii_only) + "\n" for i, text in enumerate(texts)]
+    content = "".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def prepare_bytes(source: Path, folder: Path, **settings: object) -> Manifest:
+    """Prepare with the byte tokenizer."""
+    return prepare(str(source), "bytes", "auto", "auto", folder, PrepareSettings(**settings))  # type: ignore[arg-type]
+
+
+def documents_of(folder: Path, manifest: Manifest, split: str) -> list[NDArray[np.int64]]:
+    """Ids of every document of a split."""
+    opened = open_split(folder, manifest, split)
+    found = []
+    for index in range(opened.documents):
+        first, end = opened.document(index)
+        found.append(np.empty(end - first, np.int64))
+        opened.read(first, found[-1])
+    return found
+
+
+def texts_of(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
+    """The documents of both splits, made with the byte tokenizer."""
+    every = {split: documents_of(folder, manifest, split) for split in SPLITS}
+    assert all(ids[-1] == 256 for split in SPLITS for ids in every[split])
+    return {split: [bytes(ids[:-1].astype(np.uint8)).decode() for ids in every[split]] for split in SPLITS}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

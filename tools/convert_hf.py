@@ -1,0 +1,264 @@
+"""`python -m tools.convert_hf import HF_DIR OUT | export CHECKPOINT HF_DIR`: Hugging Face weights in and out.
+
+Tensors go over one file at a time, so it needs memory for one file (`--shard_gb`), not for the model.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.hf import config_to_hf, hf_name
+from tools.command import run_tool
+from tools.whole_weights import PREFIX, checkpoint_config, find_newest, read_saved_tensors
+from train.checkpoint import CheckpointError, Position, read_position
+from train.config import Config
+from train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
+from train.init_from import check_folder, weight_shapes
+
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+                   "chat_template.jinja", GENERATION)  # fmt: skip
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the subcommand asked for. Raises CheckpointError."""
+    options = make_parser().parse_args(arguments)
+    source, out = Path(options.source).expanduser(), Path(options.out).expanduser()
+    limit_bytes = int(options.shard_gb * 1e9)
+    if options.command == "import":
+        folder = open_folder(source)
+        check_folder(folder)
+        with _new_folder(source, out, options.force) as partial:
+            import_folder(folder, partial, out.resolve(), limit_bytes)
+    else:
+        checkpoint = find_newest(source)
+        read_position(checkpoint)
+        with _new_folder(checkpoint, out, options.force) as partial:
+            export_checkpoint(checkpoint, partial, options.dtype, limit_bytes)
+    written = describe(out)
+    print(json.dumps(written, indent=2) if options.json else "{path}: {parameters:,} parameters, {dtype}, {size_gb:.3f} GB in "
+          "{files} file{s}; beside: {beside}".format(**written, s="s" * (written["files"] > 1)))  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The tool's subcommands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert_hf",
+        description="Make a checkpoint of a Hugging Face Llama, or the other way round.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="subcommands (each explains itself with -h):\n"
+        "  import HF_DIR OUT             a checkpoint at step 0, with a config.yaml for train.main --config\n"
+        "  export CHECKPOINT HF_DIR      a folder that transformers' AutoModelForCausalLM.from_pretrained loads",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
+    into = commands.add_parser("import", help="Hugging Face folder to checkpoint", allow_abbrev=False)
+    into.add_argument("source", metavar="HF_DIR", help="folder with config.json and *.safetensors of a Llama")
+    into.add_argument("out", metavar="OUT", help="the checkpoint to write; dtypes stay as they are")
+    back = commands.add_parser("export", help="checkpoint to Hugging Face folder", allow_abbrev=False)
+    back.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
+    back.add_argument("out", metavar="HF_DIR", help="the folder to write")
+    back.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights (default: as saved)")
+    for command in (into, back):
+        command.add_argument("--shard_gb", type=_gigabytes, default=5.0, metavar="GB",
+                             help="largest size of a file in gigabytes (default 5); one tensor may exceed it")  # fmt: skip
+        command.add_argument("--force", action="store_true", help="replace the folder, with all that is in it")
+        command.add_argument("--json", action="store_true", help="print one JSON document of what was written")
+    return parser
+
+
+def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int) -> None:
+    """Write a Hugging Face model into the folder `partial` as a checkpoint at step 0 that will lie at `final`."""
+    names = {PREFIX + fqn: hf_name(fqn) for fqn in weight_shapes(folder.config)}
+    tensors = {ours: folder.tensors[theirs] for ours, theirs in names.items()}
+    sizes = {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in tensors.items()}
+
+    def read(name: str) -> Tensor:
+        with safe_open(tensors[name].file, framework="pt") as opened:
+            return opened.get_tensor(names[name])
+
+    write_files(partial, sizes, read, limit_bytes)
+    _copy_beside(folder.path, partial)
+    ids = {key: folder.hf_config[key] for key in TOKEN_IDS if folder.hf_config.get(key) is not None}
+    if ids and not (partial / GENERATION).exists():  # so that an export has them again
+        (partial / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+    has_tokenizer = (partial / "tokenizer.json").is_file()
+    (partial / "config.yaml").write_text(config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8")
+    files = {file.name: file.stat().st_size for file in sorted(partial.glob("*.safetensors"))}
+    (partial / "state.json").write_text(json.dumps({**asdict(Position()), "files": files}) + "\n")
+
+
+def config_text(folder: HfFolder, tokenizer: str | None) -> str:
+    """A config.yaml for `--config`: the model, its tokenizer if it has one, and what else must differ from the defaults."""
+    sections: dict[str, Any] = {"model": asdict(folder.config)}
+    if tokenizer:
+        sections["data"] = {"tokenizer": tokenizer}
+    if folder.config.max_seq_len < Config().train.seq_len:
+        sections["train"] = {"seq_len": folder.config.max_seq_len}
+    head = (f"# The model of {folder.path}, by tools.convert_hf. Position tables are built model.max_seq_len long:\n"
+            "# it may be less, down to train.seq_len.\n")  # fmt: skip
+    return head + yaml.safe_dump(sections, sort_keys=False)
+
+
+def export_checkpoint(checkpoint: Path, partial: Path, dtype: str | None, limit_bytes: int) -> None:
+    """Write a checkpoint's model into the folder `partial` in the form that transformers loads."""
+    config, saved = checkpoint_config(checkpoint), read_saved_tensors(checkpoint)
+    reader = FilesReader(sorted(checkpoint.glob("*.safetensors")))
+    names = {hf_name(fqn): PREFIX + fqn for fqn in weight_shapes(config.model)}
+    dtypes = {name: getattr(torch, dtype) if dtype else saved[ours].dtype for name, ours in names.items()}
+    sizes = {name: saved[ours].elements * dtypes[name].itemsize for name, ours in names.items()}
+
+    def read(name: str) -> Tensor:
+        whole = _read_whole(reader, names[name], saved[names[name]].shape, saved[names[name]].dtype)
+        return _converted(name, whole, dtypes[name])
+
+    places = write_files(partial, sizes, read, limit_bytes)
+    if len(set(places.values())) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _copy_beside(_tokenizer_folder(checkpoint, config), partial)
+    of_most = max(dtypes.values(), key=lambda each: sum(sizes[name] for name in names if dtypes[name] == each))
+    written = config_to_hf(config.model, str(of_most).removeprefix("torch."), _token_ids(partial / GENERATION))
+    (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def write_files(folder: Path, sizes: Mapping[str, int], read: Callable[[str], Tensor], limit_bytes: int) -> dict[str, str]:
+    """Write tensors of these sizes in bytes into as few files as the limit allows, in order; the file of each tensor."""
+    files: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if files[-1] and sum(sizes[other] for other in files[-1]) + size > limit_bytes:
+            files.append([])
+        files[-1].append(name)
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = folder / (ONE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors")
+        _save({name: read(name) for name in names}, file)
+        places |= dict.fromkeys(names, file.name)
+    return places
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What a folder of either kind holds, from its headers."""
+    parameters, size_bytes, dtypes = 0, 0, set()
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        size_bytes += file.stat().st_size
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                parameters += math.prod(opened.get_slice(name).get_shape())
+                dtypes.add(str(DTYPES[opened.get_slice(name).get_dtype()]).removeprefix("torch."))
+    beside = sorted(file.name for file in folder.iterdir() if file not in files)
+    return {"path": str(folder), "parameters": parameters, "dtype": ", ".join(sorted(dtypes)), "size_gb": size_bytes / 1e9,
+            "files": len(files), "beside": ", ".join(beside)}  # fmt: skip
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    file.touch()
+    mode = file.stat().st_mode  # as the user's umask has it; safetensors would leave the file to its owner alone
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
+
+
+def _read_whole(reader: FilesReader, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """One tensor of a checkpoint, put together from its shards."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    whole = torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
+        load({name: whole}, storage_reader=reader, no_dist=True)
+    return whole
+
+
+def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and bool((converted.isinf() & tensor.isfinite()).any()):
+        raise CheckpointError(f"{name} has values beyond {torch.finfo(dtype).max:g}, the largest of float16: "
+                              "use --dtype bfloat16 or float32")  # fmt: skip
+    return converted
+
+
+def _tokenizer_folder(checkpoint: Path, config: Config) -> Path:
+    """Where the files of the model's tokenizer are: beside the weights, or where the run had them from."""
+    tokenizer, named = Path(config.data.tokenizer).expanduser(), config.data.tokenizer not in ("auto", "bytes")
+    if (checkpoint / "tokenizer.json").is_file() or not named or not tokenizer.exists():
+        return checkpoint
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
+
+
+def _copy_beside(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _token_ids(path: Path) -> dict[str, Any]:
+    """The ids of special tokens in a generation_config.json, if it is there."""
+    if not path.is_file():
+        return {}
+    try:
+        return {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key in TOKEN_IDS}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error}): mend or remove it") from None
+
+
+@contextmanager
+def _new_folder(source: Path, out: Path, force: bool) -> Iterator[Path]:
+    """A hidden folder beside `out` to write into; in the end it takes the name of `out`, and on an error it goes."""
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise CheckpointError(f"{out} holds {source}, which is to be read: name another folder")
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is a file: name a folder")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise CheckpointError(f"{out} is not empty: name another folder, or add --force to replace it with all that is in it")
+    partial, old = (out.resolve().with_name(f".{out.resolve().name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _replace(out.resolve(), partial, old)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {out} ({error}): name another place") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(out: Path, new: Path, old: Path) -> None:
+    """Give `new` the name `out`; what had it is deleted once that is done."""
+    if out.exists():
+        os.rename(out, old)
+    try:
+        os.rename(new, out)
+    except BaseException:
+        if old.exists():
+            os.rename(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _gigabytes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    run_tool(main)
