@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.llama import LlamaConfig
-from models.rope import RopeScaling
+from models.rope_scaling import RopeScaling
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 SIZES = {

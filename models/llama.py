@@ -18,7 +18,8 @@ from torch import Tensor
 
 from models.attention import CausalAttention, Documents, within_documents
 from models.loss import CrossEntropySum
-from models.rope import RopeScaling, apply_rope, check_scaling, rope_tables
+from models.rope import apply_rope, rope_tables
+from models.rope_scaling import RopeScaling, check_scaling
 
 INIT_STD = 0.02  # normal initialisation: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 

@@ -7,9 +7,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
 from parallel.plan import ACTIVATION_CHECKPOINTS, AXES, DTYPES, ModelUnits, Plan, PlanError, UnitPlan, regathered
-from parallel.rules import budget_mistakes, compile_mistakes, dtype_mistakes, nearest, reshard_mistakes, tensor_mistakes
+from parallel.rules import compile_mistakes, dtype_mistakes, nearest, reshard_mistakes, tensor_mistakes
 from parallel.selective import op_mistakes, saved_ops
 from parallel.tensor import STYLES, find_style, split_styles
 

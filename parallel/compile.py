@@ -1,7 +1,5 @@
-"""torch.compile, in place, module by module; and what it has compiled."""
+"""torch.compile, in place, module by module."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +7,7 @@ from torch import nn
 
 from parallel.compile_budget import budget_backend
 from parallel.config import CompileConfig
-from parallel.plan import Plan, PlanError
-
-DEFAULT_CACHE = "~/.cache/meshwright/compile"
+from parallel.plan import Plan
 
 
 def apply_compile(model: nn.Module, plan: Plan) -> None:
@@ -35,18 +31,6 @@ def apply_compile(model: nn.Module, plan: Plan) -> None:
                 module.compile(fullgraph=True, dynamic=config.dynamic, **_backend(config, unit.activation_budget))
 
 
-def use_cache_folder(config: CompileConfig) -> None:
-    """Name the folder of compiled graphs, before anything asks inductor for it: from then on it is fixed. Raises PlanError
-    if it cannot be made."""
-    folder = Path(config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"cannot make this folder ({error.strerror}): name another"
-        raise PlanError(f"parallel.compile.cache_dir={folder}: {why}") from None
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # inductor reads it from the environment alone
-
-
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
     """Arguments of torch.compile that name the backend, and hold it to an activation memory budget below 1."""
     if budget < 1:
@@ -62,9 +46,3 @@ def _trust_the_cpu() -> None:
     from torch._inductor import config
 
     config.cpp.vec_isa_ok = True
-
-
-def count_compiled_graphs() -> int:
-    """How many graphs dynamo has captured in this process; every recompile adds one."""
-    # Not counters["frames"]: with fullgraph=True dynamo does not count those.
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -6,6 +6,22 @@ from typing import Any
 
 import torch
 
+SAVING_BACKENDS = ("inductor", "aot_eager_decomp_partition")  # whose partitioner knows a memory budget
+
+
+def budget_mistakes(budget: float, compiled: bool, backend: str, place: str) -> list[str]:
+    """A budget is the compiler's: it needs one, and a share to keep."""
+    mistakes = []
+    if not 0 <= budget <= 1:
+        mistakes.append(f"{place}activation_budget={budget} must lie between 0 (recompute all) and 1 (keep all)")
+    if not compiled:
+        mistakes.append(f"{place}activation_checkpoint=budget is the compiler's choice, and compiling is off: "
+                        "use full or selective, or compile")  # fmt: skip
+    elif backend not in SAVING_BACKENDS:
+        mistakes.append(f"{place}activation_checkpoint=budget needs a compile backend that chooses what to keep "
+                        f"({', '.join(SAVING_BACKENDS)}), not {backend}")  # fmt: skip
+    return mistakes
+
 
 @cache
 def budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:

@@ -1,12 +1,16 @@
-"""What compiling needs from the machine, and whether it got what it needed from the cache."""
+"""What compiling needs from the machine, where its graphs are kept, and what it has compiled."""
 
+import os
 import shutil
 import sysconfig
 from pathlib import Path
 
 import torch
 
+from parallel.config import CompileConfig
 from parallel.plan import Plan, PlanError
+
+DEFAULT_CACHE = "~/.cache/meshwright/compile"
 
 
 def check_compiler(plan: Plan, device_type: str) -> None:
@@ -37,6 +41,18 @@ def _missing_for_gpu() -> str | None:
     return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc or clang)"
 
 
+def use_cache_folder(config: CompileConfig) -> None:
+    """Name the folder of compiled graphs, before anything asks inductor for it: from then on it is fixed. Raises PlanError
+    if it cannot be made."""
+    folder = Path(config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"cannot make this folder ({error.strerror}): name another"
+        raise PlanError(f"parallel.compile.cache_dir={folder}: {why}") from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # inductor reads it from the environment alone
+
+
 def describe_cache() -> str:
     """One line on the compiled graphs of this process so far: from the cache, or compiled anew; "" if there are none."""
     counters = torch._dynamo.utils.counters["inductor"]
@@ -47,3 +63,9 @@ def describe_cache() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return f"compile cache {cache_dir()}: {hits} graphs found there, {misses + bypassed} compiled anew"
+
+
+def count_compiled_graphs() -> int:
+    """How many graphs dynamo has captured in this process; every recompile adds one."""
+    # Not counters["frames"]: with fullgraph=True dynamo does not count those.
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

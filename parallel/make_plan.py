@@ -7,17 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
 from parallel.plan import AXES, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
-from parallel.rules import (
-    batch_mistakes,
-    budget_mistakes,
-    compile_mistakes,
-    dtype_mistakes,
-    nearest,
-    reshard_mistakes,
-    tensor_mistakes,
-)
+from parallel.rules import batch_mistakes, compile_mistakes, dtype_mistakes, nearest, reshard_mistakes, tensor_mistakes
 from parallel.selective import blocks_of_every, op_mistakes, saved_ops
 from parallel.strategy import STRATEGIES, strategy_settings
 from parallel.tensor import split_styles

@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from parallel.compile import count_compiled_graphs
+from parallel.compile_check import count_compiled_graphs
 from parallel.config import CompileConfig
 
 

@@ -7,10 +7,10 @@ import difflib
 import math
 from collections.abc import Iterable
 
+from parallel.compile_budget import SAVING_BACKENDS
 from parallel.config import CompileConfig
 from parallel.plan import DTYPES, ModelUnits
 
-SAVING_BACKENDS = ("inductor", "aot_eager_decomp_partition")  # whose partitioner knows a memory budget
 USUAL_BACKENDS = (*SAVING_BACKENDS, "aot_eager", "eager")  # known without asking torch, which takes seconds
 
 
@@ -43,20 +43,6 @@ def compile_mistakes(config: CompileConfig, place: str) -> list[str]:
 
     known = list(list_mode_options())
     return [] if config.mode in known else [f"{place}mode={config.mode} is not one of {', '.join(known)}"]
-
-
-def budget_mistakes(budget: float, compiled: bool, backend: str, place: str) -> list[str]:
-    """A budget is the compiler's: it needs one, and a share to keep."""
-    mistakes = []
-    if not 0 <= budget <= 1:
-        mistakes.append(f"{place}activation_budget={budget} must lie between 0 (recompute all) and 1 (keep all)")
-    if not compiled:
-        mistakes.append(f"{place}activation_checkpoint=budget is the compiler's choice, and compiling is off: "
-                        "use full or selective, or compile")  # fmt: skip
-    elif backend not in SAVING_BACKENDS:
-        mistakes.append(f"{place}activation_checkpoint=budget needs a compile backend that chooses what to keep "
-                        f"({', '.join(SAVING_BACKENDS)}), not {backend}")  # fmt: skip
-    return mistakes
 
 
 def reshard_mistakes(reshard: bool | int | str, shard: int, tp: int, place: str) -> list[str]:

@@ -61,21 +61,10 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
     def share(whole: Tensor, placement: Placement) -> Tensor:
         return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
 
-    _apply_styles(model, plan.tensor, axis, share)
+    apply_styles(model, plan.tensor, axis, share)
 
 
-def apply_as_one_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None:
-    """The same for rank 0 alone, without a process group, for whoever only looks at what a rank would do: weights are plain
-    tensors of a rank's shapes."""
-    axis = TensorAxis("tp", degree, 0, tensor.sequence_parallel)
-
-    def share(whole: Tensor, placement: Placement) -> Tensor:
-        return whole.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else whole
-
-    _apply_styles(model, tensor, axis, share)
-
-
-def _apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]) -> None:
+def apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]) -> None:
     """Give every module that the plan mentions its style; `share` makes this rank's part of a whole weight."""
     split: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules() if tensor.styles else ():

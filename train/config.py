@@ -17,14 +17,15 @@ from models.llama import LlamaConfig
 from parallel.config import ParallelConfig
 from parallel.plan import PlanError
 from parallel.strict_yaml import YamlError, load_mapping
-from train.bounds import bounded, check_bounds
+from train.bounds import check_bounds
 from train.checkpoint import CheckpointConfig, CheckpointError
 from train.data.config import DataConfig, DataError
 from train.metrics import MetricsConfig
 from train.optim import OptimConfig
 from train.profiling import ProfileConfig
 from train.runtime import RunConfig
-from train.type_errors import in_words
+from train.train_config import TrainConfig
+from train.type_errors import explain
 
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 
@@ -34,40 +35,6 @@ class ConfigError(ValueError):
 
 
 USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)  # what a user can mend: one message, exit code 2
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """The training loop.
-
-    Args:
-        steps: optimizer steps
-        epochs: instead of steps: passes over the training text (may be a fraction); 0 means steps counts
-        seq_len: tokens per sequence
-        micro_batch_size: sequences per rank in one forward and backward; auto is a rank's whole share of
-            global_batch_size, or 1 where that is -1; under parallel.plan=auto the planner chooses it, and with it the
-            global batch where that is -1
-        global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
-        grad_clip: largest global gradient norm; 0 does not clip
-        eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before training; 0 is
-            never
-        eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
-        freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
-    """
-
-    steps: int = bounded(1000, low=1)
-    epochs: float = bounded(0.0, low=0)
-    seq_len: int = bounded(1024, low=1)
-    micro_batch_size: int | str = "auto"
-    global_batch_size: int = -1
-    grad_clip: float = bounded(1.0, low=0)
-    eval_every: int = bounded(0, low=0)
-    eval_sequences: int = bounded(64, low=0)
-    freeze: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
-            raise ValueError(f"train.micro_batch_size={self.micro_batch_size} must be auto or a number of sequences")
 
 
 @dataclass(frozen=True)
@@ -87,6 +54,8 @@ class Config:
     def __post_init__(self) -> None:
         for section in dataclasses.fields(self):
             check_bounds(section.name, getattr(self, section.name))
+        if isinstance(self.train.micro_batch_size, str) and self.train.micro_batch_size != "auto":
+            raise ValueError(f"train.micro_batch_size={self.train.micro_batch_size} must be auto or a number of sequences")
         if self.train.seq_len > self.model.max_seq_len:
             raise ValueError(f"train.seq_len={self.train.seq_len} must not exceed model.max_seq_len={self.model.max_seq_len}")
 
@@ -157,7 +126,8 @@ def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namesp
     try:
         namespace = parser.parse_args([*lines, *overrides])
     except Exception as error:  # jsonargparse raises several kinds; all of them are about what the user wrote
-        raise ConfigError(_plain(str(error), mappings, overrides)) from None
+        keys = {path: [key for key, _ in _leaves(mapping)] for path, mapping in mappings.items()}
+        raise ConfigError(explain(str(error), keys, overrides)) from None
     if not namespace["run.dir"]:
         namespace["run.dir"] = f"runs/{paths[-1].stem if paths else 'llama'}"
     return namespace
@@ -215,7 +185,7 @@ def _read_strictly(path: Path) -> dict[str, Any]:
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and f"{prefix}{key}" not in known_keys():  # but for keys that have mappings
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -255,15 +225,3 @@ def _type_at(key: str) -> Any:
     for name in key.split("."):
         wanted = {item.name: item.type for item in dataclasses.fields(_dataclass_in(wanted))}[name]
     return wanted
-
-
-def _plain(message: str, mappings: dict[Path, dict[str, Any]], overrides: Sequence[str]) -> str:
-    """jsonargparse's report of a value of the wrong type, as one sentence that names the file it comes from."""
-    match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
-    if not match:
-        return message
-    key, rest = match.groups()
-    reason = in_words(rest)
-    overridden = any(override.startswith(f"--{key}") for override in overrides)
-    files = [path for path, mapping in mappings.items() if any(k.startswith(key) for k, _ in _leaves(mapping))]
-    return f"{files[-1]}: {key}: {reason}" if files and not overridden else f"{key}: {reason}"

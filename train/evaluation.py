@@ -1,18 +1,19 @@
 """How well the model predicts text it has not seen: each named set shared out over the data-parallel ranks."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from parallel.fsdp import reshard_units
 from train.data.loader import BatchShape, to_device
 from train.data.sequences import SequenceShape, count_sequences, read_batch
 from train.data.split import Split
-from train.step import Batch, evaluate
+from train.step import Batch, count_targets, summed
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,21 @@ def set_batches(
         index = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
         rows = np.stack((np.zeros_like(index), np.where(index < count, index, -1)), axis=1)
         yield to_device(read_batch([split], rows, sequences), device)
+
+
+def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
+    """(loss, tokens) summed over all ranks' batches, float64 [2] on the device, the loss in nats. Weights and gradients stay.
+
+    Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second graph.
+    """
+    totals = None
+    for batch in batches:
+        loss = model(batch.tokens, batch.targets, batch.first).detach()
+        add = torch.stack((loss, count_targets([batch]))).double()
+        totals = add if totals is None else totals + add
+    reshard_units(model)
+    assert totals is not None, "a set has at least one batch on every rank"
+    return summed(totals, data_parallel)
 
 
 def mean_loss(scores: Mapping[str, Score]) -> float:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from models.cost import flops_per_token
 from models.size import count_parameters
 from parallel.advice import advise, unused_keys
-from parallel.compile import use_cache_folder
-from parallel.compile_check import check_compiler
+from parallel.compile_check import check_compiler, use_cache_folder
 from parallel.memory_by_kind import GIB
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from parallel.plan import Plan
@@ -34,6 +33,7 @@ from train.data.loader import BatchShape
 from train.data.sequences import SequenceShape, count_sequences, make_sequence_shape
 from train.data.together import load_together
 from train.data.tokens import Corpus, check_data
+from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_process
 from train.fits import check_fits
 from train.host_memory import device_memory_bytes
 from train.init_from import find_weights, load_weights, say_start
@@ -41,12 +41,11 @@ from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
 from train.optim import build_optimizer
 from train.planning import plan_run
-from train.runtime import Place, choose_device, end_process, read_place, start_process
+from train.runtime import Place, choose_device, read_place, start_process
 from train.status import State, write_status
 from train.stop import Stop
 
 VERSION = "0.1.0"
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -158,17 +157,6 @@ def _train(run: Run, place: Place, start: Position, resume_from: Path | None) ->
     run.stop.close()
     dist.destroy_process_group()
     return stopped
-
-
-def exit_process(place: Place, code: int, error: BaseException | None = None) -> NoReturn:
-    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message."""
-    if place.under_torchrun and error is not None:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
-    end_process(code)
 
 
 def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device, device_name: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.compile import count_compiled_graphs
+from parallel.compile_check import count_compiled_graphs
 from train.bounds import bounded
 from train.evaluation import Score, mean_loss
 from train.step import StepResult

@@ -1,16 +1,12 @@
 """Config -> plan: the part of a run that needs no process group and no device."""
 
-import os
-from pathlib import Path
-
 from models.attention import ATTENTION_OPS
 from models.llama import SHARDING, LlamaConfig, fsdp_units, tp_divides
 from models.size import count_parameters
-from parallel.check_plan import check_plan, key_mistakes
 from parallel.make_plan import Job, make_plan
 from parallel.plan import ModelUnits, Plan, PlanError
-from parallel.plan_file import load_plan
 from train.config import Config
+from train.plan_from_file import read_plan
 
 
 def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None) -> Plan:
@@ -25,31 +21,7 @@ def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None) 
     if config.parallel.plan == "manual":
         job = Job(world_size, gpus_per_node or world_size, train.seq_len, train.micro_batch_size, train.global_batch_size)
         return make_plan(config.parallel, model, job)
-    path = Path(os.path.expanduser(config.parallel.plan))
-    if not path.is_file():
-        raise PlanError(f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the path of a "
-                        "plan file, such as plan.yaml in a run's folder")  # fmt: skip
-    plan = load_plan(path)
-    mistakes = key_mistakes(config.parallel, plan, model)
-    if plan.mesh.world_size == world_size:
-        mistakes += _batch_mistakes(config, plan)
-    try:
-        check_plan(plan, model, world_size, train.seq_len)
-    except PlanError as error:
-        mistakes += [f"plan file {path}: {line}" for line in str(error).splitlines()]
-    if mistakes:
-        raise PlanError("\n".join(mistakes))
-    return plan
-
-
-def _batch_mistakes(config: Config, plan: Plan) -> list[str]:
-    """Batch sizes of the config that say other than the plan file, which decides."""
-    mistakes = []
-    for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
-        asked, planned = getattr(config.train, key), getattr(plan, key)
-        if asked not in (left_open, planned):
-            mistakes.append(f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one of them")
-    return mistakes
+    return read_plan(config, model, world_size)
 
 
 def model_units(config: LlamaConfig) -> ModelUnits:

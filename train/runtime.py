@@ -1,11 +1,8 @@
-"""The process: its place among the others, its device, its threads, its process group, and its end."""
+"""The process: its place among the others, its device, its threads and its process group."""
 
-import atexit
 import logging
 import os
-import sys
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -96,16 +93,3 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(config.seed)
-
-
-def end_process(code: int) -> NoReturn:
-    """End with this exit code: exit functions run, output is flushed, but the interpreter is not torn down.
-
-    A thread of gloo may still be letting go of the last collective's tensors. Where that waits for the interpreter as
-    its teardown begins, Python before 3.14 unwinds the thread, which C++ forbids, and a process that had done all its
-    work aborts (SIGABRT, "terminate called without an active exception"; pytorch/pytorch#179291).
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -1,9 +1,9 @@
-"""One optimizer step, and one evaluation. No host synchronisation in either.
+"""One optimizer step. No host synchronisation in it.
 
 Shapes: B sequences of a micro batch, T tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.loss import IGNORE_INDEX
-from parallel.fsdp import clip_gradients, reshard_units, set_last_micro_batch
+from parallel.fsdp import clip_gradients, set_last_micro_batch
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def train_step(
     The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result does
     not depend on how sequences, padding or ranks are cut.
     """
-    global_tokens = _summed(count_targets(micro_batches), data_parallel)
+    global_tokens = summed(count_targets(micro_batches), data_parallel)
     loss = torch.zeros_like(global_tokens)
     for i, batch in enumerate(micro_batches):
         set_last_micro_batch(model, last=i == len(micro_batches) - 1)
@@ -57,22 +57,7 @@ def train_step(
     grad_norm = clip_gradients(list(model.parameters()), grad_clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(_summed(loss, data_parallel), grad_norm)
-
-
-def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
-    """(loss, tokens) summed over all ranks' batches, float64 [2] on the device, the loss in nats. Weights and gradients stay.
-
-    Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second graph.
-    """
-    totals = None
-    for batch in batches:
-        loss = model(batch.tokens, batch.targets, batch.first).detach()
-        add = torch.stack((loss, count_targets([batch]))).double()
-        totals = add if totals is None else totals + add
-    reshard_units(model)
-    assert totals is not None, "a set has at least one batch on every rank"
-    return _summed(totals, data_parallel)
+    return StepResult(summed(loss, data_parallel), grad_norm)
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:
@@ -80,6 +65,7 @@ def count_targets(batches: Sequence[Batch]) -> Tensor:
     return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum().float()
 
 
-def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group, in place."""
     dist.all_reduce(value, group=group)
     return value

@@ -1,6 +1,8 @@
 """What jsonargparse says of a value of the wrong type, in words."""
 
 import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 
 def in_words(report: str) -> str:
@@ -20,3 +22,15 @@ def _type_in_words(name: str) -> str:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
              "tuple": "a list, as [first, second]"}  # fmt: skip
     return words.get(name, name)
+
+
+def explain(message: str, keys: Mapping[Path, Sequence[str]], overrides: Sequence[str]) -> str:
+    """jsonargparse's report of a value of the wrong type, as one sentence that names the file it comes from, if it is one of
+    those with these `keys`."""
+    match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
+    if not match:
+        return message
+    key, rest = match.groups()
+    overridden = any(override.startswith(f"--{key}") for override in overrides)
+    files = [path for path, inside in keys.items() if any(k.startswith(key) for k in inside)]
+    return f"{files[-1]}: {key}: {in_words(rest)}" if files and not overridden else f"{key}: {in_words(rest)}"

@@ -9,9 +9,9 @@ from models.llama import Llama, LlamaConfig
 from parallel.activation_checkpoint import recompute
 from parallel.plan import Plan, TensorPlan, UnitPlan
 from parallel.planner.eager import Subject
+from parallel.planner.one_rank import apply_as_one_rank
 from parallel.planner.trace import trace_module
 from parallel.planner.work import ModelWork, ModuleWork
-from parallel.tensor import apply_as_one_rank
 
 BLOCK = "layers.0"  # stands for every block
 

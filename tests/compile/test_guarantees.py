@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from parallel.compile import count_compiled_graphs
+from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh
 from parallel.plan_file import plan_to_yaml
 from tests.distributed.parity import Job, check_compiled, run_jobs

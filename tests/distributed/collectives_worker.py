@@ -12,9 +12,10 @@ from parallel.collectives import record_collectives
 from parallel.mesh import build_mesh, data_parallel_group
 from train.build import build_model
 from train.config import parse_config
+from train.ending import end_process
 from train.optim import build_optimizer
 from train.planning import plan_run
-from train.runtime import end_process, read_place, start_process
+from train.runtime import read_place, start_process
 from train.step import Batch, train_step
 
 

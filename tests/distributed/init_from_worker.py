@@ -18,10 +18,11 @@ from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.hf_models import make_tokens
 from train.build import build_model
 from train.config import Config, parse_config
+from train.ending import end_process
 from train.init_from import find_weights, load_weights
 from train.optim import build_optimizer
 from train.planning import plan_run
-from train.runtime import Place, end_process, read_place, start_process
+from train.runtime import Place, read_place, start_process
 from train.step import Batch, train_step
 
 

@@ -31,6 +31,7 @@ FACTORS: dict[str, list[Any]] = {
     "forward_prefetch": [1, 0, 2],
     "backward_prefetch": [1, 0, 2],
     "accumulation": [1, 2],
+    "documents": [False, True],
 }
 RULES = [
     Rule(("ranks", "tp", "dp_shard", "dp_replicate"), lambda ranks, *degrees: ranks == degrees[0] * degrees[1] * degrees[2]),
@@ -57,14 +58,14 @@ def case(ranks: int, degrees: tuple[int, int, int], backend: str, recompute: str
 # By hand, and in the everyday tests: what is used most, and where faults were met.
 FAST = [
     case(1, (1, 1, 1), "inductor", "none"),
-    case(2, (1, 2, 1), "inductor", "budget"),
+    case(2, (1, 2, 1), "inductor", "budget", documents=True),
     case(2, (1, 1, 2), "inductor", "matmul"),
     case(2, (1, 2, 1), "eager", "every:2", forward_prefetch=2, backward_prefetch=2, accumulation=2),
     case(2, (1, 1, 2), "aot_eager", "half_matmul", tied=True, sequence_parallel=False, reshard=False),
-    case(4, (1, 2, 2), "aot_eager", "full", accumulation=2),
+    case(4, (1, 2, 2), "aot_eager", "full", accumulation=2, documents=True),
     case(4, (1, 2, 2), "aot_eager", "none", loss_parallel=False, parts="ffn+head", forward_prefetch=0),
     case(4, (1, 4, 1), "aot_eager", "full", reshard=2, backward_prefetch=2),
-    case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2),
+    case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2, documents=True),
     case(4, (2, 2, 1), "aot_eager", "every:2", tied=True, backward_prefetch=0),
     case(8, (2, 2, 2), "eager", "none", accumulation=2),
 ]  # fmt: skip
@@ -76,7 +77,7 @@ def name(case: Case) -> str:
     mesh = "x".join(str(case[axis]) for axis in ("dp_replicate", "dp_shard", "tp"))
     words = [str(case["ranks"]), mesh, case["backend"], case["recompute"], f"reshard:{str(case['reshard']).lower()}",
              f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}", f"accumulate:{case['accumulation']}"]  # fmt: skip
-    words += ["tied"] * case["tied"] + [case["parts"]] * (case["tp"] > 1)
+    words += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
     words += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
     return "-".join(words)
 
@@ -97,7 +98,7 @@ def arguments(case: Case) -> list[str]:
     data_parallel = case["dp_replicate"] * case["dp_shard"]
     line = [f"--parallel.{key}={_text(value)}" for key, value in chosen.items()]
     line.append(f"--train.micro_batch_size={16 // data_parallel // case['accumulation']}")
-    return line + ["--model.tie_embeddings=true"] * case["tied"]
+    return line + ["--model.tie_embeddings=true"] * case["tied"] + ["--data.document_mask=true"] * case["documents"]
 
 
 def graphs(case: Case) -> int:

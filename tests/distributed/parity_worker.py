@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import parallel.tensor
 from models.attention import CausalAttention
-from parallel.compile import count_compiled_graphs
+from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
 from train.build import build_model
@@ -35,10 +35,11 @@ from train.config import Config, parse_config
 from train.data.loader import BatchShape, SampleOrder, TrainLoader
 from train.data.sequences import make_sequence_shape
 from train.data.tokens import load_corpus
+from train.ending import end_process
 from train.evaluation import mean_loss, score_sets
 from train.optim import build_optimizer, learning_rate, set_learning_rate
 from train.planning import plan_run
-from train.runtime import Place, end_process, read_place, start_process
+from train.runtime import Place, read_place, start_process
 from train.step import Batch, train_step
 
 CASE_LIMIT_S = 900  # a case that hangs ends the process with every thread's stack on stderr

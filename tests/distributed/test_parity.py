@@ -1,5 +1,6 @@
 """Every mesh trains the same model as one plain eager process: losses, norms, first gradients, initial weights, data."""
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 
 from tests.distributed import matrix
 from tests.distributed.parity import GRADIENT, LOSS, Job, check_compiled, check_parity, plain_run, run_jobs
-from tests.launch import write_text
 
 AOT, EAGER = "--parallel.compile.backend=aot_eager", "--parallel.compile.enabled=false"
 FREEZE = "--train.freeze=[tok_embeddings.*, layers.0.*, layers.2.attention.wq.*]"
@@ -41,7 +41,11 @@ EVERYDAY = FAST | SPECIAL
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    return write_text(tmp_path_factory.mktemp("text"))
+    """Lines, a document each, about as long as a sequence: most sequences have the end of one."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = (json.dumps({"text": f"line {n} of text {i} squares to {n * n}"}) for i in range(8) for n in range(i, 1500 + i))
+    (folder / "lines.jsonl").write_text("\n".join(lines))
+    return [f"--data.source={folder / 'lines.jsonl'}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, fsdp_units, init_weights
 from models.loss import IGNORE_INDEX, cross_entropy_sum
-from models.rope import RopeScaling
+from models.rope_scaling import RopeScaling
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
 CONFIG = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128, rope_theta=1e4)

@@ -9,7 +9,8 @@ from transformers import LlamaConfig as HfConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.llama import LlamaConfig
-from models.rope import RopeScaling, rope_frequencies, rope_tables
+from models.rope import rope_frequencies, rope_tables
+from models.rope_scaling import RopeScaling
 
 
 @pytest.mark.parametrize("head_dim", [6, 64, 128])

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel.plan import TensorPlan
 from parallel.planner.eager import Subject, watch_eager
+from parallel.planner.one_rank import apply_as_one_rank
 from parallel.planner.work import Linear, Operation
-from parallel.tensor import apply_as_one_rank
 
 TOKENS, WIDE, OUT = 4, 4, 8
 X, Y, WEIGHT = TOKENS * WIDE * 4, TOKENS * OUT * 4, WIDE * OUT * 4  # bytes in float32: input and output of a sequence, weight

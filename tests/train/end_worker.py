@@ -11,7 +11,7 @@ if os.environ["RANK"] == "0":
 import torch
 import torch.distributed as dist
 
-from train.runtime import end_process
+from train.ending import end_process
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from models.rope import RopeScaling
+from models.rope_scaling import RopeScaling
 from parallel.config import CompileConfig
 from train.config import CONFIG_FOLDER, Config, ConfigError, config_to_yaml, find_config, known_keys, load_config, parse_config
 
@@ -197,8 +197,8 @@ def test_a_section_that_is_no_mapping_is_refused_by_name_and_place(text: str, tm
         ("--train.epochs=.inf", ["train.epochs=inf", "a number of at least 0"]),
         ("--run.device=tpu", ["run.device=tpu", "auto, cpu or cuda"]),
         ("--run.grace_s=-1", ["run.grace_s=-1"]),
-        ("--data.held_out=1", ["data.held_out=1", "between 0 and 1"]),
-        ("--data.tokenizer=gpt2", ["data.tokenizer=gpt2", "bytes"]),
+        ("--data.held_out=1", ["data.held_out=1", "between 0 and 0.999"]),
+        ("--data.verify=some", ["data.verify=some", "full or size"]),
         ("--data.prefetch=0", ["data.prefetch=0", "at least 1"]),
         ("--checkpoint.keep=-1", ["checkpoint.keep=-1"]),
         ("--metrics.every=-1", ["metrics.every=-1"]),

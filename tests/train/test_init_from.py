@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from models.hf import config_from_hf
 from models.llama import LlamaConfig
-from models.rope import RopeScaling
+from models.rope_scaling import RopeScaling
 from tests.hf_models import make_hf, make_tokens, save_hf
 from tests.launch import EAGER, read_metrics, run, write_text
 from tools.convert_hf import main as convert

@@ -11,10 +11,11 @@ from parallel.mesh import build_mesh, data_parallel_group
 from tests.launch import EAGER, TINY
 from train.build import build_model
 from train.config import ConfigError, parse_config
+from train.evaluation import evaluate
 from train.optim import build_optimizer
 from train.planning import plan_run
 from train.runtime import Place, start_process
-from train.step import Batch, count_targets, evaluate, train_step
+from train.step import Batch, count_targets, train_step
 
 # What makes the host wait: reading a value (.item()) and shapes that depend on values.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal")

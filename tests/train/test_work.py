@@ -9,7 +9,7 @@ from torch import nn
 
 from models.cost import matmul_parameters
 from models.size import count_parameters
-from parallel.compile import count_compiled_graphs
+from parallel.compile_check import count_compiled_graphs
 from parallel.planner.work import ModelWork, ModuleWork
 from train.config import parse_config
 from train.planning import plan_run

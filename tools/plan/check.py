@@ -17,9 +17,10 @@ from torch import nn
 from models.llama import Llama
 from parallel.memory_by_kind import GIB, StepMemory
 from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
+from parallel.planner.one_rank import apply_as_one_rank
 from parallel.planner.work import DTYPE_BYTES, ModelWork
 from parallel.simulate import Simulation, eager_plan
-from parallel.tensor import apply_as_one_rank, find_style
+from parallel.tensor import find_style
 from tools.command import format_table
 from tools.simulate import simulate_run
 from train.build import freeze

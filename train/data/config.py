@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from train.bounds import bounded
+
 
 class DataError(ValueError):
     """The data asked for cannot be used: the message names what, where and the way out."""
@@ -38,12 +40,12 @@ class DataConfig:
     bos: str = "auto"
     eos: str = "auto"
     text_field: str = "text"
-    held_out: float = 0.02
+    held_out: float = bounded(0.02, low=0, high=0.999)
     packing: bool = True
     document_mask: bool = False
     verify: str = "full"
     cache_dir: str | None = None
-    prefetch: int = 2
+    prefetch: int = bounded(2, low=1)
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -51,11 +53,7 @@ class DataConfig:
         for source, weight in self.mixture.items():
             if not 0 < weight < float("inf"):
                 raise ValueError(f"data.mixture: {source} has the weight {weight}, which must be greater than 0")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"data.held_out={self.held_out} must be at least 0 and less than 1")
         if self.verify not in ("full", "size"):
             raise ValueError(f"data.verify={self.verify} must be full or size")
-        if self.prefetch < 1:
-            raise ValueError(f"data.prefetch={self.prefetch} must be at least 1")
         if self.document_mask and not self.packing:
             raise ValueError("data.document_mask is for packed sequences: with data.packing=false each has one document anyway")

@@ -139,7 +139,7 @@ class TrainLoader:
 
 def hash_tokens(row: torch.Tensor, position: int) -> int:
     """32 bits that change with the tokens of a sequence and with its position in the order."""
-    return zlib.crc32(memoryview(row.numpy()), position & 0xFFFFFFFF)
+    return zlib.crc32(row.numpy().data, position & 0xFFFFFFFF)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from models.loss import IGNORE_INDEX
 from train.data.config import DataConfig, DataError
+from train.data.documents import part_documents, read_document
 from train.data.split import Split
 from train.data.tokenizer import TokenizerInfo
 from train.step import Batch
@@ -61,36 +62,15 @@ def read_batch(splits: list[Split], rows: NDArray[np.int64], shape: SequenceShap
             split.read(begin, ids)
             known = len(ids)
         else:
-            begin, known = _read_document(split, max(index, 0), shape, ids)
+            begin, known = read_document(split, max(index, 0), shape.start_id, ids)
         _check_ids(ids[:known], split, begin, shape.vocab_size)
         tokens[b], targets[b] = torch.from_numpy(ids[:-1]), torch.from_numpy(ids[1:])
         targets[b, known - 1 :] = IGNORE_INDEX
         if first is not None:
-            _part_documents(split, begin, targets[b].numpy(), first[b].numpy())
+            part_documents(split, begin, targets[b].numpy(), first[b].numpy())
         if index < 0:
             targets[b] = IGNORE_INDEX
     return Batch(tokens, targets, first)
-
-
-def _read_document(split: Split, index: int, shape: SequenceShape, ids: NDArray[np.int64]) -> tuple[int, int]:
-    """One document at the front of ids[T + 1], clipped, what follows it filled with its last id. Returns where it begins in
-    the split, and how many ids are real."""
-    begin, end = split.document(index)
-    skipped = 0 if shape.start_id is None else 1
-    ids[:skipped] = shape.start_id or 0
-    known = min(end - begin + skipped, len(ids))
-    split.read(begin, ids[skipped:known])
-    ids[known:] = ids[known - 1]
-    return begin, known
-
-
-def _part_documents(split: Split, begin: int, targets: NDArray[np.int64], first: NDArray[np.int64]) -> None:
-    """Write where each token's document begins in the sequence, into first[T], and let no target cross two documents."""
-    ends = split.ends_between(begin, begin + len(first)) - begin
-    targets[ends - 1] = IGNORE_INDEX
-    starts = ends[ends < len(first)]
-    first[starts] = starts
-    np.maximum.accumulate(first, out=first)
 
 
 def _check_ids(ids: NDArray[np.int64], split: Split, begin: int, vocab_size: int) -> None:

@@ -1,0 +1,35 @@
+"""What the user says about the training loop."""
+
+from dataclasses import dataclass
+
+from train.bounds import bounded
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop.
+
+    Args:
+        steps: optimizer steps
+        epochs: instead of steps: passes over the training text (may be a fraction); 0 means steps counts
+        seq_len: tokens per sequence
+        micro_batch_size: sequences per rank in one forward and backward; auto is a rank's whole share of
+            global_batch_size, or 1 where that is -1; under parallel.plan=auto the planner chooses it, and with it the
+            global batch where that is -1
+        global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
+        grad_clip: largest global gradient norm; 0 does not clip
+        eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before training; 0 is
+            never
+        eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
+        freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
+    """
+
+    steps: int = bounded(1000, low=1)
+    epochs: float = bounded(0.0, low=0)
+    seq_len: int = bounded(1024, low=1)
+    micro_batch_size: int | str = "auto"
+    global_batch_size: int = -1
+    grad_clip: float = bounded(1.0, low=0)
+    eval_every: int = bounded(0, low=0)
+    eval_sequences: int = bounded(64, low=0)
+    freeze: tuple[str, ...] = ()
