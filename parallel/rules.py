@@ -71,7 +71,9 @@ def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnit
         sizes["train.seq_len"] = tokens
     common = math.gcd(*sizes.values())
     valid = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
-    return [f"{place}tp={tp} must divide {key}={value}. Use {' or '.join(valid.rsplit(', ', 1))}."
+    pad = {key: f" Or pad it to {-(-value // 128) * 128}: ids no text has cost their rows and are soon never predicted."
+           for key, value in sizes.items() if key == "model.vocab_size" and 128 % max(tp, 1) == 0}  # fmt: skip
+    return [f"{place}tp={tp} must divide {key}={value}. Use {' or '.join(valid.rsplit(', ', 1))}.{pad.get(key, '')}"
             for key, value in sizes.items() if tp > 1 and value % tp]  # fmt: skip
 
 
