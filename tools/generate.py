@@ -4,7 +4,6 @@ Shapes: T tokens of the context, V vocabulary.
 """
 
 import argparse
-import codecs
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,12 @@ from models.rope import rope_tables
 from tools.command import run_tool
 from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
 from train.config import Config, ConfigError
-from train.data.tokenise import SEPARATOR, VOCAB_SIZE
+from train.data.config import DataConfig, DataError
+from train.data.sources import find_files
+from train.data.tokenizer import JsonTokenizer, Tokenizer, TokenizerInfo, check_vocabulary, load_tokenizer
+from train.data.tokens import find_tokenizer, is_prepared
+
+BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet a whole one
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Sampling:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the prompt and its continuation. Raises CheckpointError and ConfigError."""
+    """Print the prompt and its continuation. Raises CheckpointError, ConfigError and DataError."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if not (options.run or options.checkpoint):
@@ -40,14 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checkpoint = find_newest(Path(options.checkpoint or options.run))
     config = checkpoint_config(checkpoint)
     window = choose_window(options.window, config)
+    tokenizer = find_model_tokenizer(checkpoint, config.data, options.tokenizer)
+    check_vocabulary(tokenizer.info, config.model.vocab_size)
+    context = make_context(tokenizer, options.prompt.encode("utf-8", "surrogateescape"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(checkpoint, config, device)
-    prompt = options.prompt.encode("utf-8", "surrogateescape")
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    new_tokens = generate(model, list(prompt) or [SEPARATOR], options.max_new_tokens, sampling, window)
+    new_tokens = generate(model, context, options.max_new_tokens, sampling, window, tokenizer.info)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks
-    print_stream(prompt, new_tokens, sys.stdout.write, sys.stdout.flush)
+    print_stream(tokenizer, context, new_tokens, sys.stdout.write, sys.stdout.flush)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -57,7 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run", metavar="RUN_DIR", help="folder of a run; its newest checkpoint is used")
     parser.add_argument("--checkpoint", metavar="PATH",
-                        help="instead: this checkpoint, such as runs/NAME/checkpoints/step-00000100")  # fmt: skip
+                        help="instead: this checkpoint, such as runs/NAME/checkpoints/step-00000100, or what "
+                             "tools.convert_hf import wrote")  # fmt: skip
+    add_tokenizer_option(parser)
     parser.add_argument("--prompt", default="", help="text to go on with; without it a new document begins")
     parser.add_argument("--max_new_tokens", type=_count, default=200, metavar="N",
                         help="tokens to generate at most (default 200); the end of the document ends it earlier")  # fmt: skip
@@ -70,6 +78,40 @@ def make_parser() -> argparse.ArgumentParser:
                         help="tokens of context at most, the oldest are dropped; 0, the default, is the run's "
                              "train.seq_len, as it has learned no positions beyond; at most its model.max_seq_len")  # fmt: skip
     return parser
+
+
+def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
+    """`--tokenizer`, as `find_model_tokenizer` takes it."""
+    parser.add_argument("--tokenizer", default="auto", metavar="bytes|PATH",
+                        help="a tokenizer.json or the folder it lies in; auto, the default, is the one beside the weights, or "
+                             "else that of the run's data")  # fmt: skip
+
+
+def find_model_tokenizer(folder: Path, data: DataConfig, asked: str) -> Tokenizer:
+    """The tokenizer of the model whose weights lie in `folder`: the one asked for; with auto the one that lies beside them,
+    else that of the data it was trained on. Raises DataError."""
+    if asked != "auto":
+        return load_tokenizer(asked) if asked == "bytes" else load_tokenizer(asked, data.bos, data.eos)
+    if (folder / "tokenizer.json").is_file():
+        return JsonTokenizer(folder, data.bos, data.eos)
+    try:
+        source = next(iter(data.mixture), data.source)
+        if data.tokenizer == "auto" and not is_prepared(source):
+            find_files(source)  # if it is not there, nobody knows whether it was text or prepared data with a tokenizer
+        return find_tokenizer(data)
+    except DataError as error:
+        raise DataError(f"{folder}: the tokenizer of its run cannot be found ({error}): name it with --tokenizer") from None
+
+
+def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
+    """The ids to go on from: as a document begins, so with a BOS where the tokenizer has one. Raises DataError."""
+    if not prompt:
+        return [tokenizer.info.start]
+    try:
+        ids = tokenizer.encode([prompt])[0].tolist()
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompt is not valid UTF-8 at byte {error.start}, and this tokenizer reads nothing else") from None
+    return ids if tokenizer.info.bos is None else [tokenizer.info.bos, *ids]
 
 
 def choose_window(asked: int, config: Config) -> int:
@@ -94,8 +136,10 @@ def load_model(checkpoint: Path, config: Config, device: torch.device) -> Llama:
 
 
 @torch.inference_mode()
-def generate(model: Llama, tokens: Sequence[int], max_new_tokens: int, sampling: Sampling, window: int) -> Iterator[int]:
-    """Yield up to `max_new_tokens` ids that follow `tokens`; ends before a separator. The context is the last
+def generate(
+    model: Llama, tokens: Sequence[int], max_new_tokens: int, sampling: Sampling, window: int, tokenizer: TokenizerInfo
+) -> Iterator[int]:
+    """Yield up to `max_new_tokens` ids that follow `tokens`; ends before the tokenizer's EOS. The context is the last
     `window` tokens, recomputed for every new one."""
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(tokens)
@@ -103,8 +147,8 @@ def generate(model: Llama, tokens: Sequence[int], max_new_tokens: int, sampling:
     try:
         for _ in range(max_new_tokens):
             seen = torch.tensor([context[-window:]], device=model.cos_TH.device)
-            token = choose_token(model(seen)[0, -1], sampling, generator)
-            if token == SEPARATOR:
+            token = choose_token(model(seen)[0, -1, : tokenizer.vocab_size], sampling, generator)
+            if token == tokenizer.eos:
                 return
             context.append(token)
             yield token
@@ -113,8 +157,8 @@ def generate(model: Llama, tokens: Sequence[int], max_new_tokens: int, sampling:
 
 
 def choose_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One id drawn from logits[V], on the CPU so that every device draws alike; ids no text has are left out."""
-    logits = logits_V[:VOCAB_SIZE].float().cpu()
+    """One id drawn from logits[V], on the CPU so that every device draws alike."""
+    logits = logits_V.float().cpu()
     if sampling.temperature == 0:
         return int(logits.argmax())
     if 0 < sampling.top_k < len(logits):
@@ -124,18 +168,31 @@ def choose_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generato
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def print_stream(prompt: bytes, tokens: Iterator[int], write: Callable[[str], object], flush: Callable[[], object]) -> None:
-    """Write the prompt, then each token as it comes; a character of several bytes once its last byte is there."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    write(decoder.decode(prompt))
-    flush()
+def print_stream(
+    tokenizer: Tokenizer, context: Sequence[int], tokens: Iterator[int],
+    write: Callable[[str], object], flush: Callable[[], object],
+) -> None:  # fmt: skip
+    """Write the text of the context, then that of each token as it comes; a character of several tokens once its last one is
+    there. All ids are decoded together, as a tokenizer may show an id otherwise where it stands first."""
+    ids = list(context)
+    text = tokenizer.decode(ids)
+    written = _write_settled(text, 0, write, flush)
     for token in tokens:
-        text = decoder.decode(bytes([token]))
-        if text:
-            write(text)
-            flush()
-    write(decoder.decode(b"", final=True) + "\n")
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        written = _write_settled(text, written, write, flush)
+    write(text[written:] + "\n")
     flush()
+
+
+def _write_settled(text: str, written: int, write: Callable[[str], object], flush: Callable[[], object]) -> int:
+    """Write what follows the first `written` characters, but for broken ones at the end, which the next token may mend.
+    Returns how many are written then."""
+    settled = len(text.rstrip(BROKEN))
+    if settled > written:
+        write(text[written:settled])
+        flush()
+    return max(settled, written)
 
 
 def _count(text: str) -> int:

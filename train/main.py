@@ -194,7 +194,8 @@ def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, dev
 
 def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen) -> Position:
     """The position, from the first sample again if the order of the data is another one than before."""
-    if (start.seed, start.seq_len, start.data) == (config.run.seed, config.train.seq_len, corpus.fingerprint):
+    same_data = start.data in (corpus.fingerprint, "")  # "": a checkpoint of a version that did not note it
+    if same_data and (start.seed, start.seq_len) == (config.run.seed, config.train.seq_len):
         return start
     screen.line("data: run.seed, train.seq_len or the data has changed since the checkpoint, so its order begins anew")
     return dataclasses.replace(start, samples=0)

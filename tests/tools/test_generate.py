@@ -1,6 +1,9 @@
 """tools/generate.py: the model is the run's, the sampling is as asked, and the text streams."""
 
+import io
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -9,18 +12,37 @@ import pytest
 import torch
 
 from models.llama import Llama, LlamaConfig, init_weights
-from tools.generate import Sampling, choose_token, choose_window, generate, load_model, main, make_parser, print_stream
+from tests.hf_models import make_hf, save_hf
+from tests.launch import EAGER, TINY
+from tests.launch import run as launch
+from tests.train.texts import train_bpe, write_jsonl
+from tools.convert_hf import main as convert
+from tools.generate import (
+    Sampling,
+    choose_token,
+    choose_window,
+    find_model_tokenizer,
+    generate,
+    load_model,
+    main,
+    make_context,
+    make_parser,
+    print_stream,
+)
 from tools.whole_weights import checkpoint_config, find_newest
 from train.checkpoint import CheckpointError
 from train.config import ConfigError, load_config
-from train.data.held_out import held_out_batches
+from train.data.config import DataConfig, DataError
 from train.data.loader import BatchShape
-from train.data.tokenise import SEPARATOR
-from train.data.tokens import load_tokens
+from train.data.sequences import make_sequence_shape
+from train.data.tokenizer import ByteTokenizer, JsonTokenizer
+from train.data.tokens import load_corpus
+from train.evaluation import set_batches
 
 Tool = Callable[..., CompletedProcess[str]]
 GREEDY = Sampling(temperature=0.0, top_k=0, seed=0)
 CPU = torch.device("cpu")
+BYTES = ByteTokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +56,10 @@ def test_the_loaded_model_has_the_runs_own_loss(run: Path) -> None:
     checkpoint = find_newest(run)
     config = checkpoint_config(checkpoint)
     model = load_model(checkpoint, config, CPU)
-    held_out = load_tokens(config.data).held_out
-    batches = list(held_out_batches(held_out, BatchShape(1, 1, config.train.seq_len, 0, 1), config.train.eval_sequences, CPU))
+    corpus = load_corpus(config.data)
+    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    limit = config.train.eval_sequences
+    batches = list(set_batches(corpus.held_out["held_out"], sequences, BatchShape(1, 1, 0, 1), limit, CPU))
     with torch.no_grad():
         loss = sum(model(b.tokens, b.targets).item() for b in batches) / sum(b.targets.numel() for b in batches)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -49,12 +73,12 @@ def test_greedy_is_the_argmax_of_the_whole_forward(model: Llama) -> None:
     with torch.no_grad():
         for _ in range(20):
             expected.append(int(model(torch.tensor([expected]))[0, -1, :257].argmax()))
-    assert list(generate(model, tokens, 20, GREEDY, window=64)) == expected[len(tokens) :]
+    assert list(generate(model, tokens, 20, GREEDY, 64, BYTES.info)) == expected[len(tokens) :]
 
 
 def test_the_context_slides(model: Llama) -> None:
     tokens = [i % 200 for i in range(100)]  # longer than max_seq_len
-    long, short = (list(generate(model, t, 30, GREEDY, window=16)) for t in (tokens, tokens[-16:]))
+    long, short = (list(generate(model, t, 30, GREEDY, 16, BYTES.info)) for t in (tokens, tokens[-16:]))
     assert len(long) == 30
     assert long == short
 
@@ -69,10 +93,10 @@ def test_a_separator_ends_the_text_and_ids_without_text_are_never_chosen() -> No
         model.head.output.weight.zero_()
         model.head.output.weight[ord("a")] = 1.0
         model.head.output.weight[260] = 2.0  # of the padding of the vocabulary
-    assert bytes(generate(model, [1], 5, GREEDY, window=64)) == b"aaaaa"
+    assert bytes(generate(model, [1], 5, GREEDY, 64, BYTES.info)) == b"aaaaa"
     with torch.no_grad():
-        model.head.output.weight[SEPARATOR] = 1.5
-    assert list(generate(model, [1], 5, GREEDY, window=64)) == []
+        model.head.output.weight[BYTES.info.eos] = 1.5
+    assert list(generate(model, [1], 5, GREEDY, 64, BYTES.info)) == []
 
 
 def test_sampling_follows_seed_temperature_and_top_k() -> None:
@@ -87,15 +111,33 @@ def test_sampling_follows_seed_temperature_and_top_k() -> None:
 
 
 def test_the_seed_decides(model: Llama) -> None:
-    texts = [bytes(generate(model, [40], 20, Sampling(1.0, 50, seed), 64)) for seed in (3, 3, 4)]
+    texts = [bytes(generate(model, [40], 20, Sampling(1.0, 50, seed), 64, BYTES.info)) for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_characters_of_several_bytes_are_written_whole() -> None:
     written: list[str] = []
     tokens = iter("é€😀".encode() + b"\xc3" + b"x" + b"\xe2\x82")
-    print_stream("ü".encode()[:1], iter(["ü".encode()[1], *tokens]), written.append, lambda: None)
-    assert written == ["", "ü", "é", "€", "😀", "\ufffdx", "\ufffd\n"]
+    print_stream(BYTES, "ü".encode()[:1], iter(["ü".encode()[1], *tokens]), written.append, lambda: None)
+    assert written == ["ü", "é", "€", "😀", "\ufffdx", "\ufffd\n"]
+
+
+def test_tokens_of_a_vocabulary_are_written_as_they_settle(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(train_bpe(tmp_path / "bpe"))
+    text = "the quick brown 漢字 e\u0301 👩\u200d👩\u200d👧 ก็ 鯨 end"
+    ids = tokenizer.encode([text.encode()])[0].tolist()
+    context = make_context(tokenizer, b"the quick")
+    assert context[0] == tokenizer.info.bos
+    assert make_context(tokenizer, b"") == [tokenizer.info.bos]
+    start = len(tokenizer.encode([b"the quick"])[0])
+    written: list[str] = []
+    print_stream(tokenizer, context, iter(ids[start:]), written.append, lambda: None)
+    assert "".join(written) == text + "\n"
+    assert len(written) > 10, "as it comes, not at the end"
+    assert not any("\ufffd" in part for part in written)
+    assert "鯨" in "".join(written), "its bytes are tokens of their own, which no merge joins"
+    with pytest.raises(DataError, match="--prompt is not valid UTF-8 at byte 1"):
+        make_context(tokenizer, b"a\xff")
 
 
 def test_the_window_is_what_was_trained(tied_run: Path) -> None:
@@ -110,6 +152,58 @@ def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "dé\n"
     main([f"--checkpoint={find_newest(run)}", "--max_new_tokens=50", "--temperature=0"])
     assert capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def bpe_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on prepared data of a small vocabulary, BOS in front of each document; the data lies in `store` beside it."""
+    folder = tmp_path_factory.mktemp("bpe_run")
+    source = write_jsonl(folder / "text.jsonl", ["漢字 the quick brown é 😀 fox " * 8] * 40)
+    made = launch(1, str(source), str(folder / "store"), f"--tokenizer={train_bpe(folder / 'bpe')}", "--workers=1",
+                  module="tools.prepare_data")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    places = [f"--data.source={folder / 'store'}", f"--data.cache_dir={folder / 'cache'}", f"--run.dir={folder / 'run'}"]
+    done = launch(1, *TINY, *EAGER, *places, "--model.vocab_size=640", "--train.steps=30", "--checkpoint.every=30",
+                  "--train.global_batch_size=2", "--optim.lr=2e-2", "--metrics.every=10")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+def test_a_run_with_a_vocabulary_has_learnt_its_text(bpe_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([f"--run={bpe_run}", "--prompt=漢字 the", "--temperature=0", "--max_new_tokens=30"])
+    assert capsys.readouterr().out.startswith("漢字 the quick brown é 😀 fox 漢字 the quick brown")
+    main([f"--run={bpe_run}", "--temperature=0", "--max_new_tokens=8"])
+    assert capsys.readouterr().out.startswith("漢字 the quick"), "as a document begins after BOS"
+
+
+def test_a_tokenizer_is_asked_for_or_beside_the_weights_or_of_the_data(bpe_run: Path, tmp_path: Path) -> None:
+    checkpoint = find_newest(bpe_run)
+    data = checkpoint_config(checkpoint).data
+    of_run = find_model_tokenizer(checkpoint, data, "auto").info
+    assert (of_run.vocab_size, of_run.bos, of_run.eos) == (600, 0, 1)
+    assert find_model_tokenizer(checkpoint, data, "bytes").info == BYTES.info
+    assert find_model_tokenizer(checkpoint, data, str(train_bpe(tmp_path / "other", 400))).info.vocab_size == 400
+    beside = shutil.copytree(checkpoint, tmp_path / "beside")
+    train_bpe(beside, 500)
+    assert find_model_tokenizer(beside, data, "auto").info.vocab_size == 500
+    for gone in (DataConfig(source=str(tmp_path / "gone")), DataConfig(tokenizer=str(tmp_path / "gone" / "tokenizer.json"))):
+        with pytest.raises(DataError, match=r"the tokenizer of its run cannot be found .*gone.*--tokenizer"):
+            find_model_tokenizer(checkpoint, gone, "auto")
+    with pytest.raises(DataError, match=r"model\.vocab_size=640 is smaller than the \d+ ids"):
+        main([f"--run={bpe_run}", f"--tokenizer={train_bpe(tmp_path / 'large', 900)}"])
+
+
+def test_an_imported_model_goes_on_as_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = make_hf(2, vocab_size=600)
+    source = save_hf(tmp_path / "hf", hf)
+    tokenizer = JsonTokenizer(train_bpe(source))
+    convert(["import", str(source), str(tmp_path / "ours")])
+    context = make_context(tokenizer, "fox é".encode())
+    theirs = hf.generate(torch.tensor([context]), max_new_tokens=20, do_sample=False, eos_token_id=1, pad_token_id=1)[0].tolist()
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    main([f"--checkpoint={tmp_path / 'ours'}", "--prompt=fox é", "--temperature=0", "--max_new_tokens=20"])
+    assert out.getvalue() == tokenizer.decode(theirs) + "\n"
 
 
 def test_as_a_command(tool: Tool, sharded_run: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,3 +77,16 @@ def texts_of(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def processes_of(session: int) -> list[int]:
+    """Processes of a session that are not dead, from the system's own list."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, state, _, _, its_session = re.sub(r"\(.*\)", "()", stat.read_text()).split()[1:6]
+        except OSError:  # ended meanwhile
+            continue
+        if int(its_session) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found

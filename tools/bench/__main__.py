@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tools.bench import calibrate, memory, predictions, published
+from tools.bench import calibrate, data, memory, predictions, published
 from tools.bench.attention import DEFAULT_SHAPES, compare, parse_shape
 from tools.bench.compile_depth import depth_setup, median_ratio, median_seconds, run_depths
 from tools.bench.peers import OURS, best_peers, comparison_rows, contender_of, parse_peers, run_rounds, to_figures
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.subcommand == "attention":
-        parser.error(f"attention takes no config keys: {' '.join(overrides)}")
+    if overrides and options.subcommand in ("attention", "data"):
+        parser.error(f"{options.subcommand} takes no config keys: {' '.join(overrides)}")
     result: Result = options.measure(options, overrides)
     document = make_document(options.subcommand, arguments, result.config, result.figures)
     print(json.dumps(document, indent=2) if options.json else result.text)
@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_peers(subparsers)
     _add_compile_depth(subparsers)
     _add_attention(subparsers)
+    _add_data(subparsers)
     _add_planner(subparsers)
     return parser
 
@@ -121,6 +122,12 @@ def _add_attention(subparsers: Any) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="timings of each (default 10)")
     parser.set_defaults(measure=measure_attention)
+
+
+def _add_data(subparsers: Any) -> None:
+    parser = _add(subparsers, "data", data.SUMMARY, data.DESCRIPTION, "")
+    data.add_data_options(parser)
+    parser.set_defaults(measure=lambda options, overrides: Result(None, *data.measure_data(options)))
 
 
 def _add_planner(subparsers: Any) -> None:

@@ -15,7 +15,7 @@ from train.data.sources import HF_PREFIX, TEXT, find_files, fingerprint_file, ki
 from train.data.store import SourceFile
 
 HF = "hf"
-_MOST_PIECES, _LEAST_BYTES = 16, 8 * 2**20  # smaller sources are cut finer, so that several processes have work
+_FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20  # a smaller source is cut finer, so that several processes have work
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def cut_source(
         files = [_describe_file(name, path) for name, path in found]
     texts = [part.name for part in files if part.kind == TEXT]
     held_out = choose_held_out(texts, share)
-    target = min(shard_bytes, max(sum(part.file_bytes for part in files) // _MOST_PIECES, _LEAST_BYTES))
+    target = min(shard_bytes, max(sum(part.file_bytes for part in files) // _FEWEST_PIECES, _LEAST_BYTES))
     parts = (part for file in files for part in _cut_file(replace(file, held_out=file.name in held_out), target))
     pieces = [Piece(index, group) for index, group in enumerate(_group(parts, target))]
     if len(files) == len(texts) == 1 and share:

@@ -1,5 +1,6 @@
 """Pieces of a source over several processes, which import no torch and share nothing but the folder they write to."""
 
+import contextlib
 import json
 import os
 import queue
@@ -49,15 +50,19 @@ def tokenise_pieces(pieces: Sequence[Piece], job: Job, workers: int, on_batch: O
                 thread.join()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(OSError):  # what was still to be sent to a process that is dead
+                        pipe.close()
 
 
 def _start() -> subprocess.Popen[str]:
-    """A worker. Each uses one thread: as many processes as cores are faster than threads of the tokenizers library."""
+    """A worker. Each uses one thread: as many processes as cores are faster than threads of the tokenizers library.
+
+    In a process group of its own, Ctrl-C does not reach it: this process ends it then.
+    """
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "train.data.prepare_worker"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0)
 
 
 def _drive(

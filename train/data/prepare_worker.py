@@ -5,17 +5,19 @@ import hashlib
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from train.data.config import DataError
+from train.data.long_texts import encode_in_parts
 from train.data.pieces import Part, Piece, unit_hash
 from train.data.readers import Document, read_part
 from train.data.shard_writer import ShardWriter, write_whole
@@ -24,6 +26,7 @@ from train.data.store import SPLITS, ShardInfo
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
+_LONG_BYTES = 4 * 2**20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -138,24 +141,38 @@ class _PieceWork:
         self._piece, self._job, self._tokenizer = piece, job, tokenizer
         self._begin = [] if info.bos is None else [np.array([info.bos], np.uint32)]
         self._end = np.array([info.eos], np.uint32)
-        dtype = token_dtype(info.vocab_size)
-        self._writers = {split: ShardWriter(Path(job.folder), f"{split}-{piece.index:05d}", dtype) for split in SPLITS}
+        self._dtype = token_dtype(info.vocab_size)
+        folder = Path(job.folder)
+        self._writers = {split: ShardWriter(folder, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS}
         self._empty = 0
         self._lowest, self._highest = (1.0, ""), (0.0, "")
 
     def add(self, documents: list[tuple[Part, Document]]) -> int:
         """Tokenise and write; how many tokens."""
         kept = [(split, text) for part, document in documents for split, text in self._place(part, document)]
-        encoded = self._tokenizer.encode([text for _, text in kept])
+        encoded = self._encode([text for _, text in kept], documents)
         total = 0
         for split in SPLITS:
             chosen = [(ids, text) for ids, (where, text) in zip(encoded, kept, strict=True) if where == split]
             if chosen:
-                arrays = [array for ids, _ in chosen for array in (*self._begin, ids, self._end)]
-                lengths = [len(self._begin) + len(ids) + 1 for ids, _ in chosen]
+                arrays = [array for ids, _ in chosen for array in (*self._begin, *ids, self._end)]
+                lengths = [len(self._begin) + sum(map(len, ids)) + 1 for ids, _ in chosen]
                 self._writers[split].add(arrays, lengths, sum(len(text) for _, text in chosen))
                 total += sum(lengths)
         return total
+
+    def _encode(self, texts: list[bytes], documents: list[tuple[Part, Document]]) -> list[list[NDArray[Any]]]:
+        """The ids of each text, those of a long one in parts."""
+        encode = self._tokenizer.encode
+        short = [text for text in texts if len(text) <= _LONG_BYTES]
+        try:
+            encoded = iter(encode(short))
+            long = partial(encode_in_parts, encode, dtype=self._dtype)
+            return [[next(encoded)] if len(text) <= _LONG_BYTES else long(text) for text in texts]
+        except Exception as error:  # the library raises Exception itself, as for a word without an id
+            between = f"{documents[0][1].name} to {documents[-1][1].name}"
+            raise DataError(f"data.tokenizer={self._job.tokenizer} cannot encode a document of {between} ({error}): "
+                            "use a tokenizer that has an id for every text") from None  # fmt: skip
 
     def _place(self, part: Part, document: Document) -> list[tuple[str, bytes]]:
         """Which split a document goes to; both if it is the only one, none if it has no text."""
@@ -199,7 +216,6 @@ def cut_place(text: bytes, share: float) -> int:
 
 def main() -> None:
     """Serve pieces from stdin until it closes: the parent's end, however it came, is this process's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then closes stdin
     pieces: queue.Queue[Piece] = queue.Queue()
     job = Job(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_receive, args=(pieces,), daemon=True).start()

@@ -5,6 +5,7 @@ import hashlib
 import os
 import threading
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.store import ShardInfo
+
+_RUN_TOKENS = 2**20
 
 
 class ShardWriter:
@@ -27,13 +30,13 @@ class ShardWriter:
 
     def add(self, ids: list[NDArray[Any]], lengths: list[int], text_bytes: int) -> None:
         """Documents: their ids in any number of arrays one after another, and how many tokens each has. Raises OSError."""
-        tokens = np.concatenate(ids)
-        self._max_id = max(self._max_id, int(tokens.max()))
-        content = tokens.astype(self._dtype).data
         if self._file is None:
             self._file = open(self._temporary, "wb")  # noqa: SIM115
-        self._file.write(content)
-        self._hash.update(content)
+        for run in _runs(ids):
+            self._max_id = max(self._max_id, int(run.max()))
+            content = run.astype(self._dtype).data
+            self._file.write(content)
+            self._hash.update(content)
         for length in lengths:
             self._tokens += length
             self._ends.append(self._tokens)
@@ -59,6 +62,21 @@ class ShardWriter:
             with contextlib.suppress(OSError):  # the disk has no room for what is left in the buffer
                 self._file.close()
             self._temporary.unlink(missing_ok=True)
+
+
+def _runs(arrays: list[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    """The same tokens in runs of about _RUN_TOKENS: short arrays joined for speed, long ones cut to save memory."""
+    joined: list[NDArray[Any]] = []
+    size = 0
+    for ids in arrays:
+        for first in range(0, len(ids), _RUN_TOKENS):
+            joined.append(ids[first : first + _RUN_TOKENS])
+            size += len(joined[-1])
+            if size >= _RUN_TOKENS:
+                yield np.concatenate(joined)
+                joined, size = [], 0
+    if joined:
+        yield np.concatenate(joined)
 
 
 def write_whole(path: Path, content: bytes) -> None:
