@@ -1,0 +1,142 @@
+"""tools/prepare_data.py: as users call it."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.train.texts import files_of, odd_texts, processes_of, texts_of, train_bpe, write_jsonl
+from tools.prepare_data import PlainLines, make_figures, to_line
+from train.data.prepare import PrepareSettings, Progress, prepare
+from train.data.store import read_manifest
+
+Tool = Callable[..., CompletedProcess[str]]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", odd_texts(2000, seed=11), field="body")
+
+
+def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(tool: Tool, source: Path, tmp_path: Path) -> None:
+    tokenizer, out = train_bpe(tmp_path / "small-bpe"), tmp_path / "out"
+    call = [str(source), str(out), f"--tokenizer={tokenizer.parent}", "--text_field=body", "--held_out=0.1", "--bos=none"]
+    first = tool("prepare_data", *call)
+    assert first.returncode == 0, first.stderr
+    manifest = read_manifest(out)
+    assert (manifest.tokenizer.bos, manifest.settings["held_out"]) == (None, 0.1)
+    assert f"wrote {out}\n" in first.stdout
+    assert "tokenizer small-bpe: 600 ids, stored as uint16\n" in first.stdout
+    assert re.search(r"MB/s in .*, \d\.\d\d bytes per token; \d+ documents without text were left out", first.stdout)
+    assert f"data.source: {out}, model.vocab_size: 640 (or any number from 600 on" in first.stdout
+    second = tool("prepare_data", *call, "--json", "--workers=1", "--shard_mb=1")
+    figures = json.loads(second.stdout)
+    assert figures["already_there"]
+    assert figures["mb_per_s"] is None
+    shards = [shard for split in manifest.splits.values() for shard in split]
+    assert sum(figures["tokens"].values()) == sum(shard.tokens for shard in shards)
+    assert figures["documents"]["held_out"] == sum(shard.documents for shard in manifest.splits["held_out"]) > 100
+    assert figures["bytes_per_token"] == sum(shard.text_bytes for shard in shards) / sum(shard.tokens for shard in shards)
+    third = tool("prepare_data", *call, "--held_out=0.2")
+    assert third.returncode == 2
+    assert third.stderr == (f"DataError: {out} is there already and was made with held_out=0.1: name another folder, or remove "
+                            "that one\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (["nowhere", "out"], "DataError: data.source=nowhere: no such file, folder or glob"),
+        (["SOURCE", "out"], "line 1: no field text, but 'id', 'body': name its text with data.text_field (--text_field"),
+        (["SOURCE", "full", "--text_field=body"], "full is there already and holds no prepared data: name another folder"),
+        (["prepared", "out"], "prepared is prepared data already: use data.source=prepared"),
+        (["SOURCE", "out", "--held_out=1"], "1 must be at least 0 and less than 1"),
+        (["SOURCE", "out", "--workers=0"], "0 must be a whole number of at least 1"),
+        (["SOURCE", "out", "--eos=</s>"], "data.tokenizer=bytes has none"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message(call: list[str], said: str, source: Path, tmp_path: Path) -> None:
+    for name, file in (("full", "x"), ("prepared", "manifest.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    call = [str(source) if part == "SOURCE" else part for part in call]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tools.prepare_data", *call]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tool: Tool, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", odd_texts(20_000, seed=12, mean_bits=60))
+    tokenizer, out = train_bpe(tmp_path / "bpe"), tmp_path / "out"
+    call = ["prepare_data", str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", f"tools.{call[0]}", *call[1:]], env=environment, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    results = tmp_path / ".out.partial" / "results"
+    while not list(results.glob("*.json")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    kept = {path.name for path in results.iterdir()}
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    stop_s = time.monotonic()
+    said = process.communicate(timeout=30)[1]
+    assert time.monotonic() - stop_s < 5
+    assert process.returncode == 130
+    assert said == "stopped: the same command goes on with what is not finished\n"
+    assert processes_of(process.pid) == []
+    assert not out.exists()
+    again = tool(*call)
+    assert again.returncode == 0
+    assert re.search(r"going on after \d+\.\d MB that are finished", again.stderr)
+    assert kept
+    prepare(str(source), str(tokenizer), "auto", "auto", tmp_path / "afresh", PrepareSettings(shard_bytes=2**20))
+    assert files_of(out) == files_of(tmp_path / "afresh")
+
+
+def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "tools.prepare_data", str(source), str(tmp_path / "out"), "--text_field=body", "--json"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=its_end, text=True) as process:
+        os.close(its_end)
+        seen = b""
+        while True:
+            try:
+                seen += os.read(terminal, 4096)
+            except OSError:  # the other end is closed
+                break
+        assert process.stdout is not None
+        figures = json.loads(process.stdout.read())
+    os.close(terminal)
+    assert figures["documents"]["train"] > 1000
+    assert "━".encode() in seen
+    assert b"MB/s" in seen or b"kB" in seen
+    texts = texts_of(tmp_path / "out", read_manifest(tmp_path / "out"))
+    assert sorted(texts["train"] + texts["held_out"]) == sorted(filter(None, odd_texts(2000, seed=11)))
+    assert make_figures(read_manifest(tmp_path / "out"), tmp_path, True, 1.0)["tokens"] == figures["tokens"]
+
+
+def test_without_a_terminal_a_line_tells_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, kept = PlainLines(), 10_000_000
+    for elapsed_s in (0.0, 1.0, 11.0, 12.0, 22.0):
+        lines(Progress(kept + int(elapsed_s * 2e6), 74_000_000, kept, 10, 500, elapsed_s))
+    assert capsys.readouterr().err.splitlines() == [
+        "going on after 10.0 MB that are finished",
+        "32.0 of 74.0 MB, 2.0 MB/s, 21 s left, 500 tokens",
+        "54.0 of 74.0 MB, 2.0 MB/s, 10 s left, 500 tokens",
+    ]
+    assert "inf s left" in to_line(Progress(kept, 2 * kept, kept, 0, 0, 1.0))

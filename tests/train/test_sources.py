@@ -1,0 +1,145 @@
+"""train/data/sources.py and pieces.py: which files a source has, and how they are cut."""
+
+import os
+import sysconfig
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from train.data.config import DataError
+from train.data.pieces import choose_held_out, cut_source
+from train.data.sources import find_files, fingerprint_file, kind_of
+
+MIB = 2**20
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Files by name, with __ for the dot."""
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def names(source: object) -> list[str]:
+    return [name for name, _ in find_files(str(source))]
+
+
+def test_a_folder_gives_texts_and_records_sorted_by_name_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", z__txt="z", a__parquet="a")
+    write(tmp_path, b__md="b", c__jsonl="c", d__jsonl__gz="d", e__jsonl__zst="e", f__arrow="f", empty__txt="", g__png="g")
+    write(tmp_path, h__gz="h")
+    expected = ["b.md", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.arrow", "sub/a.parquet", "sub/z.txt"]
+    assert names(tmp_path) == expected
+    assert [kind_of(path) for _, path in find_files(str(tmp_path))] == [
+        "text", "jsonl", "jsonl.gz", "jsonl.zst", "arrow", "parquet", "text"]  # fmt: skip
+
+
+def test_names_are_relative_and_a_glob_finds_what_it_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, a__txt="a", b__txt="b", c__log="c")
+    assert names(tmp_path / "a.txt") == ["a.txt"]
+    assert names(tmp_path / "*.txt") == ["a.txt", "b.txt"]
+    assert names(tmp_path / "c.*") == ["c.log"], "a file that is named is text, whatever its ending"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert names("~/[ab].txt") == ["a.txt", "b.txt"]
+
+
+def test_stdlib_is_python_source_without_installed_packages() -> None:
+    found = find_files("stdlib")
+    root = Path(sysconfig.get_path("stdlib"))
+    assert ("os.py", root / "os.py") in found
+    assert all(name.endswith(".py") and "-packages" not in name for name, _ in found)
+
+
+def test_a_saved_dataset_is_its_arrow_files_only(tmp_path: Path) -> None:
+    write(tmp_path, state__json="{}", dataset_info__json="{}", data__arrow="x")
+    assert names(tmp_path) == ["data.arrow"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("nowhere", "no such file, folder or glob"),
+        ("hf:some/set", r"python -m tools\.prepare_data hf:some/set"),
+        ("folder", r"holds no text: .*\.jsonl\.gz"),
+        ("empty.txt", "empty file"),
+        ("packed.gz", "unpack it first"),
+        ("*.none", "no such|holds no text"),
+    ],
+)
+def test_a_source_without_text_is_refused(source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    write(tmp_path, empty__txt="", packed__gz="x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=said):
+        find_files(source)
+
+
+def test_a_fingerprint_shows_a_change_of_size_beginning_or_end(tmp_path: Path) -> None:
+    path, seen = tmp_path / "file", set()
+    content = bytearray(3 * MIB)
+    for place in (None, 0, MIB - 1, 2 * MIB, 3 * MIB - 1):
+        path.write_bytes(content if place is None else content[:place] + b"x" + content[place + 1 :])
+        seen.add(fingerprint_file(path))
+    path.write_bytes(content[:-1])
+    seen.add(fingerprint_file(path))
+    assert len(seen) == 6
+
+
+# Pieces
+
+
+def test_small_files_share_a_piece_and_a_large_one_is_cut(tmp_path: Path) -> None:
+    sizes = {"a.txt": 40, "b.txt": 40, "c.jsonl": 1000, "d.jsonl.gz": 500, "e.txt": 300}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    files, pieces = cut_source(str(tmp_path), 0.1, shard_bytes=100)
+    assert {file.name: file.size_bytes for file in files} == sizes
+    ranges = [[(part.name, part.first, part.last) for part in piece.parts] for piece in pieces]
+    lines = [[("c.jsonl", i * 100, i * 100 + 100)] for i in range(10)]
+    assert ranges == [[("a.txt", 0, 40), ("b.txt", 0, 40)], *lines, [("d.jsonl.gz", 0, 500)], [("e.txt", 0, 300)]]
+    assert [piece.index for piece in pieces] == list(range(13))
+    assert sum(piece.size_bytes for piece in pieces) == sum(sizes.values())
+
+
+def test_a_source_that_is_not_large_is_cut_into_64_pieces_of_at_least_2_mib(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for size_mib, count in ((1, 1), (16, 8), (320, 64), (1024, 64), (8192, 128)):
+        with open(path, "wb") as file:
+            file.truncate(size_mib * MIB)  # a sparse file: cutting reads only its ends
+        assert len(cut_source(str(path), 0.1, 64 * MIB)[1]) == count
+
+
+def test_held_out_files_are_chosen_by_name_and_marked(tmp_path: Path) -> None:
+    for i in range(50):
+        (tmp_path / f"{i}.txt").write_text("x")
+    _, (piece,) = cut_source(str(tmp_path), 0.2, MIB)
+    held_out = {part.name for part in piece.parts if part.held_out}
+    assert held_out == choose_held_out([f"{i}.txt" for i in range(50)], 0.2)
+    assert not piece.cut
+    assert not any(part.held_out for part in cut_source(str(tmp_path), 0.0, MIB)[1][0].parts)
+
+
+@pytest.mark.parametrize(("count", "share"), [(2, 0.001), (2, 0.999), (50, 0.001), (50, 0.999), (3, 0.5)])
+def test_some_document_is_held_out_and_some_is_not(count: int, share: float) -> None:
+    assert 1 <= len(choose_held_out([f"{i}.txt" for i in range(count)], share)) <= count - 1
+
+
+def test_the_share_held_out_is_about_that_asked_for() -> None:
+    every = [f"{i}.txt" for i in range(5000)]
+    assert len(choose_held_out(every, 0.1)) == pytest.approx(500, abs=80)
+    assert choose_held_out(every, 0.1) < choose_held_out(every, 0.2), "a larger share adds documents"
+    assert choose_held_out(every, 0.0) == set() == choose_held_out(["only"], 0.5)
+
+
+def test_pieces_do_not_depend_on_where_the_source_lies(tmp_path: Path) -> None:
+    cuts = []
+    for folder in (tmp_path / "here", tmp_path / "there"):
+        folder.mkdir()
+        write(folder, a__txt="a", b__jsonl="{}\n")
+        for path in folder.iterdir():
+            os.utime(path, ns=(1, 1))
+        pieces = cut_source(str(folder), 0.1, MIB)[1]
+        cuts.append([asdict(part) | {"path": ""} for piece in pieces for part in piece.parts])
+    assert cuts[0] == cuts[1]

@@ -1,0 +1,166 @@
+"""`python -m tools.prepare_data SOURCE OUT_DIR`: text, in any common form, to a folder of tokenised shards to train on."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import rich.progress
+from rich.console import Console
+
+from tools.command import format_table, positive, run_tool
+from train.data.config import DataError
+from train.data.prepare import PrepareSettings, Progress, is_there, prepare
+from train.data.store import MANIFEST, SPLITS, Manifest
+from train.data.tokenizer import padded_vocab_size
+
+MIB = 2**20
+LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on
+SOURCES = ("a file, folder or glob of text (.txt, .md, source code ...: one document each) or of records (.jsonl, .jsonl.gz, "
+           ".jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
+           "hf:NAME[:CONFIG[:SPLIT]] for a Hugging Face dataset (split train), hf:FOLDER for one on disk")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare, and say what came of it. Raises DataError."""
+    options = make_parser().parse_args(arguments)
+    folder = Path(options.out_dir).expanduser()
+    source = os.path.expanduser(options.source)
+    if (Path(source) / MANIFEST).is_file():
+        raise DataError(f"{source} is prepared data already: use data.source={source}")
+    settings = PrepareSettings(options.held_out, options.text_field, options.shard_mb * MIB, options.workers)
+    already_there, start_s = is_there(folder), time.perf_counter()
+    with show_progress(sys.stderr.isatty()) as progress:
+        try:
+            manifest = prepare(source, options.tokenizer, options.bos, options.eos, folder, settings, progress)
+        except KeyboardInterrupt:
+            print("stopped: the same command goes on with what is not finished", file=sys.stderr)
+            raise
+    figures = make_figures(manifest, folder, already_there, time.perf_counter() - start_s)
+    print(json.dumps(figures, indent=2) if options.json else to_text(figures))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The tool's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.prepare_data",
+        description="Tokenise text into a folder of shards, which data.source of a run then names. A start that was stopped "
+        "or killed goes on where it was; the result does not depend on the number of workers.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SOURCE", help=SOURCES)
+    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to make; it appears when it is complete")
+    parser.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH",
+                        help="a tokenizer.json or the folder it lies in; bytes, the default, is built in")  # fmt: skip
+    parser.add_argument("--bos", default="auto", metavar="TOKEN",
+                        help="token in front of each document, such as <s>: auto, the default, as the tokenizer's files say; "
+                             "none for none")  # fmt: skip
+    parser.add_argument("--eos", default="auto", metavar="TOKEN", help="token after each document (default auto)")
+    parser.add_argument("--text_field", default="text", metavar="NAME",
+                        help="field of a record that holds its text (default text)")  # fmt: skip
+    parser.add_argument("--held_out", type=_share, default=0.02, metavar="SHARE",
+                        help="share of documents kept for evaluation (default 0.02): at least one, or none with 0")  # fmt: skip
+    parser.add_argument("--workers", type=positive, default=len(os.sched_getaffinity(0)), metavar="N",
+                        help="processes (default: one for each core)")  # fmt: skip
+    parser.add_argument("--shard_mb", type=positive, default=64, metavar="N",
+                        help="MiB of source that become one shard, about (default 64; less of a small source)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")
+    return parser
+
+
+@contextmanager
+def show_progress(on_terminal: bool) -> Iterator[Callable[[Progress], None]]:
+    """What to call with progress: it draws a bar on a terminal's stderr, and writes a line now and then elsewhere."""
+    if not on_terminal:
+        yield PlainLines()
+        return
+    columns = (rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn(),
+               rich.progress.TimeRemainingColumn())  # fmt: skip
+    with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def update(progress: Progress) -> None:
+            if not bar.tasks:
+                bar.add_task("", total=progress.total_bytes, completed=progress.kept_bytes)
+            bar.update(bar.tasks[0].id, completed=progress.done_bytes)
+
+        yield update
+
+
+class PlainLines:
+    """Progress as lines of text."""
+
+    def __init__(self) -> None:
+        self._next_s = LINE_EVERY_S
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.done_bytes == progress.kept_bytes > 0:
+            print(f"going on after {progress.kept_bytes / 1e6:,.1f} MB that are finished", file=sys.stderr, flush=True)
+        if progress.elapsed_s >= self._next_s:
+            self._next_s = progress.elapsed_s + LINE_EVERY_S
+            print(to_line(progress), file=sys.stderr, flush=True)
+
+
+def to_line(progress: Progress) -> str:
+    """Progress in one line."""
+    mb_s = (progress.done_bytes - progress.kept_bytes) / 1e6 / progress.elapsed_s
+    left_s = (progress.total_bytes - progress.done_bytes) / 1e6 / mb_s if mb_s else float("inf")
+    return (f"{progress.done_bytes / 1e6:,.1f} of {progress.total_bytes / 1e6:,.1f} MB, {mb_s:,.1f} MB/s, {left_s:,.0f} s left, "
+            f"{progress.tokens:,} tokens")  # fmt: skip
+
+
+def make_figures(manifest: Manifest, folder: Path, already_there: bool, elapsed_s: float) -> dict[str, Any]:
+    """What the folder holds and how fast it was made; no speed if it was there."""
+    shards = {split: manifest.splits[split] for split in SPLITS}
+    tokens = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}
+    documents = {split: sum(shard.documents for shard in shards[split]) for split in SPLITS}
+    text_bytes = sum(shard.text_bytes for split in SPLITS for shard in shards[split])
+    return {
+        "folder": str(folder),
+        "already_there": already_there,
+        "documents": documents,
+        "empty_documents": manifest.settings["empty_documents"],
+        "tokens": tokens,
+        "text_bytes": text_bytes,
+        "bytes_per_token": text_bytes / sum(tokens.values()),
+        "mb_per_s": None if already_there else text_bytes / 1e6 / elapsed_s,
+        "elapsed_s": elapsed_s,
+        "tokenizer": manifest.tokenizer.name,
+        "dtype": manifest.dtype,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "padded_vocab_size": padded_vocab_size(manifest.tokenizer.vocab_size),
+    }
+
+
+def to_text(figures: dict[str, Any]) -> str:
+    """The figures for people, and the lines to put into a config."""
+    vocab_size, padded = figures["vocab_size"], figures["padded_vocab_size"]
+    speed = "" if figures["already_there"] else f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"
+    rows = [[split, f"{figures['documents'][split]:,}", f"{figures['tokens'][split]:,}"] for split in SPLITS]
+    return "\n".join((
+        f"{figures['folder']} is already there, made from the same" if figures["already_there"] else f"wrote {figures['folder']}",
+        format_table(("split", "documents", "tokens"), rows),
+        f"{figures['text_bytes'] / 1e6:,.1f} MB of text{speed}, {figures['bytes_per_token']:.2f} bytes per token; "
+        f"{figures['empty_documents']:,} documents without text were left out",
+        f"tokenizer {figures['tokenizer']}: {vocab_size:,} ids, stored as {figures['dtype']}",
+        f"in a config: data.source: {figures['folder']}, model.vocab_size: {padded} (or any number from {vocab_size} on; "
+        "a multiple of 128 suits tensor parallelism and GPUs)",
+    ))  # fmt: skip
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and less than 1")
+    return share
+
+
+if __name__ == "__main__":
+    run_tool(main)
