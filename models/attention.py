@@ -24,13 +24,12 @@ Documents = Tensor | BlockMask | None
 
 
 def within_documents(first_BT: Tensor) -> Documents:
-    """Documents of first[B, T], the place in its sequence where each token's document begins.
+    """Documents of first[B, T], the place in its sequence where each token's document begins. Made once for all blocks."""
+    return first_BT if first_BT.is_cpu else block_mask(first_BT)
 
-    Made once for all blocks: on a CPU first[B, T] itself; elsewhere the blocks of 128 x 128 scores that are not empty,
-    for FlexAttention (arXiv 2412.05496).
-    """
-    if first_BT.is_cpu:
-        return first_BT
+
+def block_mask(first_BT: Tensor) -> BlockMask:
+    """Which blocks of 128 x 128 scores are not empty, for FlexAttention (arXiv 2412.05496)."""
     B, T = first_BT.shape
 
     def same_document(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

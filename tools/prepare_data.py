@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tools.command import format_table, positive, run_tool
 from train.data.config import DataError
-from train.data.prepare import PrepareSettings, Progress, is_there, prepare
+from train.data.preparing.prepare import PrepareSettings, Progress, is_there, prepare
 from train.data.store import MANIFEST, SPLITS, Manifest
 from train.data.tokenizer import padded_vocab_size
 

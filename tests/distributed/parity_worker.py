@@ -24,9 +24,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention
 
+import models.llama
 import parallel.tensor
-from models.attention import CausalAttention
+from models.attention import CausalAttention, block_mask
 from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
@@ -101,22 +103,26 @@ def _tokens_of_all(mine: Tensor, data_rank: int) -> Tensor:
 
 @contextlib.contextmanager
 def changed(name: str) -> Iterator[None]:
-    """Our code with one thing in it replaced: "async" hands on collectives as torch's own styles do, not waited for;
-    "sdpa" takes torch's attention, as on a GPU, in place of our own for a CPU."""
-    where, what, value = {
-        "": (parallel.tensor, "_wait", parallel.tensor._wait),
-        "async": (parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor),
-        "sdpa": (CausalAttention, "forward", _torch_attention),
+    """Our code with things in it replaced: "async" hands on collectives as torch's own styles do, not waited for; "sdpa" and
+    "flex" take torch's attention and FlexAttention, as on a GPU, in place of our own for a CPU (where torch lets nobody
+    differentiate FlexAttention, though it can)."""
+    replaced: list[tuple[Any, str, Any]] = {
+        "": [],
+        "async": [(parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor)],
+        "sdpa": [(CausalAttention, "forward", _torch_attention)],
+        "flex": [(models.llama, "within_documents", block_mask), (flex_attention, "_validate_device", lambda *_: None)],
     }[name]
-    before = getattr(where, what)
-    setattr(where, what, value)
+    before = [getattr(where, what) for where, what, _ in replaced]
+    for where, what, value in replaced:
+        setattr(where, what, value)
     try:
         yield
     finally:
-        setattr(where, what, before)
+        for (where, what, _), value in zip(replaced, before, strict=True):
+            setattr(where, what, value)
 
 
-def _torch_attention(self: CausalAttention, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
+def _torch_attention(self: CausalAttention, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 

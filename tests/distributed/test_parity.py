@@ -11,7 +11,7 @@ from tests.distributed.parity import GRADIENT, LOSS, Job, check_compiled, check_
 
 AOT, EAGER = "--parallel.compile.backend=aot_eager", "--parallel.compile.enabled=false"
 FREEZE = "--train.freeze=[tok_embeddings.*, layers.0.*, layers.2.attention.wq.*]"
-TP = "--parallel.tp=2"
+TP, DOCUMENTS = "--parallel.tp=2", "--data.document_mask=true"
 
 
 def jobs_of(cases: list[matrix.Case]) -> dict[str, Job]:
@@ -32,6 +32,9 @@ OTHERS = {
                               "--parallel.selective_policy=aten.mm,aten._scaled_dot_product_flash_attention_for_cpu"], 2, "sdpa"),
     "sdpa-budget": Job(2, ["--parallel.compile.backend=aot_eager_decomp_partition", TP,
                            "--parallel.activation_checkpoint=budget"], 2, "sdpa"),
+    # What keeps documents apart on a GPU.
+    "flex-selective": Job(2, [AOT, TP, DOCUMENTS, "--parallel.activation_checkpoint=selective"], 2, "flex"),
+    "flex-full": Job(2, [AOT, DOCUMENTS, "--parallel.activation_checkpoint=full"], 2, "flex"),
 }  # fmt: skip
 # Compared in another way.
 SPECIAL = {"bfloat16": Job(4, [AOT, TP, "--parallel.param_dtype=bfloat16"], 2), "async": Job(2, [AOT, TP], 2, "async")}

@@ -16,7 +16,7 @@ import pytest
 
 from tests.train.texts import files_of, odd_texts, processes_of, texts_of, train_bpe, write_jsonl
 from tools.prepare_data import PlainLines, make_figures, to_line
-from train.data.prepare import PrepareSettings, Progress, prepare
+from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.store import read_manifest
 
 Tool = Callable[..., CompletedProcess[str]]

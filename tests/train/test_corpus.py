@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.texts import train_bpe
 from train.data.config import DataConfig, DataError
-from train.data.prepare import PrepareSettings, prepare
+from train.data.preparing.prepare import PrepareSettings, prepare
 from train.data.split import Split
 from train.data.store import MANIFEST
 from train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size

@@ -1,4 +1,4 @@
-"""train/data/prepare.py: prepared data are the documents of the source, each once, whatever the form and the processes."""
+"""Prepared data are the documents of the source, each once, whatever the form and the processes."""
 
 import json
 import os
@@ -13,10 +13,10 @@ import pytest
 import tokenizers
 
 from tests.train.texts import documents_of, files_of, odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
-from train.data import long_texts
-from train.data.pieces import cut_source, unit_hash
-from train.data.prepare import PrepareSettings, Progress, prepare
-from train.data.readers import read_part
+from train.data.preparing import long_texts
+from train.data.preparing.pieces import cut_source, unit_hash
+from train.data.preparing.prepare import PrepareSettings, Progress, prepare
+from train.data.preparing.readers import read_part
 from train.data.store import SPLITS, read_manifest
 from train.data.tokenizer import load_tokenizer
 
@@ -139,7 +139,7 @@ def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": plain, "test": plain.select(range(50, 60))}).save_to_disk(str(tmp_path / "parts"))
     (tmp_path / "loose").mkdir()
     write_jsonl(tmp_path / "loose" / "train.jsonl", TEXTS, "body")
-    code = ("import sys; from pathlib import Path; from train.data.prepare import *\n"
+    code = ("import sys; from pathlib import Path; from train.data.preparing.prepare import *\n"
             "settings = PrepareSettings(0.1, 'body', workers=2)\n"
             "prepare(sys.argv[1], 'bytes', 'auto', 'auto', Path(sys.argv[2]), settings)")  # fmt: skip
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

@@ -15,9 +15,9 @@ import tokenizers
 
 from tests.train.texts import odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
 from train.data.config import DataError
-from train.data.pieces import cut_source
-from train.data.prepare import PrepareSettings, prepare
-from train.data.readers import read_part
+from train.data.preparing.pieces import cut_source
+from train.data.preparing.prepare import PrepareSettings, prepare
+from train.data.preparing.readers import read_part
 
 ROOT = Path(__file__).parents[2]
 TEXTS = odd_texts(500, seed=3)
@@ -142,7 +142,7 @@ def test_no_dataset_is_one_error(tmp_path: Path) -> None:
 def test_a_missing_library_names_the_command_that_installs_it(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     code = ("import sys; sys.modules['pyarrow'] = sys.modules['datasets'] = None\n"
-            "from pathlib import Path; from train.data.prepare import *\n"
+            "from pathlib import Path; from train.data.preparing.prepare import *\n"
             "for source in ('a.parquet', 'hf:x'):\n"
             "    try: prepare(source, 'bytes', 'auto', 'auto', Path('out'), PrepareSettings())\n"
             "    except ValueError as error: print(error)\n")  # fmt: skip
@@ -203,7 +203,7 @@ def can_mount() -> bool:
 def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "a.txt").write_bytes(b"y" * 2_000_000)
-    code = ("import os; from pathlib import Path; from train.data.prepare import *\n"
+    code = ("import os; from pathlib import Path; from train.data.preparing.prepare import *\n"
             f"try: prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), PrepareSettings(workers={workers}))\n"
             "except ValueError as error: print(error, os.listdir('full'))\n")  # fmt: skip
     command = f"mount -t tmpfs -o size=1m none full && exec {sys.executable} -c \"$CODE\""

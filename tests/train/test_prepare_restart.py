@@ -14,7 +14,7 @@ import pytest
 
 from tests.train.texts import files_of, odd_texts, prepare_bytes, processes_of, texts_of, train_bpe, write_jsonl
 from train.data.config import DataError
-from train.data.prepare import PrepareSettings, prepare
+from train.data.preparing.prepare import PrepareSettings, prepare
 from train.data.store import Manifest
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ SETTINGS = PrepareSettings(held_out=0.1, shard_bytes=40_000)
 CODE = """
 import sys
 from pathlib import Path
-from train.data.prepare import PrepareSettings, prepare
+from train.data.preparing.prepare import PrepareSettings, prepare
 source, tokenizer, out, workers = sys.argv[1:]
 try:
     prepare(source, tokenizer, "auto", "auto", Path(out), PrepareSettings(0.1, "text", 40_000, int(workers)))

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from train.data.prepare import PrepareSettings, prepare
+from train.data.preparing.prepare import PrepareSettings, prepare
 from train.data.store import SPLITS, Manifest, open_split
 
 BITS = ["a", "Z", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\0", "\x1f", "\x7f", "\x85", "\xa0", "é", "ß", "e\u0301",

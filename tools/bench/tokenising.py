@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.data.prepare import PrepareSettings, prepare
+from train.data.preparing.prepare import PrepareSettings, prepare
 from train.data.sources import find_files
 
 ROUNDS = 3

@@ -96,7 +96,7 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     made_of = [FORMAT, vars(tokenizer), share, config.text_field, files]
     folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
     if not folder.exists():
-        from train.data.prepare import PrepareSettings, prepare
+        from train.data.preparing.prepare import PrepareSettings, prepare
 
         settings = PrepareSettings(held_out=share, text_field=config.text_field)
         prepare(source, config.tokenizer, config.bos, config.eos, folder, settings)

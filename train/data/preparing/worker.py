@@ -1,4 +1,4 @@
-"""Tokenises pieces of a source; as `python -m train.data.prepare_worker`, those that arrive on stdin, one JSON object a line."""
+"""Tokenises pieces of a source; as `-m train.data.preparing.worker`, those that arrive on stdin, one JSON object a line."""
 
 import errno
 import hashlib
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.config import DataError
-from train.data.long_texts import encode_in_parts
-from train.data.pieces import Part, Piece, unit_hash
-from train.data.readers import Document, read_part
-from train.data.shard_writer import ShardWriter, write_whole
+from train.data.preparing.long_texts import encode_in_parts
+from train.data.preparing.pieces import Part, Piece, unit_hash
+from train.data.preparing.readers import Document, read_part
+from train.data.preparing.shard_writer import ShardWriter, write_whole
 from train.data.sources import TEXT
 from train.data.store import SPLITS, ShardInfo
 from train.data.tokenizer import Tokenizer, load_tokenizer

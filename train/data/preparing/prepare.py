@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from train.data.config import DataError
-from train.data.pieces import Piece, cut_source
-from train.data.prepare_pool import tokenise_pieces
-from train.data.prepare_worker import Job, NoSpace, Result, piece_key, result_from_json, result_path, token_dtype, tokenise_piece
-from train.data.shard_writer import flush_folder, write_whole
+from train.data.preparing.pieces import Piece, cut_source
+from train.data.preparing.pool import tokenise_pieces
+from train.data.preparing.shard_writer import flush_folder, write_whole
+from train.data.preparing.worker import (
+    Job,
+    NoSpace,
+    Result,
+    piece_key,
+    result_from_json,
+    result_path,
+    token_dtype,
+    tokenise_piece,
+)
 from train.data.store import MANIFEST, SPLITS, Manifest, ShardInfo, SourceFile, manifest_to_json, read_manifest
 from train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from train.data.verify import hash_file

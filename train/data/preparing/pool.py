@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from train.data.config import DataError
-from train.data.pieces import Piece
-from train.data.prepare_worker import Job, NoSpace, OnBatch
+from train.data.preparing.pieces import Piece
+from train.data.preparing.worker import Job, NoSpace, OnBatch
 
 _ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def _start() -> subprocess.Popen[str]:
     """
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "train.data.prepare_worker"]
+    command = [sys.executable, "-m", "train.data.preparing.worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0)
 
 

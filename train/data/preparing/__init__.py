@@ -1,0 +1,1 @@
+"""From the text of a source to a folder of tokenised shards."""
