@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel.fsdp import reshard_units
 from train.data.loader import BatchShape, to_device
-from train.data.sequences import SequenceShape, count_sequences, read_batch
+from train.data.sequences import SequenceShape, read_batch
 from train.data.split import Split
 from train.step import Batch, count_targets, summed
 
@@ -23,17 +23,17 @@ class Score:
     Args:
         nats: summed loss
         tokens: that were predicted
-        tokens_per_byte: of the whole set's text in UTF-8
+        bytes_per_token: of the whole set: its text in UTF-8, by the tokens in it that are predicted
     """
 
     nats: float
     tokens: int
-    tokens_per_byte: float
+    bytes_per_token: float
 
     @property
     def loss(self) -> float:
         """Mean over the tokens, in nats."""
-        return self.nats / self.tokens
+        return self.nats / max(1, self.tokens)
 
     @property
     def perplexity(self) -> float:
@@ -41,8 +41,9 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss per byte of text, which models with different tokenizers can be compared by."""
-        return self.loss / math.log(2) * self.tokens_per_byte
+        """The loss per byte of text, which models with different tokenizers can be compared by. Exact for a set that is
+        evaluated whole, without clipped documents; else by the whole set's bytes per token."""
+        return self.loss / math.log(2) / self.bytes_per_token
 
 
 def score_sets(
@@ -55,21 +56,29 @@ def score_sets(
     for name, split in sets.items():
         batches = set_batches(split, sequences, shape, limit, device)
         nats, tokens = evaluate(model, batches, data_parallel).tolist()
-        scores[name] = Score(nats, int(tokens), split.tokens / max(1, split.text_bytes))
+        scores[name] = Score(nats, int(tokens), max(1, split.text_bytes) / max(1, _predicted(split, sequences)))
     return scores
 
 
 def set_batches(
     split: Split, sequences: SequenceShape, shape: BatchShape, limit: int, device: torch.device
 ) -> Iterator[Batch]:
-    """This rank's share of a set's first sequences, in batches of one shape, as many on every rank."""
-    count = count_sequences(split, sequences, "held-out")
+    """This rank's share of a set's first sequences, in batches of one shape, as many on every rank; `limit` 0 is all, the last
+    filled up."""
+    count = -(-(split.tokens - 1) // sequences.seq_len) if sequences.packing else split.documents
     count = min(limit, count) if limit else count
     per_round = shape.micro_batch_size * shape.data_parallel
     for first in range(0, count, per_round):
         index = first + shape.data_rank * shape.micro_batch_size + np.arange(shape.micro_batch_size)
         rows = np.stack((np.zeros_like(index), np.where(index < count, index, -1)), axis=1)
-        yield to_device(read_batch([split], rows, sequences), device)
+        yield to_device(read_batch([split], rows, sequences, device.type == "cuda"), device)
+
+
+def _predicted(split: Split, shape: SequenceShape) -> int:
+    """How many tokens of a set are ever a target: not the first of all, nor of any document that is kept apart."""
+    if shape.packing:
+        return split.tokens - (split.documents if shape.document_mask else 1)
+    return split.tokens - (split.documents if shape.start_id is None else 0)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:

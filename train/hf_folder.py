@@ -1,6 +1,7 @@
 """A Hugging Face folder on disk: config.json, and safetensors files of which any slice can be read. Never pickle."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from train.checkpoint import CheckpointError
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_BLOCK = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ROWS = 4096  # of a matrix compared at a time: 128 MB where a row has 8,192 channels in float32
 
 
@@ -71,6 +73,7 @@ def open_folder(path: Path) -> HfFolder:
         raise CheckpointError(f"{path / CONFIG}: {error}") from None
     files = _find_files(path)
     folder = HfFolder(path, config, hf_config, files, _read_headers(files))
+    _check_blocks(folder)
     if config.tie_embeddings and OUTPUT in folder.tensors and EMBEDDING in folder.tensors:
         _check_copies(folder)
     return folder
@@ -79,7 +82,7 @@ def open_folder(path: Path) -> HfFolder:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): name the folder of a Hugging Face model") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no mapping: name the folder of a Hugging Face model")
@@ -120,6 +123,14 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}): fetch it again") from None
     return tensors
+
+
+def _check_blocks(folder: HfFolder) -> None:
+    """CheckpointError if the files have another number of blocks than the config, before as many are built."""
+    numbers = {int(found.group(1)) for name in folder.tensors if (found := _BLOCK.match(name))}
+    if len(numbers) != folder.config.n_layers:
+        raise CheckpointError(f"{folder.path} does not hold the weights of its config: {CONFIG} says num_hidden_layers="
+                              f"{folder.config.n_layers}, its files have {len(numbers)}: fetch the folder again")  # fmt: skip
 
 
 def _check_copies(folder: HfFolder) -> None:

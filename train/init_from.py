@@ -18,6 +18,7 @@ from models.hf import different_keys, hf_name, is_ignored
 from models.llama import Llama, LlamaConfig
 from train.checkpoint import CheckpointError, list_checkpoints, read_position
 from train.config import ConfigError, load_config
+from train.data.paths import user_path
 from train.hf_folder import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
 
 PREFIX = "model."  # of the weights, among everything else that a checkpoint of ours holds
@@ -36,7 +37,7 @@ def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | 
     the run goes on from a checkpoint of its own. Raises CheckpointError and ConfigError."""
     if init_from is None or resume_from:
         return None
-    path = Path(init_from).expanduser()
+    path = user_path(init_from, "checkpoint.init_from", CheckpointError)
     if (path / "state.json").is_file():
         return _of_checkpoint(path, model)
     if (path / CONFIG).is_file():

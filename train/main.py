@@ -28,11 +28,11 @@ from train.build import build_model
 from train.checkpoint import Position, find_checkpoint, list_checkpoints, load_checkpoint, read_position, refuse_newer
 from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
-from train.data.config import DataError
+from train.data.checks import check_data, check_evaluation, check_sequences
 from train.data.loader import BatchShape
-from train.data.sequences import SequenceShape, count_sequences, make_sequence_shape
+from train.data.sequences import SequenceShape, make_sequence_shape
 from train.data.together import load_together
-from train.data.tokens import Corpus, check_data
+from train.data.tokens import Corpus
 from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_process
 from train.fits import check_fits
 from train.host_memory import device_memory_bytes
@@ -202,16 +202,13 @@ def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen)
 
 
 def _total_steps(config: Config, corpus: Corpus, sequences: SequenceShape, plan: Plan) -> int:
-    count = sum(count_sequences(source.split, sequences, "training") for source in corpus.sources)
+    """Optimizer steps of the whole run. Raises DataError where there is too little to train on or to evaluate."""
+    counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if config.train.eval_every:
-        for split in (*corpus.held_out.values(), *corpus.validation.values()):
-            count_sequences(split, sequences, "held-out")
-        if not (corpus.held_out or corpus.validation):
-            raise DataError(f"train.eval_every={config.train.eval_every}, but there is nothing to evaluate: no document is held "
-                            "out. Use a larger data.held_out, name a data.validation, or train.eval_every=0")  # fmt: skip
+        check_evaluation(corpus)
     if not config.train.epochs:
         return config.train.steps
-    return max(1, int(config.train.epochs * count) // plan.global_batch_size)
+    return max(1, int(config.train.epochs * sum(counts)) // plan.global_batch_size)
 
 
 def _throughput(config: Config, plan: Plan, device_name: str) -> Throughput:

@@ -47,7 +47,7 @@ def train_step(
     The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result does
     not depend on how sequences, padding or ranks are cut.
     """
-    global_tokens = summed(count_targets(micro_batches), data_parallel)
+    global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)  # documents without any text have none
     loss = torch.zeros_like(global_tokens)
     for i, batch in enumerate(micro_batches):
         set_last_micro_batch(model, last=i == len(micro_batches) - 1)

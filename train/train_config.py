@@ -11,7 +11,8 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps
-        epochs: instead of steps: passes over the training text (may be a fraction); 0 means steps counts
+        epochs: instead of steps: passes over the training text (may be a fraction); of a mixture, as many sequences as its
+            sources have together; 0 means steps counts
         seq_len: tokens per sequence
         micro_batch_size: sequences per rank in one forward and backward; auto is a rank's whole share of
             global_batch_size, or 1 where that is -1; under parallel.plan=auto the planner chooses it, and with it the

@@ -1,5 +1,6 @@
 """The data of a run: what the cache does, prepared folders, one tokenizer for all, checksums, and what does not fit."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 
 from tests.train.texts import train_bpe
+from train.data.checks import check_data
 from train.data.config import DataConfig, DataError
 from train.data.preparing.prepare import PrepareSettings, prepare
 from train.data.split import Split
 from train.data.store import MANIFEST
 from train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
-from train.data.tokens import check_data, find_tokenizer, load_corpus
+from train.data.tokens import find_tokenizer, load_corpus
 
 
 def documents_in(split: Split) -> list[str]:
@@ -204,16 +206,100 @@ def test_a_damaged_folder_is_refused_by_file(what: str, prepared: Path) -> None:
 def test_held_out_and_validation_sets_have_their_names(prepared: Path, many: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
     shutil.copytree(prepared, tmp_path / "b" / "prepared")
-    more = {"validation": {"extra": str(tmp_path / "b" / "prepared")}}
-    assert sorted(load_corpus(with_cache(prepared, **more)).held_out) == ["held_out"]
+    extra = load_corpus(with_cache(prepared, validation={"extra": str(tmp_path / "b" / "prepared")}))
+    assert sorted(extra.held_out) == ["held_out"]
+    assert extra.validation["extra"].documents == 60, "prepared data too is evaluated whole"
+    with pytest.raises(DataError, match=r"data\.validation\.held_out is also the name"):
+        load_corpus(with_cache(prepared, validation={"held_out": str(tmp_path / "b" / "prepared")}))
+    with pytest.raises(DataError, match=r"data\.validation\.again=.* is trained on"):
+        check_data(with_cache(prepared, validation={"again": str(prepared)}), 640)
     corpus = load_corpus(with_cache(prepared, mixture={str(prepared): 3.0, str(tmp_path / "b" / "prepared"): 1.0}))
-    assert [source.weight for source in corpus.sources] == [3.0, 1.0]
+    assert sorted(source.weight for source in corpus.sources) == [1.0, 3.0]
     assert set(corpus.held_out) == {str(prepared), str(tmp_path / "b" / "prepared")}, "two of one name have their whole path"
     raw = DataConfig(many.source, cache_dir=many.cache_dir, validation={"one": str(tmp_path / "one.jsonl")})
     assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], "a validation set of raw text is all of it"
 
 
-def test_the_fingerprint_changes_with_what_the_order_hangs_on(prepared: Path, many: DataConfig) -> None:
-    configs = [with_cache(prepared), with_cache(prepared, packing=False), with_cache(prepared, mixture={str(prepared): 2.0}),
-               DataConfig(many.source, cache_dir=many.cache_dir)]  # fmt: skip
-    assert len({load_corpus(config).fingerprint for config in configs}) == 4
+def test_the_fingerprint_changes_with_what_the_order_hangs_on_and_nothing_else(prepared: Path, many: DataConfig) -> None:
+    raw = train_bpe_store(prepared, "raw")
+    configs = [with_cache(prepared), with_cache(prepared, packing=False), with_cache(raw),
+               with_cache(prepared, mixture={str(prepared): 7.0, str(raw): 3.0}),
+               with_cache(prepared, mixture={str(prepared): 6.0, str(raw): 3.0})]  # fmt: skip
+    prints = [load_corpus(config).fingerprint for config in configs]
+    assert len(set(prints)) == 5
+    same = with_cache(prepared, mixture={str(raw): 0.3, str(prepared): 0.7}, validation={"raw": many.source}, tokenizer="auto")
+    same = DataConfig(**{**vars(same), "validation": {}})
+    assert load_corpus(same).fingerprint == prints[3], "the same shares in another order of the keys"
+
+
+def train_bpe_store(prepared: Path, name: str) -> Path:
+    """Another prepared folder with the same tokenizer."""
+    (prepared.parent / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(50)))
+    prepare(str(prepared.parent / f"{name}.jsonl"), str(prepared.parent / "bpe"), "auto", "auto", prepared.parent / name,
+            PrepareSettings())  # fmt: skip
+    return prepared.parent / name
+
+
+def test_a_share_too_small_to_count_is_refused(prepared: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.mixture: .*raw has the weight 1e-06"):
+        check_data(with_cache(prepared, mixture={str(prepared): 1.0, str(train_bpe_store(prepared, "raw")): 1e-6}), 640)
+
+
+def test_an_id_of_a_shard_beyond_the_model_is_found_before_anything_runs(prepared: Path) -> None:
+    manifest = prepared / MANIFEST
+    plain = json.loads(manifest.read_text())
+    plain["splits"]["train"][0]["max_id"] = 639
+    manifest.write_text(json.dumps(plain))
+    check_data(with_cache(prepared), 640)
+    with pytest.raises(DataError, match=r"train-00000\.bin has the token id 639, beyond model\.vocab_size=610"):
+        check_data(with_cache(prepared), 610)
+
+
+def test_much_raw_text_is_to_be_prepared_first(tmp_path: Path) -> None:
+    with open(tmp_path / "large.txt", "wb") as file:
+        file.truncate(3 * 2**30)  # sparse
+    with pytest.raises(DataError, match=r"3\.0 GiB of text, more than the 2\.0 GiB .* tools\.prepare_data"):
+        check_data(DataConfig(str(tmp_path / "large.txt")), 640)
+
+
+@pytest.mark.parametrize(("where", "value"), [
+    ("dtype", "O"), ("dtype", ">u2"), ("dtype", "int16"), ("dtype", ["uint16"]), ("tokenizer.vocab_size", "5"),
+    ("tokenizer.eos", -1), ("tokenizer.eos", 10**30), ("tokenizer.sha256", None), ("splits.train.0.max_id", True), ("splits.train.0.sha256", 5),
+    ("splits.train.0.documents", 0), ("splits.train", {"a": 1}), ("format", "1"), ("sources", [1]), ("settings", 5),
+])  # fmt: skip
+def test_a_manifest_with_an_odd_value_is_refused(where: str, value: object, prepared: Path) -> None:
+    manifest = prepared / MANIFEST
+    plain = place = json.loads(manifest.read_text())
+    *path, last = where.split(".")
+    for key in path:
+        place = place[int(key)] if key.isdecimal() else place[key]
+    place[last] = value
+    manifest.write_text(json.dumps(plain))
+    with pytest.raises(DataError, match=str(manifest)):
+        load_corpus(with_cache(prepared))
+
+
+def test_a_manifest_nested_without_end_is_refused(prepared: Path) -> None:
+    (prepared / MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(DataError, match=MANIFEST):
+        load_corpus(with_cache(prepared))
+
+
+@pytest.mark.parametrize("order", ["backwards", "short", "beyond"])
+def test_document_ends_that_cannot_be_are_refused_whatever_their_checksum(order: str, prepared: Path) -> None:
+    file, manifest = prepared / "train-00000.ends", prepared / MANIFEST
+    ends, plain = np.fromfile(file, "<i8"), json.loads(manifest.read_text())
+    if order == "backwards":
+        ends[:-1] = ends[:-1][::-1].copy()
+    else:
+        ends[-1] += 5 if order == "beyond" else -1
+    ends.tofile(file)
+    plain["splits"]["train"][0]["ends_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(plain))
+    with pytest.raises(DataError, match=str(file)):
+        load_corpus(with_cache(prepared))
+
+
+def test_what_else_lies_in_the_folder_does_not_matter(prepared: Path) -> None:
+    (prepared / "dangling").symlink_to(prepared / "nothing")
+    assert load_corpus(with_cache(prepared)).sources

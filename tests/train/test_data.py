@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from models.loss import IGNORE_INDEX
+from train.data.checks import check_sequences
 from train.data.config import DataError
 from train.data.loader import BatchShape, SampleOrder, TrainLoader, hash_tokens
 from train.data.order import sample_indices
-from train.data.sequences import SequenceShape, count_sequences, read_batch
+from train.data.sequences import SequenceShape, read_batch
 from train.data.split import Shard, Split
 from train.data.tokens import Source
 from train.evaluation import set_batches
@@ -186,13 +187,19 @@ def test_an_exception_in_the_thread_reaches_whoever_asks_for_the_next_batch() ->
 
 
 def test_too_little_text_for_one_sequence_is_refused_with_the_numbers() -> None:
-    assert count_sequences(split_of(SEQ_LEN + 1), SEQUENCES, "training") == 1
-    assert count_sequences(TOKENS, SEQUENCES, "training") == N
-    with pytest.raises(DataError, match=r"4 held-out tokens.*train\.seq_len=4 \+ 1"):
-        count_sequences(split_of(SEQ_LEN), SEQUENCES, "held-out")
-    with pytest.raises(DataError, match="0 training tokens"):
-        load(shape_of(0, 1), Split([], 0))
-    assert loader_threads() == []
+    assert check_sequences(split_of(SEQ_LEN + 1), SEQUENCES, "web") == 1
+    assert check_sequences(TOKENS, SEQUENCES, "web") == N
+    for tokens in (SEQ_LEN, 0):
+        with pytest.raises(DataError, match=rf"web: {tokens} training tokens .* train\.seq_len=4 \+ 1"):
+            check_sequences(split_of(tokens) if tokens else Split([], 0), SEQUENCES, "web")
+
+
+def test_the_end_of_a_set_and_a_set_shorter_than_a_sequence_are_evaluated_too() -> None:
+    shape = BatchShape(1, 1, 0, 1)
+    targets = [b.targets[0].tolist() for b in set_batches(split_of(SEQ_LEN + 3), SEQUENCES, shape, 0, CPU)]
+    assert targets == [[1, 2, 3, 4], [5, 6, IGNORE_INDEX, IGNORE_INDEX]]
+    (batch,) = set_batches(split_of(2), SEQUENCES, shape, 0, CPU)
+    assert batch.targets.tolist() == [[1, *[IGNORE_INDEX] * 3]]
 
 
 def test_a_row_of_minus_1_is_padding_that_counts_for_nothing() -> None:

@@ -28,7 +28,7 @@ def test_a_row_can_be_read_as_soon_as_it_is_written_and_a_resumed_run_goes_on_in
     for steps in ((0, 5), (5, 10)):
         metrics = open_metrics(tmp_path)
         for step in steps:
-            metrics.log_eval(step, {"a": Score(8.0 * step, 8, 0.5), "b": Score(0.0, 8, 1.0)})
+            metrics.log_eval(step, {"a": Score(8.0 * step, 8, 2.0), "b": Score(0.0, 8, 1.0)})
             row = rows_in(tmp_path)[-1]
             assert {key: row[key] for key in ("step", "eval_loss", "eval/a/loss", "eval/b/loss")} == {
                 "step": step, "eval_loss": step / 2, "eval/a/loss": step, "eval/b/loss": 0.0}  # fmt: skip

@@ -1,5 +1,6 @@
 """Documents in sequences: packed, kept apart, or one each; read across shards, with mixtures, and what is refused."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from models.llama import Llama, LlamaConfig, init_weights
 from models.loss import IGNORE_INDEX
 from train.data.config import DataError
-from train.data.loader import SampleOrder
+from train.data.loader import BatchShape, SampleOrder
 from train.data.mixture import CYCLE, draw, drawn, shares
 from train.data.sequences import SequenceShape, count_sequences, read_batch
 from train.data.split import Shard, Split
 from train.data.tokens import Source
+from train.evaluation import score_sets
 from train.step import Batch
 
 BOS, EOS = 1, 2
@@ -73,11 +75,17 @@ def test_a_document_mask_knows_where_each_document_begins_and_lets_no_target_cro
 def test_without_packing_every_document_is_a_sequence_clipped_or_padded():
     shape = SequenceShape(6, packing=False, document_mask=False, start_id=None, vocab_size=100)
     split = split_of(DOCUMENTS)
-    assert count_sequences(split, shape, "training") == 4
+    assert count_sequences(split, shape) == 4
     batch = read_batch([split], rows(0, 2), shape)
     assert batch.first is None
     assert batch.tokens.tolist() == [[1, 10, 11, 2, 2, 2], [1, 20, 21, 22, 23, 24]]
     assert batch.targets.tolist() == [[10, 11, 2, *[IGNORE_INDEX] * 3], [20, 21, 22, 23, 24, 25]]
+
+
+def test_the_place_of_a_wrong_id_is_right_behind_a_start_id_too():
+    shape = SequenceShape(5, packing=False, document_mask=False, start_id=EOS, vocab_size=30)
+    with pytest.raises(DataError, match=r"token id 40 .* byte 6 \(token 3\)"):
+        read_batch([split_of([[10, 11, EOS], [40, EOS]])], rows(1), shape)
 
 
 def test_a_document_without_a_bos_of_its_own_begins_after_the_end_of_another():
@@ -179,3 +187,23 @@ def test_a_mixture_draws_by_weight_and_each_source_runs_through_epochs_of_its_ow
     assert all(sorted(second[i : i + 8]) == list(range(8)) for i in range(0, 2400, 8))
     assert order.progress(CYCLE) == {"sequences/s0": 7500.0, "sequences/s1": 2500.0, "epoch/s0": 7500 / 40, "epoch/s1": 2500 / 8}
     assert np.array_equal(np.concatenate([order.rows(0, 77), order.rows(77, 23)]), found[:100])
+
+
+# Scores
+
+
+@pytest.mark.parametrize(("packing", "masked", "start_id", "predicted"), [
+    (True, False, None, 19), (True, True, None, 16), (False, False, None, 16), (False, False, EOS, 20),
+])  # fmt: skip
+def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, predicted, monkeypatch):
+    """A model that is off by exactly one bit for each token."""
+    split, shape = split_of(DOCUMENTS), SequenceShape(30 if not packing else 6, packing, masked, start_id, 100)
+
+    def model(tokens, targets, first):
+        return (targets != IGNORE_INDEX).sum() * math.log(2)
+
+    monkeypatch.setattr("train.evaluation.reshard_units", lambda model: None)
+    monkeypatch.setattr("train.step.dist.all_reduce", lambda value, group: None)
+    score = score_sets(model, {"set": split}, shape, BatchShape(2, 1, 0, 1), 0, torch.device("cpu"), None)["set"]
+    assert score.tokens == predicted
+    assert score.bits_per_byte == pytest.approx(predicted / split.text_bytes)

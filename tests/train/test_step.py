@@ -105,3 +105,11 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
 def test_ignored_targets_are_not_counted():
     targets = torch.tensor([[1, -100, 2], [-100, -100, 3]])
     assert count_targets([Batch(targets, targets), Batch(targets, targets)]).item() == 6
+
+
+def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer):
+    model, optimizer, group = trainer
+    batch = make_batches(1)[0]
+    result = train_step(model, optimizer, [Batch(batch.tokens, torch.full_like(batch.targets, -100))], 1.0, group)
+    assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
+    assert all(p.full_tensor().isfinite().all() for p in model.parameters())

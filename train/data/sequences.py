@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from models.loss import IGNORE_INDEX
 from train.data.config import DataConfig, DataError
-from train.data.documents import part_documents, read_document
+from train.data.documents import part_documents
 from train.data.split import Split
 from train.data.tokenizer import TokenizerInfo
 from train.step import Batch
@@ -39,42 +39,51 @@ def make_sequence_shape(config: DataConfig, tokenizer: TokenizerInfo, seq_len: i
     return SequenceShape(seq_len, config.packing, config.document_mask, start_id, vocab_size)
 
 
-def count_sequences(split: Split, shape: SequenceShape, what: str) -> int:
-    """How many sequences a split has; DataError if none. Packed, each has T inputs and shares its last target with the next."""
-    count = (split.tokens - 1) // shape.seq_len if shape.packing else split.documents
-    if count < 1:
-        raise DataError(f"data.source has {split.tokens} {what} tokens, fewer than one sequence of "
-                        f"train.seq_len={shape.seq_len} + 1: use more text or a shorter sequence")  # fmt: skip
-    return count
+def count_sequences(split: Split, shape: SequenceShape) -> int:
+    """How many whole sequences a split has. Packed, each has T inputs and shares its last target with the next."""
+    return max(0, split.tokens - 1) // shape.seq_len if shape.packing else split.documents
 
 
 def read_batch(splits: list[Split], rows: NDArray[np.int64], shape: SequenceShape, pinned: bool = False) -> Batch:
-    """The sequences rows[B] = (split, index) on the host, copied once, from the mapped file into the batch. An index of -1 is
-    padding, which counts for nothing. Raises DataError for an id that the model does not have."""
+    """The sequences rows[B] = (split, index) on the host, copied from the mapped file straight into the batch. An index of -1 is
+    padding, which counts for nothing; so does what follows the last token. Raises DataError for an id that the model does not
+    have."""
     size = (len(rows), shape.seq_len)
     tokens, targets = (torch.empty(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
     first = torch.zeros(size, dtype=torch.int64, pin_memory=pinned) if shape.document_mask else None
-    ids = np.empty(shape.seq_len + 1, np.int64)
     for b, (source, index) in enumerate(rows.tolist()):
-        split = splits[source]
+        split, inputs, outputs = splits[source], tokens[b].numpy(), targets[b].numpy()
         if shape.packing:
             begin = max(index, 0) * shape.seq_len
-            split.read(begin, ids)
-            known = len(ids)
+            end = min(begin + shape.seq_len + 1, split.tokens)
         else:
-            begin, known = read_document(split, max(index, 0), shape.start_id, ids)
-        _check_ids(ids[:known], split, begin, shape.vocab_size)
-        tokens[b], targets[b] = torch.from_numpy(ids[:-1]), torch.from_numpy(ids[1:])
-        targets[b, known - 1 :] = IGNORE_INDEX
+            begin, end = split.document(max(index, 0))
+        _read_row(split, begin, end, shape, inputs, outputs)
         if first is not None:
-            part_documents(split, begin, targets[b].numpy(), first[b].numpy())
+            part_documents(split, begin, end, outputs, first[b].numpy())
         if index < 0:
-            targets[b] = IGNORE_INDEX
+            outputs[:] = IGNORE_INDEX
     return Batch(tokens, targets, first)
 
 
+def _read_row(
+    split: Split, begin: int, end: int, shape: SequenceShape, inputs: NDArray[np.int64], outputs: NDArray[np.int64]
+) -> None:
+    """Tokens begin .. end - 1 as inputs[T], after a start id if there is one, and one position on as outputs[T]: clipped, or
+    filled up with the last token and targets that count for nothing."""
+    start = 0 if shape.packing or shape.start_id is None else 1
+    inputs[:start] = shape.start_id or 0
+    known, wanted = min(end - begin + start, len(inputs)), min(end - begin + start - 1, len(outputs))
+    split.read(begin, inputs[start:known])
+    split.read(begin + 1 - start, outputs[:wanted])
+    _check_ids(inputs[start:known], split, begin, shape.vocab_size)
+    _check_ids(outputs[:wanted], split, begin + 1 - start, shape.vocab_size)
+    inputs[known:] = inputs[known - 1]
+    outputs[wanted:] = IGNORE_INDEX
+
+
 def _check_ids(ids: NDArray[np.int64], split: Split, begin: int, vocab_size: int) -> None:
-    if ids.max() < vocab_size:
+    if ids.max(initial=0) < vocab_size:
         return
     bad = int((ids >= vocab_size).argmax())
     raise DataError(f"token id {ids[bad]} is beyond model.vocab_size={vocab_size}: {split.place(begin + bad)}. "

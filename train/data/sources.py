@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from train.data.config import DataError
+from train.data.paths import user_path
 from train.data.store import MANIFEST
 
 TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst", ".json", ".csv", ".html", ".xml", ".tex", ".c", ".h", ".cpp", ".cc",
@@ -29,7 +30,7 @@ def find_files(source: str) -> list[tuple[str, Path]]:
     if source.startswith(HF_PREFIX):
         raise DataError(f"data.source={source} is a Hugging Face dataset, which must be tokenised first: run "
                         f"`python -m tools.prepare_data {source} FOLDER` and use data.source=FOLDER")  # fmt: skip
-    source = os.path.expanduser(source)
+    source = str(user_path(source, "data.source"))
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root) if path.suffix == ".py"]

@@ -11,9 +11,9 @@ A folder with a manifest is complete: whoever writes one gives it its name by on
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from train.data.tokenizer import TokenizerInfo
 FORMAT = 1  # raised when the files' layout changes
 MANIFEST = "manifest.json"
 SPLITS = ("train", "held_out")
+DTYPES = ("uint16", "uint32")
+T = TypeVar("T", TokenizerInfo, "ShardInfo", "SourceFile")
 
 
 @dataclass(frozen=True)
@@ -76,26 +78,35 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
         if plain["format"] != FORMAT:
-            raise DataError(f"{path} has format {plain['format']}, this version reads {FORMAT}: prepare the data again")
+            raise DataError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}: prepare the data again")
+        if plain["dtype"] not in DTYPES:
+            raise ValueError(f"dtype {plain['dtype']!r} is not one of {', '.join(DTYPES)}")
         return Manifest(
-            tokenizer=TokenizerInfo(**plain["tokenizer"]),
-            dtype=str(np.dtype(plain["dtype"])),
-            sources=tuple(SourceFile(**source) for source in plain["sources"]),
-            splits={split: tuple(_checked(ShardInfo(**shard)) for shard in plain["splits"][split]) for split in SPLITS},
+            tokenizer=_build(TokenizerInfo, plain["tokenizer"]),
+            dtype=plain["dtype"],
+            sources=tuple(_build(SourceFile, source) for source in plain["sources"]),
+            splits={split: tuple(_build(ShardInfo, shard) for shard in plain["splits"][split]) for split in SPLITS},
             settings=dict(plain["settings"]),
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}): prepare the data again") from None
 
 
-def _checked(info: ShardInfo) -> ShardInfo:
-    """The same; ValueError where it is none: no name that leads out of the folder, no count that is not one."""
-    counts = (info.tokens, info.documents, info.text_bytes, info.max_id)
-    if not (re.fullmatch(r"[\w-]+", str(info.name)) and all(type(n) is int and n >= 0 for n in counts) and info.tokens):
-        raise ValueError(f"the shard {info.name} is described by impossible values")
-    return info
+def _build(kind: type[T], plain: dict[str, Any]) -> T:
+    """One of the dataclasses above. TypeError or ValueError for a value that cannot be: of another type, a count below 0, a name
+    that leads out of the folder."""
+    built = kind(**plain)
+    for item in fields(kind):  # type: ignore[arg-type]
+        value, wanted = getattr(built, item.name), item.type
+        if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise TypeError(f"{item.name} is {value!r}")
+        if isinstance(value, int) and not 0 <= value < 2**62:
+            raise ValueError(f"{item.name} is {value}")
+    if isinstance(built, ShardInfo) and not (re.fullmatch(r"[\w-]+", built.name) and built.tokens and built.documents):
+        raise ValueError(f"the shard {built.name} is described by impossible values")
+    return built
 
 
 def manifest_to_json(manifest: Manifest) -> str:
@@ -103,9 +114,9 @@ def manifest_to_json(manifest: Manifest) -> str:
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
-def open_split(folder: Path, manifest: Manifest, split: str) -> Split:
-    """One split, memory-mapped. Raises DataError where a file is not there or has another size than the manifest says."""
-    infos = manifest.splits[split]
+def open_split(folder: Path, manifest: Manifest, *splits: str) -> Split:
+    """Splits as one, memory-mapped. Raises DataError where a file is not there or has another size than the manifest says."""
+    infos = [info for split in splits for info in manifest.splits[split]]
     shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
     return Split(shards, sum(info.text_bytes for info in infos))
 
@@ -115,7 +126,10 @@ def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> Shard:
     for name, size in sizes.items():
         _check_size(folder / name, size)
     ids, ends = (folder / name for name in sizes)
-    return Shard(ids, np.memmap(ids, dtype.newbyteorder("<"), "r"), np.memmap(ends, "<u8", "r"))
+    shard = Shard(ids, np.memmap(ids, dtype.newbyteorder("<"), "r"), np.memmap(ends, "<u8", "r"))
+    if shard.ends[-1] != info.tokens:
+        raise DataError(f"{ends}: the last document ends at token {shard.ends[-1]} of {info.tokens}: prepare the data again")
+    return shard
 
 
 def _check_size(path: Path, size_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.config import DataError
+from train.data.paths import user_path
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")  # of Llama 3, Llama 2, Gemma
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")  # the same, and GPT-2
@@ -46,7 +48,10 @@ class Tokenizer(Protocol):
     info: TokenizerInfo
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
-        """Ids of each text, which is UTF-8, without BOS and EOS. What looks like a special token is text too."""
+        """Ids of each text, which is UTF-8, without BOS and EOS. What looks like a special token is text too.
+
+        Raises UnicodeDecodeError where a text must be UTF-8 and is not, and DataError where it has no ids.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; BOS, EOS and unknown ids are left out, broken UTF-8 is shown as such."""
@@ -65,10 +70,14 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json of the `tokenizers` library."""
+    """A tokenizer.json of the `tokenizers` library.
+
+    `bos` and `eos` are as in DataConfig. With auto the tokenizer_config.json beside counts, then names that are known; where its
+    add_bos_token is false there is no BOS. Its add_eos_token does not count: EOS separates documents, so each one has it.
+    """
 
     def __init__(self, path: Path, bos: str = "auto", eos: str = "auto", info: TokenizerInfo | None = None) -> None:
-        """`bos`, `eos`: as in DataConfig; `info`: of data made with it, which then need not be found out. Raises DataError."""
+        """`info`: of data made with it, which then need not be found out. Raises DataError."""
         import tokenizers
 
         self.path = path / "tokenizer.json" if path.is_dir() else path
@@ -82,11 +91,16 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # of a text that spells one out: it must not end a document
         self.info = info or self._find_info(hashlib.sha256(content).hexdigest(), bos, eos)
+        self._ends = [token for token in (self.info.bos, self.info.eos) if token is not None]
+        spelled = [token for end in self._ends if (token := self._tokenizer.id_to_token(end))]
+        self._tokenizer.add_special_tokens(spelled)  # some files have them as ordinary ones
+        self._apart = _after_first_letter(spelled)
 
     def _find_info(self, sha256: str, bos: str, eos: str) -> TokenizerInfo:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         said = _said_beside(self.path)
-        bos_id = None if bos == "none" else _find_token(ids, "bos", bos, said.get("bos_token"), BOS_NAMES, self.path)
+        none = bos == "none" or (bos == "auto" and said.get("add_bos_token") is False)
+        bos_id = None if none else _find_token(ids, "bos", bos, said.get("bos_token"), BOS_NAMES, self.path)
         eos_id = _find_token(ids, "eos", eos, said.get("eos_token"), EOS_NAMES, self.path)
         if eos_id is None:
             special = ", ".join(_special(self._tokenizer)[:4])
@@ -95,8 +109,32 @@ class JsonTokenizer:
         return TokenizerInfo(self.path.resolve().parent.name, sha256, max(ids.values()) + 1, bos_id, eos_id)
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
-        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        words = [text.decode() for text in texts]
+        found = self._ids_of(words)
+        if not self._has_ends(found):
+            return found
+        return [self._take_apart(text) if self._has_ends([ids]) else ids for text, ids in zip(words, found, strict=True)]
+
+    def _ids_of(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself, as for a word without an id
+            raise DataError(f"data.tokenizer={self.path} cannot encode a text ({error}): use a tokenizer that has an id for "
+                            "every text") from None  # fmt: skip
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def _has_ends(self, found: list[NDArray[np.uint32]]) -> bool:
+        """Whether BOS or EOS is among the ids of texts."""
+        ids = np.concatenate(found) if found else np.empty(0, np.uint32)
+        return any(bool((ids == end).any()) for end in self._ends)
+
+    def _take_apart(self, text: str) -> NDArray[np.uint32]:
+        """Ids of a text with BOS or EOS spelled out in it, where the tokenizer knows that as a word: it is cut in two there."""
+        ids = np.concatenate(self._ids_of(self._apart.split(text)))
+        if self._has_ends([ids]):
+            raise DataError(f"data.tokenizer={self.path} gives the id of BOS or EOS ({' or '.join(map(str, self._ends))}) for a "
+                            "text: name other tokens with data.bos and data.eos")  # fmt: skip
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -105,7 +143,7 @@ class JsonTokenizer:
 def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer:
     """The tokenizer that data.tokenizer, data.bos and data.eos mean; auto is bytes. Raises DataError."""
     if name not in ("auto", "bytes"):
-        return JsonTokenizer(Path(name).expanduser(), bos, eos)
+        return JsonTokenizer(user_path(name, "data.tokenizer"), bos, eos)
     if (bos, eos) not in (("auto", "auto"), ("none", "auto")):
         raise DataError(f"data.bos={bos} and data.eos={eos} name tokens, but data.tokenizer=bytes has none: leave them at auto")
     return ByteTokenizer()
@@ -126,15 +164,35 @@ def check_vocabulary(tokenizer: TokenizerInfo, vocab_size: int) -> None:
 
 
 def _said_beside(path: Path) -> dict[str, Any]:
-    """bos_token and eos_token of the tokenizer_config.json that Hugging Face puts beside; {} without one."""
+    """bos_token, eos_token and add_bos_token of the tokenizer_config.json that Hugging Face puts beside; {} without one.
+
+    Raises DataError.
+    """
     config = path.with_name("tokenizer_config.json")
     if not config.is_file():
         return {}
     try:
-        said = json.loads(config.read_text(encoding="utf-8"))
-        return {key: value.get("content") if isinstance(value, dict) else value for key, value in said.items()}
-    except (OSError, ValueError, AttributeError) as error:
+        plain = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(plain, dict):
+            raise ValueError("it holds no mapping")
+        kinds = {"bos_token": str, "eos_token": str, "add_bos_token": bool}
+        return {key: _checked(key, plain[key], kind) for key, kind in kinds.items() if plain.get(key) is not None}
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{config} cannot be read ({error}): mend it, or move it away and name data.bos and data.eos") from None
+
+
+def _checked(key: str, value: Any, kind: type) -> Any:
+    """A token, also where Hugging Face has it as {"content": ...}, or true or false. ValueError where it is no such thing."""
+    found = value.get("content") if isinstance(value, dict) and kind is str else value
+    if not isinstance(found, kind):
+        raise ValueError(f"{key}={value}".splitlines()[0][:80] + f" is no {'token' if kind is str else 'true or false'}")
+    return found
+
+
+def _after_first_letter(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Matches the place after the first letter of each token of more than one, wherever a text has it."""
+    places = (f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in tokens if token[1:])
+    return re.compile("|".join(places) or r"(?!)")
 
 
 def _find_token(

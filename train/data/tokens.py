@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.data.config import DataConfig, DataError
+from train.data.mixture import shares
 from train.data.sources import find_files
 from train.data.split import Split
-from train.data.store import FORMAT, MANIFEST, Manifest, open_split, read_manifest
-from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerInfo, check_vocabulary, load_tokenizer
+from train.data.store import FORMAT, MANIFEST, SPLITS, Manifest, open_split, read_manifest
+from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
 from train.data.verify import verify_once
 
 
@@ -46,40 +47,36 @@ class Corpus:
 
 def load_corpus(config: DataConfig) -> Corpus:
     """The data that a config names. Raises DataError where it cannot be used."""
-    folders = {source: find_folder(source, config) for source in config.mixture or (config.source,)}
-    manifests = {source: read_manifest(folder) for source, folder in folders.items()}
+    folders = {source: find_folder(source, config) for source in trained_on(config)}
     validation = {name: find_folder(source, config, held_out=0.0) for name, source in config.validation.items()}
-    names = _short_names(list(folders)) if config.mixture else {config.source: "held_out"}
-    every = {**folders, **{config.validation[name]: folder for name, folder in validation.items()}}
-    tokenizer = _one_tokenizer({source: read_manifest(folder).tokenizer for source, folder in every.items()}, config)
-    for folder in every.values() if config.verify == "full" else ():
+    manifests = {folder: read_manifest(folder) for folder in (*folders.values(), *validation.values())}
+    tokenizer = _one_tokenizer({folder: manifest.tokenizer for folder, manifest in manifests.items()}, config)
+    for folder in manifests if config.verify == "full" else ():
         verify_once(folder, cache_root(config) / "verified")
-    sources = tuple(Source(names[source], config.mixture.get(source, 1.0), open_split(folder, manifests[source], "train"))
-                    for source, folder in folders.items())  # fmt: skip
-    held_out = {names[source]: open_split(folder, manifests[source], "held_out")
-                for source, folder in folders.items() if manifests[source].splits["held_out"]}  # fmt: skip
-    drawn_from = [([shard.sha256 for shard in manifest.splits["train"]], config.mixture.get(source, 1.0))
-                  for source, manifest in manifests.items()]  # fmt: skip
-    order = json.dumps([drawn_from, config.packing])
+    # In an order of their own, so that neither their names nor who comes first in the config decide what is drawn when.
+    hashes = {source: [shard.sha256 for shard in manifests[folder].splits["train"]] for source, folder in folders.items()}
+    folders = {source: folders[source] for source in sorted(folders, key=lambda source: hashes[source])}
+    names = _short_names(list(folders)) if config.mixture else {config.source: "held_out"}
+    held_out = {names[source]: open_split(folder, manifests[folder], "held_out")
+                for source, folder in folders.items() if manifests[folder].splits["held_out"]}  # fmt: skip
+    if twice := held_out.keys() & validation.keys():
+        raise DataError(f"data.validation.{min(twice)} is also the name of what is held out of the data: name it otherwise")
+    weights = [config.mixture.get(source, 1.0) for source in folders]
+    order = json.dumps([[hashes[source] for source in folders], shares(tuple(weights)), config.packing])
     return Corpus(
-        sources=sources,
+        sources=tuple(Source(names[source], weight, open_split(folder, manifests[folder], "train"))
+                      for (source, folder), weight in zip(folders.items(), weights, strict=True)),
         held_out=held_out,
-        validation={name: _all_of(folder) for name, folder in validation.items()},
+        validation={name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()},
         tokenizer=tokenizer,
-        description="; ".join(_describe(source, folders[source], manifests[source]) for source in folders),
+        description="; ".join(_describe(source, folder, manifests[folder]) for source, folder in folders.items()),
         fingerprint=hashlib.sha256(order.encode()).hexdigest()[:16],
-    )
+    )  # fmt: skip
 
 
-def check_data(config: DataConfig, vocab_size: int) -> None:
-    """DataError for a source that is not there, or a model with fewer ids than a tokenizer; nothing is tokenised yet."""
-
-    for source in (*(config.mixture or (config.source,)), *config.validation.values()):
-        if is_prepared(source):
-            check_vocabulary(read_manifest(Path(source).expanduser()).tokenizer, vocab_size)
-        else:
-            find_files(source)
-            check_vocabulary(load_tokenizer(config.tokenizer, config.bos, config.eos).info, vocab_size)
+def trained_on(config: DataConfig) -> list[str]:
+    """The sources that a run learns from."""
+    return list(config.mixture) or [config.source]
 
 
 def find_folder(source: str, config: DataConfig, held_out: float | None = None) -> Path:
@@ -123,13 +120,7 @@ def cache_root(config: DataConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "meshwright"
 
 
-def _all_of(folder: Path) -> Split:
-    """A validation set: what prepared data holds out, or all of it."""
-    manifest = read_manifest(folder)
-    return open_split(folder, manifest, "held_out" if manifest.splits["held_out"] else "train")
-
-
-def _one_tokenizer(of: dict[str, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
+def _one_tokenizer(of: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
     """The tokenizer of all sources. DataError where they have several, or another than data.tokenizer says."""
     (first, tokenizer), *others = of.items()
     for source, other in others:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from train.data.config import DataError
 from train.data.store import MANIFEST, Manifest, read_manifest
 
@@ -17,7 +19,8 @@ THREADS = 4  # hashing lets go of the interpreter
 def verify_once(folder: Path, remembered: Path) -> None:
     """Compare every file of a prepared folder with its checksum, unless that was done before and no file has another size or
     time since; `remembered` is the folder where that is noted. Raises DataError naming the file."""
-    seen = json.dumps({path.name: _stamp(path) for path in sorted(folder.iterdir())}, sort_keys=True)
+    names = [MANIFEST, *(name for name, _ in _checksums(read_manifest(folder)))]
+    seen = json.dumps({name: _stamp(folder / name) for name in names})
     note = remembered / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     with contextlib.suppress(OSError):
         if note.read_text(encoding="utf-8") == seen:
@@ -38,6 +41,8 @@ def verify(folder: Path) -> None:
             if found != wanted[name]:
                 raise DataError(f"{folder / name} has changed since it was prepared: its sha256 is {found[:16]}..., "
                                 f"{folder / MANIFEST} says {wanted[name][:16]}...: prepare the data again")  # fmt: skip
+            if name.endswith(".ends") and (np.diff(np.fromfile(folder / name, "<i8"), prepend=0) <= 0).any():
+                raise DataError(f"{folder / name} does not list documents one after another: prepare the data again")
 
 
 def hash_file(path: Path) -> str:
@@ -57,5 +62,8 @@ def _checksums(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}, but {path.parent / MANIFEST} lists it: prepare the data again") from None
     return status.st_size, status.st_mtime_ns

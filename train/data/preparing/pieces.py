@@ -68,17 +68,17 @@ class Piece:
 
 
 def cut_source(
-    source: str, share: float, shard_bytes: int, needs_text: bool = False
+    source: str, share: float, shard_bytes: int, check_text: bool = True
 ) -> tuple[list[SourceFile], list[Piece]]:
     """Every file of a source, and its pieces of about `shard_bytes`. Raises DataError.
 
-    `needs_text`: of the standard library, whose tests try other encodings, only what is UTF-8.
+    `check_text`: of the standard library, whose tests try other encodings, only what is UTF-8.
     """
     if source.startswith(HF_PREFIX):
         files = [_describe_dataset(source)]
     else:
         found = find_files(source)
-        if needs_text and source == "stdlib":
+        if check_text and source == "stdlib":
             found = [(name, path) for name, path in found if _is_utf8(path)]
         files = [_describe_file(name, path) for name, path in found]
     texts = [part.name for part in files if part.kind == TEXT]

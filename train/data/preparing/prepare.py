@@ -85,14 +85,17 @@ def prepare(
     Work goes on in .NAME.partial beside it, where shards that an earlier start finished are kept if they are of the same
     text, tokenizer and settings. Raises DataError.
     """
+    if folder.name in ("", ".."):
+        raise DataError(f"OUT_DIR={folder} names no new folder: give it a name of its own, such as {folder / 'tokens'}")
     tokenizer = load_tokenizer(tokenizer_name, bos, eos)
-    files, pieces = cut_source(source, settings.held_out, settings.shard_bytes, needs_text=tokenizer.info.sha256 != "")
+    check_text = source != "stdlib" or tokenizer.info.sha256 != ""  # bytes take the standard library as it is
+    files, pieces = cut_source(source, settings.held_out, settings.shard_bytes, check_text)
     wanted = _empty_manifest(tokenizer, files, settings)
     with _partial_folder(folder) as partial:
         if is_there(folder):
             return check_same(folder, wanted)
         job = Job(tokenizer_name, bos, eos, tokenizer.info.sha256, settings.text_field, settings.held_out,
-                  str(partial / "data"), str(partial / "results"))  # fmt: skip
+                  str(partial / "data"), str(partial / "results"), check_text)  # fmt: skip
         results = _Work(job, tokenizer, settings.workers, folder, on_progress).run(pieces)
         manifest = _fill_manifest(wanted, results, source)
         try:

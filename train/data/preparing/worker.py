@@ -41,6 +41,7 @@ class Job:
         held_out: share of records held out
         folder: where shards go
         results_folder: where a small file for each finished piece goes
+        check_text: text files must be UTF-8
     """
 
     tokenizer: str
@@ -51,6 +52,7 @@ class Job:
     held_out: float
     folder: str
     results_folder: str
+    check_text: bool
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _batches(piece: Piece, job: Job) -> Iterator[tuple[list[tuple[Part, Document
     batch: list[tuple[Part, Document]] = []
     size_bytes, before, reported = 0, 0, 0
     for part in piece.parts:
-        for document in read_part(part, job.text_field, check_text=job.tokenizer_sha256 != ""):
+        for document in read_part(part, job.text_field, job.check_text):
             batch.append((part, document))
             size_bytes += len(document.text)
             if size_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
@@ -165,14 +167,17 @@ class _PieceWork:
         """The ids of each text, those of a long one in parts."""
         encode = self._tokenizer.encode
         short = [text for text in texts if len(text) <= _LONG_BYTES]
+        long = partial(encode_in_parts, encode, dtype=self._dtype)
         try:
             encoded = iter(encode(short))
-            long = partial(encode_in_parts, encode, dtype=self._dtype)
             return [[next(encoded)] if len(text) <= _LONG_BYTES else long(text) for text in texts]
-        except Exception as error:  # the library raises Exception itself, as for a word without an id
-            between = f"{documents[0][1].name} to {documents[-1][1].name}"
-            raise DataError(f"data.tokenizer={self._job.tokenizer} cannot encode a document of {between} ({error}): "
-                            "use a tokenizer that has an id for every text") from None  # fmt: skip
+        except DataError:
+            for _, document in documents:
+                try:
+                    long(document.text)
+                except DataError as error:
+                    raise DataError(f"data.source: {document.name}: {error}") from None
+            raise
 
     def _place(self, part: Part, document: Document) -> list[tuple[str, bytes]]:
         """Which split a document goes to; both if it is the only one, none if it has no text."""
