@@ -6,9 +6,10 @@ Shapes: B batch, T tokens, N query heads, K key-value heads, H head dim.
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from models.kernels.cpu_attention import causal_attention as cpu_causal_attention
+from models.kernels.document_blocks import block_mask
 
 # Operators that this may run as, for whoever decides what to keep for the backward.
 ATTENTION_OPS = (
@@ -26,16 +27,6 @@ Documents = Tensor | BlockMask | None
 def within_documents(first_BT: Tensor) -> Documents:
     """Documents of first[B, T], the place in its sequence where each token's document begins. Made once for all blocks."""
     return first_BT if first_BT.is_cpu else block_mask(first_BT)
-
-
-def block_mask(first_BT: Tensor) -> BlockMask:
-    """Which blocks of 128 x 128 scores are not empty, for FlexAttention (arXiv 2412.05496)."""
-    B, T = first_BT.shape
-
-    def same_document(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first_BT[b, query])
-
-    return create_block_mask(same_document, B, None, T, T, device=first_BT.device)
 
 
 class CausalAttention(nn.Module):

@@ -9,6 +9,7 @@ Defaults are those of transformers' `LlamaConfig`.
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,24 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+LARGEST = 2**24  # of a whole number, beyond any model; up to it float32 counts positions exactly
+WHOLE, NUMBER, SWITCH = f"a whole number from 1 to {LARGEST:,}", "a number", "true or false"
+TYPES = {  # of the keys that may be left out or null
+    "num_key_value_heads": WHOLE,
+    "head_dim": WHOLE,
+    "max_position_embeddings": WHOLE,
+    "original_max_position_embeddings": WHOLE,
+    "rms_norm_eps": NUMBER,
+    "rope_theta": NUMBER,
+    "tie_word_embeddings": SWITCH,
+}
+ROPE_TYPES = {
+    "rope_theta": NUMBER,
+    "factor": NUMBER,
+    "low_freq_factor": NUMBER,
+    "high_freq_factor": NUMBER,
+    "original_max_position_embeddings": WHOLE,
+}
 # Keys that change what the model computes, and the values with which they do not; absent and null are always such.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
@@ -36,8 +55,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "auto_map": (),  # code of the model's own
 }
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
-             "original_max_position_embeddings"}  # fmt: skip
+ROPE_KEYS = {"rope_type", "type", "partial_rotary_factor", *ROPE_TYPES}
 LLAMA3_KEYS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -88,9 +106,9 @@ def is_ignored(name: str, tied: bool) -> bool:
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """Our config of a config.json. ValueError that lists every feature in it that we do not have, by name."""
-    problems = _unsupported(hf)
+    problems = [*_unsupported(hf), *_wrong_types(hf, TYPES)]
     keys = {ours: _size(hf, theirs, problems) for ours, theirs in SIZES.items()}
-    kv_heads = keys["n_heads"] if hf.get("num_key_value_heads") is None else _size(hf, "num_key_value_heads", problems)
+    kv_heads = keys["n_heads"] if hf.get("num_key_value_heads") is None else hf["num_key_value_heads"]
     other = {name: _with_default(hf, name) for name in DEFAULTS}
     theta, scaling = _read_rope(hf, problems)
     head_dim = hf.get("head_dim")
@@ -100,7 +118,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         try:
             return LlamaConfig(**keys, n_kv_heads=kv_heads, max_seq_len=other["max_position_embeddings"],
                                rope_theta=float(theta), rope_scaling=scaling, norm_eps=float(other["rms_norm_eps"]),
-                               tie_embeddings=bool(other["tie_word_embeddings"]))  # fmt: skip
+                               tie_embeddings=other["tie_word_embeddings"])  # fmt: skip
         except (ValueError, TypeError) as error:
             problems.append(str(error))
     raise ValueError(f"this is not a Llama that we have: {'; '.join(problems)}")
@@ -121,11 +139,25 @@ def _unsupported(hf: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _wrong_types(given: Mapping[str, Any], types: Mapping[str, str], where: str = "") -> list[str]:
+    """What is no value of its type; null is none either."""
+    found = {key: given.get(key) for key in types}
+    return [f"{where}{key}={value!r} (only {types[key]})" for key, value in found.items()
+            if value is not None and not _is_of(types[key], value)]  # fmt: skip
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    if kind == SWITCH or isinstance(value, bool):
+        return kind == SWITCH and isinstance(value, bool)
+    if kind == WHOLE:
+        return isinstance(value, int) and 1 <= value <= LARGEST
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # which NaN is not
+
+
 def _size(hf: Mapping[str, Any], key: str, problems: list[str]) -> int:
-    value = hf.get(key)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    problems.append(f"{key}={value!r} (a positive whole number)" if key in hf else f"{key} is missing")
+    if _is_of(WHOLE, hf.get(key)):
+        return int(hf[key])
+    problems.append(f"{key}={hf[key]!r} (only {WHOLE})" if key in hf else f"{key} is missing")
     return 1
 
 
@@ -136,7 +168,7 @@ def _with_default(hf: Mapping[str, Any], key: str) -> Any:
 
 def _read_rope(hf: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary embedding, from whichever form is there; both, if they say the same."""
-    given = [(name, hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)]
+    given = [(name, hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name) not in (None, {})]
     read = [_read_form(hf, name, rope, problems) for name, rope in given]
     if not read:
         return _with_default(hf, "rope_theta"), None
@@ -158,6 +190,8 @@ def _read_form(hf: Mapping[str, Any], where: str, rope: Any, problems: list[str]
         problems.append(f"{where}.rope_type={kind} (only default, linear or llama3)")
     elif rope.get("partial_rotary_factor") not in (None, 1):
         problems.append(f"{where}.partial_rotary_factor={rope['partial_rotary_factor']} (only 1)")
+    elif wrong := _wrong_types(rope, ROPE_TYPES, f"{where}."):
+        problems.extend(wrong)
     elif unknown := sorted(rope.keys() - ROPE_KEYS):
         problems.append(f"{where} has the unknown key{'s' if unknown[1:] else ''} {', '.join(unknown)}")
     elif kind != "default":

@@ -28,7 +28,8 @@ from torch.nn.attention import flex_attention
 
 import models.llama
 import parallel.tensor
-from models.attention import CausalAttention, block_mask
+from models.attention import CausalAttention
+from models.kernels.document_blocks import block_mask
 from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly

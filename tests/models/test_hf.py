@@ -187,6 +187,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a word": ({"vocab_size": "many"}, "vocab_size='many'"),
     "kv heads": ({"num_key_value_heads": 5}, "model.n_kv_heads=5 must divide"),
     "factor": ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0 must be greater than 0"),
+    "tied, in a word": ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' .only true or false"),
+    "tied, a number": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 .only true or false"),
+    "head_dim, a mapping": ({"head_dim": {}}, "head_dim={} .only a whole number from 1"),
+    "half a head": ({"num_key_value_heads": 0.5}, "num_key_value_heads=0.5 .only a whole number from 1"),
+    "length, in a word": ({"max_position_embeddings": "long"}, "max_position_embeddings='long' .only a whole number from 1"),
+    "too wide": ({"hidden_size": 10**30}, "hidden_size=10+ .only a whole number from 1 to 16,777,216"),
+    "theta, a list": ({"rope_scaling": None, "rope_theta": [1.0]}, r"rope_theta=\[1.0\] .only a number"),
+    "theta, endless": ({"rope_scaling": None, "rope_theta": float("inf")}, "rope_theta=inf .only a number"),
+    "theta, inside": ({"rope_scaling": {"rope_type": "default", "rope_theta": True}}, "rope_scaling.rope_theta=True .only a"),
+    "eps, in a word": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' .only a number"),
+    "eps, too long": ({"rms_norm_eps": 10**400}, "rms_norm_eps=10+ .only a number"),
+    "factor, in a word": ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor='2' .only a number"),
+    "rope, a list": ({"rope_scaling": []}, r"rope_scaling=\[\] .only one mapping"),
 }  # fmt: skip
 
 

@@ -264,7 +264,8 @@ def test_much_raw_text_is_to_be_prepared_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("where", "value"), [
     ("dtype", "O"), ("dtype", ">u2"), ("dtype", "int16"), ("dtype", ["uint16"]), ("tokenizer.vocab_size", "5"),
-    ("tokenizer.eos", -1), ("tokenizer.eos", 10**30), ("tokenizer.sha256", None), ("splits.train.0.max_id", True), ("splits.train.0.sha256", 5),
+    ("tokenizer.eos", -1), ("tokenizer.eos", 10**30), ("tokenizer.sha256", None), ("splits.train.0.max_id", True),
+    ("splits.train.0.sha256", 5),
     ("splits.train.0.documents", 0), ("splits.train", {"a": 1}), ("format", "1"), ("sources", [1]), ("settings", 5),
 ])  # fmt: skip
 def test_a_manifest_with_an_odd_value_is_refused(where: str, value: object, prepared: Path) -> None:

@@ -17,6 +17,7 @@ from train.data.preparing import long_texts
 from train.data.preparing.pieces import cut_source, unit_hash
 from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.preparing.readers import read_part
+from train.data.sources import find_files
 from train.data.store import SPLITS, read_manifest
 from train.data.tokenizer import load_tokenizer
 
@@ -192,11 +193,23 @@ def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_pat
     texts = texts_of(tmp_path / "out", manifest)
     assert (len(texts["train"][0]), texts["held_out"]) == (299, ["ü"])
     (tmp_path / "two").mkdir()
-    (tmp_path / "two" / "a.txt").write_bytes(b"\xff latin")
-    (tmp_path / "two" / "b.txt").write_bytes(b"b")
-    manifest = prepare_bytes(tmp_path / "two", tmp_path / "bytes")
-    ids = [ids.tolist() for split in SPLITS for ids in documents_of(tmp_path / "bytes", manifest, split)]
-    assert sorted(ids) == [[98, 256], [*b"\xff latin", 256]]
+    (tmp_path / "two" / "a.txt").write_text("ä")
+    (tmp_path / "two" / "b.txt").write_text("b")
+    texts = texts_of(tmp_path / "bytes", prepare_bytes(tmp_path / "two", tmp_path / "bytes"))
+    assert sorted(texts["train"] + texts["held_out"]) == ["b", "ä"]
+
+
+def test_bytes_take_the_standard_library_as_it_is(tmp_path: Path) -> None:
+    """Its tests try other encodings."""
+    files = {path: path.read_bytes() for _, path in find_files("stdlib")}
+    settings = PrepareSettings(workers=2)
+    manifest = prepare("stdlib", "bytes", "auto", "auto", tmp_path / "out", settings)
+    assert len(manifest.sources) == len(files)
+    shards = [shard for split in SPLITS for shard in manifest.splits[split]]
+    assert sum(shard.text_bytes for shard in shards) == sum(map(len, files.values()))
+    other = next((text for text in files.values() if b"\xff" in text or b"\xe9" in text), b"")
+    ids = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").glob("*.bin")))
+    assert np.array(list(other), "<u2").tobytes() in ids
 
 
 @pytest.mark.parametrize("texts", [["one two three"], ["a", "b"], ["a"] * 30, ["", "only this has text", ""]])

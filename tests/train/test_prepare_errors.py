@@ -73,9 +73,10 @@ def test_the_byte_of_invalid_utf8_is_that_of_the_file(tmp_path: Path) -> None:
     refuses(tmp_path / "a.jsonl", rf"byte {content.index(0xFF):,}: not UTF-8", tmp_path)
     text = "é".encode() * 5000 + b"\xe9 latin"
     (tmp_path / "a.txt").write_bytes(text)
-    tokenizer = str(train_bpe(tmp_path / "bpe"))
-    with pytest.raises(DataError, match=r"a\.txt, byte 10,000: not UTF-8 \(invalid continuation byte\): convert the file"):
-        prepare(str(tmp_path / "a.txt"), tokenizer, "auto", "auto", tmp_path / "out", PrepareSettings())
+    for tokenizer in ("bytes", str(train_bpe(tmp_path / "bpe"))):
+        with pytest.raises(DataError, match=r"a\.txt, byte 10,000: not UTF-8 \(invalid continuation byte\): convert the file"):
+            prepare(str(tmp_path / "a.txt"), tokenizer, "auto", "auto", tmp_path / "out", PrepareSettings())
+    refuses(tmp_path / "a.txt", r"a\.txt, byte 10,000: not UTF-8", tmp_path)
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow", "stream.arrow", "jsonl.gz", "jsonl.zst"])
@@ -129,7 +130,7 @@ def test_a_text_that_the_tokenizer_has_no_id_for_is_refused(tmp_path: Path) -> N
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(str(tmp_path / "words.json"))
     source = write_jsonl(tmp_path / "a.jsonl", ["known", "unknown"])
     for workers in (1, 2):
-        with pytest.raises(DataError, match=r"words\.json cannot encode a document of a\.jsonl:0 to a\.jsonl:\d+ \(.*UNK"):
+        with pytest.raises(DataError, match=r"data\.source: document a\.jsonl:27: .*words\.json cannot encode a text \(.*UNK"):
             prepare(str(source), str(tmp_path / "words.json"), "auto", "auto", tmp_path / "out", PrepareSettings(workers=workers))
 
 

@@ -66,6 +66,9 @@ def test_a_saved_dataset_is_its_arrow_files_only(tmp_path: Path) -> None:
         ("empty.txt", "empty file"),
         ("packed.gz", "unpack it first"),
         ("*.none", "no such|holds no text"),
+        ("~nosuchuser/x", r"data\.source='~nosuchuser/x' is no usable path"),
+        ("s" * 5000, r"data\.source='s{80}\.\.\. \(5,000 letters\)' is no usable path \(File name too long\): name another"),
+        ("", r"data\.source is empty"),
     ],
 )
 def test_a_source_without_text_is_refused(source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

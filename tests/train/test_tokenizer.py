@@ -1,5 +1,6 @@
 """train/data/tokenizer.py: any tokenizer.json gives what the tokenizers library gives, and its BOS and EOS are found."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -63,6 +64,60 @@ def test_what_looks_like_a_special_token_in_a_text_is_text(bpe: Path) -> None:
     assert tokenizer.decode([0, *ids.tolist(), 1]) == "a</s>b<s>"
 
 
+def test_bos_and_eos_that_the_file_has_as_ordinary_tokens_never_come_out_of_text(bpe: Path, tmp_path: Path) -> None:
+    plain = json.loads(bpe.read_text())
+    for added in plain["added_tokens"]:
+        added["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a</s>b<s>").ids == [66, 1, 67, 0]
+    assert tokenizer.encode([b"a</s>b<s>"])[0].tolist() == load_tokenizer(str(bpe)).encode([b"a</s>b<s>"])[0].tolist()
+    assert tokenizer.decode([0, 66, 1]) == "a"
+    assert tokenizer.info.sha256 == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
+    """As a Unigram model does, and its score is the best."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -5.0) for letter in "abs<>/")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    assert tokenizer.encode("a</s>b").ids == [2, 1, 3]
+    ours = load_tokenizer(str(tmp_path))
+    found = [ids.tolist() for ids in ours.encode([b"ab", b"a</s>b</s>", b"</"])]
+    assert found == [[2, 3], [2, 5, 7, 4, 6, 3, 5, 7, 4, 6], [5, 7]]
+    with pytest.raises(DataError, match=r"gives the id of BOS or EOS \(4\) for a text: name other tokens"):
+        load_tokenizer(str(tmp_path), eos="s").encode([b"ass"])
+
+
+def test_a_text_without_ids_is_one_error(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(str(tmp_path / "words.json"))
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*words\.json cannot encode a text \(.*\[UNK\].*\): use a tokenizer"):
+        load_tokenizer(str(tmp_path / "words.json")).encode([b"known", b"unknown"])
+
+
+@pytest.mark.parametrize(("said", "message"), [
+    ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] is no token"),
+    ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} is no token"),
+    ('{"eos_token": 7}', r"eos_token=7 is no token"),
+    ('{"add_bos_token": "no"}', r"add_bos_token=no is no true or false"),
+    ('"text"', r"it holds no mapping"),
+    ("[" * 10**5, r"recursion"),
+])  # fmt: skip
+def test_what_is_said_beside_must_have_its_types(said: str, message: str, bpe: Path, tmp_path: Path) -> None:
+    shutil.copy(bpe, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(said)
+    with pytest.raises(DataError, match=rf"tokenizer_config\.json cannot be read \(.*{message}"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "\0", ""])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"^data\.tokenizer(=.{1,110} is no usable path \(.+\): name another| is empty.*)$"):
+        load_tokenizer(name)
+
+
 def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(bpe))
     library.enable_truncation(3)
@@ -84,6 +139,9 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
         (("other", "</s>"), {}, "auto", "auto", (None, 1)),
         (("other", "another"), {"bos_token": "other", "eos_token": {"content": "another"}}, "auto", "auto", (0, 1)),
         (("<s>", "</s>"), {"bos_token": None, "eos_token": "<s>"}, "auto", "auto", (0, 0)),
+        (("<s>", "</s>"), {"bos_token": {"content": "<s>"}, "add_bos_token": True}, "auto", "auto", (0, 1)),
+        (("<s>", "</s>"), {"bos_token": "<s>", "add_bos_token": False, "add_eos_token": False}, "auto", "auto", (None, 1)),
+        (("<s>", "</s>"), {"add_bos_token": False}, "<s>", "auto", (0, 1)),
         (("<s>", "</s>"), {}, "none", "auto", (None, 1)),
         (("<s>", "</s>"), {"eos_token": "</s>"}, "</s>", "<s>", (1, 0)),
     ],
