@@ -26,6 +26,7 @@ from tools.command import run_tool
 from tools.whole_weights import PREFIX, checkpoint_config, find_newest, read_saved_tensors
 from train.checkpoint import CheckpointError, Position, read_position
 from train.config import Config
+from train.data.paths import user_path
 from train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
 from train.init_from import check_folder, weight_shapes
 
@@ -39,7 +40,7 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the subcommand asked for. Raises CheckpointError."""
     options = make_parser().parse_args(arguments)
-    source, out = Path(options.source).expanduser(), Path(options.out).expanduser()
+    source, out = user_path(options.source, "SOURCE", CheckpointError), user_path(options.out, "OUT", CheckpointError)
     limit_bytes = int(options.shard_gb * 1e9)
     if options.command == "import":
         folder = open_folder(source)
@@ -198,8 +199,10 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _tokenizer_folder(checkpoint: Path, config: Config) -> Path:
     """Where the files of the model's tokenizer are: beside the weights, or where the run had them from."""
-    tokenizer, named = Path(config.data.tokenizer).expanduser(), config.data.tokenizer not in ("auto", "bytes")
-    if (checkpoint / "tokenizer.json").is_file() or not named or not tokenizer.exists():
+    if (checkpoint / "tokenizer.json").is_file() or config.data.tokenizer in ("auto", "bytes"):
+        return checkpoint
+    tokenizer = user_path(config.data.tokenizer, "data.tokenizer", CheckpointError)
+    if not tokenizer.exists():
         return checkpoint
     return tokenizer if tokenizer.is_dir() else tokenizer.parent
 

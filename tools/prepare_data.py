@@ -15,7 +15,9 @@ from rich.console import Console
 
 from tools.command import format_table, positive, run_tool
 from train.data.config import DataError
+from train.data.paths import user_path
 from train.data.preparing.prepare import PrepareSettings, Progress, is_there, prepare
+from train.data.sources import HF_PREFIX
 from train.data.store import MANIFEST, SPLITS, Manifest
 from train.data.tokenizer import padded_vocab_size
 
@@ -29,9 +31,8 @@ SOURCES = ("a file, folder or glob of text (.txt, .md, source code ...: one docu
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare, and say what came of it. Raises DataError."""
     options = make_parser().parse_args(arguments)
-    folder = Path(options.out_dir).expanduser()
-    source = os.path.expanduser(options.source)
-    if (Path(source) / MANIFEST).is_file():
+    folder, source = user_path(options.out_dir, "OUT_DIR"), options.source
+    if not source.startswith(HF_PREFIX) and (user_path(source, "SOURCE") / MANIFEST).is_file():
         raise DataError(f"{source} is prepared data already: use data.source={source}")
     settings = PrepareSettings(options.held_out, options.text_field, options.shard_mb * MIB, options.workers)
     already_there, start_s = is_there(folder), time.perf_counter()

@@ -1,0 +1,114 @@
+"""tools/bench/data.py: a small measurement is whole and leaves nothing behind, and its parts measure what they say."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools.bench.__main__ import main
+from tools.bench.data import (
+    QUICK,
+    VOCAB_SIZE,
+    check_room,
+    measure_wait,
+    node_batch,
+    open_loader,
+    published_tokens_s,
+    sequence_shape,
+    set_cache,
+    spread,
+    write_store,
+)
+from tools.bench.processes import BenchError
+from train.data.config import DataError
+from train.data.store import open_split, read_manifest
+from train.data.verify import verify
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(folder, int(QUICK.store_gb * 1e9))
+    return folder
+
+
+def test_the_whole_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "--quick", f"--folder={tmp_path}", "--json"])
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert list(tmp_path.iterdir()) == []
+    assert figures["size"]["store_gb"] == QUICK.store_gb
+    for cache in ("cold", "warm"):
+        assert 0.01 < figures["verify_gb_s"][cache]["median"] < 100
+        assert 1 < figures["sequence_read_us"][cache]["median"]["median"] < figures["sequence_read_us"][cache]["p99"]["median"]
+        assert figures["loader_tokens_s"][cache]["document_mask"]["median"] > 1e5
+    assert figures["data_wait"]["tokens_s"] == 8 * 10_471
+    assert figures["data_wait"]["pretend_step_s"] == pytest.approx(16 * 1024 / (8 * 10_471))
+    assert figures["tokenising"]["mb_s"]["prepare_2_workers"] > 0.01
+
+
+def test_the_store_is_one_that_training_reads(store: Path) -> None:
+    verify(store)
+    manifest = read_manifest(store)
+    split = open_split(store, manifest, "train")
+    assert split.tokens == int(QUICK.store_gb * 1e9) // 2
+    ends = split.ends_between(0, split.tokens)
+    assert (len(ends), ends[-1]) == (split.documents, split.tokens)
+    assert 900 < split.tokens / split.documents < 1100
+    ids = np.empty(100_000, np.int64)
+    split.read(1_000_000, ids)
+    assert abs(ids.mean() / VOCAB_SIZE - 0.5) < 0.01
+    loader = open_loader(store, sequence_shape(QUICK, document_mask=True), 0)
+    batches = loader.next().micro_batches
+    loader.close()
+    assert len(batches) * batches[0].tokens.shape[0] == node_batch().global_batch_size == 16
+    changed = store / "train-00000.bin"
+    content = changed.read_bytes()
+    changed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"train-00000\.bin has changed"):
+        verify(store)
+    changed.write_bytes(content)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc to see what is read from the disk")
+def test_cold_is_read_from_the_disk_and_warm_is_not(store: Path) -> None:
+    shard = store / "train-00000.bin"
+    set_cache(store, "cold")
+    from_disk = [disk_bytes_of(shard), 0]
+    set_cache(store, "warm")
+    from_disk[1] = disk_bytes_of(shard)
+    if from_disk == [0, 0]:
+        pytest.skip("the temporary folder is in memory")
+    assert from_disk == [pytest.approx(shard.stat().st_size, rel=0.1), 0]
+
+
+def disk_bytes_of(path: Path) -> int:
+    """Bytes that reading a file takes from the disk."""
+    counts = []
+    for _ in range(2):
+        counts.append(int(Path("/proc/self/io").read_text().split("\nread_bytes: ")[1].split()[0]))
+        path.read_bytes()
+    return counts[1] - counts[0]
+
+
+def test_a_step_that_is_too_short_waits(store: Path) -> None:
+    """A step of no time waits for every batch; one of a quarter of a second does not."""
+    assert measure_wait(store, QUICK, lambda step_s: None, 0.0)["share"] > 0.1
+    assert measure_wait(store, QUICK, time.sleep, 0.25)["share"] < 0.1
+    assert measure_wait(store, QUICK, time.sleep, 0.25)["worst_share"] < 0.5
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"GB free, and --gb 1e\+09 needs 1.1e\+09: use a smaller --gb"):
+        check_room(tmp_path, 1e9)
+    with pytest.raises(BenchError, match="no such folder"):
+        check_room(tmp_path / "gone", 1)
+
+
+def test_small_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+    assert published_tokens_s() == 8 * 10_471
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "--train.steps=3"])
+    assert "data takes no config keys: --train.steps=3" in capsys.readouterr().err

@@ -1,0 +1,215 @@
+"""`python -m tools.eval CHECKPOINT_OR_RUN_OR_HF_DIR`: how well a model predicts text, sharded over all processes.
+
+Under torchrun each process holds its shard of the model, as in training with FSDP2, and takes its share of the sequences.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+import torch
+import torch.distributed as dist
+
+from parallel.compile_check import check_compiler, use_cache_folder
+from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from parallel.plan import Plan
+from tools.command import EXIT_INTERRUPTED, format_table, natural, positive
+from tools.convert_hf import config_text
+from tools.generate import add_tokenizer_option, find_model_tokenizer
+from tools.whole_weights import find_newest
+from train.build import build_model
+from train.config import USER_ERRORS, Config, ConfigError, parse_config
+from train.data.checks import check_data
+from train.data.config import DataConfig, DataError
+from train.data.loader import BatchShape
+from train.data.sequences import make_sequence_shape
+from train.data.split import Split
+from train.data.together import load_together
+from train.data.tokenizer import JsonTokenizer, Tokenizer
+from train.data.tokens import Corpus
+from train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process
+from train.evaluation import Score, score_sets
+from train.hf_folder import CONFIG, open_folder
+from train.init_from import Weights, find_weights, load_weights
+from train.planning import plan_run
+from train.runtime import Place, choose_device, read_place, start_process
+
+PROG = "tools.eval"
+# How a run was spread over its processes says nothing of how its model is evaluated: fully sharded over those that there are.
+ANEW = (
+    "--run.device=auto", "--parallel.plan=manual", "--parallel.strategy=null", "--parallel.dp_replicate=auto",
+    "--parallel.dp_shard=auto", "--parallel.tp=auto", "--parallel.reshard_after_forward=auto",
+    "--parallel.activation_checkpoint=none", "--parallel.unit_min_params=0", "--train.global_batch_size=-1",
+    "--train.micro_batch_size=1", "--train.freeze=[]",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: the folder with the weights, the config to build the model and read the data with, the weights."""
+
+    folder: Path
+    config: Config
+    weights: Weights
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Evaluate, and end the process with what happened as its exit code."""
+    place = read_place()
+    options, overrides = make_parser().parse_known_args(arguments)
+    code = 0
+    problem: Exception | None = None
+    try:
+        evaluate_model(options, overrides, place)
+    except USER_ERRORS as error:
+        if place.is_main:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        code, problem = EXIT_USER_ERROR, error
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        code, problem = EXIT_FAILED, error
+    exit_process(place, code, problem)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The tool's options."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG}",
+        description="Loss (nats per token), perplexity and bits per byte of a model on text: of a run or a checkpoint on what "
+        "its run evaluates, or on --data. Under torchrun the model is sharded and the sequences are shared out.",
+        epilog="Config keys of train.main are accepted too, as --section.key=value: --data.text_field, --data.packing, "
+        "--data.document_mask, --parallel.compile.enabled and so on. They win over those of the run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="CHECKPOINT_OR_RUN_OR_HF_DIR",
+                        help="a checkpoint, a run (its newest checkpoint), or the folder of a Hugging Face Llama")  # fmt: skip
+    parser.add_argument("--data", metavar="SOURCE",
+                        help="evaluate on this instead: a file, folder or glob of text, as a whole, or what a folder by "
+                             "tools.prepare_data holds out, all if that is nothing; a Hugging Face model needs it")  # fmt: skip
+    add_tokenizer_option(parser)
+    parser.add_argument("--sequences", type=natural, default=0, metavar="N",
+                        help="the first N sequences of each set; 0, the default, is all")  # fmt: skip
+    parser.add_argument("--seq_len", type=positive, metavar="T", help="tokens of a sequence (default: the run's train.seq_len)")
+    parser.add_argument("--micro_batch_size", type=positive, default=1, metavar="B",
+                        help="sequences that a process takes at once (default 1)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place: Place) -> None:
+    """The whole journey. Raises what train.config.USER_ERRORS lists."""
+    subject = find_subject(options, overrides)
+    config = subject.config
+    device, device_name = choose_device(config.run, place)
+    plan = plan_run(config, place.world_size, place.local_world_size)
+    use_cache_folder(plan.compile)
+    check_compiler(plan, device.type)
+    check_data(config.data, config.model.vocab_size)
+    start_process(config.run, place, device)
+    corpus = load_together(config.data, place, None)
+    sets = choose_sets(corpus, options.data)
+    if place.is_main:
+        print(f"{subject.folder} on {device_name}, {place.world_size} processes, sequences of {config.train.seq_len}: "
+              f"{', '.join(sets)}", file=sys.stderr, flush=True)  # fmt: skip
+    scores = score_model(subject, plan, corpus, sets, options.sequences, device)
+    if place.is_main:
+        figures = make_figures(subject, place, scores)
+        print(json.dumps(figures, indent=2) if options.json else to_text(scores), flush=True)
+    dist.destroy_process_group()
+
+
+def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> Subject:
+    """The model that the options mean, and a config for it. Raises CheckpointError, ConfigError and DataError."""
+    path = Path(options.model).expanduser()
+    is_hf = (path / CONFIG).is_file() and not (path / "state.json").is_file()
+    folder = path if is_hf else find_newest(path)
+    chosen = [*ANEW, f"--train.micro_batch_size={options.micro_batch_size}",
+              *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []), *overrides]  # fmt: skip
+    config = config_of_hf(folder, chosen) if is_hf else parse_config([f"--config={folder / 'config.yaml'}", *chosen], PROG)
+    weights = find_weights(str(folder), config.model, None)
+    assert weights is not None, "it is there, and nothing is resumed"
+    if is_hf and not options.data:
+        raise ConfigError(f"{folder} is a Hugging Face model and names no text to evaluate it on: add --data SOURCE")
+    if is_hf and options.tokenizer == "auto" and not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder} has no tokenizer.json: name the model's own with --tokenizer PATH")
+    if options.data or options.tokenizer != "auto":
+        tokenizer = find_model_tokenizer(folder, config.data, options.tokenizer)
+        data = with_tokenizer(config.data, tokenizer)
+        if options.data:
+            data = dataclasses.replace(data, source=options.data, mixture={}, validation={}, held_out=0.0)
+        config = dataclasses.replace(config, data=data)
+    return Subject(folder, config, weights)
+
+
+def config_of_hf(folder: Path, overrides: Sequence[str]) -> Config:
+    """The config that tools.convert_hf would write for a Hugging Face model, with overrides."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "config.yaml"
+        path.write_text(config_text(open_folder(folder), None), encoding="utf-8")
+        return parse_config([f"--config={path}", *overrides], PROG)
+
+
+def with_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
+    """The same data made with this tokenizer, whose BOS and EOS are named, as nothing beside its file may say them."""
+    if not isinstance(tokenizer, JsonTokenizer):
+        return dataclasses.replace(data, tokenizer="bytes", bos="auto", eos="auto")
+    library = tokenizers.Tokenizer.from_file(str(tokenizer.path))
+    bos, eos = (None if i is None else library.id_to_token(i) for i in (tokenizer.info.bos, tokenizer.info.eos))
+    return dataclasses.replace(data, tokenizer=str(tokenizer.path), bos=bos or "none", eos=str(eos))
+
+
+def choose_sets(corpus: Corpus, source: str | None) -> dict[str, Split]:
+    """What to evaluate: of the run its held-out sets and data.validation; of a `source` what it holds out, or all of it.
+    Raises DataError where a run has nothing."""
+    if source:
+        return {source: corpus.held_out.get("held_out", corpus.sources[0].split)}
+    sets = {**corpus.held_out, **corpus.validation}
+    if not sets:
+        raise DataError("the run's data holds out no document, and there is no data.validation: add --data SOURCE")
+    return sets
+
+
+def score_model(
+    subject: Subject, plan: Plan, corpus: Corpus, sets: dict[str, Split], limit: int, device: torch.device
+) -> dict[str, Score]:
+    """Build the model, sharded, load its weights and score every set; all ranks call it and get the same."""
+    config = subject.config
+    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    mesh = build_mesh(plan.mesh, device.type)
+    model = build_model(config, plan, mesh, device)
+    load_weights(subject.weights, model)
+    shape = BatchShape(plan.micro_batch_size, 1, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
+    with torch.no_grad():  # nothing is kept for a backward pass
+        return score_sets(model, sets, sequences, shape, limit, device, data_parallel_group(mesh))
+
+
+def make_figures(subject: Subject, place: Place, scores: dict[str, Score]) -> dict[str, Any]:
+    """The scores as plain data."""
+    return {
+        "model": str(subject.folder),
+        "processes": place.world_size,
+        "seq_len": subject.config.train.seq_len,
+        "sets": {name: {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte,
+                        "tokens": score.tokens} for name, score in scores.items()},
+    }  # fmt: skip
+
+
+def to_text(scores: dict[str, Score]) -> str:
+    """A line for each set."""
+    head = ("set", "loss (nats/token)", "perplexity", "bits/byte", "tokens")
+    return format_table(head, [(name, f"{score.loss:.4f}", f"{score.perplexity:.4g}", f"{score.bits_per_byte:.4f}",
+                                f"{score.tokens:,}") for name, score in scores.items()])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
