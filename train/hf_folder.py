@@ -1,7 +1,6 @@
 """A Hugging Face folder on disk: config.json, and safetensors files of which any slice can be read. Never pickle."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from train.checkpoint import CheckpointError
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_BLOCK = re.compile(r"model\.layers\.(\d{1,9})\.")
 _ROWS = 4096  # of a matrix compared at a time: 128 MB where a row has 8,192 channels in float32
 
 
@@ -126,11 +124,11 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def _check_blocks(folder: HfFolder) -> None:
-    """CheckpointError if the files have another number of blocks than the config, before as many are built."""
-    numbers = {int(found.group(1)) for name in folder.tensors if (found := _BLOCK.match(name))}
-    if len(numbers) != folder.config.n_layers:
+    """CheckpointError if the config has more blocks than the files have tensors, before so many are built."""
+    if folder.config.n_layers > len(folder.tensors):
         raise CheckpointError(f"{folder.path} does not hold the weights of its config: {CONFIG} says num_hidden_layers="
-                              f"{folder.config.n_layers}, its files have {len(numbers)}: fetch the folder again")  # fmt: skip
+                              f"{folder.config.n_layers:,}, but all its files have {len(folder.tensors):,} tensors: fetch the "
+                              "folder again")  # fmt: skip
 
 
 def _check_copies(folder: HfFolder) -> None:

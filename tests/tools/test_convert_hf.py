@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from tools.generate import load_model
 from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
 from train.checkpoint import CheckpointError, Position, read_position
 from train.config import Config, parse_config
+from train.init_from import find_weights
 
 Tool = Callable[..., subprocess.CompletedProcess[str]]
 SMALL_FILES = "--shard_gb=0.00004"  # 40 kB: about ten files
@@ -302,6 +305,35 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     done = tool("convert_hf", "import", str(other), str(tmp_path / "no"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "model_type=qwen2 (only llama); attention_bias=True" in done.stderr
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but all its files have 21 tensors"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 (only a whole number from 1 to 16,777,216)"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (only true or false)"),
+    ({"deep": None}, "cannot be read (maximum recursion depth exceeded"),
+])  # fmt: skip
+def test_a_config_that_cannot_be_is_refused_at_once(change: dict[str, Any], said: str, hf_dir: Path, tmp_path: Path) -> None:
+    """And no block of a billion is built first, which would take hours."""
+    source = copy_of(hf_dir, tmp_path / "hf")
+    text = json.dumps(json.loads((source / "config.json").read_text()) | change)
+    (source / "config.json").write_text(text.replace('"deep": null', '"deep": ' + "[" * 10**5 + "]" * 10**5))
+    start_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        main(["import", str(source), str(tmp_path / "ours")])
+    assert time.monotonic() - start_s < 5
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        find_weights(str(source), config_from_hf(json.loads((hf_dir / "config.json").read_text())), None)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_name_that_no_folder_can_have_is_refused(hf_dir: Path) -> None:
+    for source, out, said in (("~nosuchuser/x", "out", "SOURCE='~nosuchuser/x' is no usable path"), ("", "out", "SOURCE is empty"),
+                              (str(hf_dir), "o" * 5000, r"OUT='o{80}\.\.\. \(5,000 letters\)' is no usable path .*too long")):
+        with pytest.raises(CheckpointError, match=said):
+            main(["import", source, out])
+    with pytest.raises(CheckpointError, match=r"checkpoint\.init_from='~nosuchuser/x' is no usable path"):
+        find_weights("~nosuchuser/x", Config().model, None)
 
 
 def test_help_says_what_it_does(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from tests.train.texts import files_of, odd_texts, processes_of, texts_of, train_bpe, write_jsonl
-from tools.prepare_data import PlainLines, make_figures, to_line
+from tools.prepare_data import PlainLines, main, make_figures, to_line
+from train.data.config import DataError
 from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.store import read_manifest
 
@@ -63,6 +64,12 @@ def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(t
         (["SOURCE", "out", "--held_out=1"], "1 must be at least 0 and less than 1"),
         (["SOURCE", "out", "--workers=0"], "0 must be a whole number of at least 1"),
         (["SOURCE", "out", "--eos=</s>"], "data.tokenizer=bytes has none"),
+        (["SOURCE", "/"], "DataError: OUT_DIR=/ names no new folder: give it a name of its own, such as /tokens"),
+        (["SOURCE", "a/.."], "DataError: OUT_DIR=a/.. names no new folder: give it a name of its own, such as a/../tokens"),
+        (["SOURCE", ""], "DataError: OUT_DIR is empty: name a path"),
+        (["", "out"], "DataError: SOURCE is empty: name a path"),
+        (["SOURCE", "~nosuchuser/out"], "DataError: OUT_DIR='~nosuchuser/out' is no usable path"),
+        (["s" * 5000, "out"], "(5,000 letters)' is no usable path (File name too long): name another"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(call: list[str], said: str, source: Path, tmp_path: Path) -> None:
@@ -77,6 +84,13 @@ def test_what_cannot_be_done_is_one_message(call: list[str], said: str, source: 
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_one_stands_in_is_no_new_name(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"OUT_DIR=\. names no new folder: give it a name of its own, such as tokens$"):
+        main([str(source), ".", "--text_field=body"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tool: Tool, tmp_path: Path) -> None:

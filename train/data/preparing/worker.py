@@ -176,7 +176,7 @@ class _PieceWork:
                 try:
                     long(document.text)
                 except DataError as error:
-                    raise DataError(f"data.source: {document.name}: {error}") from None
+                    raise DataError(f"data.source: document {document.name}: {error}") from None
             raise
 
     def _place(self, part: Part, document: Document) -> list[tuple[str, bytes]]:
