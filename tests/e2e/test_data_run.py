@@ -137,6 +137,8 @@ def test_without_packing_it_trains_on_a_document_a_sequence(stores, tmp_path):
     (["--data.mixture={'/nowhere': 1.0}"], ["/nowhere"]),
     (["--data.mixture={'stdlib': 0}"], ["data.mixture", "greater than 0"]),
     (["--data.validation={'x': '/nowhere'}"], ["/nowhere"]),
+    (["--data.source=~nosuchuser/x"], ["data.source", "nosuchuser"]),
+    ([f"--data.source={'long/' * 1000}"], ["data.source", "too long"]),
     (["--data.verify=some"], ["data.verify=some", "full or size"]),
     (["--data.source=hf:some/name"], ["tools.prepare_data"]),
 ])  # fmt: skip

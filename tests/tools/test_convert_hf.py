@@ -328,8 +328,11 @@ def test_a_config_that_cannot_be_is_refused_at_once(change: dict[str, Any], said
 
 
 def test_a_name_that_no_folder_can_have_is_refused(hf_dir: Path) -> None:
-    for source, out, said in (("~nosuchuser/x", "out", "SOURCE='~nosuchuser/x' is no usable path"), ("", "out", "SOURCE is empty"),
-                              (str(hf_dir), "o" * 5000, r"OUT='o{80}\.\.\. \(5,000 letters\)' is no usable path .*too long")):
+    for source, out, said in (
+        ("~nosuchuser/x", "out", "SOURCE='~nosuchuser/x' is no usable path"),
+        ("", "out", "SOURCE is empty"),
+        (str(hf_dir), "o" * 5000, r"OUT='o{80}\.\.\. \(5,000 letters\)' is no usable path .*too long"),
+    ):
         with pytest.raises(CheckpointError, match=said):
             main(["import", source, out])
     with pytest.raises(CheckpointError, match=r"checkpoint\.init_from='~nosuchuser/x' is no usable path"):

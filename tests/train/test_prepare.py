@@ -78,8 +78,10 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
         parts = list(long_texts.cut_text(encode, text))
         assert b"".join(parts) == text
         assert (len(parts) > 20) == cut
-        ids = np.concatenate(long_texts.encode_in_parts(encode, text, np.dtype(np.uint16)))
-        assert np.array_equal(ids, encode([text])[0])
+        said: list[tuple[int, int]] = []
+        arrays = long_texts.encode_in_parts(encode, text, np.dtype(np.uint16), lambda *counts: said.append(counts))
+        assert np.array_equal(np.concatenate(arrays), encode([text])[0])
+        assert said == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
 
 
 def write_as(form: str, folder: Path, texts: list[str]) -> Path:
@@ -258,6 +260,23 @@ def test_progress_goes_from_nothing_to_all_of_the_source(workers: int, tmp_path:
     assert (done[0], done[-1]) == (0, size)
     assert done == sorted(done)
     assert seen[-1].tokens == sum(shard.tokens for split in SPLITS for shard in manifest.splits[split])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
+def test_progress_goes_on_within_a_long_text(name: str, tmp_path: Path) -> None:
+    text, seen = "the quick brown fox\n" * 350_000, []
+    source = tmp_path / name
+    if name == "a.txt":
+        source.write_text(text)
+    else:
+        write_jsonl(source, [text])
+    manifest = prepare(str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append)
+    done = [progress.done_bytes for progress in seen]
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0, source.stat().st_size)
+    assert len({progress.tokens for progress in seen}) >= 6, "each MiB of 7 MB"
+    assert seen[-1].tokens == manifest.splits["train"][0].tokens == 7_000_001
+    assert [progress.documents for progress in seen if progress.tokens < 7_000_001] == [0] * (len(done) - 2)
 
 
 def test_the_manifest_says_what_it_was_made_from(tmp_path: Path) -> None:

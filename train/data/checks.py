@@ -1,9 +1,8 @@
 """What can be wrong with a run's data, found before anything is tokenised, and before the first step."""
 
-from pathlib import Path
-
 from train.data.config import DataConfig, DataError
 from train.data.mixture import CYCLE
+from train.data.paths import user_path
 from train.data.sequences import SequenceShape, count_sequences
 from train.data.sources import find_files
 from train.data.split import Split
@@ -29,7 +28,7 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
             check_raw(source)
             check_vocabulary(load_tokenizer(config.tokenizer, config.bos, config.eos).info, vocab_size)
             continue
-        manifest = read_manifest(Path(source).expanduser())
+        manifest = read_manifest(user_path(source, "data.source"))
         check_vocabulary(manifest.tokenizer, vocab_size)
         for shard in (shard for split in SPLITS for shard in manifest.splits[split] if shard.max_id >= vocab_size):
             raise DataError(f"{source}/{shard.name}.bin has the token id {shard.max_id}, beyond model.vocab_size={vocab_size}: "

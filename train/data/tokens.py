@@ -8,7 +8,8 @@ from pathlib import Path
 
 from train.data.config import DataConfig, DataError
 from train.data.mixture import shares
-from train.data.sources import find_files
+from train.data.paths import user_path
+from train.data.sources import HF_PREFIX, find_files
 from train.data.split import Split
 from train.data.store import FORMAT, MANIFEST, SPLITS, Manifest, open_split, read_manifest
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
@@ -85,7 +86,7 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     The cache's name is a fingerprint of the source (names, sizes, times), the tokenizer and the settings.
     """
     if is_prepared(source):
-        return Path(source).expanduser()
+        return user_path(source, "data.source")
 
     files = [(name, s.st_size, s.st_mtime_ns) for name, path in find_files(source) for s in [path.stat()]]
     share = config.held_out if held_out is None else held_out
@@ -105,19 +106,19 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
     source = next(iter(config.mixture), config.source)
     if config.tokenizer != "auto" or not is_prepared(source):
         return load_tokenizer(config.tokenizer, config.bos, config.eos)
-    folder = Path(source).expanduser()
+    folder = user_path(source, "data.source")
     info = read_manifest(folder).tokenizer
     return JsonTokenizer(folder, info=info) if info.sha256 else ByteTokenizer()
 
 
 def is_prepared(source: str) -> bool:
     """Whether tools.prepare_data has made this folder."""
-    return (Path(source).expanduser() / MANIFEST).is_file()
+    return not source.startswith(HF_PREFIX) and (user_path(source, "data.source") / MANIFEST).is_file()
 
 
 def cache_root(config: DataConfig) -> Path:
     """Where tokenised text is kept."""
-    return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "meshwright"
+    return user_path(config.cache_dir, "data.cache_dir") if config.cache_dir else Path.home() / ".cache" / "meshwright"
 
 
 def _one_tokenizer(of: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:

@@ -19,11 +19,16 @@ _TRIES = 8
 _PLACE = re.compile(rb"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line's end, or before a space: no UTF-8 character is split
 
 Encode = Callable[[list[bytes]], list[NDArray[np.uint32]]]
+OnPart = Callable[[int, int], None]  # its bytes and its ids
 
 
-def encode_in_parts(encode: Encode, text: bytes, dtype: np.dtype) -> list[NDArray[Any]]:
-    """The ids of a text as `encode` gives them of the whole, part after part."""
-    return [encode([part])[0].astype(dtype) for part in cut_text(encode, text)]
+def encode_in_parts(encode: Encode, text: bytes, dtype: np.dtype, on_part: OnPart) -> list[NDArray[Any]]:
+    """The ids of a text as `encode` gives them of the whole, part after part, each of which `on_part` hears of."""
+    ids = []
+    for part in cut_text(encode, text):
+        ids.append(encode([part])[0].astype(dtype))
+        on_part(len(part), len(ids[-1]))
+    return ids
 
 
 def cut_text(encode: Encode, text: bytes) -> Iterator[bytes]:

@@ -103,11 +103,10 @@ def piece_key(job: Job, piece: Piece) -> str:
 
 def tokenise_piece(piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBatch) -> Result:
     """Write a piece's shards, then its result. Raises DataError, and NoSpace where the disk is full."""
-    work = _PieceWork(piece, job, tokenizer)
+    work = _PieceWork(piece, job, tokenizer, on_batch)
     try:
         for documents, done_bytes in _batches(piece, job):
-            tokens = work.add(documents)
-            on_batch(done_bytes, len(documents), tokens)
+            work.add(documents, done_bytes)
         result = work.finish()
         write_whole(result_path(job, piece), json.dumps(asdict(result)).encode())
         return result
@@ -138,9 +137,10 @@ def _batches(piece: Piece, job: Job) -> Iterator[tuple[list[tuple[Part, Document
 class _PieceWork:
     """The shards of a piece while they grow."""
 
-    def __init__(self, piece: Piece, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBatch) -> None:
         info = tokenizer.info
-        self._piece, self._job, self._tokenizer = piece, job, tokenizer
+        self._piece, self._job, self._tokenizer, self._on_batch = piece, job, tokenizer, on_batch
+        self._bytes_left = self._tokens_said = 0  # of a batch: what `on_batch` has not heard of yet, and what it has
         self._begin = [] if info.bos is None else [np.array([info.bos], np.uint32)]
         self._end = np.array([info.eos], np.uint32)
         self._dtype = token_dtype(info.vocab_size)
@@ -149,8 +149,9 @@ class _PieceWork:
         self._empty = 0
         self._lowest, self._highest = (1.0, ""), (0.0, "")
 
-    def add(self, documents: list[tuple[Part, Document]]) -> int:
-        """Tokenise and write; how many tokens."""
+    def add(self, documents: list[tuple[Part, Document]], done_bytes: int) -> None:
+        """Tokenise and write a batch that is so many bytes of the source, and say so, of long texts part after part."""
+        self._bytes_left, self._tokens_said = done_bytes, 0
         kept = [(split, text) for part, document in documents for split, text in self._place(part, document)]
         encoded = self._encode([text for _, text in kept], documents)
         total = 0
@@ -161,13 +162,19 @@ class _PieceWork:
                 lengths = [len(self._begin) + sum(map(len, ids)) + 1 for ids, _ in chosen]
                 self._writers[split].add(arrays, lengths, sum(len(text) for _, text in chosen))
                 total += sum(lengths)
-        return total
+        self._on_batch(self._bytes_left, len(documents), total - self._tokens_said)
+
+    def _say_part(self, size_bytes: int, tokens: int) -> None:
+        done_bytes = min(size_bytes, self._bytes_left)  # packed, a text has fewer in the source
+        self._bytes_left -= done_bytes
+        self._tokens_said += tokens
+        self._on_batch(done_bytes, 0, tokens)
 
     def _encode(self, texts: list[bytes], documents: list[tuple[Part, Document]]) -> list[list[NDArray[Any]]]:
         """The ids of each text, those of a long one in parts."""
         encode = self._tokenizer.encode
         short = [text for text in texts if len(text) <= _LONG_BYTES]
-        long = partial(encode_in_parts, encode, dtype=self._dtype)
+        long = partial(encode_in_parts, encode, dtype=self._dtype, on_part=self._say_part)
         try:
             encoded = iter(encode(short))
             return [[next(encoded)] if len(text) <= _LONG_BYTES else long(text) for text in texts]
