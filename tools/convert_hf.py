@@ -23,12 +23,12 @@ from torch import Tensor
 
 from models.hf import config_to_hf, hf_name
 from tools.command import run_tool
-from tools.whole_weights import PREFIX, checkpoint_config, find_newest, read_saved_tensors
+from tools.whole_weights import checkpoint_config, find_newest, read_saved_tensors
 from train.checkpoint import CheckpointError, Position, read_position
 from train.config import Config
 from train.data.paths import user_path
 from train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
-from train.init_from import check_folder, weight_shapes
+from train.init_from import PREFIX, check_folder, weight_shapes
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",

@@ -12,11 +12,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from models.llama import Llama
 from train.checkpoint import CheckpointError, list_checkpoints
 from train.config import Config, ConfigError, load_config
-
-PREFIX = "model."  # of the weights, among everything else that training saves
+from train.init_from import PREFIX, weight_shapes
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
         if sum(shards.values()) != saved[name].elements:
             holes.append(name)
     weights = {name.removeprefix(PREFIX): t.shape for name, t in saved.items() if name.startswith(PREFIX)}
-    wanted = weight_shapes(checkpoint_config(checkpoint))
+    wanted = weight_shapes(checkpoint_config(checkpoint).model)
     # a shard lost at a tensor's end leaves no hole: only the model knows that the tensor was longer
     holes += [PREFIX + name for name in wanted.keys() | weights.keys() if wanted.get(name) != weights.get(name)]
     if holes:
@@ -97,19 +95,12 @@ def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     A tied weight is there once. Needs host memory for the whole model. Raises CheckpointError.
     """
     saved = read_saved_tensors(checkpoint)
-    names = weight_shapes(checkpoint_config(checkpoint))
+    names = weight_shapes(checkpoint_config(checkpoint).model)
     whole = {f"{PREFIX}{name}": torch.empty(shape, dtype=saved[f"{PREFIX}{name}"].dtype) for name, shape in names.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
         load({**whole}, storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
     return {name.removeprefix(PREFIX): tensor for name, tensor in whole.items()}
-
-
-def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of the config's model by fqn; a tied weight once. Nothing is allocated."""
-    with torch.device("meta"):
-        model = Llama(config.model)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _read_metadata(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
