@@ -176,7 +176,7 @@ def test_mistakes_are_found_before_anything_starts() -> None:
     with pytest.raises(SystemExit):
         main(["attention", "--model.dim=3"])
     with pytest.raises(ConfigError):
-        resolve(Setup(1, 1, ["--data.tokenizer=none"]))
+        resolve(Setup(1, 1, ["--data.verify=none"]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
