@@ -153,8 +153,8 @@ def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
         (["--parallel.tp=3"], [f"parallel.tp=3 must divide {key}. Use 1, 2, 4 or 8." for key in (
             "model.n_heads=32", "model.n_kv_heads=8", "model.ffn_dim=14336", "train.seq_len=8192")]),
         (["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_parts=[embedding]"],
-         ["parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024: ids no text has cost their rows and are "
-          "soon never predicted."]),
+         ["parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024: ids no text has cost their "
+          "rows and are soon never predicted."]),
     ],
     ids=["gqa", "parts", "tokens", "no sequence parallel", "all", "one part"],
 )  # fmt: skip
