@@ -119,8 +119,9 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place:
     corpus = load_together(config.data, place, None)
     sets = choose_sets(corpus, options.data)
     if place.is_main:
-        print(f"{subject.folder} on {device_name}, {place.world_size} processes, sequences of {config.train.seq_len}: "
-              f"{', '.join(sets)}", file=sys.stderr, flush=True)  # fmt: skip
+        processes = f"{place.world_size} process{'es' if place.world_size > 1 else ''}"
+        print(f"{subject.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: {', '.join(sets)}",
+              file=sys.stderr, flush=True)  # fmt: skip
     scores = score_model(subject, plan, corpus, sets, options.sequences, device)
     if place.is_main:
         figures = make_figures(subject, place, scores)

@@ -98,4 +98,4 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.Pro
 
 def mean_loss(scores: Mapping[str, Score]) -> float:
     """Mean over the tokens of all sets, in nats."""
-    return sum(score.nats for score in scores.values()) / sum(score.tokens for score in scores.values())
+    return sum(score.nats for score in scores.values()) / max(1, sum(score.tokens for score in scores.values()))

@@ -208,6 +208,7 @@ def test_held_out_and_validation_sets_have_their_names(prepared: Path, many: Dat
     shutil.copytree(prepared, tmp_path / "b" / "prepared")
     extra = load_corpus(with_cache(prepared, validation={"extra": str(tmp_path / "b" / "prepared")}))
     assert sorted(extra.held_out) == ["held_out"]
+    assert [source.name for source in extra.sources] == ["prepared"]
     assert extra.validation["extra"].documents == 60, "prepared data too is evaluated whole"
     with pytest.raises(DataError, match=r"data\.validation\.held_out is also the name"):
         load_corpus(with_cache(prepared, validation={"held_out": str(tmp_path / "b" / "prepared")}))

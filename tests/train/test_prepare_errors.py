@@ -149,7 +149,7 @@ def test_a_missing_library_names_the_command_that_installs_it(tmp_path: Path) ->
             "    except ValueError as error: print(error)\n")  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.count("pip install 'meshwright[hf]'") == 2, done.stdout + done.stderr
+    assert done.stdout.count("pip install -e '.[hf]'") == 2, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("form", ["jsonl", "txt", "parquet"])

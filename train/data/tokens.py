@@ -57,8 +57,8 @@ def load_corpus(config: DataConfig) -> Corpus:
     # In an order of their own, so that neither their names nor who comes first in the config decide what is drawn when.
     hashes = {source: [shard.sha256 for shard in manifests[folder].splits["train"]] for source, folder in folders.items()}
     folders = {source: folders[source] for source in sorted(folders, key=lambda source: hashes[source])}
-    names = _short_names(list(folders)) if config.mixture else {config.source: "held_out"}
-    held_out = {names[source]: open_split(folder, manifests[folder], "held_out")
+    names = _short_names(list(folders))
+    held_out = {names[source] if config.mixture else "held_out": open_split(folder, manifests[folder], "held_out")
                 for source, folder in folders.items() if manifests[folder].splits["held_out"]}  # fmt: skip
     if twice := held_out.keys() & validation.keys():
         raise DataError(f"data.validation.{min(twice)} is also the name of what is held out of the data: name it otherwise")

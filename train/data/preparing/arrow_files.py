@@ -43,7 +43,7 @@ def import_pyarrow(what: Path | str) -> Any:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError:
-        raise DataError(f"{what} is read by pyarrow, which is not installed: pip install 'meshwright[hf]'") from None
+        raise DataError(f"{what} is read by pyarrow, which is not installed: pip install -e '.[hf]'") from None
     return pyarrow
 
 
@@ -124,7 +124,7 @@ def open_dataset(source: str) -> Any:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError:
-        raise DataError(f"{source} needs the datasets library: pip install 'meshwright[hf]'") from None
+        raise DataError(f"{source} needs the datasets library: pip install -e '.[hf]'") from None
     name, config, split = [*source.removeprefix(HF_PREFIX).split(":"), "", ""][:3]
     try:
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
