@@ -156,8 +156,8 @@ def test_recomputing_blocks_keeps_less_memory_for_the_backward(data, tmp_path):
     for mode in ("none", "full"):
         folder = tmp_path / mode
         big = ["--model.dim=128", "--model.ffn_dim=1024", "--model.n_layers=8", "--train.seq_len=256",
-               "--train.steps=2", "--train.micro_batch_size=4", "--train.global_batch_size=4"]  # fmt: skip
+               "--train.steps=2", "--train.micro_batch_size=16", "--train.global_batch_size=16"]  # fmt: skip
         result = run(1, *TINY, *data, *EAGER, *big, f"--parallel.activation_checkpoint={mode}", f"--run.dir={folder}")
         assert result.returncode == 0, result.stderr
         peaks[mode] = read_metrics(folder)[2]["peak_memory_gib"]
-    assert peaks["full"] < peaks["none"] - 0.06
+    assert peaks["full"] < peaks["none"] - 0.1

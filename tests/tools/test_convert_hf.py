@@ -321,7 +321,7 @@ def test_a_config_that_cannot_be_is_refused_at_once(change: dict[str, Any], said
     start_s = time.monotonic()
     with pytest.raises(CheckpointError, match=re.escape(said)):
         main(["import", str(source), str(tmp_path / "ours")])
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 20
     with pytest.raises(CheckpointError, match=re.escape(said)):
         find_weights(str(source), config_from_hf(json.loads((hf_dir / "config.json").read_text())), None)
     assert not (tmp_path / "ours").exists()

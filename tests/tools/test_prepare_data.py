@@ -108,7 +108,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tool: Tool
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
     stop_s = time.monotonic()
     said = process.communicate(timeout=30)[1]
-    assert time.monotonic() - stop_s < 5
+    assert time.monotonic() - stop_s < 20
     assert process.returncode == 130
     assert said == "stopped: the same command goes on with what is not finished\n"
     assert processes_of(process.pid) == []
