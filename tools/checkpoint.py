@@ -1,8 +1,10 @@
-"""`python -m tools.checkpoint ls|show|consolidate PATH`: what checkpoints are there, what is in one, and one file of it."""
+"""`python -m tools.checkpoint ls|verify|show|diff|consolidate PATH`: what checkpoints are there, and what is in them."""
 
 import argparse
 import json
+import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,11 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tools.checkpoint_diff import compare_checkpoints, difference_text
 from tools.command import format_table, run_tool
-from tools.whole_weights import checkpoints_folder, find_newest, load_whole_weights, read_saved_tensors
-from train.checkpoint import CheckpointError, list_checkpoints, read_position
+from tools.whole_weights import checkpoints_folder, find_newest, load_whole_weights
+from train.checkpoint.config import CheckpointError
+from train.checkpoint.folder import list_checkpoints, step_of
+from train.checkpoint.manifest import MANIFEST, read_manifest
+from train.checkpoint.verify import verify_alone
 
 GIB = 2**30
+EXIT_DIFFERENT = 1  # as of the diff command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,33 +35,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "ls":
         rows = describe_checkpoints(checkpoints_folder(path))
         print(json.dumps({"checkpoints": rows}, indent=2) if options.json else _list_text(path, rows))
+    elif options.command == "verify":
+        verified = verify(path)
+        print(json.dumps(verified, indent=2) if options.json else _verify_text(verified))
     elif options.command == "show":
         shown = describe_checkpoint(find_newest(path))
         print(json.dumps(shown, indent=2) if options.json else _show_text(shown))
+    elif options.command == "diff":
+        differences = compare_checkpoints(find_newest(path), find_newest(Path(options.other)))
+        print(json.dumps(asdict(differences), indent=2) if options.json else difference_text(differences))
+        if not differences.same:
+            sys.exit(EXIT_DIFFERENT)
     else:
-        written = consolidate(find_newest(path), Path(options.out), options.force)
-        print(f"{written}: {written.stat().st_size / GIB:.3f} GiB")
+        print(consolidate(find_newest(path), Path(options.out), options.force))
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The tool's subcommands and their options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.checkpoint",
-        description="Look at checkpoints, and make one file of a sharded one.",
+        description="Look at the checkpoints of a run.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="subcommands and their options:\n"
-        "  ls RUN_OR_CHECKPOINTS_DIR [--json]          the complete checkpoints of a run\n"
+        allow_abbrev=False,
+        epilog="subcommands (each explains itself with -h):\n"
+        "  ls RUN_OR_CHECKPOINTS_DIR [--json]          the committed checkpoints of a run\n"
+        "  verify CHECKPOINT_OR_RUN [--json]           exit code 0 only when every byte is as committed\n"
         "  show CHECKPOINT [--json]                    tensors of a checkpoint, and totals\n"
+        "  diff CHECKPOINT OTHER [--json]              what differs: config, tensors, values; exit code 1 if anything does\n"
         "  consolidate CHECKPOINT OUT [--force]        the model alone, whole, in one safetensors file\n"
-        "\nA run's folder in place of CHECKPOINT means its newest one.",
+        "\nA run's folder in place of CHECKPOINT means its newest one; to verify, all of them.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|show|consolidate")
-    ls = commands.add_parser("ls", help="the complete checkpoints of a run", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|show|diff|consolidate")
+    ls = commands.add_parser("ls", help="the committed checkpoints of a run", allow_abbrev=False)
     ls.add_argument("path", metavar="RUN_OR_CHECKPOINTS_DIR", help="a run's folder, or its checkpoints folder")
+    every = commands.add_parser("verify", help="whether every byte is as committed", allow_abbrev=False)
+    every.add_argument("path", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run: then all of its checkpoints")
     show = commands.add_parser("show", help="tensors of a checkpoint, and totals", allow_abbrev=False)
     show.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
-    for command in (ls, show):
-        command.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    diff = commands.add_parser("diff", help="what differs between two checkpoints", allow_abbrev=False)
+    diff.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
+    diff.add_argument("other", metavar="OTHER", help="what to compare it with, of any mesh")
+    for command in (ls, every, show, diff):
+        command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     one = commands.add_parser("consolidate", help="the model alone, whole, in one safetensors file", allow_abbrev=False)
     one.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
     one.add_argument("out", metavar="OUT", help="the file to write; without the suffix .safetensors, a folder that gets "
@@ -64,39 +86,51 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Each complete checkpoint, oldest first: step, samples, processes that saved it, size in bytes, age in seconds.
+    """Each committed checkpoint, oldest first: step, samples, processes that saved it, size in bytes, age in seconds.
 
-    What an unreadable state.json would say is None, with the reason under `problem`.
+    What an unreadable manifest would say is None, with the reason under `problem`.
     """
     rows = []
     for path in list_checkpoints(folder):
-        row: dict[str, Any] = {"step": int(path.name.removeprefix("step-")), "samples": None, "processes": None}
+        row: dict[str, Any] = {"step": step_of(path), "samples": None, "processes": None}
         try:
-            position = read_position(path)
+            position = read_manifest(path).position
             row |= {"samples": position.samples, "processes": position.world_size}
         except CheckpointError as error:
             row["problem"] = str(error)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        age_s = max(0.0, time.time() - (path / "state.json").stat().st_mtime)
+        age_s = max(0.0, time.time() - path.lstat().st_mtime)  # of the last file that came into the folder
         rows.append({**row, "size_bytes": size, "age_s": age_s, "path": str(path)})
     return rows
 
 
+def verify(path: Path) -> dict[str, Any]:
+    """Hash every byte of a checkpoint, or of all those of a run; bytes and seconds. Raises CheckpointError for the first that
+    is not as it was committed, and if there is none."""
+    found = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
+    if not found:
+        raise CheckpointError(f"{path} holds no committed checkpoint")
+    start_s = time.perf_counter()
+    manifests = [verify_alone(checkpoint) for checkpoint in found]
+    size_bytes = sum(file.size_bytes for manifest in manifests for file in manifest.files.values())
+    return {"verified": [str(each) for each in found], "size_bytes": size_bytes, "seconds": time.perf_counter() - start_s}
+
+
 def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """Position, tensors and totals of one checkpoint, as plain data. Totals are by what a name begins with: model,
-    optim, random. Raises CheckpointError."""
-    saved = read_saved_tensors(checkpoint)
+    """Position, tensors, totals and versions of one checkpoint, as its manifest says them. Totals are by what a name begins
+    with: model, optim, random. Raises CheckpointError."""
+    manifest = read_manifest(checkpoint)
     tensors: list[dict[str, Any]] = []
     totals: dict[str, dict[str, int]] = {}
-    for name, t in saved.items():
-        tensors.append(
-            {"name": name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "size_bytes": t.size_bytes}
-        )
+    for name, saved in manifest.tensors.items():
+        elements = math.prod(saved.shape)
+        tensors.append({"name": name, "shape": list(saved.shape), "dtype": saved.dtype, "size_bytes": saved.size_bytes})
         total = totals.setdefault(name.split(".")[0], {"tensors": 0, "elements": 0, "size_bytes": 0})
         total["tensors"] += 1
-        total["elements"] += t.elements
-        total["size_bytes"] += t.size_bytes
-    return {"checkpoint": str(checkpoint), "position": asdict(read_position(checkpoint)), "tensors": tensors, "totals": totals}
+        total["elements"] += elements
+        total["size_bytes"] += saved.size_bytes
+    return {"checkpoint": str(checkpoint), "position": asdict(manifest.position), "code": dict(manifest.code),
+            "tensors": tensors, "totals": totals}  # fmt: skip
 
 
 def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
@@ -133,10 +167,17 @@ def _write_whole(weights: dict[str, Tensor], target: Path) -> None:
 
 def _list_text(path: Path, rows: list[dict[str, Any]]) -> str:
     if not rows:
-        return f"{path}: no complete checkpoint"
+        return f"{path}: no committed checkpoint"
     head = ("step", "samples", "processes", "size GiB", "age", "path")
-    return format_table(head, [(str(row["step"]), _or_unknown(row["samples"]), _or_unknown(row["processes"]),
-                                f"{row['size_bytes'] / GIB:.3f}", _age(row["age_s"]), row["path"]) for row in rows])  # fmt: skip
+    table = format_table(head, [(str(row["step"]), _or_unknown(row["samples"]), _or_unknown(row["processes"]),
+                                 f"{row['size_bytes'] / GIB:.3f}", _age(row["age_s"]), row["path"]) for row in rows])  # fmt: skip
+    return "\n".join([table, *(row["problem"] for row in rows if "problem" in row)])
+
+
+def _verify_text(verified: dict[str, Any]) -> str:
+    rate = verified["size_bytes"] / 1e9 / max(verified["seconds"], 1e-9)
+    lines = [f"{path}: every byte is as committed" for path in verified["verified"]]
+    return "\n".join([*lines, f"{verified['size_bytes'] / GIB:.3f} GiB in {verified['seconds']:.1f} s, {rate:.2f} GB/s"])
 
 
 def _show_text(shown: dict[str, Any]) -> str:

@@ -23,8 +23,18 @@ from torch import Tensor
 
 from models.hf import config_to_hf, hf_name
 from tools.command import run_tool
-from tools.whole_weights import checkpoint_config, find_newest, read_saved_tensors
-from train.checkpoint import CheckpointError, Position, read_position
+from tools.whole_weights import checkpoint_config, find_newest, saved_weights
+from train.checkpoint.config import CheckpointError
+from train.checkpoint.folder import write_synced
+from train.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Position,
+    SavedTensor,
+    dtype_word,
+    manifest_to_text,
+)
+from train.checkpoint.verify import hash_file, verify_alone
 from train.config import Config
 from train.data.paths import user_path
 from train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
@@ -49,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             import_folder(folder, partial, out.resolve(), limit_bytes)
     else:
         checkpoint = find_newest(source)
-        read_position(checkpoint)
+        manifest = verify_alone(checkpoint)
         with _new_folder(checkpoint, out, options.force) as partial:
-            export_checkpoint(checkpoint, partial, options.dtype, limit_bytes)
+            export_checkpoint(checkpoint, manifest, partial, options.dtype, limit_bytes)
     written = describe(out)
     print(json.dumps(written, indent=2) if options.json else "{path}: {parameters:,} parameters, {dtype}, {size_gb:.3f} GB in "
           "{files} file{s}; beside: {beside}".format(**written, s="s" * (written["files"] > 1)))  # fmt: skip
@@ -101,8 +111,9 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
         (partial / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
     has_tokenizer = (partial / "tokenizer.json").is_file()
     (partial / "config.yaml").write_text(config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8")
-    files = {file.name: file.stat().st_size for file in sorted(partial.glob("*.safetensors"))}
-    (partial / "state.json").write_text(json.dumps({**asdict(Position()), "files": files}) + "\n")
+    described = {name: SavedTensor(t.shape, dtype_word(DTYPES[t.dtype])) for name, t in tensors.items()}
+    files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
+    write_synced(partial / MANIFEST, manifest_to_text(Manifest(Position(), files, described)))
 
 
 def config_text(folder: HfFolder, tokenizer: str | None) -> str:
@@ -117,24 +128,23 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
     return head + yaml.safe_dump(sections, sort_keys=False)
 
 
-def export_checkpoint(checkpoint: Path, partial: Path, dtype: str | None, limit_bytes: int) -> None:
-    """Write a checkpoint's model into the folder `partial` in the form that transformers loads."""
-    config, saved = checkpoint_config(checkpoint), read_saved_tensors(checkpoint)
-    reader = FilesReader(sorted(checkpoint.glob("*.safetensors")))
-    names = {hf_name(fqn): PREFIX + fqn for fqn in weight_shapes(config.model)}
-    dtypes = {name: getattr(torch, dtype) if dtype else saved[ours].dtype for name, ours in names.items()}
-    sizes = {name: saved[ours].elements * dtypes[name].itemsize for name, ours in names.items()}
+def export_checkpoint(checkpoint: Path, manifest: Manifest, partial: Path, dtype: str | None, limit_bytes: int) -> None:
+    """Write the model of a checkpoint, which has been verified, into the folder `partial` in the form that transformers loads."""
+    config = checkpoint_config(checkpoint)
+    reader = FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
+    saved = {hf_name(fqn): (PREFIX + fqn, tensor) for fqn, tensor in saved_weights(checkpoint, manifest, config).items()}
+    dtypes = {name: getattr(torch, dtype or tensor.dtype) for name, (_, tensor) in saved.items()}
+    sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
 
     def read(name: str) -> Tensor:
-        whole = _read_whole(reader, names[name], saved[names[name]].shape, saved[names[name]].dtype)
-        return _converted(name, whole, dtypes[name])
+        return _converted(name, _read_whole(reader, *saved[name]), dtypes[name])
 
     places = write_files(partial, sizes, read, limit_bytes)
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _copy_beside(_tokenizer_folder(checkpoint, config), partial)
-    of_most = max(dtypes.values(), key=lambda each: sum(sizes[name] for name in names if dtypes[name] == each))
+    of_most = max(dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each))
     written = config_to_hf(config.model, str(of_most).removeprefix("torch."), _token_ids(partial / GENERATION))
     (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
@@ -178,11 +188,11 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def _read_whole(reader: FilesReader, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _read_whole(reader: FilesReader, name: str, saved: SavedTensor) -> Tensor:
     """One tensor of a checkpoint, put together from its shards."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    whole = torch.empty(shape, dtype=dtype)
+    whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
         load({name: whole}, storage_reader=reader, no_dist=True)

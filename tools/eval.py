@@ -26,6 +26,7 @@ from tools.convert_hf import config_text
 from tools.generate import add_tokenizer_option, find_model_tokenizer
 from tools.whole_weights import find_newest
 from train.build import build_model
+from train.checkpoint.manifest import MANIFEST
 from train.config import USER_ERRORS, Config, ConfigError, parse_config
 from train.data.checks import check_data
 from train.data.config import DataConfig, DataError
@@ -132,7 +133,7 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place:
 def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> Subject:
     """The model that the options mean, and a config for it. Raises CheckpointError, ConfigError and DataError."""
     path = Path(options.model).expanduser()
-    is_hf = (path / CONFIG).is_file() and not (path / "state.json").is_file()
+    is_hf = (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
     folder = path if is_hf else find_newest(path)
     chosen = [*ANEW, f"--train.micro_batch_size={options.micro_batch_size}",
               *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []), *overrides]  # fmt: skip

@@ -2,11 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 
 from parallel.memory_by_kind import GIB
 from parallel.plan import Plan, PlanError
@@ -15,13 +13,10 @@ from parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from parallel.planner.reasons import give_reasons
 from parallel.planner.search import Machines
 from train.choose import choose_plan
-from train.config import USER_ERRORS, Config
+from train.config import Config
 from train.host_memory import device_memory_bytes
 from train.predict import Prediction, predict, trace_run
 from train.runtime import Place
-
-T = TypeVar("T")
-
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
@@ -50,20 +45,6 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
     said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
     figures = {"step_time_s": predicted.timeline.step_s, "peak_memory_gib": _measured_peak(predicted, device) / GIB}
     return Chosen(dataclasses.replace(plan, cpu_offload=config.parallel.cpu_offload), predicted.memory.peak_bytes, figures, said)
-
-
-def from_main(place: Place, make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank. What the user did wrong is raised on all of them alike."""
-    made: list[Any] = [None]
-    if place.is_main:
-        try:
-            made = [make()]
-        except USER_ERRORS as error:
-            made = [error]
-    dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]  # type: ignore[no-any-return]
 
 
 def _find_kind(device: torch.device, device_name: str) -> Hardware:

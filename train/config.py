@@ -15,14 +15,17 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from models.llama import LlamaConfig
 from parallel.config import ParallelConfig
+from parallel.one_line import one_line
 from parallel.plan import PlanError
 from parallel.strict_yaml import YamlError, load_mapping
 from train.bounds import check_bounds
-from train.checkpoint import CheckpointConfig, CheckpointError
+from train.checkpoint.config import CheckpointConfig, CheckpointError
 from train.data.config import DataConfig, DataError
+from train.lock import LockError
 from train.metrics import MetricsConfig
 from train.optim import OptimConfig
 from train.profiling import ProfileConfig
+from train.restarts import CrashLoopError
 from train.runtime import RunConfig
 from train.train_config import TrainConfig
 from train.type_errors import explain
@@ -34,7 +37,8 @@ class ConfigError(ValueError):
     """The configuration is wrong: the message names key, value, place and way out."""
 
 
-USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError)  # what a user can mend: one message, exit code 2
+# what a user can mend: one message, exit code 2
+USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, CrashLoopError)
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,7 @@ class Config:
 
 def find_config(name: str) -> Path:
     """A path as it is, or a bare name from configs/, with or without .yaml; ConfigError names the nearest one."""
-    candidates = [Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml"]
-    for path in candidates:
+    for path in (Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml"):
         if path.is_file():
             return path
     known = [path.name for path in list_configs()]
@@ -127,7 +130,7 @@ def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namesp
         namespace = parser.parse_args([*lines, *overrides])
     except Exception as error:  # jsonargparse raises several kinds; all of them are about what the user wrote
         keys = {path: [key for key, _ in _leaves(mapping)] for path, mapping in mappings.items()}
-        raise ConfigError(explain(str(error), keys, overrides)) from None
+        raise ConfigError(one_line(explain(str(error), keys, overrides))) from None
     if not namespace["run.dir"]:
         namespace["run.dir"] = f"runs/{paths[-1].stem if paths else 'llama'}"
     return namespace
@@ -164,7 +167,7 @@ def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
         built = parser.instantiate(namespace)
         return Config(**{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)})
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(one_line(error)) from None
 
 
 def _read_strictly(path: Path) -> dict[str, Any]:
@@ -173,11 +176,15 @@ def _read_strictly(path: Path) -> dict[str, Any]:
         data = load_mapping(path)
     except YamlError as error:
         raise ConfigError(str(error)) from None
-    for key, value in _leaves(data):
+    leaves = list(_leaves(data))
+    for i, (key, value) in enumerate(leaves):
         _check_key(key, str(path))
+        if key in dict(leaves[:i]):
+            raise ConfigError(f"{path}: {key} stands twice, with a dot and without: delete one")
         wanted = _type_at(key)
-        if dataclasses.is_dataclass(wanted) and value != {}:
-            raise ConfigError(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}")
+        # A word in place of a section would do: jsonargparse takes one for a class, and imports its module.
+        if value != {} and (dataclasses.is_dataclass(wanted) or (_dataclass_in(wanted) and value is not None)):
+            raise ConfigError(one_line(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}"))
         if value is None and type(None) not in typing.get_args(wanted):
             raise ConfigError(f"{path}: {key} has no value. Give it one, or leave the key out for its default")
     return data
@@ -198,7 +205,8 @@ def _check_key(key: str, place: str) -> None:
         return
     same_end = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    raise ConfigError(f"unknown key {key} in {place}. {f'Did you mean {near[0]}?' if near else 'See -h for all keys.'}")
+    hint = f"Did you mean {near[0]}?" if near else "See -h for all keys."
+    raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {hint}")
 
 
 def known_keys() -> list[str]:

@@ -1,5 +1,7 @@
 """What a person sees: log lines from rank 0, and on a terminal a live line of progress."""
 
+import contextlib
+import os
 import sys
 from typing import Any
 
@@ -19,10 +21,13 @@ class Screen:
         """Print a line (or several)."""
         if not self._is_main:
             return
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, flush=True)
+        try:
+            if self._progress is not None:
+                self._progress.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, flush=True)
+        except OSError:  # the terminal, or whoever read the pipe, is gone: training goes on without
+            self._leave()
 
     def start_progress(self, done: int, total: int) -> None:
         """Show the live line, if this is a terminal."""
@@ -52,8 +57,15 @@ class Screen:
     def close(self) -> None:
         """Leave the live line."""
         if self._progress is not None:
-            self._progress.stop()
+            with contextlib.suppress(OSError):
+                self._progress.stop()
             self._progress = None
+
+    def _leave(self) -> None:
+        """Say nothing any more, and let nobody else try: Python's own last flush would fail."""
+        self._is_main = False
+        self.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _describe(row: dict[str, Any]) -> str:

@@ -1,23 +1,34 @@
 """How a process ends: its exit code, what torchrun hears, and no teardown that could spoil it."""
 
 import atexit
+import contextlib
 import os
+import signal
 import sys
+import time
 from typing import NoReturn
 
 from train.runtime import Place
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
+SPEAK_S = 5.0  # that another rank leaves to rank 0 for its message
 
 
 def exit_process(place: Place, code: int, error: BaseException | None = None) -> NoReturn:
-    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message."""
+    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message.
+
+    What the user did wrong all ranks find alike, and rank 0 says: torchrun, which ends them all when it sees the first end,
+    must not see another one's sooner.
+    """
     if place.under_torchrun and error is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         handler = get_error_handler()
         handler.initialize()
         handler.record_exception(error)
+    if place.under_torchrun and code == EXIT_USER_ERROR and not place.is_main:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(SPEAK_S)
     end_process(code)
 
 
@@ -29,6 +40,14 @@ def end_process(code: int) -> NoReturn:
     work aborts (SIGABRT, "terminate called without an active exception"; pytorch/pytorch#179291).
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it is gone
+            stream.flush()
+    os._exit(code)
+
+
+def end_at_once(code: int, words: str) -> NoReturn:
+    """End from any thread, wherever the others are, and whichever locks of Python's streams they hold: nothing is flushed."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{words}\n".encode())
     os._exit(code)

@@ -1,6 +1,5 @@
 """A Hugging Face folder on disk: config.json, and safetensors files of which any slice can be read. Never pickle."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from models.hf import EMBEDDING, OUTPUT, config_from_hf
 from models.llama import LlamaConfig
-from train.checkpoint import CheckpointError
+from parallel.one_line import one_line
+from train.checkpoint.config import CheckpointError
+from train.read_json import read_json
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+JSON_BYTES = 2**24  # of a config or an index; that of 126 blocks in 191 files has 100 KB
 PICKLES = ("*.bin", "*.pt", "*.pth")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_MAX_NAME_BYTES = 255  # of a file, as file systems have it
 _ROWS = 4096  # of a matrix compared at a time: 128 MB where a row has 8,192 channels in float32
 
 
@@ -68,7 +71,7 @@ def open_folder(path: Path) -> HfFolder:
     try:
         config = config_from_hf(hf_config)
     except ValueError as error:
-        raise CheckpointError(f"{path / CONFIG}: {error}") from None
+        raise CheckpointError(one_line(f"{path / CONFIG}: {error}")) from None
     files = _find_files(path)
     folder = HfFolder(path, config, hf_config, files, _read_headers(files))
     _check_blocks(folder)
@@ -79,12 +82,11 @@ def open_folder(path: Path) -> HfFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
+        return read_json(path, JSON_BYTES)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): name the folder of a Hugging Face model") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no mapping: name the folder of a Hugging Face model")
-    return content
 
 
 def _find_files(path: Path) -> tuple[Path, ...]:
@@ -100,8 +102,9 @@ def _find_files(path: Path) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map: fetch the folder again")
     names = sorted({str(name) for name in weight_map.values()})
-    if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise CheckpointError(f"{path / INDEX} names {outside[0]}, which is no safetensors file of this folder")
+    if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")
+                   or not name.isprintable() or len(name.encode()) > _MAX_NAME_BYTES]:  # fmt: skip
+        raise CheckpointError(f"{path / INDEX} names {one_line(outside[0], 200)}, which is no safetensors file of this folder")
     if missing := [name for name in names if not (path / name).is_file()]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{path} lacks {', '.join(missing[:3])}{more}, which its index names: fetch the folder again")

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from models.hf import different_keys, hf_name, is_ignored
 from models.llama import Llama, LlamaConfig
-from train.checkpoint import CheckpointError, list_checkpoints, read_position
+from train.checkpoint.config import CheckpointError, VerifyMode
+from train.checkpoint.folder import list_checkpoints
+from train.checkpoint.manifest import MANIFEST, read_manifest
+from train.checkpoint.verify import find_damage, raise_damage, verify_together
 from train.config import ConfigError, load_config
 from train.data.paths import user_path
 from train.hf_folder import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
@@ -26,10 +28,12 @@ PREFIX = "model."  # of the weights, among everything else that a checkpoint of 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a model's weights are: the files, and each parameter's name in them by our fqn."""
+    """Where a model's weights are: the files, and each parameter's name in them by our fqn; and the checkpoint of ours that they
+    are, if they are one."""
 
     files: tuple[Path, ...]
     names: dict[str, str]
+    checkpoint: Path | None = None
 
 
 def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | None) -> Weights | None:
@@ -38,29 +42,32 @@ def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | 
     if init_from is None or resume_from:
         return None
     path = user_path(init_from, "checkpoint.init_from", CheckpointError)
-    if (path / "state.json").is_file():
+    if (path / MANIFEST).is_file():
         return _of_checkpoint(path, model)
     if (path / CONFIG).is_file():
         return _of_folder(open_folder(path), model)
     saved = [] if not path.is_dir() else [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
     hint = f", such as {saved[-1]}" if saved else ""
-    raise CheckpointError(f"checkpoint.init_from={init_from} has neither config.json nor state.json: name the folder of a "
+    raise CheckpointError(f"checkpoint.init_from={init_from} has neither {CONFIG} nor {MANIFEST}: name the folder of a "
                           f"Hugging Face Llama, or a checkpoint{hint}")  # fmt: skip
 
 
-def say_start(init_from: str | None, resume_from: Path | None) -> str:
-    """Which weights the run starts with, if that is a question."""
+def say_start(init_from: str | None, resume_from: Path | None) -> list[str]:
+    """Which weights the run starts with, if that is a question, in a line."""
     if init_from is None:
-        return ""
+        return []
     if resume_from:
-        return f"weights: checkpoint.init_from is not read, since the run goes on from {resume_from}"
-    return f"weights: from {init_from}, with a new optimizer at step 0"
+        return [f"weights: checkpoint.init_from is not read, since the run goes on from {resume_from}"]
+    return [f"weights: from {init_from}, with a new optimizer at step 0"]
 
 
-def load_weights(weights: Weights, model: nn.Module) -> None:
-    """Read each rank's slices into its parameters, in place, on whatever mesh they are; all ranks call it."""
+def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:
+    """Read each rank's slices into its parameters, in place, on whatever mesh they are; all ranks call it. Raises CheckpointError
+    if they are of a checkpoint that does not verify."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    if weights.checkpoint:
+        verify_together(weights.checkpoint, verify)
     tensors: dict[str, Any] = {weights.names[fqn]: parameter.detach() for fqn, parameter in model.named_parameters()}
     load(tensors, storage_reader=FilesReader(weights.files))
 
@@ -91,28 +98,16 @@ def _of_folder(folder: HfFolder, model: LlamaConfig) -> Weights:
 
 
 def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
-    read_position(path)
+    manifest = read_manifest(path)
+    raise_damage(path, find_damage(path, manifest, "full", [name for name in manifest.files if name == "config.yaml"]))
     if not (path / "config.yaml").is_file():
-        raise CheckpointError(f"{path} has no config.yaml, so its model is not known: copy the run's into it")
+        raise CheckpointError(f"{path} has no config.yaml, so its model is not known: use another checkpoint")
     way_out = f"use the model section of {path}/config.yaml"
     _check_config(f"{path}/config.yaml", load_config(path / "config.yaml").model, model, way_out)
     names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
-    files = tuple(sorted(path.glob("*.safetensors")))
-    saved = _read_shapes(path, files)
     _check_tensors(path, {names[fqn]: shape for fqn, shape in weight_shapes(model).items()},
-                   {name: shape for name, shape in saved.items() if name.startswith(PREFIX)})  # fmt: skip
-    return Weights(files, names)
-
-
-def _read_shapes(path: Path, files: tuple[Path, ...]) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a checkpoint, put together from its shards."""
-    if not files:
-        raise CheckpointError(f"{path} has no *.safetensors: use another checkpoint")
-    try:
-        metadata = FilesReader(files).read_metadata()
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: a file of it cannot be read ({error}): use another checkpoint") from None
-    return {name: tuple(getattr(tensor, "size", ())) for name, tensor in metadata.state_dict_metadata.items()}
+                   {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)})  # fmt: skip
+    return Weights(tuple(path / name for name in manifest.files if name.endswith(".safetensors")), names, path)
 
 
 def _check_config(where: str, theirs: LlamaConfig, ours: LlamaConfig, way_out: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,19 +11,23 @@ from torch import nn
 
 from parallel.compile_check import describe_cache
 from parallel.recompile import RecompileGuard
-from train.checkpoint import Position, save_checkpoint
-from train.config import Config, config_to_yaml
+from train.checkpoint.folder import SaveError
+from train.checkpoint.manifest import Position
+from train.checkpoint.saver import Saver
+from train.config import Config
 from train.console import Screen
-from train.data.loader import BatchShape, SampleOrder, TrainLoader
+from train.data.loader import BatchShape, SampleOrder, StepData, TrainLoader
 from train.data.sequences import SequenceShape
 from train.data.tokens import Corpus
 from train.evaluation import Score, score_sets
 from train.host_memory import return_free_memory
 from train.metrics import Metrics
+from train.nonfinite import FiniteGuard
 from train.optim import learning_rate, set_learning_rate
 from train.profiling import StepProfiler
 from train.step import train_step
 from train.stop import Stop
+from train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -36,46 +41,57 @@ class Run:
     optimizer: torch.optim.Optimizer
     corpus: Corpus
     sequences: SequenceShape
+    order: SampleOrder
     shape: BatchShape
     data_parallel: dist.ProcessGroup
     metrics: Metrics
+    saver: Saver
     screen: Screen
     stop: Stop
+    watchdog: Watchdog
     recompiles: RecompileGuard
+    finite: FiniteGuard
     total_steps: int
 
 
-def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None]) -> Position:
+def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) -> Position:
     """Train from `start` to the last step, or until a stop is agreed; returns how far it got.
 
-    `on_progress` hears of the position after every report and every checkpoint.
+    `on_progress` hears of the step after every report and every committed checkpoint. Raises SaveError if a checkpoint could
+    not be saved, NonFiniteError, and PeerLostError.
     """
     config, position = run.config, start
-    order = SampleOrder(run.corpus.sources, run.sequences, config.run.seed)
-    loader = TrainLoader(order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
+    loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
     profiler = StepProfiler(config.profile, run.folder / "profile", dist.get_rank() == 0)
+    run.stop.begin()
     if config.train.eval_every and start.step == 0:
-        run.screen.report(run.metrics.log_eval(0, _evaluate(run)))
+        run.screen.report(run.metrics.log_eval(0, _evaluate(run, 0)))
     run.metrics.resume()
     try:
         while position.step < run.total_steps:
-            position = _next_position(run, position)
+            before, position = position, _next_position(run, position)
             step = position.step
+            run.watchdog.enter("first step" if before is start else "step", step)
             lr = learning_rate(config.optim, step, run.total_steps)
             set_learning_rate(run.optimizer, lr)
             data = loader.next()
             profiler.before_step(step)
             result = train_step(run.model, run.optimizer, data.micro_batches, config.train.grad_clip, run.data_parallel)
             run.metrics.step_done(data.wait_s)
-            if step == start.step + 1:
+            if before is start:
                 _after_first_step(run)
             for news in run.recompiles.news():
                 run.screen.line(f"warning: step {step} {news}")
+            for news in run.finite.step_done(step, before.samples, data, result):
+                run.screen.line(news)
             run.screen.step_done(step)
             if (trace := profiler.after_step(step)) is not None:
                 run.screen.line(f"profile: {trace}")
 
+            _hear_saver(run, step, on_progress)
             stopping = run.stop.agreed()
+            if stopping and run.stop.failed:
+                raise SaveError(run.stop.reason or "")
             ended = step == run.total_steps
             evaluating = _due(step, config.train.eval_every, ended)
             reporting = _due(step, config.metrics.every, ended) or evaluating
@@ -83,19 +99,31 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[Position], None
             if reporting or saving:
                 run.metrics.pause()
                 if reporting:
-                    used = {**order.progress(position.samples), "data_hash": _hash_of_all(data.data_hash, run)}
-                    run.screen.report(run.metrics.log(step, result, lr, used, _evaluate(run) if evaluating else None))
-                    on_progress(position)
+                    scores = _evaluate(run, step) if evaluating else None
+                    run.screen.report(run.metrics.log(step, result, lr, _used(run, position, data), scores))
+                    on_progress(step)
                 if saving:
-                    _save(run, position)
-                    on_progress(position)
+                    run.watchdog.enter("checkpoint", step)
+                    run.saver.save(position)
                 run.metrics.resume()
             if stopping:
                 break
+        for news in run.finite.finish():
+            run.screen.line(news)
     finally:
         profiler.close()
         loader.close()
+        _end_saving(run, position.step, on_progress)
+    if run.saver.failed and config.checkpoint.on_error == "stop":
+        raise SaveError(run.saver.failed)
     return position
+
+
+def _end_saving(run: Run, step: int, on_progress: Callable[[int], None]) -> None:
+    """Wait for a save under way, whatever ends the run: what has been copied is not lost."""
+    run.watchdog.enter("checkpoint", step)
+    run.saver.wait()
+    _hear_saver(run, step, on_progress)
 
 
 def _after_first_step(run: Run) -> None:
@@ -116,9 +144,16 @@ def _next_position(run: Run, position: Position) -> Position:
     return Position(position.step + 1, samples, seed, seq_len, dist.get_world_size(), run.corpus.fingerprint)
 
 
-def _evaluate(run: Run) -> dict[str, Score]:
+def _evaluate(run: Run, step: int) -> dict[str, Score]:
+    run.watchdog.enter("evaluation", step)
     sets = {**run.corpus.held_out, **run.corpus.validation}
     return score_sets(run.model, sets, run.sequences, run.shape, run.config.train.eval_sequences, run.device, run.data_parallel)
+
+
+def _used(run: Run, position: Position, data: StepData) -> dict[str, Any]:
+    """What a row says of the data, and of the steps that were skipped."""
+    skipped = {"skipped_steps": run.finite.skipped} if run.finite.skipped else {}
+    return {**run.order.progress(position.samples), "data_hash": _hash_of_all(data.data_hash, run), **skipped}
 
 
 def _hash_of_all(data_hash: int, run: Run) -> str:
@@ -128,7 +163,13 @@ def _hash_of_all(data_hash: int, run: Run) -> str:
     return f"{total.item():016x}"
 
 
-def _save(run: Run, position: Position) -> None:
-    path = save_checkpoint(run.folder / "checkpoints", run.model, run.optimizer, position,
-                           config_to_yaml(run.config), run.config.checkpoint.keep)  # fmt: skip
-    run.screen.line(f"saved {path}")
+def _hear_saver(run: Run, step: int, on_progress: Callable[[int], None]) -> None:
+    """Say what has become of saves; one that failed asks for the end of the run, unless `checkpoint.on_error` is warn."""
+    for saved in run.saver.news():
+        if not saved.error:
+            run.screen.line(f"saved {saved.path} (stood still {saved.stall_s:.2f} s, committed after {saved.total_s:.2f} s)")
+            on_progress(step)
+        elif run.config.checkpoint.on_error == "warn":
+            run.screen.line(f"warning: not saved: {saved.error}")
+        else:
+            run.stop.ask(saved.error, failed=True)

@@ -4,7 +4,7 @@ import dataclasses
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,13 +23,18 @@ from parallel.planner.hardware import find_hardware
 from parallel.planner.memory import usable_bytes
 from parallel.recompile import RecompileGuard
 from parallel.strategy import describe_strategy
-from train.auto import choose_here, from_main
+from train import VERSION
+from train.auto import choose_here
 from train.build import build_model
-from train.checkpoint import Position, find_checkpoint, list_checkpoints, load_checkpoint, read_position, refuse_newer
+from train.checkpoint.folder import SaveError, refuse_newer
+from train.checkpoint.load import load_checkpoint
+from train.checkpoint.manifest import Position
+from train.checkpoint.resume import find_start
+from train.checkpoint.saver import Saver
 from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
 from train.data.checks import check_data, check_evaluation, check_sequences
-from train.data.loader import BatchShape
+from train.data.loader import BatchShape, SampleOrder
 from train.data.sequences import SequenceShape, make_sequence_shape
 from train.data.together import load_together
 from train.data.tokens import Corpus
@@ -37,15 +42,33 @@ from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_proces
 from train.fits import check_fits
 from train.host_memory import device_memory_bytes
 from train.init_from import find_weights, load_weights, say_start
+from train.journal import Journal
 from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
+from train.nonfinite import FiniteGuard, NonFiniteError
 from train.optim import build_optimizer
 from train.planning import plan_run
+from train.restarts import check_crash_loop
 from train.runtime import Place, choose_device, read_place, start_process
-from train.status import State, write_status
-from train.stop import Stop
+from train.status import read_status
+from train.stop import PeerLostError, Stop
+from train.take_folder import take_folder
+from train.together import from_main
+from train.watchdog import Watchdog
 
-VERSION = "0.1.0"
+EXPLAINED = (SaveError, NonFiniteError, PeerLostError)  # failures of which the message says all: no traceback
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Where a run computes and how, the bytes a process needs; and where the planner has chosen, its figures and reasons."""
+
+    device: torch.device
+    device_name: str
+    plan: Plan
+    needed_bytes: int
+    predicted: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    said: tuple[str, ...] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -58,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if place.is_main:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         exit_process(place, EXIT_USER_ERROR, error)
+    except EXPLAINED as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        exit_process(place, EXIT_FAILED, error)
     except KeyboardInterrupt as error:
         exit_process(place, EXIT_STOPPED, error)
     except Exception as error:
@@ -68,94 +94,106 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(config: Config, place: Place) -> bool:
-    """The whole journey; True if it was stopped before its last step."""
+    """The whole journey, watched over from the first moment; True if it was stopped before its last step."""
     screen = Screen(place.is_main)
+    journal = Journal(place, screen)
+    watchdog = Watchdog(config.run.timeouts, place.rank, place.world_size, lambda why: journal.say("failed", why))
+    stop = Stop(config.run, lambda why: journal.say("stopped", why))
+    try:
+        planned = _plan(config, place, screen)
+        check_data(config.data, config.model.vocab_size)  # a source that is not there is found out here, by every rank alike
+        folder = _make_folder(config)
+        if not dist.is_initialized():
+            start_process(config.run, place, planned.device)
+        watchdog.connect()
+        stop.connect()
+        with take_folder(folder, place, screen):
+            watchdog.report_to(folder)
+            stopped = _run_in(folder, config, place, planned, screen, journal, watchdog, stop)
+    except BaseException as error:
+        journal.say("failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        watchdog.close()
+    stop.close()
+    dist.destroy_process_group()
+    return stopped
+
+
+def _plan(config: Config, place: Place, screen: Screen) -> Planned:
+    """The device and the plan for it, of which everything that can be checked has been checked."""
     device, device_name = choose_device(config.run, place)
-    chosen = None
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner asks the compiler
         start_process(config.run, place, device)  # one process plans for all: they must not differ
         screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
-    plan = chosen.plan if chosen else plan_run(config, place.world_size, place.local_world_size)
+        check_compiler(chosen.plan, device.type)
+        return Planned(device, device_name, chosen.plan, chosen.peak_bytes, chosen.predicted, chosen.said)
+    plan = plan_run(config, place.world_size, place.local_world_size)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type)
-    needed_bytes = chosen.peak_bytes if chosen else _check_memory(config, plan, place, device, device_name)
-    check_data(config.data, config.model.vocab_size)  # a source that is not there is found out here, by every rank alike
-    folder = _make_folder(config)
-    resume_from = find_checkpoint(config.checkpoint.resume, folder / "checkpoints")
-    start = read_position(resume_from) if resume_from else Position()
-    refuse_newer(folder / "checkpoints", start.step)
-    weights = find_weights(config.checkpoint.init_from, config.model, resume_from)
+    return Planned(device, device_name, plan, _check_memory(config, plan, place, device, device_name))
 
-    if not chosen:
-        start_process(config.run, place, device)
-    stop = Stop(config.run)
-    _say_what_runs(screen, place, plan, config, device_name, needed_bytes)
-    for line in chosen.said if chosen else ():
-        screen.line(f"planner: {line}")
-    corpus = load_together(config.data, place, resume_from)
+
+def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen: Screen, journal: Journal, watchdog: Watchdog,
+            stop: Stop) -> bool:  # fmt: skip
+    """From the checkpoint to go on from to the last step, in a folder that no other run uses."""
+    plan, device = planned.plan, planned.device
+    origin = find_start(config.checkpoint, folder / "checkpoints", place)
+    refuse_newer(folder / "checkpoints", origin.step)
+    weights = find_weights(config.checkpoint.init_from, config.model, origin.checkpoint)
+    failed = from_main(place, lambda: check_crash_loop(read_status(folder), place.restarts, origin.step))
+    journal.open(folder, origin.step if origin.checkpoint else None, failed)
+
+    _say_what_runs(screen, place, planned, config)
+    corpus = load_together(config.data, place, origin.checkpoint)
     sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
     total_steps = _total_steps(config, corpus, sequences, plan)
     screen.line(f"data: {corpus.description}")
+    texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
     if place.is_main:
-        (folder / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
-        (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
+        _write_texts(folder, texts, screen)
 
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim)
-    if resume_from:
-        load_checkpoint(resume_from, model, optimizer)
-        start = _same_order(start, config, corpus, screen)
+    for line in (*origin.said, *say_start(config.checkpoint.init_from, origin.checkpoint)):
+        screen.line(line)
+    start = Position()
+    if origin.checkpoint and origin.manifest:
+        load_checkpoint(origin.checkpoint, origin.manifest, model, optimizer)
+        start = _same_order(origin.manifest.position, config, corpus, screen)
+        screen.line(f"resumed from {origin.checkpoint}: step {start.step} of {total_steps} is done")
     elif weights:
-        load_weights(weights, model)
-    if told := say_start(config.checkpoint.init_from, resume_from):
-        screen.line(told)
+        load_weights(weights, model, config.checkpoint.verify)
+
     shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
-    metrics = Metrics(config.metrics, _throughput(config, plan, device_name), folder, device, place.is_main,
-                      chosen.predicted if chosen else {})  # fmt: skip
-    metrics.add_text("config", config_to_yaml(config))
-    metrics.add_text("plan", plan_to_yaml(plan))
-    the_run = Run(config, folder, device, model, optimizer, corpus, sequences, shape, data_parallel_group(mesh), metrics,
-                  screen, stop, RecompileGuard(plan.compile), total_steps)  # fmt: skip
-    return _train(the_run, place, start, resume_from)
+    order, group = SampleOrder(corpus.sources, sequences, config.run.seed), data_parallel_group(mesh)
+    metrics = Metrics(config.metrics, _throughput(config, planned), folder, device, place.is_main, planned.predicted, screen.line)
+    for name, text in texts.items():
+        metrics.add_text(name.removesuffix(".yaml"), text)
+    saver = Saver(config.checkpoint, folder / "checkpoints", model, optimizer, mesh, texts,
+                  lambda: device_memory_bytes(torch.device("cpu"), place))  # fmt: skip
+    finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
+    the_run = Run(config, folder, device, model, optimizer, corpus, sequences, order, shape, group, metrics, saver, screen, stop,
+                  watchdog, RecompileGuard(plan.compile), finite, total_steps)  # fmt: skip
+    return _train(the_run, journal, start)
 
 
-def _train(run: Run, place: Place, start: Position, resume_from: Path | None) -> bool:
+def _train(run: Run, journal: Journal, start: Position) -> bool:
     """The loop, with status.json telling at any moment how it stands; True if it was stopped early."""
-    resumed_from = start.step if resume_from else None
-    reached = start
-
-    def say(state: State, reason: str = "") -> None:
-        if place.is_main:
-            saved = bool(list_checkpoints(run.folder / "checkpoints"))
-            write_status(run.folder, state, reached.step, resumed_from, saved, reason)
-
-    def on_progress(position: Position) -> None:
-        nonlocal reached
-        reached = position
-        say("running")
-
-    if resume_from:
-        run.screen.line(f"resumed from {resume_from}: step {start.step} of {run.total_steps} is done")
-    say("running")
     run.screen.start_progress(start.step, run.total_steps)
     try:
-        reached = train_loop(run, start, on_progress)
-    except BaseException as error:
-        say("failed", f"{type(error).__name__}: {error}")
-        raise
+        reached = train_loop(run, start, journal.reached)
     finally:
         run.screen.close()
         run.metrics.close()
     stopped = reached.step < run.total_steps
-    say("stopped" if stopped else "finished", run.stop.reason or "" if stopped else "")
+    journal.say("stopped" if stopped else "finished", run.stop.reason or "" if stopped else "")
     if told := run.metrics.compare_with_predicted():
         run.screen.line(told)
     run.screen.line(_last_words(run, reached, stopped))
-    run.stop.close()
-    dist.destroy_process_group()
     return stopped
 
 
@@ -176,13 +214,23 @@ def _make_folder(config: Config) -> Path:
     return folder
 
 
-def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, device_name: str, needed_bytes: int) -> None:
+def _write_texts(folder: Path, texts: Mapping[str, str], screen: Screen) -> None:
+    """The config and the plan into the run's folder; where that fails the run goes on, for every checkpoint has them too."""
+    for name, text in texts.items():
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            screen.line(f"warning: {folder / name} cannot be written ({error.strerror})")
+
+
+def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Config) -> None:
     """The first lines on the screen: versions, device, model, plan."""
+    plan = planned.plan
     plural = "es" if place.world_size > 1 else ""
     screen.line(f"meshwright {VERSION}, Python {platform.python_version()}, torch {torch.__version__}")
-    screen.line(f"device: {device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU threads each")
+    screen.line(f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU threads each")
     parameters = count_parameters(config.model).total
-    screen.line(f"model: {parameters:,} parameters; about {needed_bytes / GIB:.2f} GiB per process for training")
+    screen.line(f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for training")
     if config.parallel.strategy:
         screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
     screen.line(plan_to_table(plan))
@@ -190,6 +238,8 @@ def _say_what_runs(screen: Screen, place: Place, plan: Plan, config: Config, dev
     for advice in () if chosen else (*advise(plan, place.local_world_size), *unused_keys(config.parallel)):
         screen.line(f"advice: {advice}")
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
+    for line in planned.said:
+        screen.line(f"planner: {line}")
 
 
 def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen) -> Position:
@@ -211,9 +261,9 @@ def _total_steps(config: Config, corpus: Corpus, sequences: SequenceShape, plan:
     return max(1, int(config.train.epochs * sum(counts)) // plan.global_batch_size)
 
 
-def _throughput(config: Config, plan: Plan, device_name: str) -> Throughput:
-    seq_len = config.train.seq_len
-    hardware = find_hardware(device_name)
+def _throughput(config: Config, planned: Planned) -> Throughput:
+    seq_len, plan = config.train.seq_len, planned.plan
+    hardware = find_hardware(planned.device_name)
     dtype = plan.units[0].param_dtype
     return Throughput(
         tokens_per_step=plan.global_batch_size * seq_len,

@@ -2,13 +2,15 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from parallel.plan import PlanError
 from train.bounds import bounded
+from train.watchdog import TimeoutConfig
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,10 @@ class RunConfig:
         device: auto takes the GPU where every local process has one, else the CPU; or cpu, or cuda
         threads: CPU threads per process; 0 shares the cores among the local processes
         max_hours: stop after this many hours, saving first; 0 is never
-        grace_s: seconds a stop may take once asked for, before the process ends without saving (torchrun allows 30
-            after a signal to itself, whatever is said here)
+        grace_s: seconds a stop may take after a signal asked for it, before the process ends without saving. torchrun
+            allows 30 after a signal to itself, unless --shutdown-timeout (torch 2.13) or TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+            says more. Slurm: --signal=TERM@180, or USR1@180 with torchrun --signals-to-handle=SIGTERM,SIGINT,SIGUSR1
+        timeouts: after which a section of the run counts as stuck
     """
 
     dir: str | None = None
@@ -32,6 +36,7 @@ class RunConfig:
     threads: int = bounded(0, low=0, high=4096)
     max_hours: float = bounded(0.0, low=0, high=1e6)
     grace_s: float = bounded(120.0, low=1, high=1e6)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
@@ -47,6 +52,7 @@ class Place:
     local_rank: int
     local_world_size: int
     under_torchrun: bool
+    restarts: int = 0  # how often torchrun or Slurm has started the run again by itself
 
     @property
     def is_main(self) -> bool:
@@ -54,7 +60,7 @@ class Place:
 
 
 def read_place() -> Place:
-    """Read torchrun's environment variables, here and nowhere else."""
+    """Read the launcher's environment variables, here and nowhere else."""
     env = os.environ
     return Place(
         rank=int(env.get("RANK", 0)),
@@ -62,6 +68,7 @@ def read_place() -> Place:
         local_rank=int(env.get("LOCAL_RANK", 0)),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
         under_torchrun="TORCHELASTIC_RUN_ID" in env,
+        restarts=sum(int(env.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")),
     )
 
 
@@ -79,6 +86,12 @@ def choose_device(config: RunConfig, place: Place) -> tuple[torch.device, str]:
     return device, torch.cuda.get_device_name(device)
 
 
+def group_timeout(config: RunConfig) -> timedelta:
+    """How long a collective may wait: longer than any section, so that the watchdog speaks first; a day where it never does."""
+    timeouts_s = astuple(config.timeouts)
+    return timedelta(days=1) if 0 in timeouts_s else timedelta(seconds=max(timeouts_s) + 60)
+
+
 def start_process(config: RunConfig, place: Place, device: torch.device) -> None:
     """Set threads and device, and join the process group (alone too: the same code runs everywhere)."""
     if device.type == "cuda":
@@ -89,7 +102,7 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     torch.set_num_threads(config.threads or max(1, cores // place.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if place.under_torchrun or place.world_size > 1:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=group_timeout(config))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(config.seed)

@@ -107,8 +107,8 @@ def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one
 
     before = len((cut / "metrics.jsonl").read_text().splitlines())
     assert run(2, *arguments(cut, data, *steps)).returncode == 0
-    assert read_status(cut) | {"how_to_go_on": ""} == {"state": "finished", "step": 40, "resumed_from": stopped_at, "reason": "",
-                                                       "how_to_go_on": ""}  # fmt: skip
+    status = read_status(cut)
+    assert (status["state"], status["step"], status["resumed_from"], status["reason"]) == ("finished", 40, stopped_at, "")
     first_again = json.loads((cut / "metrics.jsonl").read_text().splitlines()[before])
     assert first_again["step"] == stopped_at + 1, "never a silent restart from 0"
     assert curve(cut) == curve(whole)
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_first_differences(dat
     assert run(1, *base).returncode == 0
     result = run(1, *base, "--model.ffn_dim=96")
     assert result.returncode == 2
-    assert "feed_forward.w1.weight: here (96, 32), saved (64, 32)" in result.stderr
+    assert "feed_forward.w1.weight: here float32[96, 32], saved float32[64, 32]" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_has_lost_a_shard_or_a_byte_is_refused(data, tmp_path)
     first.unlink()
     result = run(1, *base, "--train.steps=4")
     assert result.returncode == 2
-    assert f"{first.name} (missing of" in result.stderr
+    assert f"{first.name} is missing" in result.stderr
     assert second.name in result.stderr
     assert "Traceback" not in result.stderr
 

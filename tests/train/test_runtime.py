@@ -1,10 +1,16 @@
-"""The end of a process, with a real thread of gloo that is caught in it."""
+"""What the launcher says of a process, how long its collectives wait, and its end, with a thread of gloo caught in it."""
 
+import dataclasses
 import sys
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.launch import run
+from train.runtime import Place, RunConfig, group_timeout, read_place, start_process
+from train.watchdog import TimeoutConfig
 
 
 def ended(way: str) -> tuple[int, str]:
@@ -23,3 +29,36 @@ def test_python_aborts_a_process_whose_gloo_thread_waits_for_it():
 
 def test_our_end_does_not():
     assert ended("end_process") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "restarts"),
+    [({}, 0), ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2), ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, 1)],
+)
+def test_restarts_are_counted_wherever_they_are_made(said: dict, restarts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert read_place() == Place(0, 1, 0, 1, False, restarts)
+
+
+def test_a_collective_waits_longer_than_any_section() -> None:
+    """So that the watchdog speaks first."""
+    for field in dataclasses.fields(TimeoutConfig):
+        longer = RunConfig(timeouts=dataclasses.replace(TimeoutConfig(), **{field.name: 5000.0}))
+        assert group_timeout(longer) > timedelta(seconds=5000)
+        never = RunConfig(timeouts=dataclasses.replace(TimeoutConfig(), **{field.name: 0}))
+        assert group_timeout(never) == timedelta(days=1)
+
+
+def test_the_process_group_has_that_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    config = RunConfig(timeouts=TimeoutConfig(*[7000.0] * len(dataclasses.fields(TimeoutConfig))))
+    start_process(config, Place(0, 1, 0, 1, under_torchrun=True), torch.device("cpu"))
+    try:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == group_timeout(config)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""One rank of a run without a model: steps that sleep, and the agreement to stop. Says in a file of its own what it does."""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from train.runtime import RunConfig
+from train.stop import PeerLostError, Stop
+
+STEP_S = 0.02
+FOR_EVER_S = 600
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is to happen: `trouble` in one word, and to which rank."""
+
+    folder: Path
+    ranks: int
+    grace_s: float = 60.0
+    max_hours: float = 0.0
+    trouble: str = ""
+    rank_in_trouble: int = 0
+
+
+def play(scene: Scene, rank: int) -> None:
+    """A rank's life; its exit code is the process's."""
+    say = Log(scene.folder / f"{rank}.log")
+
+    def on_end(reason: str) -> None:
+        say(f"ends: {reason}")
+        if scene.trouble == "dead disk":
+            time.sleep(FOR_EVER_S)
+
+    stop = Stop(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
+    dist.init_process_group("gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks)
+    stop.connect()
+    if scene.trouble == "set-up":
+        say("step 3")
+        time.sleep(FOR_EVER_S)
+    stop.begin()
+    step = 0
+    try:
+        while not stop.agreed():
+            step += 1
+            say(f"step {step}")
+            take_step(scene, stop, rank, step)
+    except PeerLostError as error:
+        say(f"PeerLostError: {error}")
+        started_s = time.monotonic()
+        stop.close()
+        say(f"closed in {time.monotonic() - started_s:.3f} s")
+        os._exit(1)
+    if scene.trouble in ("long save", "dead disk", "holds Python's lock"):
+        say("saves")
+        if scene.trouble == "holds Python's lock":
+            pow(3, 200_000_000)
+        time.sleep(FOR_EVER_S)
+    say(f"stopped at {step}: {stop.reason}, failed {stop.failed}")
+    stop.close()
+    dist.destroy_process_group()
+
+
+def take_step(scene: Scene, stop: Stop, rank: int, step: int) -> None:
+    time.sleep(STEP_S)
+    if step != 5:
+        return
+    if scene.trouble == "collective":
+        if rank == scene.rank_in_trouble:
+            time.sleep(FOR_EVER_S)
+        dist.all_reduce(torch.ones(1))
+    if scene.trouble == "failed save" and rank == scene.rank_in_trouble:
+        threading.Thread(target=stop.ask, args=("OSError: disk full",), kwargs={"failed": True}).start()
+
+
+class Log:
+    """A file that is complete at any moment, whatever becomes of its process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, line: str) -> None:
+        os.write(self._file, f"{line}\n".encode())

@@ -1,0 +1,186 @@
+"""The lock of a run's folder, between real processes, one of which may be killed."""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+from train.lock import LockError, lock_folder
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from train.lock import LockError, lock_folder
+sys.stdin.readline()
+try:
+    lock = lock_folder(Path(sys.argv[1]))
+    print("have", lock.stale, flush=True)
+except LockError as error:
+    print("LockError", error, flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+# A filter of the kernel's (seccomp(2)) that answers flock with ENOLCK, as file systems without locks do.
+NO_FLOCK = """
+import ctypes, errno, platform, struct
+number = {"x86_64": 73, "aarch64": 32}[platform.machine()]
+code = b"".join(struct.pack("HBBI", *step) for step in [
+    (0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.ENOLCK), (0x06, 0, 0, 0x7FFF0000)])
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
+prctl = ctypes.CDLL(None).prctl
+prctl.argtypes = [ctypes.c_int] + [ctypes.c_void_p] * 4
+if prctl(38, 1, None, None, None) or prctl(22, 2, ctypes.cast(ctypes.byref(Program(4, code)), ctypes.c_void_p), None, None):
+    print("no filter", flush=True)
+"""
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process that takes the lock of tmp_path when it reads a line, and lets go at the next."""
+    everyone = []
+
+    def start_holder(before: str = "") -> subprocess.Popen:
+        process = subprocess.Popen([sys.executable, "-c", before + HOLDER, str(tmp_path)], cwd=ROOT, text=True,
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        everyone.append(process)
+        return process
+
+    yield start_holder
+    for process in everyone:
+        process.kill()
+        process.communicate()
+
+
+def go_on(process: subprocess.Popen) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def take(process: subprocess.Popen) -> str:
+    go_on(process)
+    said = process.stdout.readline().strip()
+    if said == "no filter":
+        pytest.skip("this kernel or container allows no seccomp filters")
+    return said
+
+
+def release(process: subprocess.Popen) -> None:
+    go_on(process)
+    assert process.wait(10) == 0
+
+
+def write_lock(folder: Path, **holder) -> None:
+    (folder / ".lock").write_text(json.dumps(holder))
+
+
+def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: Start, tmp_path: Path) -> None:
+    holder = start()
+    assert take(holder) == "have"
+    with pytest.raises(LockError) as taken:
+        lock_folder(tmp_path)
+    for words in (f"run.dir={tmp_path}", f"process {holder.pid}", f"host {socket.gethostname()}", "use another run.dir"):
+        assert words in str(taken.value)
+    release(holder)
+    lock = lock_folder(tmp_path)
+    assert (lock.stale, lock.unprotected) == ("", "")
+    lock.release()
+    lock.release()  # a second time does nothing
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, tmp_path: Path) -> None:
+    holder = start()
+    take(holder)
+    holder.kill()
+    holder.wait()
+    lock = lock_folder(tmp_path)
+    assert f"(process {holder.pid} on host {socket.gethostname()}, since 20" in lock.stale
+    assert "ended without a word" in lock.stale
+    lock.release()
+    again = lock_folder(tmp_path)
+    assert again.stale == ""
+    again.release()
+
+
+def test_one_of_many_that_race_gets_it(start: Start) -> None:
+    racers = [start() for _ in range(6)]
+    for racer in racers:
+        go_on(racer)
+    said = [racer.stdout.readline().split()[0] for racer in racers]
+    assert sorted(said) == ["LockError"] * 5 + ["have"]
+
+
+def test_waiting_for_a_run_that_ends(start: Start, tmp_path: Path) -> None:
+    holder = start()
+    take(holder)
+    with pytest.raises(LockError):
+        lock_folder(tmp_path, wait_s=0.3)
+    go_on(holder)
+    lock_folder(tmp_path, wait_s=10).release()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"{}", b"x" * 100_000, b"[" * 4000,
+                                     b'{"host": 1, "pid": "a", "since": [], "started": null}'])  # fmt: skip
+def test_a_file_with_anything_in_it_is_no_obstacle(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_bytes(content)
+    lock = lock_folder(tmp_path)
+    assert lock.stale == ""
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    lock.release()
+
+
+def test_a_folder_that_takes_no_file_is_said_to_be_unprotected(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    assert "cannot be opened" in lock_folder(tmp_path).unprotected
+    lock_folder(tmp_path).release()
+
+
+def test_a_link_or_a_pipe_in_the_file_s_place_is_left_alone(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".lock").symlink_to(victim)
+    assert "cannot be opened" in lock_folder(tmp_path).unprotected
+    assert victim.read_text() == "precious"
+    (tmp_path / ".lock").unlink()
+    os.mkfifo(tmp_path / ".lock")
+    assert "is not a file" in lock_folder(tmp_path).unprotected
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux", reason="seccomp is Linux's")
+class TestWithoutLocks:
+    """A file system without locks: host and process number decide."""
+
+    def test_a_living_process_holds_it_and_a_dead_one_does_not(self, start: Start) -> None:
+        first, second, third = (start(NO_FLOCK) for _ in range(3))
+        assert take(first) == "have"
+        assert f"in use by process {first.pid}" in take(second)
+        first.kill()
+        first.wait()
+        assert f"(process {first.pid} on host" in take(third)
+
+    def test_a_clean_end_lets_go(self, start: Start) -> None:
+        first, second = start(NO_FLOCK), start(NO_FLOCK)
+        take(first)
+        release(first)
+        assert take(second) == "have"
+
+    def test_another_process_with_the_same_number_is_not_the_holder(self, start: Start, tmp_path: Path) -> None:
+        write_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), since="2026-01-01", started=1)
+        assert "ended without a word" in take(start(NO_FLOCK))
+
+    def test_of_another_host_it_cannot_be_told(self, start: Start, tmp_path: Path) -> None:
+        write_lock(tmp_path, host="elsewhere\n\x1b[2J", pid=7, since="2026-01-01", started=1)
+        said = take(start(NO_FLOCK))
+        assert "in use by process 7 on host elsewhere" in said
+        assert f"remove {tmp_path}/.lock" in said
+        assert "\x1b" not in said

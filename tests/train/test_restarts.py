@@ -1,0 +1,92 @@
+"""The decision whether a run may start again by itself, and status.json, which it is made from."""
+
+from pathlib import Path
+
+import pytest
+
+from train.restarts import CrashLoopError, check_crash_loop
+from train.status import FailedStarts, State, Status, read_status, write_status
+
+NONE = FailedStarts()
+
+
+def left(state: State, start: int | None, reached: int, failed: FailedStarts = NONE, reason: str = "boom") -> Status:
+    return Status(state, reached, start, reason, failed)
+
+
+@pytest.mark.parametrize(
+    ("previous", "restarts", "start", "counted"),
+    [
+        (None, 1, 0, NONE),
+        (left("finished", 40, 50), 1, 50, NONE),
+        (left("stopped", 40, 41), 1, 40, NONE),  # asked for
+        (left("failed", None, 7), 1, 0, FailedStarts(1, 7)),
+        (left("failed", 0, 7), 1, 0, FailedStarts(1, 7)),
+        (left("running", 40, 41), 1, 40, FailedStarts(1, 41)),  # killed
+        (left("failed", 40, 41, FailedStarts(1, 41)), 2, 40, FailedStarts(2, 41)),
+        (left("failed", 40, 41, FailedStarts(2, 41)), 0, 40, NONE),  # by hand
+        (left("failed", 40, 51, FailedStarts(2, 41)), 3, 50, NONE),  # a commit since
+        (left("failed", 40, 41, FailedStarts(2, 41)), 3, 30, NONE),  # the checkpoint of 40 is passed over
+        (left("failed", 40, 45, FailedStarts(2, 41)), 3, 40, FailedStarts(1, 45)),  # further than before
+        (left("failed", 40, 43, FailedStarts(1, 45)), 2, 40, FailedStarts(2, 45)),  # not as far
+    ],
+)
+def test_what_counts_as_failing_at_the_same_step(previous: Status | None, restarts: int, start: int, counted: FailedStarts):
+    assert check_crash_loop(previous, restarts, start) == counted
+
+
+@pytest.mark.parametrize(("state", "why"), [("failed", "boom"), ("running", "killed, or its machine went down")])
+def test_after_three_the_next_is_refused(state: State, why: str) -> None:
+    with pytest.raises(CrashLoopError) as refused:
+        check_crash_loop(left(state, 40, 41, FailedStarts(2, 41)), 3, 40)
+    for words in ("3 starts in a row went no further than step 41 (from the checkpoint of step 40)", why, "by hand"):
+        assert words in str(refused.value)
+
+
+def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
+    """Through status.json, as the runs of one job would: each resumes from step 40 and dies, unheard, in step 41."""
+    for restarts in range(3):
+        failed = check_crash_loop(read_status(tmp_path), restarts, 40)
+        assert failed.count == restarts
+        assert write_status(tmp_path, "running", 41, 40, True, failed=failed) == ""
+    for restarts in (3, 4):
+        with pytest.raises(CrashLoopError):
+            check_crash_loop(read_status(tmp_path), restarts, 40)
+    assert check_crash_loop(read_status(tmp_path), 0, 40) == NONE
+
+
+def test_a_long_reason_with_anything_in_it_becomes_one_line() -> None:
+    with pytest.raises(CrashLoopError) as refused:
+        check_crash_loop(left("failed", None, 1, FailedStarts(2, 1), "a\n\x1b[2Jb" * 10_000), 3, 0)
+    assert len(str(refused.value)) < 900
+    assert "(from the beginning)" in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_status_comes_back_as_written(tmp_path: Path) -> None:
+    write_status(tmp_path, "failed", 41, 40, True, "OSError: disk full", FailedStarts(2, 41))
+    assert read_status(tmp_path) == Status("failed", 41, 40, "OSError: disk full", FailedStarts(2, 41))
+
+
+def test_a_huge_reason_does_not_make_the_file_unreadable(tmp_path: Path) -> None:
+    write_status(tmp_path, "failed", 41, 40, True, "\x00é" * 10_000_000)
+    assert read_status(tmp_path) is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"{}", b'{"state": "asleep"}', b'{"state": ["failed"]}',
+                                     b"[" * 100_000, b'{"state": "failed", "reason": "' + b"x" * 2_000_000 + b'"}'])  # fmt: skip
+def test_a_broken_status_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_bytes(content)
+    assert read_status(tmp_path) is None
+
+
+def test_of_odd_values_nothing_is_believed(tmp_path: Path) -> None:
+    """Such as those of a version that did not count yet."""
+    (tmp_path / "status.json").write_text('{"state": "failed", "step": "9", "resumed_from": null, "failed_starts": -1}')
+    assert read_status(tmp_path) == Status("failed", 0, None, "", NONE)
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_not_raised(tmp_path: Path) -> None:
+    (tmp_path / ".status.json.partial").mkdir()
+    assert "status.json could not be written (Is a directory)" in write_status(tmp_path, "running", 1, None, False)
+    assert "could not be written" in write_status(tmp_path / "gone", "running", 1, None, False)

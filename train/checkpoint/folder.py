@@ -1,0 +1,171 @@
+"""Where checkpoints lie and when one counts: the folder's names, the commit, and what is deleted.
+
+`step-00000100` is committed: it has appeared by one rename and nothing writes into it again. `.step-00000100.partial` is
+being written, `.step-00000100.old` is being deleted: neither counts, and the next save removes what is left of them.
+`damaged-step-00000100` was passed over at a resume, and stays until somebody deletes it.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from parallel.memory_by_kind import GIB
+from train.checkpoint.config import CheckpointError
+from train.checkpoint.manifest import MANIFEST, Manifest, manifest_to_text
+
+_STEP = re.compile(r"step-(\d{8,18})")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved; nothing of it is left, and those before are as they were."""
+
+
+def step_name(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """What counts as a checkpoint of a run, oldest first: by its name alone, so that one that has lost its manifest is found to
+    be damaged, not overlooked. Raises CheckpointError if the folder is there and cannot be read."""
+    try:
+        found = [folder / name for name in os.listdir(folder) if _STEP.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}), so nobody knows whether there are checkpoints in it: "
+                              "mend it, or use another run.dir") from None  # fmt: skip
+    return sorted(found, key=step_of)
+
+
+def refuse_newer(folder: Path, start_step: int) -> None:
+    """CheckpointError if the run's folder holds checkpoints beyond where this run starts: they are another training's,
+    and the next start would take them for this one's."""
+    newer = [path.name for path in list_checkpoints(folder) if step_of(path) > start_step]
+    if newer:
+        raise CheckpointError(f"{folder} holds {', '.join(newer[-3:])}, newer than step {start_step} where this run starts: "
+                              "delete them, or use another run.dir")  # fmt: skip
+
+
+def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
+    """An empty folder to write a step's checkpoint into. SaveError if there is no room for `needed_bytes`."""
+    final = folder / step_name(step)
+    partial = folder / f".{final.name}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".step-*"):  # of a save or a deletion that was cut short
+            _remove(leftover)
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < needed_bytes:
+            raise SaveError(f"the checkpoint of step {step} needs {_size(needed_bytes)}, {folder} has {_size(free_bytes)} free: "
+                            "make room, or lower checkpoint.keep")  # fmt: skip
+        if final.exists():
+            raise SaveError(f"{final} is there already, and nothing writes into a committed checkpoint: move it away")
+        partial.mkdir()
+    except OSError as error:
+        raise SaveError(f"the checkpoint of step {step} cannot be written into {folder} ({error.strerror})") from None
+    return partial
+
+
+def commit(partial: Path, manifest: Manifest) -> Path:
+    """Give what lies in `partial` its manifest, and by one rename the name under which it counts, safe against a loss of
+    power. Raises SaveError, also where a file that the manifest names did not arrive."""
+    final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+    absent = [name for name, file in manifest.files.items() if _size_of(partial / name) != file.size_bytes]
+    if absent:
+        raise SaveError(f"{', '.join(absent[:3])} did not arrive in {partial.parent}: it must be one folder, shared by all nodes")
+    try:
+        write_synced(partial / MANIFEST, manifest_to_text(manifest))
+        _sync_folder(partial)
+        os.rename(partial, final)
+        _sync_parent(final, partial)
+    except OSError as error:
+        raise SaveError(f"{final} cannot be committed ({error.strerror})") from None
+    return final
+
+
+def abandon(folder: Path, step: int) -> None:
+    """Remove what a failed save has written."""
+    shutil.rmtree(folder / f".{step_name(step)}.partial", ignore_errors=True)
+
+
+def make_retained(steps: list[int], keep: int, keep_every: int) -> set[int]:
+    """Which of the committed steps, oldest first, stay: the newest `keep` (0: all), and those that `keep_every` divides."""
+    newest = steps[-keep:] if keep else steps
+    return {*newest, *(step for step in steps if keep_every and step % keep_every == 0)}
+
+
+def delete_others(folder: Path, keep: int, keep_every: int) -> None:
+    """Delete what `make_retained` does not keep; called after a commit, never before. A checkpoint that cannot be deleted
+    stays for the next time: there is no harm in it."""
+    try:
+        found = {step_of(path): path for path in list_checkpoints(folder)}
+    except CheckpointError:
+        return
+    for step in found.keys() - make_retained(list(found), keep, keep_every):
+        hidden = found[step].with_name(f".{found[step].name}.old")  # a name that does not count, should this be cut short
+        try:
+            os.rename(found[step], hidden)
+        except OSError:
+            continue
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def put_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint that does not verify, so that it no longer counts; nothing of it is deleted."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    for number in range(2, 10_000):
+        if not aside.exists():
+            break
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{number}")
+    try:
+        os.rename(checkpoint, aside)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} does not verify and cannot be renamed ({error.strerror}): move it away") from None
+    return aside
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a small file and wait until the disk has it."""
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_parent(final: Path, partial: Path) -> None:
+    """Make the rename last. Where the disk refuses that, take it back: a save that has failed leaves nothing that counts."""
+    try:
+        _sync_folder(final.parent)
+    except OSError:
+        os.rename(final, partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _size(count_bytes: int) -> str:
+    return f"{count_bytes / GIB:.1f} GiB" if count_bytes >= GIB / 10 else f"{count_bytes / 2**20:.1f} MiB"

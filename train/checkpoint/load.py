@@ -1,0 +1,63 @@
+"""Reading a verified checkpoint into a model and its optimizer, on whatever mesh they are."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from train.checkpoint.config import CheckpointError
+from train.checkpoint.manifest import Manifest, SavedTensor, describe_tensor, dtype_word
+from train.checkpoint.shards import random_state, training_tensors
+from train.hf_folder import FilesReader
+
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, AssertionError, CheckpointException)  # what torch's reader raises
+
+
+def load_checkpoint(checkpoint: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call it.
+
+    The random state comes back where as many ranks load as saved. Raises CheckpointError if names, shapes or dtypes differ.
+    """
+    tensors = training_tensors(model, optimizer)
+    saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith("random.")}
+    refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)
+    same_size = manifest.position.world_size == dist.get_world_size()
+    random = {name: state for name, state in random_state().items() if same_size and name in manifest.tensors}
+    read_tensors(checkpoint, manifest, {**tensors, **random})
+    for name, state in random.items():
+        (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
+
+
+def read_tensors(checkpoint: Path, manifest: Manifest, into: Mapping[str, Tensor], alone: bool = False) -> None:
+    """Read saved tensors by name into tensors of the same shape and dtype, whole or sharded. `alone`: in this process, without
+    the other ranks. Raises CheckpointError."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        reader = FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
+        headers = {name: SavedTensor(tuple(meta.size), dtype_word(meta.properties.dtype))
+                   for name, meta in reader.read_metadata().state_dict_metadata.items()
+                   if isinstance(meta, TensorStorageMetadata)}  # fmt: skip
+        refuse_different(checkpoint, {name: manifest.tensors[name] for name in into},
+                         {name: headers[name] for name in into if name in headers})  # fmt: skip
+        load(dict[str, Any](into), storage_reader=reader, no_dist=alone)
+    except UNREADABLE as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{checkpoint} cannot be read ({error}): use another checkpoint") from None
+
+
+def refuse_different(checkpoint: Path, here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> None:
+    """CheckpointError with the first differences of names, shapes and dtypes, if there are any."""
+    different = [f"{name}: here {here.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
+                 for name in sorted(here.keys() | saved.keys()) if here.get(name) != saved.get(name)]  # fmt: skip
+    if different:
+        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(different[:3])}{more}. Use its config, another "
+                              "run.dir, or for its weights alone checkpoint.init_from")  # fmt: skip

@@ -1,0 +1,144 @@
+"""manifest.json: what a checkpoint says of itself, and by which every byte of it is checked."""
+
+import errno
+import hashlib
+import json
+import math
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train import VERSION
+from train.checkpoint.config import CheckpointError
+from train.read_json import parse_mapping
+
+MANIFEST, FORMAT = "manifest.json", "meshwright checkpoint 2"
+_FILE = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+_TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]")
+LIMIT_BYTES = 64 * 2**20  # of a manifest; that of a 405B model saved by 16,384 ranks has 5 MB
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: steps done, samples of the data order used; and what that order and the random state hang on:
+    seed, tokens per sequence, the number of processes, and the fingerprint of the data."""
+
+    step: int = 0
+    samples: int = 0
+    seed: int = 0
+    seq_len: int = 0
+    world_size: int = 0
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file as it was committed: its size, and its SHA-256 in hexadecimal."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor; `dtype` is torch's word for it, such as bfloat16."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def describe_tensor(tensor: torch.Tensor) -> SavedTensor:
+    """Shape and dtype of a whole tensor."""
+    return SavedTensor(tuple(tensor.shape), dtype_word(tensor.dtype))
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """bfloat16 for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint consists of: its files but for the manifest by name, and its tensors, `model.FQN`,
+    `optim.FQN.MOMENT` and `random.DEVICE.RANK`; and with which versions it was written."""
+
+    position: Position
+    files: Mapping[str, SavedFile]
+    tensors: Mapping[str, SavedTensor]
+    code: Mapping[str, str] = field(default_factory=lambda: {"meshwright": VERSION, "torch": str(torch.__version__)})
+
+
+def manifest_to_text(manifest: Manifest) -> str:
+    """The file's text, the only one there is for this manifest: its last key is the hash of all that stands before."""
+    tensors = {name: str(tensor) for name, tensor in manifest.tensors.items()}
+    body = json.dumps({"format": FORMAT, **asdict(manifest), "tensors": tensors}, indent=1)
+    return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """A checkpoint's manifest. Raises CheckpointError unless it is there and exactly as it was written."""
+    path = checkpoint / MANIFEST
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for, a link may lead anywhere
+            raise OSError(errno.EINVAL, "it is no plain file")
+        with open(path, "rb") as file:
+            content = file.read(LIMIT_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint: it has no {MANIFEST} that can be read ({error.strerror}). "
+                              "Name a folder such as runs/NAME/checkpoints/step-00000100") from None  # fmt: skip
+    try:
+        manifest = _manifest_from(content)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        manifest = None
+    if manifest is None or manifest_to_text(manifest).encode() != content:
+        raise CheckpointError(f"{path} is damaged, or not of this version: use another checkpoint")
+    return manifest
+
+
+def _manifest_from(content: bytes) -> Manifest:
+    data = parse_mapping(content[: LIMIT_BYTES + 1].decode())
+    if odd := [name for name in data["files"] if not _FILE.fullmatch(name) or name in (".", "..", MANIFEST)]:
+        raise ValueError(odd[0])
+    manifest = Manifest(
+        Position(**_typed(Position, data["position"])),
+        {name: SavedFile(**_typed(SavedFile, entry)) for name, entry in data["files"].items()},
+        {name: _tensor_from(text) for name, text in data["tensors"].items()},
+        {name: str(version) for name, version in data["code"].items()},
+    )
+    if sum(t.size_bytes for t in manifest.tensors.values()) > sum(file.size_bytes for file in manifest.files.values()):
+        raise ValueError("the files cannot hold the tensors")  # nobody allocates what is not there
+    return manifest
+
+
+def _tensor_from(text: str) -> SavedTensor:
+    """The tensor that str(tensor) describes. AttributeError or TypeError if it describes none."""
+    dtype, sizes = _TENSOR.fullmatch(text).groups()  # type: ignore[union-attr]
+    if not isinstance(getattr(torch, dtype), torch.dtype):
+        raise TypeError(dtype)
+    return SavedTensor(tuple(int(size) for size in sizes.split(", ") if size), dtype)
+
+
+def _typed(cls: type, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry's values, of the fields' types. TypeError otherwise."""
+    wanted = {item.name: item.type for item in fields(cls)}
+    if entry.keys() != wanted.keys():
+        raise KeyError
+    return {name: _count(value) if wanted[name] is int else str(value) for name, value in entry.items()}
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError
+    return value

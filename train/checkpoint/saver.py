@@ -1,0 +1,218 @@
+"""A save: copied while the training waits, written and committed beside it by a thread on every rank.
+
+The threads of all ranks agree over a process group of their own: rank 0 makes room, everybody writes and hashes a file, rank 0
+commits. Either the checkpoint is there on the word of every rank, or nothing of it is.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel.memory_by_kind import GIB
+from train.checkpoint.config import CheckpointConfig
+from train.checkpoint.folder import SaveError, abandon, begin_save, commit, delete_others, write_synced
+from train.checkpoint.manifest import Manifest, Position, SavedFile, SavedTensor, describe_tensor
+from train.checkpoint.shard_file import write_shard_file
+from train.checkpoint.shards import Shard, count_bytes, own_shards, random_state, training_tensors
+from train.checkpoint.verify import hash_file
+
+_MANIFEST_BYTES = 2**20  # of room asked for beyond the tensors: headers, manifest, config and plan
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of a save: the checkpoint, or the `error` that left nothing of it; and seconds, those for which the training
+    stood still and those until it was committed."""
+
+    step: int
+    path: Path | None
+    error: str
+    stall_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save under way. `norms`: largest absolute value of each of this rank's parts, by the names in `shards`; `problem`: why
+    there are none."""
+
+    position: Position
+    shards: dict[str, Shard]
+    norms: Tensor
+    tensors: dict[str, SavedTensor]
+    needed_bytes: int
+    start_s: float
+    stall_s: float
+    problem: str
+
+
+class Saver:
+    """Saves a run's model, optimizer and random state into `folder`, with some `texts` beside them, by file name. Every rank
+    makes one, and calls it at the same steps; a save never overlaps the one before."""
+
+    def __init__(self, config: CheckpointConfig, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
+                 mesh: DeviceMesh, texts: Mapping[str, str], host_bytes: Callable[[], int]) -> None:  # fmt: skip
+        """`host_bytes`: how much host memory a copy may take now."""
+        self._config, self._folder, self._texts, self._host_bytes = config, folder, dict(texts), host_bytes
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        # Writing takes its time; a rank that is gone is an error at once, one that is stuck is the watchdog's.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._news: list[Saved] = []
+        self._asynchronous = config.asynchronous
+        self.failed = ""  # why the last save has failed
+
+    def save(self, position: Position) -> None:
+        """Start a save; with `checkpoint.asynchronous` training may go on at once, as soon as the copy is made."""
+        self.wait()
+        start_s = time.perf_counter()
+        tensors = training_tensors(self._model, self._optimizer)
+        random = random_state()
+        shards = own_shards(tensors, self._mesh)
+        norms = _largest(shards)
+        shards |= {name: Shard(state, (0,) * state.dim()) for name, state in random.items()}
+        described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
+        needed = count_bytes(tensors) + _MANIFEST_BYTES
+        problem = self._make_room(shards)
+        copies = {} if problem else self._copy(shards)
+        job = _Job(position, copies, norms.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem)
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-saver", daemon=True)
+        self._thread.start()
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save under way has been committed, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def news(self) -> list[Saved]:
+        """What has become of saves since the last call."""
+        told, self._news = self._news, []
+        return told
+
+    def _make_room(self, shards: Mapping[str, Shard]) -> str:
+        """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits instead."""
+        on_cpu = all(shard.values.device.type == "cpu" for shard in shards.values())
+        missing = {name: s.values for name, s in shards.items() if name not in self._copies}
+        needed_bytes, host_bytes = sum(values.nbytes for values in missing.values()), self._host_bytes()
+        self._asynchronous = self._config.asynchronous and not (on_cpu and needed_bytes > host_bytes)
+        if on_cpu and not self._asynchronous:
+            return ""
+        if needed_bytes > host_bytes:
+            return (f"a copy of this rank's {needed_bytes / GIB:.1f} GiB in host memory is needed, which has "
+                    f"{host_bytes / GIB:.1f} GiB left for it")  # fmt: skip
+        self._copies |= {name: torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type != "cpu")
+                         for name, values in missing.items()}  # fmt: skip
+        return ""
+
+    def _copy(self, shards: dict[str, Shard]) -> dict[str, Shard]:
+        """The shards in host memory, where the training does not change them, if it goes on."""
+        if not self._asynchronous and all(shard.values.device.type == "cpu" for shard in shards.values()):
+            return shards
+        copied = {name: Shard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
+                  for name, shard in shards.items()}  # fmt: skip
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return copied
+
+    def _run(self, job: _Job) -> None:
+        path, error = None, ""
+        try:
+            path = self._write(job)
+        except SaveError as failed:
+            error = str(failed)
+        except Exception as failed:  # a thread has nobody to raise to: the loop hears of it through `news`
+            error = f"{type(failed).__name__}: {failed}"
+        self.failed = error
+        stall_s = job.stall_s if self._asynchronous else time.perf_counter() - job.start_s
+        self._news.append(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
+
+    def _write(self, job: _Job) -> Path:
+        """Write this rank's file and take part in the commit. Raises SaveError on all ranks alike."""
+        step, main = job.position.step, dist.get_rank() == 0
+        partial = self._folder / f".step-{step:08d}.partial"
+        try:
+            self._agree(_attempt(lambda: begin_save(self._folder, step, job.needed_bytes)) if main else None)
+            parts = self._gather(_attempt(lambda: self._write_part(partial, job)))
+            return Path(self._agree(_attempt(lambda: self._commit(partial, job, parts)) if main else None))
+        except SaveError:
+            if main:
+                abandon(self._folder, step)
+            raise
+
+    def _write_part(self, partial: Path, job: _Job) -> tuple[str, SavedFile, dict[str, SavedTensor]]:
+        """This rank's file. Raises SaveError if it cannot be written, or a value is not finite."""
+        if job.problem:
+            raise SaveError(job.problem)
+        rank = dist.get_rank()
+        bad = [name for name, norm in zip(job.shards, job.norms.isfinite().tolist(), strict=False) if not norm]
+        if bad:
+            raise SaveError(f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''} is not finite on rank {rank}, "
+                            "and nothing that is not finite is committed")  # fmt: skip
+        name = f"rank-{rank:05d}.safetensors"
+        try:
+            file = write_shard_file(partial / name, job.shards)
+        except OSError as error:
+            raise SaveError(f"{partial / name} cannot be written ({error.strerror})") from None
+        return name, file, {key: tensor for key, tensor in job.tensors.items() if key.startswith("random.")}
+
+    def _commit(self, partial: Path, job: _Job, parts: list[tuple[str, SavedFile, dict[str, SavedTensor]]]) -> Path:
+        tensors = {name: tensor for name, tensor in job.tensors.items() if not name.startswith("random.")}
+        files = {name: file for name, file, _ in parts}
+        for _, _, random in parts:
+            tensors |= random
+        try:
+            for name, text in self._texts.items():
+                write_synced(partial / name, text)
+                files[name] = hash_file(partial / name)
+        except OSError as error:
+            raise SaveError(f"{partial} cannot be written ({error.strerror})") from None
+        path = commit(partial, Manifest(job.position, files, tensors))
+        delete_others(self._folder, self._config.keep, self._config.keep_every)
+        return path
+
+    def _agree(self, outcome: Any) -> Any:
+        """Rank 0's outcome on every rank: returned, or if it is an error raised."""
+        box = [outcome]
+        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
+        return _unless_error(box[0])
+
+    def _gather(self, outcome: Any) -> list[Any]:
+        """Every rank's outcome on every rank; the first error among them is raised."""
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome, group=self._group)
+        return [_unless_error(each) for each in outcomes]
+
+
+def _attempt(work: Any) -> Any:
+    """What the work returns, or the error it ends with: the other ranks wait to hear of either."""
+    try:
+        return work()
+    except SaveError as error:
+        return error
+    except Exception as error:
+        return SaveError(f"{type(error).__name__}: {error}")
+
+
+def _unless_error(outcome: Any) -> Any:
+    if isinstance(outcome, SaveError):
+        raise outcome
+    return outcome
+
+
+def _largest(shards: Mapping[str, Shard]) -> Tensor:
+    """The largest absolute value of each shard, where they lie: one pass over the memory, and NaN stays NaN."""
+    values = [shard.values for shard in shards.values()]
+    return torch.stack([norm.float() for norm in torch._foreach_norm(values, ord=float("inf"))]) if values else torch.zeros(0)

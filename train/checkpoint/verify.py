@@ -1,0 +1,99 @@
+"""Whether every byte of a checkpoint is as it was committed."""
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel.one_line import one_line
+from train.checkpoint.config import CheckpointError, VerifyMode
+from train.checkpoint.manifest import MANIFEST, Manifest, SavedFile, read_manifest
+
+_READ_BYTES = 16 * 2**20
+
+
+def verify_alone(checkpoint: Path, mode: VerifyMode = "full") -> Manifest:
+    """The manifest of a checkpoint of which every file has been compared with it by this process. Raises CheckpointError."""
+    manifest = read_manifest(checkpoint)
+    raise_damage(checkpoint, find_damage(checkpoint, manifest, mode, list(manifest.files)))
+    return manifest
+
+
+def verify_together(checkpoint: Path, mode: VerifyMode) -> Manifest:
+    """As verify_alone, but every rank reads its part of the files only; all ranks call it, and end alike."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    manifest, problems = None, list[str]()
+    try:
+        manifest = read_manifest(checkpoint)
+        by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)  # type: ignore[union-attr]
+        problems = find_damage(checkpoint, manifest, mode, by_size[rank::world_size])
+    except CheckpointError as error:
+        problems = [str(error)]
+    found: list[list[str]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(found, problems)
+    raise_damage(checkpoint, list(dict.fromkeys(problem for one in found for problem in one)))
+    assert manifest is not None
+    return manifest
+
+
+def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
+    """CheckpointError if there are any problems."""
+    if len(problems) == 1 and problems[0].startswith(str(checkpoint)):  # of the manifest, and a whole sentence
+        raise CheckpointError(problems[0])
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems[:3])}{more}; use another checkpoint")
+
+
+def find_damage(checkpoint: Path, manifest: Manifest, mode: VerifyMode, names: Sequence[str]) -> list[str]:
+    """What differs from the manifest: of the files called `names`, size and (`full`) every byte; of the folder, its files."""
+    problems, named = list[str](), re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
+    if named and int(named[1]) != manifest.position.step:
+        problems.append(f"its manifest is that of step {manifest.position.step}")
+    problems += [f"{one_line(name, 100)} is not in the manifest" for name in _list(checkpoint)
+                 if name != MANIFEST and name not in manifest.files]  # fmt: skip
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        checks = [pool.submit(_differs, checkpoint / name, manifest.files[name], mode) for name in names]
+        problems += [f"{name} {check.result()}" for name, check in zip(names, checks, strict=True) if check.result()]
+    return problems
+
+
+def _list(checkpoint: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(checkpoint))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} cannot be listed ({error.strerror}): use another checkpoint") from None
+
+
+def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
+    """In which way a file is not the one that was saved; "" if it is."""
+    try:
+        here = path.lstat()
+        if not stat.S_ISREG(here.st_mode):
+            return "is no plain file"
+        if here.st_size != saved.size_bytes:
+            return f"has {here.st_size} of {saved.size_bytes} bytes"
+        if mode == "full" and hash_file(path).sha256 != saved.sha256:
+            return "has other bytes than were saved"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""
+
+
+def hash_file(path: Path) -> SavedFile:
+    """Size and SHA-256 of a file. Raises OSError."""
+    digest, size_bytes = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size_bytes += count
+    return SavedFile(size_bytes, digest.hexdigest())

@@ -1,0 +1,42 @@
+"""Restarts: a run that is started again by itself, and fails again at the same step, is not started for ever."""
+
+from parallel.one_line import one_line
+from train.status import FailedStarts, Status
+
+MAX_FAILED_STARTS = 3
+SHOWN = 500  # characters of the last failure's reason
+
+
+class CrashLoopError(ValueError):
+    """Started again and again by torchrun or Slurm, the run fails at the same step: for a human to look at."""
+
+
+def check_crash_loop(previous: Status | None, restarts: int, start_step: int) -> FailedStarts:
+    """The starts in a row, up to the previous one, that failed without a new commit and got no further than those before.
+
+    `previous`: status.json as the start before left it. A state of running there means that it was killed, and counts
+    as failed; a stop that was asked for does not count. `restarts`: how often the run was started again by itself (0: by
+    hand, which begins the count anew). `start_step`: the checkpoint's step, 0 without one.
+
+    Raises CrashLoopError when MAX_FAILED_STARTS have failed so. By one process for all: it is about to write
+    status.json, where the others would then read of this start.
+    """
+    if previous is None or previous.state in ("finished", "stopped") or restarts == 0:
+        return FailedStarts()
+    if start_step != (previous.resumed_from or 0):  # a commit was made since, or a damaged one is passed over
+        return FailedStarts()
+    before = previous.failed
+    failed = FailedStarts(1, previous.step)
+    if before.count and previous.step <= before.step:
+        failed = FailedStarts(before.count + 1, before.step)
+    if failed.count >= MAX_FAILED_STARTS:
+        raise CrashLoopError(_diagnose(previous, failed, start_step))
+    return failed
+
+
+def _diagnose(previous: Status, failed: FailedStarts, start_step: int) -> str:
+    origin = f"the checkpoint of step {start_step}" if start_step else "the beginning"
+    killed = "it ended without a word: killed, or its machine went down"
+    reason = killed if previous.state == "running" else one_line(previous.reason, SHOWN) or "status.json gives no reason"
+    return (f"{failed.count} starts in a row went no further than step {failed.step} (from {origin}). The last: {reason}. Mend "
+            "the cause and start the run by hand: that begins the count anew")  # fmt: skip
