@@ -80,13 +80,6 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     model.set_requires_all_reduce(last)
 
 
-def reshard_units(model: nn.Module) -> None:
-    """Free every gathered parameter: a forward without a backward leaves those of the last unit behind."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def copy_shard(parameter: Tensor, value: Tensor) -> None:
     """Fill a parameter with its part of a whole tensor that every rank has computed; nothing is sent."""
     if isinstance(parameter, DTensor):
@@ -94,8 +87,9 @@ def copy_shard(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place to a global norm of at most `max_norm` (0: leave them). Returns the norm before.
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float, loss: Tensor) -> Tensor:
+    """Scale gradients in place to a global norm of at most `max_norm` (0: leave them). Returns the norm before, not finite on
+    all ranks if a gradient or `loss` is not finite on one.
 
     The norm is that of the whole model, a plain scalar, the same on every rank, from one all-reduce: each rank adds up
     the squares of what it holds, each divided by how many ranks hold the same. So it does not matter which axes shard
@@ -106,6 +100,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     norms = torch._foreach_norm(held)
     torch._foreach_mul_(norms, [_copies(grad) ** -0.5 for grad in grads])
     square = torch.stack(norms).square().sum()
+    square += 0 * loss.to(square.device)  # 0, or not a number
     dist.all_reduce(square)
     norm = square.sqrt()
     if max_norm > 0:

@@ -18,6 +18,7 @@ from train.host_memory import device_memory_bytes
 from train.predict import Prediction, predict, trace_run
 from train.runtime import Place
 
+
 @dataclasses.dataclass(frozen=True)
 class Chosen:
     """A plan that the planner has chosen for this machine: the figures it predicts, by their names in metrics.jsonl, and

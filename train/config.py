@@ -37,8 +37,7 @@ class ConfigError(ValueError):
     """The configuration is wrong: the message names key, value, place and way out."""
 
 
-# what a user can mend: one message, exit code 2
-USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, CrashLoopError)
+USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, CrashLoopError)  # one message, exit code 2
 
 
 @dataclass(frozen=True)
@@ -205,8 +204,7 @@ def _check_key(key: str, place: str) -> None:
         return
     same_end = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"Did you mean {near[0]}?" if near else "See -h for all keys."
-    raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {hint}")
+    raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {f'Did you mean {near[0]}?' if near else 'See -h for all.'}")
 
 
 def known_keys() -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +29,11 @@ class Screen:
                 print(text, flush=True)
         except OSError:  # the terminal, or whoever read the pipe, is gone: training goes on without
             self._leave()
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print each of them."""
+        for text in texts:
+            self.line(text)
 
     def start_progress(self, done: int, total: int) -> None:
         """Show the live line, if this is a terminal."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.fsdp import reshard_units
+from parallel.reshard import reshard_units
 from train.data.loader import BatchShape, to_device
 from train.data.sequences import SequenceShape, read_batch
 from train.data.split import Split

@@ -17,6 +17,7 @@ from train.checkpoint.saver import Saver
 from train.config import Config
 from train.console import Screen
 from train.data.loader import BatchShape, SampleOrder, StepData, TrainLoader
+from train.data.progress import data_progress
 from train.data.sequences import SequenceShape
 from train.data.tokens import Corpus
 from train.evaluation import Score, score_sets
@@ -80,18 +81,14 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
             run.metrics.step_done(data.wait_s)
             if before is start:
                 _after_first_step(run)
-            for news in run.recompiles.news():
-                run.screen.line(f"warning: step {step} {news}")
-            for news in run.finite.step_done(step, before.samples, data, result):
-                run.screen.line(news)
+            run.screen.lines(f"warning: step {step} {news}" for news in run.recompiles.news())
+            run.screen.lines(run.finite.step_done(step, before.samples, data, result))
             run.screen.step_done(step)
             if (trace := profiler.after_step(step)) is not None:
                 run.screen.line(f"profile: {trace}")
 
             _hear_saver(run, step, on_progress)
-            stopping = run.stop.agreed()
-            if stopping and run.stop.failed:
-                raise SaveError(run.stop.reason or "")
+            stopping = _stop_agreed(run)
             ended = step == run.total_steps
             evaluating = _due(step, config.train.eval_every, ended)
             reporting = _due(step, config.metrics.every, ended) or evaluating
@@ -108,8 +105,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
                 run.metrics.resume()
             if stopping:
                 break
-        for news in run.finite.finish():
-            run.screen.line(news)
+        run.screen.lines(run.finite.finish())
     finally:
         profiler.close()
         loader.close()
@@ -117,6 +113,14 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     if run.saver.failed and config.checkpoint.on_error == "stop":
         raise SaveError(run.saver.failed)
     return position
+
+
+def _stop_agreed(run: Run) -> bool:
+    """Whether all ranks stop after this step. Raises SaveError where it is because a checkpoint could not be saved."""
+    stopping = run.stop.agreed()
+    if stopping and run.stop.failed:
+        raise SaveError(run.stop.reason or "")
+    return stopping
 
 
 def _end_saving(run: Run, step: int, on_progress: Callable[[int], None]) -> None:
@@ -153,7 +157,7 @@ def _evaluate(run: Run, step: int) -> dict[str, Score]:
 def _used(run: Run, position: Position, data: StepData) -> dict[str, Any]:
     """What a row says of the data, and of the steps that were skipped."""
     skipped = {"skipped_steps": run.finite.skipped} if run.finite.skipped else {}
-    return {**run.order.progress(position.samples), "data_hash": _hash_of_all(data.data_hash, run), **skipped}
+    return {**data_progress(run.order, position.samples), "data_hash": _hash_of_all(data.data_hash, run), **skipped}
 
 
 def _hash_of_all(data_hash: int, run: Run) -> str:

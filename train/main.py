@@ -158,8 +158,7 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim)
-    for line in (*origin.said, *say_start(config.checkpoint.init_from, origin.checkpoint)):
-        screen.line(line)
+    screen.lines((*origin.said, *say_start(config.checkpoint.init_from, origin.checkpoint)))
     start = Position()
     if origin.checkpoint and origin.manifest:
         load_checkpoint(origin.checkpoint, origin.manifest, model, optimizer)
@@ -235,11 +234,10 @@ def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Confi
         screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
     screen.line(plan_to_table(plan))
     chosen = config.parallel.plan == "auto"  # the planner has weighed what advice could say
-    for advice in () if chosen else (*advise(plan, place.local_world_size), *unused_keys(config.parallel)):
-        screen.line(f"advice: {advice}")
+    told = () if chosen else (*advise(plan, place.local_world_size), *unused_keys(config.parallel))
+    screen.lines(f"advice: {advice}" for advice in told)
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
-    for line in planned.said:
-        screen.line(f"planner: {line}")
+    screen.lines(f"planner: {line}" for line in planned.said)
 
 
 def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen) -> Position:

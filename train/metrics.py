@@ -1,11 +1,12 @@
 """What a run reports: metrics.jsonl, TensorBoard, the progress line. The only place that waits for the device."""
 
 import json
+import math
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from parallel.compile_check import count_compiled_graphs
 from train.bounds import bounded
 from train.evaluation import Score, mean_loss
+from train.log_files import Board, LogFile, Trouble
+from train.spikes import Spike, SpikeDetector
 from train.step import StepResult
 
 GIB = 2**30
@@ -48,16 +51,24 @@ class Throughput:
     peak_flops: float | None
 
 
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 class Metrics:
     """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes. `predicted`: figures that the
-    planner has predicted, by the names they have in a row."""
+    planner has predicted, by the names they have in a row. Files that cannot be written do not end the run: `warn` hears of it,
+    once."""
 
     def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool,
-                 predicted: Mapping[str, float]) -> None:  # fmt: skip
-        self._throughput, self._device, self._is_main = throughput, device, is_main
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8") if is_main else None  # noqa: SIM115
+                 predicted: Mapping[str, float], warn: Callable[[str], None] = _to_stderr) -> None:  # fmt: skip
+        self._throughput, self._device = throughput, device
+        self._trouble, self._spikes = Trouble(warn), SpikeDetector()
+        self._file = LogFile(folder / "metrics.jsonl", self._trouble) if is_main else None
+        if self._file is not None:
+            self._file.append(b"")
         self._board_folder = folder / "tb" if is_main and config.tensorboard else None
-        self._board: Any = None  # opened by the first row: importing TensorBoard would delay the first step
+        self._board: Board | None = None  # opened by the first row: importing TensorBoard would delay the first step
         self._texts: dict[str, str] = {}
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
@@ -85,7 +96,7 @@ class Metrics:
         self, step: int, result: StepResult, lr: float, used: Mapping[str, Any], scores: Mapping[str, Score] | None
     ) -> dict[str, Any]:
         """Write one row, with rates over the steps since the last, and what data was `used`; every rank calls it, with the
-        clock paused."""
+        clock paused. A row whose loss is a spike has loss_spike, in deviations (see train/spikes.py)."""
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         steps = max(1, self._steps)
         recompiles = count_compiled_graphs() - (self._graphs or 0)
@@ -100,15 +111,19 @@ class Metrics:
         row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles)}
         row |= used
         row |= {f"predicted_{name}": value for name, value in self._predicted.items()}
+        texts = {}
+        if (spike := self._spikes.add(loss)) is not None:
+            row["loss_spike"] = spike.deviations
+            texts["loss_spikes"] = _describe_spike(spike, row, used)
         self._reported.append(row)
-        self._write(row)
+        self._write(row, texts)
         self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         return row
 
     def log_eval(self, step: int, scores: Mapping[str, Score]) -> dict[str, Any]:
         """Write a row for an evaluation outside a reported step, such as the one before training."""
         row = {"step": step, **_scores_row(scores)}
-        self._write(row)
+        self._write(row, {})
         return row
 
     def compare_with_predicted(self) -> str:
@@ -129,7 +144,7 @@ class Metrics:
         self._texts[name] = text
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Write what could not be written before."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -145,15 +160,21 @@ class Metrics:
             rates["mfu_causal"] = per_gpu * t.flops_per_token_causal / t.peak_flops
         return rates
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any], texts: Mapping[str, str]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            self._file.append(json.dumps(finite).encode() + b"\n")  # JSON has no NaN: null
         if self._board_folder is not None:
-            self._board = self._board or _open_board(self._board_folder, self._texts, row["step"])
-            for name, value in row.items():
-                if name != "step" and not isinstance(value, str):
-                    self._board.add_scalar(name, value, row["step"])
+            self._board = self._board or Board(self._board_folder, self._trouble, self._texts, row["step"])
+            scalars = {name: value for name, value in row.items() if name != "step" and not isinstance(value, str)}
+            self._board.add(row["step"], scalars, texts)
+
+
+def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any]) -> str:
+    """A spike in Markdown: what happened, and how far in the data."""
+    place = ", ".join(f"{name} {value}" for name, value in used.items())
+    return (f"step {row['step']}: loss {row['loss']:.4f}, usually {spike.usual:.4f} ({spike.deviations:.1f} deviations above)\n\n"
+            f"grad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {place}")  # fmt: skip
 
 
 def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
@@ -164,15 +185,6 @@ def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
     for name, score in scores.items():
         row |= {f"eval/{name}/{figure}": getattr(score, figure) for figure in ("loss", "perplexity", "bits_per_byte")}
     return row
-
-
-def _open_board(folder: Path, texts: dict[str, str], first_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    board = SummaryWriter(str(folder), purge_step=first_step)  # steps done again after a resume are shown once
-    for name, text in texts.items():
-        board.add_text(name, f"```\n{text}\n```")
-    return board
 
 
 def _peak_memory_gib(device: torch.device) -> tuple[float, float]:

@@ -18,15 +18,13 @@ class RunConfig:
     """Where a run lives and how long.
 
     Args:
-        dir: folder of the run; the same command in the same folder goes on where it stopped. null: runs/ plus the
-            config's name
+        dir: folder of the run, in which the same command goes on where it stopped. null: runs/ plus the config's name
         seed: seed of the initial weights and of the order of the data
         device: auto takes the GPU where every local process has one, else the CPU; or cpu, or cuda
         threads: CPU threads per process; 0 shares the cores among the local processes
         max_hours: stop after this many hours, saving first; 0 is never
-        grace_s: seconds a stop may take after a signal asked for it, before the process ends without saving. torchrun
-            allows 30 after a signal to itself, unless --shutdown-timeout (torch 2.13) or TORCH_ELASTIC_SHUTDOWN_TIMEOUT
-            says more. Slurm: --signal=TERM@180, or USR1@180 with torchrun --signals-to-handle=SIGTERM,SIGINT,SIGUSR1
+        grace_s: seconds a stop may take after a signal, before the process ends without saving; torchrun allows its workers
+            30, or what --shutdown-timeout (torch 2.13) says. Slurm: --signal=TERM@180
         timeouts: after which a section of the run counts as stuck
     """
 
@@ -88,8 +86,7 @@ def choose_device(config: RunConfig, place: Place) -> tuple[torch.device, str]:
 
 def group_timeout(config: RunConfig) -> timedelta:
     """How long a collective may wait: longer than any section, so that the watchdog speaks first; a day where it never does."""
-    timeouts_s = astuple(config.timeouts)
-    return timedelta(days=1) if 0 in timeouts_s else timedelta(seconds=max(timeouts_s) + 60)
+    return timedelta(days=1) if 0 in astuple(config.timeouts) else timedelta(seconds=max(astuple(config.timeouts)) + 60)
 
 
 def start_process(config: RunConfig, place: Place, device: torch.device) -> None:

@@ -28,11 +28,13 @@ class Batch:
 class StepResult:
     """What a step leaves behind, as scalars still on the device: reading one waits for it.
 
-    `loss`: mean over the tokens of the global batch, in nats, before the update. `grad_norm`: before clipping.
+    `loss`: mean over the tokens of the global batch, in nats, before the update. `grad_norm`: before clipping. `skipped`: 1
+    where the loss or the norm was not finite, so that nothing was updated, else 0.
     """
 
     loss: Tensor
     grad_norm: Tensor
+    skipped: Tensor
 
 
 def train_step(
@@ -42,7 +44,7 @@ def train_step(
     grad_clip: float,
     data_parallel: dist.ProcessGroup,
 ) -> StepResult:
-    """Accumulate the gradient of the global batch's mean loss, clip it, update the weights.
+    """Accumulate the gradient of the global batch's mean loss, clip it, update the weights, if all of it is finite.
 
     The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result does
     not depend on how sequences, padding or ranks are cut.
@@ -54,10 +56,12 @@ def train_step(
         micro_loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
         micro_loss.backward()
         loss += micro_loss.detach()
-    grad_norm = clip_gradients(list(model.parameters()), grad_clip)
+    grad_norm = clip_gradients(list(model.parameters()), grad_clip, loss)
+    # What GradScaler tells fused AdamW: at 1 it leaves weights, moments and step count as they are.
+    optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(summed(loss, data_parallel), grad_norm)
+    return StepResult(summed(loss, data_parallel), grad_norm, skipped)
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:

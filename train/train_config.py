@@ -19,6 +19,8 @@ class TrainConfig:
             global batch where that is -1
         global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
         grad_clip: largest global gradient norm; 0 does not clip
+        max_skipped_steps: steps that may go without an update because their loss or gradient is not finite, before the run
+            stops; 0 stops at the first
         eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before training; 0 is
             never
         eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
@@ -31,6 +33,7 @@ class TrainConfig:
     micro_batch_size: int | str = "auto"
     global_batch_size: int = -1
     grad_clip: float = bounded(1.0, low=0)
+    max_skipped_steps: int = bounded(5, low=0)
     eval_every: int = bounded(0, low=0)
     eval_sequences: int = bounded(64, low=0)
     freeze: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""Clips gradients that lie on different meshes, and writes norms and clipped gradients. Run by test_clip.py: `OUT MAX_NORM`."""
+"""Clips gradients that lie on different meshes, and writes norms and clipped gradients. Run by test_clip.py: `OUT MAX_NORM LOSS`,
+where LOSS is that of rank 2."""
 
 import sys
 
@@ -37,7 +38,8 @@ def main() -> None:
         parameters[name] = nn.Parameter(torch.zeros_like(grad))
         parameters[name].grad = grad
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    norm = clip_gradients([*parameters.values(), frozen], float(sys.argv[2]))
+    loss = torch.tensor(float(sys.argv[3]) if dist.get_rank() == 2 else 1.0)
+    norm = clip_gradients([*parameters.values(), frozen], float(sys.argv[2]), loss)
     norms = [torch.zeros_like(norm) for _ in range(4)]
     dist.all_gather(norms, norm)
     grads = {name: p.grad.full_tensor() if name in placed else p.grad for name, p in parameters.items()}

@@ -10,7 +10,7 @@ from tests.launch import run
 @pytest.mark.parametrize("max_norm", [1.0, 100.0, 0.0], ids=["clipped", "below", "never"])
 def test_gradients_on_mixed_meshes_are_clipped_as_one_process_would(max_norm, tmp_path):
     out = tmp_path / "out.pt"
-    result = run(4, str(out), str(max_norm), module="tests.distributed.clip_worker")
+    result = run(4, str(out), str(max_norm), "2.0", module="tests.distributed.clip_worker")
     assert result.returncode == 0, result.stderr
     got = torch.load(out)
     plain = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
@@ -21,3 +21,11 @@ def test_gradients_on_mixed_meshes_are_clipped_as_one_process_would(max_norm, tm
     assert got["norms"].tolist() == pytest.approx([norm.item()] * 4, rel=1e-6)
     for (name, grad), p in zip(got["grads"].items(), plain, strict=True):
         torch.testing.assert_close(grad, p.grad, rtol=1e-6, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
+def test_a_loss_that_is_not_finite_on_one_rank_makes_the_norm_so_on_all(loss, tmp_path):
+    out = tmp_path / "out.pt"
+    result = run(4, str(out), "1.0", loss, module="tests.distributed.clip_worker")
+    assert result.returncode == 0, result.stderr
+    assert not torch.load(out)["norms"].isfinite().any()

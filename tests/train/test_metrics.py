@@ -65,6 +65,7 @@ def test_status_reads_back_and_leaves_no_partial_file(state: State, tmp_path: Pa
     status = read_status(tmp_path)
     assert status is not None
     words = status.pop("how_to_go_on")
-    assert status == {"state": state, "step": 7, "resumed_from": 3, "reason": 'signal "SIGTERM"\n'}
+    assert status == {"state": state, "step": 7, "resumed_from": 3, "reason": 'signal "SIGTERM"\n', "failed_starts": 0,
+                      "failed_at_step": 0}  # fmt: skip
     assert bool(words) is (state != "running")
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

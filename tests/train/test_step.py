@@ -1,5 +1,7 @@
 """The training step: nothing in it waits for the device."""
 
+import copy
+import math
 import re
 
 import pytest
@@ -58,6 +60,67 @@ def test_a_step_never_reads_a_value_back(trainer):
         assert reads.count == 0
         result.loss.item()
         assert reads.count == 1, "the counter must see a read"
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["updated", "skipped"])
+def test_the_profiler_sees_no_read_either_whether_a_step_is_skipped_or_not(trainer, bad):
+    model, optimizer, group = trainer
+    spoil(model, math.nan if bad else 1.0)
+    batches = make_batches(1)
+    train_step(model, optimizer, batches, 1.0, group)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = train_step(model, optimizer, batches, 1.0, group)
+    events = profile.events()
+    assert any(event.name == "aten::_fused_adamw_" for event in events), "the profiler must see the step"
+    reads = [event for event in events if event.name.replace("::", ".") in (*READS, "aten.item")]
+    assert not [event.name for event in reads if "aten::_fused_adamw_" not in ancestors(event)]
+    assert result.skipped.item() == bad
+
+
+def ancestors(event) -> list[str]:
+    """What an operator ran within. The CPU's kernel of AdamW reads step counts, where the GPU's takes them on the device."""
+    return [event.name, *ancestors(event.cpu_parent)] if event is not None else []
+
+
+def spoil(model, factor: float) -> None:
+    """Multiply the loss, and so every gradient."""
+    model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * factor)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30], ids=["nan", "inf", "too large for its norm"])
+def test_a_step_that_is_not_finite_changes_no_bit_of_weights_moments_and_step_count(trainer, factor):
+    model, optimizer, group = trainer
+    train_step(model, optimizer, make_batches(2), 1.0, group)
+    spoil(model, factor)
+    before = everything(model, optimizer)
+    result = train_step(model, optimizer, make_batches(2), 1.0, group)
+    assert result.skipped.item() == 1
+    assert not math.isfinite(result.grad_norm.item()), "it is reported as it is"
+    assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_after_a_skipped_one_is_what_it_would_have_been_without(trainer):
+    model, optimizer, group = trainer
+    first, skipped, second = (make_batches(2) for _ in range(3))
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    at_first = copy.deepcopy(whole)
+    ends = []
+    for batches in ([first, second], [first, skipped, second]):
+        model.load_state_dict(at_first["model"])
+        optimizer.load_state_dict(copy.deepcopy(at_first["optimizer"]))
+        for batch in batches:
+            hook = model.head.loss.register_forward_hook(lambda _m, _i, x, bad=batch is skipped: x * math.nan if bad else None)
+            assert train_step(model, optimizer, batch, 1.0, group).skipped.item() == (batch is skipped)
+            hook.remove()
+        ends.append(everything(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def everything(model, optimizer) -> list[torch.Tensor]:
+    """Copies of weights, moments and step counts."""
+    state = [value for one in optimizer.state.values() for value in one.values()]
+    return [(x.to_local() if hasattr(x, "to_local") else x).detach().clone() for x in (*model.parameters(), *state)]
 
 
 def test_a_step_reduces_three_scalars_over_the_ranks_however_many_parameters_there_are(trainer):

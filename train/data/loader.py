@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from train.data.mixture import draw, drawn
+from train.data.mixture import draw
 from train.data.order import sample_indices
 from train.data.sequences import SequenceShape, count_sequences, read_batch
 from train.data.tokens import Source
@@ -41,8 +41,7 @@ class StepData:
 
     Args:
         micro_batches: on the device
-        data_hash: of this rank's tokens and their positions in the order; the sum over the data-parallel ranks is the same
-            on every mesh
+        data_hash: of this rank's tokens and their positions in the order; summed over the ranks the same on every mesh
         wait_s: how long the step had to wait for them, in seconds
     """
 
@@ -70,14 +69,6 @@ class SampleOrder:
             mine = sources == source
             rows[mine, 1] = sample_indices(places[mine], size, self.seed + source)
         return rows
-
-    def progress(self, position: int) -> dict[str, float]:
-        """How far positions before `position` have come: epochs of the data; in a mixture sequences and epochs by source."""
-        if len(self.sizes) == 1:
-            return {"epoch": position / self.sizes[0]}
-        taken = dict(zip(self.names, drawn(position, self.weights, self.seed), strict=True))
-        epochs = {f"epoch/{name}": count / size for (name, count), size in zip(taken.items(), self.sizes, strict=True)}
-        return {f"sequences/{name}": float(count) for name, count in taken.items()} | epochs
 
 
 class TrainLoader:

@@ -1,0 +1,150 @@
+"""Trains with faults put in, under the guard of the loop. Run by test_nonfinite_mesh.py: `FOLDER`, which holds cases.json:
+name -> {arguments, fault, steps}. Each rank writes what it saw to NAME.RANK.json."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from train.build import build_model
+from train.config import Config, parse_config
+from train.data.loader import BatchShape, SampleOrder, TrainLoader
+from train.data.sequences import make_sequence_shape
+from train.data.tokens import load_corpus
+from train.ending import end_process
+from train.nonfinite import FiniteGuard, NonFiniteError
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.runtime import read_place, start_process
+from train.step import train_step
+
+FAULTY_STEP, FAULTY_RANK = 3, 1
+Now = dict[str, int]
+
+
+def faulty(now: Now) -> bool:
+    return now["step"] >= FAULTY_STEP and dist.get_rank() == FAULTY_RANK
+
+
+def nan_output(model: nn.Module, now: Now) -> None:
+    """NaN in what layers.1 hands on."""
+    model.layers[1].register_forward_hook(lambda _m, _i, x: x + math.nan if faulty(now) else None)
+
+
+def nan_once(model: nn.Module, now: Now) -> None:
+    """The same, which does not come again."""
+
+    def hook(_module: nn.Module, _inputs: object, x: Tensor) -> Tensor | None:
+        now["times"] = now.get("times", 0) + faulty(now)
+        return x + math.nan if faulty(now) and now["times"] == 1 else None
+
+    model.layers[1].register_forward_hook(hook)
+
+
+def inf_gradient(model: nn.Module, now: Now) -> None:
+    """Inf in the gradient of layers.1's input, with a loss that is finite."""
+
+    def hook(_module: nn.Module, grads: tuple[Tensor | None, ...], _of_output: object) -> Any:
+        return (grads[0] + math.inf, *grads[1:]) if faulty(now) and grads[0] is not None else None
+
+    model.layers[1].register_full_backward_hook(hook)
+
+
+def inf_loss(model: nn.Module, now: Now) -> None:
+    """A loss of Inf whose gradients are all finite."""
+    model.head.loss.register_forward_hook(lambda _m, _i, x: x + math.inf if faulty(now) else None)
+
+
+def huge_gradient(model: nn.Module, now: Now) -> None:
+    """A finite loss and finite gradients, whose squares are beyond float32."""
+    model.head.loss.register_forward_hook(lambda _m, _i, x: x * 1e25 if faulty(now) else None)
+
+
+def nan_parameter(model: nn.Module, now: Now) -> None:
+    """NaN in one rank's part of a weight, before the faulty step."""
+
+    def hook(_module: nn.Module, _inputs: object) -> None:
+        if faulty(now):
+            local(model.layers[1].attention.wq.weight).view(-1)[0] = math.nan
+
+    model.register_forward_pre_hook(hook, prepend=True)
+
+
+FAULTS: dict[str, Callable[[nn.Module, Now], None]] = {
+    "nan_output": nan_output, "nan_once": nan_once, "inf_gradient": inf_gradient, "inf_loss": inf_loss,
+    "huge_gradient": huge_gradient, "nan_parameter": nan_parameter, "none": lambda *_: None,
+}  # fmt: skip
+
+
+def local(x: Tensor) -> Tensor:
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Everything that this rank holds, bit for bit: NaN is equal to itself."""
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    return [local(x).clone().contiguous().view(torch.int32) for x in tensors]
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def train(config: Config, fault: str, steps: int) -> dict[str, Any]:
+    """Steps with the guard as the loop has it, until it stops them."""
+    plan = plan_run(config, dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, torch.device("cpu"))
+    optimizer = build_optimizer(model, config.optim)
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
+    corpus, group = load_corpus(config.data), data_parallel_group(mesh)
+    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    order = SampleOrder(corpus.sources, sequences, config.run.seed)
+    loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
+    guard = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
+    now: Now = {"step": 0}
+    FAULTS[fault](model, now)
+    hooks = count_hooks(model)
+    seen: dict[str, Any] = {"steps": [], "lines": [], "error": None, "data_rank": shape.data_rank}
+    try:
+        for step in range(1, steps + 1):
+            now["step"] = step
+            data = loader.next()
+            seen["tokens"] = torch.cat([batch.tokens for batch in data.micro_batches]).tolist()
+            damaged = fault == "nan_parameter" and step == FAULTY_STEP  # by the fault itself, in the forward
+            before = bits(model, optimizer)
+            result = train_step(model, optimizer, data.micro_batches, config.train.grad_clip, group)
+            after = bits(model, optimizer)
+            changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) - (damaged and faulty(now))
+            seen["steps"].append([result.loss.item(), result.grad_norm.item(), result.skipped.item(), changed])
+            seen["lines"] += guard.step_done(step, (step - 1) * shape.global_batch_size, data, result)
+        seen["lines"] += guard.finish()
+    except NonFiniteError as error:
+        seen["error"] = str(error)
+    seen["gradients_left"] = sum(p.grad is not None for p in model.parameters())
+    seen["hooks_left"] = count_hooks(model) - hooks
+    loader.close()
+    return seen | {"skipped": guard.skipped}
+
+
+def main() -> None:
+    folder, place = Path(sys.argv[1]), read_place()
+    start_process(parse_config([]).run, place, torch.device("cpu"))
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        torch._dynamo.reset()
+        seen = train(parse_config(case["arguments"]), case["fault"], case["steps"])
+        (folder / f"{name}.{place.rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

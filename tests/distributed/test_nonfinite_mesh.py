@@ -1,0 +1,142 @@
+"""Steps that are not finite on one rank: skipped by all, counted, and, when there are too many, explained."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.nonfinite_worker import FAULTY_STEP
+from tests.launch import EAGER, TINY, run, write_text
+from train.config import parse_config
+from train.data.split import Split
+from train.data.tokens import load_corpus
+
+COMPILED = ["--parallel.compile.backend=aot_eager"]
+ONE_SKIP = "--train.max_skipped_steps=1"
+# mesh -> its ranks and arguments; fault -> what is said of the rank with the fault.
+MESHES = {
+    "fsdp": (2, []),
+    "fsdp x tp": (4, ["--parallel.tp=2", "--parallel.activation_checkpoint=full"]),
+}
+FSDP_ONLY = ("inf_loss", "huge_gradient")  # nothing about them hangs on the mesh
+SAID = {
+    "nan_output": "rank 1: the output of layers.1 is the first value that is not finite",
+    "inf_gradient": "rank 1: the gradient of the input of layers.1 is the first value that is not finite",
+    "inf_loss": "rank 1: the output of head.loss is the first value that is not finite",
+    "huge_gradient": "rank 1: the gradient of head.output.weight (or its square) is the first value that is not finite",
+    "nan_parameter": "rank 1 holds values that are not finite: layers.1.attention.wq.weight",
+}
+Seen = list[dict[str, Any]]  # of every rank
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    arguments = write_text(tmp_path_factory.mktemp("text"))
+    load_corpus(parse_config(arguments).data)  # tokenised once for all
+    return arguments
+
+
+def run_cases(ranks: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Seen]:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = run(ranks, str(folder), module="tests.distributed.nonfinite_worker")
+    assert done.returncode == 0, done.stderr
+    return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)] for name in cases}
+
+
+@pytest.fixture(scope="module", params=MESHES.items(), ids=MESHES)
+def seen(request: pytest.FixtureRequest, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """What every rank saw of every fault, on one mesh."""
+    name, (ranks, mesh) = request.param
+    common = [*TINY, *text, *mesh, ONE_SKIP]
+    cases: dict[str, dict[str, Any]] = {
+        fault: {"arguments": [*common, *EAGER], "fault": fault, "steps": 5}
+        for fault in (*SAID, "nan_once", "none") if name == "fsdp" or fault not in FSDP_ONLY}  # fmt: skip
+    cases["none at all"] = {"arguments": [*common, *EAGER, "--train.max_skipped_steps=0"], "fault": "nan_once", "steps": 5}
+    cases["accumulated"] = {"arguments": [*common, *EAGER, "--train.micro_batch_size=1"], "fault": "nan_output", "steps": 5}
+    if name == "fsdp":
+        frozen = "--train.freeze=[tok_embeddings.*,layers.0.*]"
+        cases["compiled"] = {"arguments": [*common, *COMPILED], "fault": "nan_parameter", "steps": 5}
+        cases["offloaded"] = {"arguments": [*common, *EAGER, "--parallel.cpu_offload=true"], "fault": "nan_output", "steps": 5}
+        cases["frozen"] = {"arguments": [*common, *EAGER, frozen], "fault": "nan_output", "steps": 5}
+    return run_cases(ranks, cases, tmp_path_factory.mktemp("cases"))
+
+
+def skips(of_rank: dict[str, Any]) -> list[float]:
+    return [skipped for _loss, _norm, skipped, _changed in of_rank["steps"]]
+
+
+def test_all_ranks_skip_the_same_steps_change_no_bit_in_them_and_train_in_the_others(seen: dict[str, Seen]) -> None:
+    for name, ranks in seen.items():
+        for rank in ranks:
+            assert skips(rank) == skips(ranks[0]), name
+            for _loss, norm, skipped, changed in rank["steps"]:
+                assert skipped == (not math.isfinite(norm)), name
+                assert (changed == 0) == bool(skipped), name
+
+
+def test_a_run_stops_on_all_ranks_at_the_step_after_the_last_that_may_be_skipped(seen: dict[str, Seen]) -> None:
+    warning = "warning: step 3 was skipped: its loss or gradient is not finite (1 of at most 1)"
+    for name, ranks in seen.items():
+        if name in ("none", "nan_once", "none at all"):
+            continue
+        for rank in ranks:
+            assert skips(rank) == [0, 0, 1, 1], name
+            assert rank["lines"] == [warning], name
+            assert rank["skipped"] == 2
+            assert rank["error"] == ranks[0]["error"], name
+            assert f"step {FAULTY_STEP + 1} is not finite" in rank["error"]
+            assert (rank["gradients_left"], rank["hooks_left"]) == (0, 0), name
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_the_message_names_the_rank_and_the_module(fault: str, seen: dict[str, Seen]) -> None:
+    if fault not in seen:
+        assert fault in FSDP_ONLY
+        return
+    error = seen[fault][0]["error"]
+    assert SAID[fault] in error
+    for rank in ("rank 0", "rank 2", "rank 3"):
+        assert rank not in error or fault == "nan_parameter", "only the one that has the fault"
+    assert ("hold" in error) == (fault == "nan_parameter")
+    if fault == "nan_parameter":
+        assert error.count("holds values") == 1
+        assert "the output of layers.1.attention.wq is the first value" in error, "where it comes into the step"
+
+
+def test_the_sequences_that_are_named_are_those_the_rank_saw(seen: dict[str, Seen], text: list[str]) -> None:
+    split = load_corpus(parse_config(text).data).sources[0].split
+    seq_len = parse_config(TINY).train.seq_len
+    for name, part in (("nan_output", slice(0, 2)), ("accumulated", slice(0, 1)), ("inf_gradient", slice(0, 2))):
+        line = next(line for line in seen[name][0]["error"].splitlines() if line.startswith("rank 1: "))
+        ids, source = line.partition("its sequences: ")[2].split(" of ")
+        assert source == "text"
+        named = [read_tokens(split, int(index) * seq_len, seq_len) for index in ids.split(", ")]
+        assert named == seen[name][1]["tokens"][part], name
+
+
+def read_tokens(split: Split, first: int, count: int) -> list[int]:
+    out = np.empty(count, np.int64)
+    split.read(first, out)
+    return out.tolist()
+
+
+def test_a_fault_that_does_not_come_again_costs_one_step_of_the_budget(seen: dict[str, Seen]) -> None:
+    for rank in seen["nan_once"]:
+        assert skips(rank) == [0, 0, 1, 0, 0]
+        assert (rank["error"], rank["skipped"]) == (None, 1)
+
+
+def test_without_a_budget_the_first_stops_the_run_and_what_is_not_found_again_is_called_so(seen: dict[str, Seen]) -> None:
+    for rank in seen["none at all"]:
+        assert skips(rank) == [0, 0, 1]
+        assert rank["lines"] == []
+        assert "not found again when the step was repeated" in rank["error"]
+
+
+def test_a_sound_run_says_nothing(seen: dict[str, Seen]) -> None:
+    for rank in seen["none"]:
+        assert skips(rank) == [0] * 5
+        assert (rank["lines"], rank["error"], rank["skipped"]) == ([], None, 0)

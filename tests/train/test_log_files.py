@@ -1,0 +1,195 @@
+"""Log files on disks that are full, folders that are gone or no folders, and after a kill."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.launch import ROOT, environment
+from train.evaluation import Score
+from train.log_files import MAX_WAITING, Board, LogFile, Trouble
+from train.metrics import Metrics, MetricsConfig, Throughput
+
+ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
+
+
+@contextmanager
+def full_at(size_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond a size: a write that would stops short, as on a full disk, and the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def open_log(path: Path, head: bytes = b"") -> tuple[LogFile, list[str]]:
+    warnings: list[str] = []
+    return LogFile(path, Trouble(warnings.append), head), warnings
+
+
+@pytest.mark.parametrize("half", [b"", b'{"step": 4', b"x" * 200_000], ids=["none", "short", "longer than a block"])
+def test_what_a_kill_left_of_a_line_is_cut_off_on_opening_and_whole_lines_stay(half: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"".join(ROWS[:3]) + half)
+    log, warnings = open_log(path)
+    log.append(b"")
+    assert path.read_bytes() == b"".join(ROWS[:3])
+    log.append(ROWS[3])
+    assert path.read_bytes() == b"".join(ROWS[:4])
+    path.write_bytes(half)
+    open_log(path)[0].append(ROWS[0])
+    assert path.read_bytes() == ROWS[0]
+    assert warnings == []
+
+
+@pytest.mark.parametrize("past", [0, 1, 20])
+def test_a_row_that_does_not_fit_is_not_there_at_all_and_comes_later_with_all_others(past: int, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log, warnings = open_log(path)
+    with full_at(len(b"".join(ROWS[:10])) + past):
+        for row in ROWS[:30]:
+            log.append(row)
+            assert path.read_bytes().endswith(b"\n")
+    assert path.read_bytes() == b"".join(ROWS[:10])
+    assert len(warnings) == 1
+    assert f"{path} cannot be written" in warnings[0]
+    log.append(ROWS[30])
+    assert path.read_bytes() == b"".join(ROWS[:31])
+    assert warnings[1:] == [f"{path} can be written again; no row is lost"]
+    with full_at(10):
+        log.append(ROWS[31])
+    assert len(warnings) == 3, "what fails again is said again"
+
+
+def test_a_full_device_is_named_as_such_and_the_rows_that_were_never_written_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    log, warnings = open_log(path)
+    for row in ROWS[:5]:
+        log.append(row)
+    log.close()
+    assert os.strerror(errno.ENOSPC) in warnings[0]
+    assert warnings[1:] == [f"warning: {path} lacks its last 5 rows, which could not be written"]
+
+
+def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    log, warnings = open_log(tmp_path / "file" / "log")
+    for step in range(MAX_WAITING + 3):
+        log.append(b"%d\n" % step)
+    (tmp_path / "file").unlink()
+    log.append(b"")
+    assert (tmp_path / "file" / "log").read_bytes().split(b"\n")[0] == b"3"
+    assert warnings[1:] == [f"{tmp_path}/file/log can be written again; 3 rows are lost"]
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "log"
+    log, warnings = open_log(path, b"head\n")
+    log.append(ROWS[0])
+    shutil.rmtree(path.parent)
+    log.append(ROWS[1])
+    assert path.read_bytes() == b"head\n" + ROWS[1]
+    assert warnings == []
+
+
+def read_board(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [event.step for event in read_board(folder).Scalars("loss")]
+
+
+def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_steps_done_again(tmp_path: Path) -> None:
+    trouble = Trouble(lambda line: pytest.fail(line))
+    first = Board(tmp_path, trouble, {"config": "a: 1"}, 1)
+    for step in range(1, 6):
+        first.add(step, {"loss": step / 2, "lr": 1.0}, {})
+        assert steps_of(tmp_path) == list(range(1, step + 1))
+    again = Board(tmp_path, trouble, {}, 4)
+    again.add(4, {"loss": 9.0}, {"note": "seen again"})
+    read = read_board(tmp_path)
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 9.0)]
+    (config,), (note,) = read.Tensors("config/text_summary"), read.Tensors("note/text_summary")
+    assert config.tensor_proto.string_val == [b"```\na: 1\n```"]
+    assert (note.step, note.tensor_proto.string_val) == (4, [b"seen again"])
+
+
+def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    board = Board(tmp_path, Trouble(warnings.append), {}, 0)
+    with full_at(1000):
+        for step in range(40):
+            board.add(step, {"loss": 1.0, "lr": 2.0}, {})
+        here = steps_of(tmp_path)
+        assert 0 < len(here) < 40
+        assert here == list(range(len(here)))
+    assert len(warnings) == 1
+    board.add(40, {"loss": 1.0}, {})
+    assert steps_of(tmp_path) == list(range(41))
+    board.close()
+
+
+KILLED = """
+import sys, pathlib, itertools
+from train.log_files import Board, LogFile, Trouble
+folder = pathlib.Path(sys.argv[1])
+trouble = Trouble(print)
+log, board = LogFile(folder / "log", trouble), Board(folder / "tb", trouble, {}, 0)
+for step in itertools.count():
+    log.append(b"%d\\n" % step)
+    board.add(step, {"loss": 1.0}, {})
+    print(step, flush=True)
+"""
+
+
+def test_every_row_that_was_written_outlives_a_kill(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=environment(), text=True,
+                          stdout=subprocess.PIPE) as child:  # fmt: skip
+        assert child.stdout is not None
+        last = next(int(line) for line in child.stdout if int(line) >= 50)
+        child.send_signal(signal.SIGKILL)
+        last = max([last, *(int(line) for line in child.stdout if line.endswith("\n"))])
+    assert (tmp_path / "log").read_bytes().splitlines()[: last + 1] == [b"%d" % step for step in range(last + 1)]
+    assert steps_of(tmp_path / "tb")[: last + 1] == list(range(last + 1))
+
+
+def open_metrics(folder: Path, warnings: list[str]) -> Metrics:
+    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+    return Metrics(MetricsConfig(), throughput, folder, torch.device("cpu"), True, {}, warnings.append)
+
+
+def test_metrics_of_a_run_without_a_folder_warn_once_and_are_all_there_when_it_comes(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where a folder should be")
+    warnings: list[str] = []
+    metrics = open_metrics(tmp_path / "run", warnings)
+    for step in range(3):
+        metrics.log_eval(step, {"a": Score(1.0, 1, 1.0)})
+    assert len(warnings) == 1, "one warning for all files"
+    (tmp_path / "run").unlink()
+    metrics.log_eval(3, {"a": Score(1.0, 1, 1.0)})
+    metrics.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+    assert [event.step for event in read_board(tmp_path / "run" / "tb").Scalars("eval_loss")] == [0, 1, 2, 3]
+    assert len(warnings) == 2
+
+
+def test_a_folder_that_may_not_be_written_is_heard_of_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").write_text("")
+    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+    Metrics(MetricsConfig(), throughput, tmp_path / "run", torch.device("cpu"), True, {}).close()
+    assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/run/metrics.jsonl cannot be written")

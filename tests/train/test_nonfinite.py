@@ -1,0 +1,164 @@
+"""The guard's counting, its words and its look at a step, in one process; faults of one rank are in test_nonfinite_mesh.py."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from parallel.mesh import build_mesh, data_parallel_group
+from tests.launch import EAGER, TINY
+from train.build import build_model
+from train.config import parse_config
+from train.data.loader import BatchShape, StepData
+from train.first_bad import BadValue, all_finite, first_bad_value
+from train.nonfinite import Finding, FiniteGuard, NonFiniteError, describe
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.runtime import Place, start_process
+from train.step import Batch, StepResult, train_step
+
+
+class Order:
+    """Position p is sequence 100 + p of the first source where p is even, of the second where it is odd."""
+
+    names = ("books", "code")
+
+    def rows(self, first: int, count: int) -> NDArray[np.int64]:
+        positions = np.arange(first, first + count)
+        return np.stack((positions % 2, 100 + positions), axis=1)
+
+
+@pytest.fixture(params=[EAGER, ["--parallel.compile.backend=aot_eager"]], ids=["eager", "compiled"])
+def trainer(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield from build(*request.param)
+
+
+@pytest.fixture
+def eager() -> Iterator[Any]:
+    yield from build(*EAGER)
+
+
+def build(*arguments: str) -> Iterator[Any]:
+    torch._dynamo.reset()
+    config = parse_config([*TINY, *arguments])
+    start_process(config.run, Place(0, 1, 0, 1, False), torch.device("cpu"))
+    plan = plan_run(config, 1)
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, torch.device("cpu"))
+    yield model, build_optimizer(model, config.optim), data_parallel_group(mesh)
+    dist.destroy_process_group()
+
+
+def make_batches(count: int) -> list[Batch]:
+    tokens = torch.randint(0, 257, (count, 2, 33))
+    return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
+
+
+def open_guard(model: Any, group: Any, max_skipped: int) -> FiniteGuard:
+    return FiniteGuard(max_skipped, model, Order(), BatchShape(2, 2, 0, 1), group)  # type: ignore[arg-type]
+
+
+def result_of(skipped: bool, device: str = "cpu") -> StepResult:
+    zero = torch.zeros((), device=device)
+    return StepResult(zero, zero, torch.tensor(float(skipped), device=device))
+
+
+@pytest.mark.parametrize("max_skipped", [0, 1, 3])
+def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager, max_skipped):
+    model, _, group = eager
+    guard, data = open_guard(model, group, max_skipped), StepData(make_batches(2), 0, 0.0)
+    for n in range(1, max_skipped + 1):
+        assert guard.step_done(2 * n, 0, data, result_of(True)) == [
+            f"warning: step {2 * n} was skipped: its loss or gradient is not finite ({n} of at most {max_skipped})"]  # fmt: skip
+        assert guard.step_done(2 * n + 1, 0, data, result_of(False)) == []
+    with pytest.raises(NonFiniteError, match=f"gradient of step 99 is not finite, .*train.max_skipped_steps={max_skipped} may"):
+        guard.step_done(99, 0, data, result_of(True))
+    assert guard.finish() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
+    model, _, group = eager
+    guard, data = open_guard(model, group, 5), StepData([], 0, 0.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert guard.step_done(1, 0, data, result_of(True, "cuda")) == []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (line,) = guard.step_done(2, 0, data, result_of(True, "cuda"))
+    assert "step 1 " in line
+    (line,) = guard.finish()
+    assert "step 2 " in line
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, while it compiles
+def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_left_as_it_was(trainer):
+    model, optimizer, group = trainer
+    batches = make_batches(2)
+    train_step(model, optimizer, batches, 1.0, group)
+    compiled = [module._compiled_call_impl for module in model.modules()]
+    before = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    assert first_bad_value(model, batches, group) is None
+    with torch.no_grad():
+        model.layers[1].feed_forward.w1.weight.to_local()[3, 4] = math.inf
+    found = first_bad_value(model, batches, group)
+    assert found is not None
+    assert (found.what, found.micro_batch) == ("the output of layers.1.feed_forward.w1", 0)
+    assert [module._compiled_call_impl for module in model.modules()] == compiled
+    assert all(p.grad is None for p in model.parameters())
+    added = {name: set(vars(module)) - set(before[name]) for name, module in model.named_modules()}
+    assert not any(added.values())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.layers[1].feed_forward.modules())
+
+
+def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_named(eager):
+    model, optimizer, group = eager
+    calls = itertools.count()
+    model.layers[0].ffn_norm.register_forward_hook(lambda _m, _i, x: x * math.nan if next(calls) % 2 else x)
+    guard, batches = open_guard(model, group, 0), make_batches(2)
+    result = train_step(model, optimizer, batches, 1.0, group)
+    with pytest.raises(NonFiniteError) as error:
+        guard.step_done(1, 40, StepData(batches, 0, 0.0), result)
+    told = "the output of layers.0.ffn_norm is the first value that is not finite; its sequences: 142 of books; 143 of code"
+    assert f"rank 0: {told}" in str(error.value)
+    assert "40 to 43 of the order" in str(error.value)
+
+
+def test_whether_tensors_are_finite_is_told_of_every_kind():
+    finite = [torch.ones(3), torch.empty(0), torch.tensor([1, 2]), torch.ones(2, dtype=torch.bfloat16), torch.tensor(3e38)]
+    assert all_finite(finite)
+    assert all_finite([])
+    for bad in (math.nan, math.inf, -math.inf):
+        assert not all_finite([*finite, torch.tensor([1.0, bad])])
+        assert not all_finite([*finite, torch.tensor([bad, 1.0], dtype=torch.bfloat16)])
+
+
+def finding(rank: int, place: int | None = None, parameters: tuple[str, ...] = ()) -> Finding:
+    first = None if place is None else BadValue(place, f"value {place}", 0)
+    return Finding(rank, parameters, first, f"{rank} of text")
+
+
+def test_only_the_ranks_that_came_to_it_first_are_named():
+    words = describe(7, 5, [finding(0, 12), finding(1, 3), finding(2), finding(3, 3)], "0 to 7")
+    assert [line.split(":")[0] for line in words.splitlines() if line.startswith("rank")] == ["rank 1", "rank 3"]
+    assert "rank 1: value 3 is the first value that is not finite; its sequences: 1 of text" in words
+
+
+def test_of_a_thousand_ranks_the_message_names_a_few():
+    words = describe(7, 5, [finding(rank, 1, ("w",) * 100) for rank in range(1000)], "0 to 7")
+    assert len(words) < 3000
+    assert "992 other ranks" in words
+    assert "w and 92 more" in words
+
+
+def test_a_fault_that_no_rank_finds_again_is_called_so():
+    words = describe(7, 5, [finding(rank) for rank in range(4)], "0 to 7")
+    assert "not found again when the step was repeated, on no rank" in words
+    assert "rank 0" not in words

@@ -1,0 +1,87 @@
+"""One rank of a small loop under a watchdog, and what goes wrong in it: `WAY FOLDER [STUCK_RANK]`.
+
+The ways: stop (a rank stops itself, by SIGSTOP), asleep (a rank sleeps in a function of its own), desync (a rank
+gathers objects where the others reduce), behind (a rank stays in its evaluation; here the folder
+cannot be made), slow (steps take long but end), ended
+(a rank has its last step early), alone (init_process_group waits).
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from train.watchdog import TimeoutConfig, Watchdog
+
+WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
+STUCK_RANK = int(sys.argv[3]) if len(sys.argv) > 3 else -1
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+STUCK_STEP = 3
+
+
+def reduce() -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def fall_asleep() -> None:
+    time.sleep(60)
+
+
+def gather_objects() -> None:
+    dist.all_gather_object([None] * WORLD_SIZE, {"rank": RANK})
+
+
+def stop_here() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def go_wrong(watchdog: Watchdog) -> None:
+    """What this rank does instead of a step."""
+    if WAY == "behind":
+        watchdog.enter("evaluation", STUCK_STEP - 1)
+    {"stop": stop_here, "asleep": fall_asleep, "behind": fall_asleep, "desync": gather_objects}[WAY]()
+
+
+def note(message: str) -> None:
+    (FOLDER / f"on_stuck_{RANK}.txt").write_text(message)
+
+
+def main() -> None:
+    """The loop; at STUCK_STEP the stuck rank goes wrong. Prints when that was, so that a test can tell how long it took."""
+    timeouts = TimeoutConfig(setup_s=3 if WAY == "alone" else 60, step_s=4 if WAY == "slow" else 3, evaluation_s=60)
+    watchdog = Watchdog(timeouts, RANK, WORLD_SIZE, note)
+    if WAY == "alone":
+        print(f"stuck at {time.time()}", flush=True)
+    if WORLD_SIZE > 1:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watchdog.connect()
+    watchdog.report_to(FOLDER / "a_file" if WAY == "behind" else FOLDER)
+    for step in range(1, 5):
+        watchdog.enter("step", step)
+        if step == STUCK_STEP:
+            print(f"stuck at {time.time()}", flush=True)
+            if RANK == STUCK_RANK and WAY == "ended":
+                break
+            if RANK == STUCK_RANK:
+                go_wrong(watchdog)
+        if WAY == "slow":
+            time.sleep(1.2 + 0.2 * RANK)  # all together longer than the time-out
+        reduce()
+    watchdog.close()
+    if WAY == "ended":
+        time.sleep(6)  # its connections stay open while the other waits in vain
+    threads = [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+    print(f"threads left: {threads}", flush=True)
+    print("finished", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
