@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel.config import CompileConfig
+from parallel.one_line import one_line
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbours in tp are neighbours in rank
 DTYPES = ("float32", "bfloat16")
@@ -12,7 +13,10 @@ ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget")
 
 
 class PlanError(ValueError):
-    """The parallelisation asked for cannot be: the message names rule, value, place and way out."""
+    """The parallelisation asked for cannot be: each line of the message names rule, value, place and way out."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(map(one_line, message.split("\n"))))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ Units that are treated alike and differ only by one number in their names share 
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
 from parallel.config import CompileConfig
+from parallel.one_line import one_line
 from parallel.plan import AXES, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.strict_yaml import YamlError, load_mapping
 
@@ -20,7 +21,8 @@ _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", NoneType: "null",
                tuple: "a list of names", dict: "a mapping of names to styles"}  # fmt: skip
-MAX_RANGE = 10_000  # units of one entry; the deepest published Llama has 126
+T = TypeVar("T", str, UnitPlan)
+MAX_RANGE = 10_000  # units of all entries; the deepest published Llama has 126
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -57,13 +59,13 @@ def load_plan(path: Path) -> Plan:
             tensor=_read(TensorPlan, data["tensor"], "tensor"),
             cpu_offload=_value(bool, data["cpu_offload"], "cpu_offload"),
             compile=_read(CompileConfig, data["compile"], "compile"),
-            modules=tuple(name for entry in data["modules"] for name in _names(entry, "modules")),
-            units=tuple(unit for entry in data["units"] for unit in _read_units(entry)),
+            modules=_read_all(data["modules"], lambda entry: _names(entry, "modules"), "modules"),
+            units=_read_all(data["units"], _read_units, "units"),
         )
     except YamlError as error:
         raise PlanError(f"plan file {error}") from None
     except PlanError as error:
-        raise PlanError(f"plan file {path}: {error}") from None
+        raise PlanError(one_line(f"plan file {path}: {error}")) from None
 
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
@@ -121,6 +123,16 @@ def _read_units(entry: Any) -> list[UnitPlan]:
         raise PlanError(f"unit {name} has unknown key modules: its name says them, as in first+second")
     treatment = {key: value for key, value in entry.items() if key != "unit"}
     return [_read(UnitPlan, {"modules": n.split("+"), **treatment}, f"unit {name}") for n in _names(name, f"unit {name}")]
+
+
+def _read_all(entries: list[Any], read: Callable[[Any], list[T]], place: str) -> tuple[T, ...]:
+    """What all entries stand for; each may be a range, so that a short file could mean any number."""
+    found: list[T] = []
+    for entry in entries:
+        found += read(entry)
+        if len(found) > MAX_RANGE:
+            raise PlanError(f"{place} are more than {MAX_RANGE}")
+    return tuple(found)
 
 
 def _names(name: Any, place: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from train.checkpoint.config import CheckpointError
 from train.checkpoint.folder import list_checkpoints
 from train.console import Screen
 from train.runtime import Place
@@ -34,8 +35,14 @@ class Journal:
         if not self._is_main or self._folder is None or self._ended:
             return
         self._ended = state != "running"
-        saved = bool(list_checkpoints(self._folder / "checkpoints"))
-        problem = write_status(self._folder, state, self._step, self._resumed_from, saved, reason, self._failed)
+        problem = write_status(self._folder, state, self._step, self._resumed_from, self._has_saved(), reason, self._failed)
         if problem and not self._warned:
             self._warned = True
             self._screen.line(f"warning: {problem}")
+
+    def _has_saved(self) -> bool:
+        assert self._folder is not None
+        try:
+            return bool(list_checkpoints(self._folder / "checkpoints"))
+        except CheckpointError:  # the folder cannot be listed now; the loop hears of it when it saves
+            return False

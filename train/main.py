@@ -141,7 +141,7 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
     """From the checkpoint to go on from to the last step, in a folder that no other run uses."""
     plan, device = planned.plan, planned.device
     origin = find_start(config.checkpoint, folder / "checkpoints", place)
-    refuse_newer(folder / "checkpoints", origin.step)
+    from_main(place, lambda: refuse_newer(folder / "checkpoints", origin.step))
     weights = find_weights(config.checkpoint.init_from, config.model, origin.checkpoint)
     failed = from_main(place, lambda: check_crash_loop(read_status(folder), place.restarts, origin.step))
     journal.open(folder, origin.step if origin.checkpoint else None, failed)

@@ -1,6 +1,8 @@
 """tools/checkpoint.py and tools/whole_weights.py: what they say of checkpoints, and that whole weights are the run's."""
 
+import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +10,26 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from models.llama import Llama
+from parallel.mesh import build_mesh
 from tools.checkpoint import main
+from tools.checkpoint_diff import compare_checkpoints
+from tools.convert_hf import main as convert
 from tools.whole_weights import find_newest, load_whole_weights
-from train.checkpoint import CheckpointError
-from train.config import load_config
+from train.build import build_model
+from train.checkpoint.config import CheckpointConfig, CheckpointError
+from train.checkpoint.load import load_checkpoint
+from train.checkpoint.manifest import manifest_to_text, read_manifest
+from train.checkpoint.saver import Saver
+from train.checkpoint.verify import hash_file, verify_alone
+from train.config import load_config, parse_config
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.runtime import Place, start_process
 
 Tool = Callable[..., CompletedProcess[str]]
 
@@ -96,18 +110,21 @@ def test_ls_lists_oldest_first(sharded_run: Path, capsys: pytest.CaptureFixture[
 
 def test_ls_shows_the_others_where_one_is_damaged(tied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = Path(shutil.copytree(tied_run, tmp_path / "run"))
-    (copy / "checkpoints" / "step-00000001" / "state.json").write_text('{"step": 1, "sam')
+    (copy / "checkpoints" / "step-00000001" / "manifest.json").write_text('{"step": 1, "sam')
     main(["ls", str(copy), "--json"])
     damaged, whole = json.loads(capsys.readouterr().out)["checkpoints"]
     assert damaged["step"] == 1
     assert damaged["samples"] is None
-    assert "state.json cannot be read" in damaged["problem"]
+    assert "manifest.json is damaged" in damaged["problem"]
     assert whole["samples"] == 8
+    (copy / "checkpoints" / "step-00000001" / "manifest.json").unlink()
+    main(["ls", str(copy)])
+    assert "step-00000001 is not a checkpoint: it has no manifest.json" in capsys.readouterr().out
 
 
 def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", str(tmp_path)])
-    assert "no complete checkpoint" in capsys.readouterr().out
+    assert "no committed checkpoint" in capsys.readouterr().out
 
 
 def test_show_gives_whole_shapes_and_totals(sharded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,37 +141,121 @@ def test_show_gives_whole_shapes_and_totals(sharded_run: Path, capsys: pytest.Ca
     assert "265 x 32" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shard", ["shard-00001", "shard-00002"])
-def test_a_lost_shard_is_noticed(sharded_run: Path, tmp_path: Path, shard: str) -> None:
-    copy = Path(shutil.copytree(find_newest(sharded_run), tmp_path / "step-00000002"))
-    next(copy.glob(f"{shard}*")).unlink()
-    with pytest.raises(CheckpointError, match="is not whole"):
-        load_whole_weights(copy)
+def damaged_copy(run: Path, folder: Path, change: Callable[[Path], object]) -> Path:
+    copy = Path(shutil.copytree(find_newest(run), folder / "run" / "checkpoints" / "step-00000002"))
+    change(copy)
+    return copy
 
 
-def test_a_cut_shard_is_noticed(sharded_run: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(find_newest(sharded_run), tmp_path / "step-00000002"))
-    path = next(copy.glob("shard-00002*"))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda folder: (folder / "rank-00001.safetensors").unlink(), r"rank-00001\.safetensors is missing"),
+    (lambda folder: os.truncate(folder / "rank-00000.safetensors", 1000), r"rank-00000\.safetensors has 1000 of \d+ bytes"),
+    (lambda folder: (folder / "config.yaml").unlink(), r"config\.yaml is missing"),
+    (lambda folder: (folder / "more").write_text(""), "more is not in the manifest"),
+], ids=["lost", "cut", "config", "more"])  # fmt: skip
+def test_damage_is_noticed_by_all(change: Callable[[Path], object], said: str, sharded_run: Path, tmp_path: Path) -> None:
+    copy = damaged_copy(sharded_run, tmp_path, change)
+    for arguments in (["verify", str(copy)], ["verify", str(tmp_path / "run")], ["diff", str(sharded_run), str(copy)],
+                      ["consolidate", str(copy), str(tmp_path / "out")]):  # fmt: skip
+        with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: {said}"):
+            main(arguments)
+    with pytest.raises(CheckpointError, match=said):
         load_whole_weights(copy)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(find_newest(sharded_run), tmp_path / "step-00000002"))
-    config = copy / "config.yaml"
-    config.write_text(config.read_text().replace("n_layers: 2", "n_layers: 3"))
-    with pytest.raises(CheckpointError, match=r"model\.layers\.2\."):
+    """Even if somebody has made the manifest fit it."""
+
+    def change(folder: Path) -> None:
+        config = folder / "config.yaml"
+        config.write_text(config.read_text().replace("n_layers: 2", "n_layers: 3"))
+        manifest = read_manifest(folder)
+        files = {**manifest.files, "config.yaml": hash_file(config)}
+        (folder / "manifest.json").write_text(manifest_to_text(dataclasses.replace(manifest, files=files)))
+
+    copy = damaged_copy(sharded_run, tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"):
         load_whole_weights(copy)
-    config.unlink()
-    with pytest.raises(CheckpointError, match=r"has no config\.yaml"):
-        load_whole_weights(copy)
+    with pytest.raises(CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"):
+        convert(["export", str(copy), str(tmp_path / "hf")])
+
+
+def test_verify_says_what_it_has_read(sharded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["verify", str(sharded_run), "--json"])
+    verified = json.loads(capsys.readouterr().out)
+    paths = [sharded_run / "checkpoints" / name for name in ("step-00000001", "step-00000002")]
+    assert verified["verified"] == [str(path) for path in paths]
+    assert verified["size_bytes"] == sum(f.stat().st_size for path in paths for f in path.iterdir() if f.name != "manifest.json")
+    main(["verify", str(paths[1])])
+    assert f"{paths[1]}: every byte is as committed" in capsys.readouterr().out
+
+
+def test_diff_tells_what_training_has_changed(sharded_run: Path, tied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (sharded_run / "checkpoints" / name for name in ("step-00000001", "step-00000002"))
+    main(["diff", str(sharded_run), str(second)])
+    assert "tensors are equal" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        main(["diff", str(first), str(second), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["position"], found["config"]) == (False, {"step": [1, 2], "samples": [4, 8]}, [])
+    changed = {tensor["name"]: tensor["largest"] for tensor in found["tensors"]}
+    early, late = load_whole_weights(first), load_whole_weights(second)
+    assert changed["model.head.output.weight"] == pytest.approx(
+        (early["head.output.weight"] - late["head.output.weight"]).abs().max().item())  # fmt: skip
+    assert changed["optim.head.output.weight.step"] == 1
+    with pytest.raises(SystemExit, match="1"):
+        main(["diff", str(sharded_run), str(tied_run)])
+    said = capsys.readouterr().out
+    assert "+  tie_embeddings: true" in said
+    assert "model.head.output.weight" in said
+    assert "missing" in said
+
+
+def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, tmp_path: Path) -> None:
+    """Read on one process and saved again there: one file in place of two."""
+    copy = save_alone(find_newest(sharded_run), tmp_path / "alone")
+    assert [path.name for path in copy.glob("*.safetensors")] == ["rank-00000.safetensors"]
+    differences = compare_checkpoints(find_newest(sharded_run), copy)
+    assert (differences.same, differences.tensors, differences.compared > 20) == (True, (), True)
+
+
+def save_alone(checkpoint: Path, folder: Path) -> Path:
+    """What this process, alone, saves after it has loaded a checkpoint of several."""
+    config = parse_config([f"--config={checkpoint / 'config.yaml'}"])
+    start_process(config.run, Place(0, 1, 0, 1, False), torch.device("cpu"))
+    try:
+        plan = plan_run(config, 1)
+        mesh = build_mesh(plan.mesh, "cpu")
+        model = build_model(config, plan, mesh, torch.device("cpu"))
+        optimizer, manifest = build_optimizer(model, config.optim), verify_alone(checkpoint)
+        load_checkpoint(checkpoint, manifest, model, optimizer)
+        texts = {"config.yaml": (checkpoint / "config.yaml").read_text()}
+        saver = Saver(CheckpointConfig(), folder, model, optimizer, mesh, texts, lambda: 2**30)
+        saver.save(dataclasses.replace(manifest.position, world_size=1))
+        saver.wait()
+        (news,) = saver.news()
+        assert news.path, news.error
+        return news.path
+    finally:
+        dist.destroy_process_group()
+
+
+def test_verify_and_diff_as_commands(tool: Tool, tied_run: Path, tmp_path: Path) -> None:
+    """Exit codes are what scripts rely on."""
+    copy = damaged_copy(tied_run, tmp_path, lambda folder: os.truncate(folder / "rank-00000.safetensors", 5))
+    assert tool("checkpoint", "verify", str(tied_run)).returncode == 0
+    done = tool("checkpoint", "verify", str(copy))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    first = tied_run / "checkpoints" / "step-00000001"
+    done = tool("checkpoint", "diff", str(first), str(tied_run))
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_help_names_everything(tool: Tool) -> None:
     done = tool("checkpoint", "-h")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in ("ls", "show", "consolidate", "--json", "--force", "RUN_OR_CHECKPOINTS_DIR", "CHECKPOINT", "OUT"):
+    for word in ("ls", "verify", "show", "diff", "consolidate", "--json", "--force", "RUN_OR_CHECKPOINTS_DIR", "OTHER", "OUT"):
         assert word in done.stdout
 
 

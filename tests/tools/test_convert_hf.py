@@ -1,5 +1,6 @@
 """tools/convert_hf.py: in and out again is bitwise the same, transformers loads what comes out, and nothing is left half done."""
 
+import dataclasses
 import json
 import os
 import re
@@ -25,7 +26,9 @@ from tools.checkpoint import consolidate
 from tools.convert_hf import main, write_files
 from tools.generate import load_model
 from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
-from train.checkpoint import CheckpointError, Position, read_position
+from train.checkpoint.config import CheckpointError
+from train.checkpoint.manifest import MANIFEST, Position, manifest_to_text, read_manifest
+from train.checkpoint.verify import hash_file, verify_alone
 from train.config import Config, parse_config
 from train.init_from import find_weights
 
@@ -102,7 +105,7 @@ def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
 def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "ours"
     main(["import", str(hf_dir), str(out)])
-    assert read_position(out) == Position()
+    assert verify_alone(out).position == Position()
     assert find_newest(out) == out
     config = parse_config([f"--config={out / 'config.yaml'}"])
     assert config.model == config_from_hf(json.loads((hf_dir / "config.json").read_text()))
@@ -164,6 +167,7 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
     trained = copy_of(tmp_path / "ours", tmp_path / "trained")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (trained / name).unlink()
+    commit_again(trained)
     main(["export", str(trained), str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == written
     assert (tmp_path / "again" / "tokenizer.json").exists()
@@ -237,6 +241,12 @@ def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
     check_same(read_all(tmp_path / "back"), read_all(source))
 
 
+def commit_again(checkpoint: Path) -> None:
+    """Give a changed checkpoint the manifest that it would have, had it been saved so."""
+    files = {path.name: hash_file(path) for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST}
+    (checkpoint / MANIFEST).write_text(manifest_to_text(dataclasses.replace(read_manifest(checkpoint), files=files)))
+
+
 def copy_of(folder: Path, target: Path) -> Path:
     shutil.copytree(folder, target)
     return target
@@ -258,7 +268,7 @@ def test_what_is_there_is_kept_unless_forced(hf_dir: Path, tmp_path: Path) -> No
             main(["import", str(hf_dir), str(inside), "--force"])
     assert (hf_dir / "config.json").exists()
     with pytest.raises(CheckpointError, match="is a file: name a folder"):
-        main(["import", str(hf_dir), str(out / "state.json"), "--force"])
+        main(["import", str(hf_dir), str(out / "manifest.json"), "--force"])
 
 
 def test_a_failure_leaves_what_was_there(hf_dir: Path, tmp_path: Path) -> None:
@@ -311,7 +321,7 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but all its files have 21 tensors"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 (only a whole number from 1 to 16,777,216)"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (only true or false)"),
-    ({"deep": None}, "cannot be read (maximum recursion depth exceeded"),
+    ({"deep": None}, "cannot be read (nested too deeply)"),
 ])  # fmt: skip
 def test_a_config_that_cannot_be_is_refused_at_once(change: dict[str, Any], said: str, hf_dir: Path, tmp_path: Path) -> None:
     """And no block of a billion is built first, which would take hours."""

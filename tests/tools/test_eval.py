@@ -18,7 +18,7 @@ from tests.train.texts import odd_texts, train_bpe, write_jsonl
 from tools.eval import Subject, find_subject, make_parser
 from tools.generate import load_model
 from tools.whole_weights import checkpoint_config, find_newest
-from train.checkpoint import CheckpointError
+from train.checkpoint.config import CheckpointError
 from train.config import ConfigError
 from train.data.checks import check_data
 from train.data.config import DataError

@@ -30,7 +30,7 @@ from tools.generate import (
     print_stream,
 )
 from tools.whole_weights import checkpoint_config, find_newest
-from train.checkpoint import CheckpointError
+from train.checkpoint.config import CheckpointError
 from train.config import ConfigError, load_config
 from train.data.config import DataConfig, DataError
 from train.data.loader import BatchShape

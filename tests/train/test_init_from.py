@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -20,10 +21,12 @@ from tests.launch import EAGER, read_metrics, run, write_text
 from tools.convert_hf import main as convert
 from tools.generate import load_model
 from tools.whole_weights import checkpoint_config, find_newest
-from train.checkpoint import CheckpointError
+from train.checkpoint.config import CheckpointError
+from train.checkpoint.manifest import manifest_to_text, read_manifest
+from train.checkpoint.verify import hash_file
 from train.config import ConfigError
 from train.hf_folder import INDEX, open_folder
-from train.init_from import find_weights, say_start
+from train.init_from import find_weights, load_weights, say_start
 
 BATCH = [*EAGER, "--train.micro_batch_size=2", "--train.global_batch_size=4", "--metrics.every=1", "--optim.warmup_steps=0"]
 SEQ_LEN = ["--train.seq_len=32", "--model.max_seq_len=48"]  # fewer positions than the source has
@@ -80,7 +83,7 @@ def test_a_mistake_is_one_line_before_anything_starts(hf_dir: Path, tmp_path: Pa
 def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> None:
     assert find_weights(None, LlamaConfig(), None) is None
     assert find_weights(str(tmp_path / "nothing"), LlamaConfig(), tmp_path) is None
-    assert (say_start(None, None), say_start(None, tmp_path)) == ("", "")
+    assert (say_start(None, None), say_start(None, tmp_path)) == ([], [])
 
 
 def test_the_names_are_those_in_the_files(hf_dir: Path) -> None:
@@ -156,9 +159,9 @@ def point_outside(folder: Path) -> None:
 
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor state.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor manifest.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds no mapping"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json cannot be read \(no mapping"),
     "pickle": (unpickled, r"only pytorch_model\.bin, and unpickling runs whatever code .*save_pretrained"),
     "nothing": (lambda f: [file.unlink() for file in f.glob("model*")], "has no weights"),
     "a file is gone": (lambda f: min(f.glob("*.safetensors")).unlink(), r"lacks model-00001-of-\d+\.safetensors, which its"),
@@ -199,13 +202,22 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, tmp_path: Pat
     weights = load_file(file)
     weights["model.head.norm.other"] = weights.pop("model.head.norm.weight")  # of the same length, so the header too
     save_file(weights, file)
-    state = json.loads((tmp_path / "names" / "state.json").read_text())
-    state["files"][file.name] = file.stat().st_size
-    (tmp_path / "names" / "state.json").write_text(json.dumps(state))
-    for name, message in {"config": "has no config.yaml", "damaged": "is damaged: model.safetensors",
+    manifest = read_manifest(tmp_path / "names")
+    tensors = {name.replace("norm.weight", "norm.other") if "head" in name else name: t for name, t in manifest.tensors.items()}
+    again = dataclasses.replace(manifest, files={**manifest.files, file.name: hash_file(file)}, tensors=tensors)
+    (tmp_path / "names" / "manifest.json").write_text(manifest_to_text(again))
+    for name, message in {"config": "is damaged: config.yaml is missing",
                           "names": "missing: model.head.norm.weight. unexpected: model.head.norm.other"}.items():  # fmt: skip
         with pytest.raises(CheckpointError, match=message):
             find_weights(str(tmp_path / name), model, None)
+    weights = find_weights(str(tmp_path / "damaged"), model, None)  # of which only the config has been hashed yet
+    assert weights
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CheckpointError, match=r"is damaged: model\.safetensors has \d+ of \d+ bytes"):
+            load_weights(weights, torch.nn.Linear(1, 1))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(hf_dir: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The threads of all ranks agree over a process group of their own: rank 0 makes r
 commits. Either the checkpoint is there on the word of every rank, or nothing of it is.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.memory_by_kind import GIB
+from parallel.one_line import one_line
 from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import SaveError, abandon, begin_save, commit, delete_others, write_synced
 from train.checkpoint.manifest import Manifest, Position, SavedFile, SavedTensor, describe_tensor
@@ -68,7 +70,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._news: list[Saved] = []
+        self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         self._asynchronous = config.asynchronous
         self.failed = ""  # why the last save has failed
 
@@ -99,8 +101,7 @@ class Saver:
 
     def news(self) -> list[Saved]:
         """What has become of saves since the last call."""
-        told, self._news = self._news, []
-        return told
+        return [self._news.get() for _ in range(self._news.qsize())]
 
     def _make_room(self, shards: Mapping[str, Shard]) -> str:
         """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits instead."""
@@ -134,10 +135,11 @@ class Saver:
         except SaveError as failed:
             error = str(failed)
         except Exception as failed:  # a thread has nobody to raise to: the loop hears of it through `news`
-            error = f"{type(failed).__name__}: {failed}"
+            said = one_line(str(failed).strip().rpartition("\n")[2])
+            error = f"the save of step {job.position.step} was cut off, as by the death of another process ({said})"
         self.failed = error
         stall_s = job.stall_s if self._asynchronous else time.perf_counter() - job.start_s
-        self._news.append(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
+        self._news.put(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
 
     def _write(self, job: _Job) -> Path:
         """Write this rank's file and take part in the commit. Raises SaveError on all ranks alike."""

@@ -58,6 +58,8 @@ def read_batch(splits: list[Split], rows: NDArray[np.int64], shape: SequenceShap
             end = min(begin + shape.seq_len + 1, split.tokens)
         else:
             begin, end = split.document(max(index, 0))
+            if not begin < end <= split.tokens:
+                raise DataError(f"{split.place(0)}: document {index:,} does not end after it begins: prepare the data again")
         _read_row(split, begin, end, shape, inputs, outputs)
         if first is not None:
             part_documents(split, begin, end, outputs, first[b].numpy())

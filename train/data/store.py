@@ -11,18 +11,22 @@ A folder with a manifest is complete: whoever writes one gives it its name by on
 
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from parallel.one_line import one_line
 from train.data.config import DataError
 from train.data.split import Shard, Split
 from train.data.tokenizer import TokenizerInfo
+from train.read_json import read_json
 
 FORMAT = 1  # raised when the files' layout changes
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 2**28  # more than a million source files with names of 150 letters
 SPLITS = ("train", "held_out")
 DTYPES = ("uint16", "uint32")
 T = TypeVar("T", TokenizerInfo, "ShardInfo", "SourceFile")
@@ -76,36 +80,42 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises DataError."""
     path = folder / MANIFEST
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        if plain["format"] != FORMAT:
-            raise DataError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}: prepare the data again")
+        plain = read_json(path, MANIFEST_BYTES)
+        if repr(plain["format"]) != repr(FORMAT):
+            raise ValueError(f"format {plain['format']!r}, this version reads {FORMAT}")
         if plain["dtype"] not in DTYPES:
             raise ValueError(f"dtype {plain['dtype']!r} is not one of {', '.join(DTYPES)}")
+        splits = {split: tuple(build(ShardInfo, shard) for shard in plain["splits"][split]) for split in SPLITS}
+        if twice := [name for name, n in Counter(s.name for split in SPLITS for s in splits[split]).items() if n > 1]:
+            raise ValueError(f"the shard {twice[0]} stands twice")
         return Manifest(
-            tokenizer=_build(TokenizerInfo, plain["tokenizer"]),
+            tokenizer=build(TokenizerInfo, plain["tokenizer"]),
             dtype=plain["dtype"],
-            sources=tuple(_build(SourceFile, source) for source in plain["sources"]),
-            splits={split: tuple(_build(ShardInfo, shard) for shard in plain["splits"][split]) for split in SPLITS},
-            settings=dict(plain["settings"]),
+            sources=tuple(build(SourceFile, source) for source in plain["sources"]),
+            splits=splits,
+            settings={**plain["settings"]},
         )
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}): prepare the data again") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        said = one_line(f"{type(error).__name__}: {error}", 400)
+        raise DataError(f"{path} cannot be read ({said}): prepare the data again") from None
 
 
-def _build(kind: type[T], plain: dict[str, Any]) -> T:
+def build(kind: type[T], plain: dict[str, Any]) -> T:
     """One of the dataclasses above. TypeError or ValueError for a value that cannot be: of another type, a count below 0, a name
-    that leads out of the folder."""
+    that leads out of the folder, BOS or EOS that is no id."""
     built = kind(**plain)
     for item in fields(kind):  # type: ignore[arg-type]
         value, wanted = getattr(built, item.name), item.type
         if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
-            raise TypeError(f"{item.name} is {value!r}")
+            raise TypeError(f"{item.name} is {one_line(repr(value), 80)}")
         if isinstance(value, int) and not 0 <= value < 2**62:
             raise ValueError(f"{item.name} is {value}")
-    if isinstance(built, ShardInfo) and not (re.fullmatch(r"[\w-]+", built.name) and built.tokens and built.documents):
+    if isinstance(built, ShardInfo) and not (
+        re.fullmatch(r"[\w-]{1,100}", built.name, re.ASCII) and built.tokens and built.documents and built.text_bytes
+        and all(re.fullmatch(r"[0-9a-f]{64}", hash) for hash in (built.sha256, built.ends_sha256))):  # fmt: skip
         raise ValueError(f"the shard {built.name} is described by impossible values")
+    if isinstance(built, TokenizerInfo) and not max(built.eos, built.bos or 0) < built.vocab_size:
+        raise ValueError(f"the tokenizer's bos {built.bos} and eos {built.eos} are not below its vocab_size {built.vocab_size}")
     return built
 
 
@@ -115,24 +125,38 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def open_split(folder: Path, manifest: Manifest, *splits: str) -> Split:
-    """Splits as one, memory-mapped. Raises DataError where a file is not there or has another size than the manifest says."""
+    """Splits as one, memory-mapped. Raises DataError where a file is not there, has another size than the manifest says, or is a
+    link that leads out of the folder."""
     infos = [info for split in splits for info in manifest.splits[split]]
     shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
     return Split(shards, sum(info.text_bytes for info in infos))
 
 
+def sizes(manifest: Manifest) -> dict[str, int]:
+    """Every file of the shards and how many bytes it has."""
+    dtype = np.dtype(manifest.dtype)
+    infos = [info for shards in manifest.splits.values() for info in shards]
+    return {name: size for info in infos for name, size in _sizes(info, dtype).items()}
+
+
+def _sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
+    return {f"{info.name}.bin": info.tokens * dtype.itemsize, f"{info.name}.ends": info.documents * 8}
+
+
 def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> Shard:
-    sizes = {f"{info.name}.bin": info.tokens * dtype.itemsize, f"{info.name}.ends": info.documents * 8}
-    for name, size in sizes.items():
-        _check_size(folder / name, size)
-    ids, ends = (folder / name for name in sizes)
+    for name, size in _sizes(info, dtype).items():
+        check_size(folder / name, size)
+    ids, ends = (folder / name for name in _sizes(info, dtype))
     shard = Shard(ids, np.memmap(ids, dtype.newbyteorder("<"), "r"), np.memmap(ends, "<u8", "r"))
     if shard.ends[-1] != info.tokens:
         raise DataError(f"{ends}: the last document ends at token {shard.ends[-1]} of {info.tokens}: prepare the data again")
     return shard
 
 
-def _check_size(path: Path, size_bytes: int) -> None:
+def check_size(path: Path, size_bytes: int) -> None:
+    """DataError unless there is such a file of this size, and in this folder: no link that leads elsewhere."""
+    if path.resolve().parent != path.parent.resolve():
+        raise DataError(f"{path} leads out of its folder, to {path.resolve()}: put the file itself there")
     if not path.is_file() or path.stat().st_size != size_bytes:
         here = f"{path.stat().st_size:,} bytes" if path.is_file() else "no such file"
         raise DataError(f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again")

@@ -1,7 +1,6 @@
 """Tokenizers: bytes, built in, or any tokenizer.json of the `tokenizers` library."""
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +10,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel.one_line import one_line
 from train.data.config import DataError
 from train.data.paths import user_path
+from train.read_json import read_json
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")  # of Llama 3, Llama 2, Gemma
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")  # the same, and GPT-2
+CONFIG_BYTES = 2**24  # of a tokenizer_config.json; the largest list some ten thousand added tokens
+FILE_BYTES = 2**28  # of a tokenizer.json; those with a quarter of a million tokens have 35 MB
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ class JsonTokenizer:
 
         self.path = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = self.path.read_bytes()
+            content = _read_file(self.path)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises Exception itself
+        except BaseException as error:
+            if not _is_refusal(error):
+                raise
             raise DataError(f"data.tokenizer={path}: {self.path} is not a tokenizer.json that the tokenizers library reads "
-                            f"({error}): name such a file, its folder, or bytes") from None  # fmt: skip
+                            f"({one_line(error, 300)}): name such a file, its folder, or bytes") from None  # fmt: skip
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # of a text that spells one out: it must not end a document
@@ -118,9 +123,11 @@ class JsonTokenizer:
     def _ids_of(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises Exception itself, as for a word without an id
-            raise DataError(f"data.tokenizer={self.path} cannot encode a text ({error}): use a tokenizer that has an id for "
-                            "every text") from None  # fmt: skip
+        except BaseException as error:
+            if not _is_refusal(error):
+                raise
+            raise DataError(f"data.tokenizer={self.path} cannot encode a text ({one_line(error, 300)}): use a tokenizer that "
+                            "has an id for every text") from None  # fmt: skip
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def _has_ends(self, found: list[NDArray[np.uint32]]) -> bool:
@@ -163,6 +170,23 @@ def check_vocabulary(tokenizer: TokenizerInfo, vocab_size: int) -> None:
                         "parallel.tp up to 128 that is a power of two divides")  # fmt: skip
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the tokenizers library cannot use a file or a text: it raises Exception itself, as for a word without an id, and
+    where its Rust code gives up, an error that is no Exception and has no public name."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _read_file(path: Path) -> bytes:
+    """A tokenizer's file. OSError, or ValueError for what is no regular file, or too large."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    with open(path, "rb") as file:
+        content = file.read(FILE_BYTES + 1)
+    if len(content) > FILE_BYTES:
+        raise ValueError(f"it is larger than {FILE_BYTES:,} bytes")
+    return content
+
+
 def _said_beside(path: Path) -> dict[str, Any]:
     """bos_token, eos_token and add_bos_token of the tokenizer_config.json that Hugging Face puts beside; {} without one.
 
@@ -172,12 +196,10 @@ def _said_beside(path: Path) -> dict[str, Any]:
     if not config.is_file():
         return {}
     try:
-        plain = json.loads(config.read_text(encoding="utf-8"))
-        if not isinstance(plain, dict):
-            raise ValueError("it holds no mapping")
+        plain = read_json(config, CONFIG_BYTES)
         kinds = {"bos_token": str, "eos_token": str, "add_bos_token": bool}
         return {key: _checked(key, plain[key], kind) for key, kind in kinds.items() if plain.get(key) is not None}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{config} cannot be read ({error}): mend it, or move it away and name data.bos and data.eos") from None
 
 
@@ -185,7 +207,7 @@ def _checked(key: str, value: Any, kind: type) -> Any:
     """A token, also where Hugging Face has it as {"content": ...}, or true or false. ValueError where it is no such thing."""
     found = value.get("content") if isinstance(value, dict) and kind is str else value
     if not isinstance(found, kind):
-        raise ValueError(f"{key}={value}".splitlines()[0][:80] + f" is no {'token' if kind is str else 'true or false'}")
+        raise ValueError(one_line(f"{key}={value}", 80) + f" is no {'token' if kind is str else 'true or false'}")
     return found
 
 
@@ -201,7 +223,7 @@ def _find_token(
     """Id of the token asked for; with auto of what tokenizer_config.json says, else of the first known name, else None."""
     token = asked if asked != "auto" else said or next((name for name in names if name in ids), None)
     if token is not None and token not in ids:
-        raise DataError(f"data.{key}={token} is no token of {path}: name one of its vocabulary")
+        raise DataError(f"data.{key}={one_line(token, 80)} is no token of {path}: name one of its vocabulary")
     return None if token is None else ids[token]
 
 

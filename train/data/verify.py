@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from train.data.config import DataError
-from train.data.store import MANIFEST, Manifest, read_manifest
+from train.data.store import MANIFEST, Manifest, check_size, read_manifest, sizes
 
 THREADS = 4  # hashing lets go of the interpreter
 
@@ -20,22 +20,25 @@ def verify_once(folder: Path, remembered: Path) -> None:
     """Compare every file of a prepared folder with its checksum, unless that was done before and no file has another size or
     time since; `remembered` is the folder where that is noted. Raises DataError naming the file."""
     names = [MANIFEST, *(name for name, _ in _checksums(read_manifest(folder)))]
-    seen = json.dumps({name: _stamp(folder / name) for name in names})
+    seen = json.dumps({name: _stamp(folder / name) for name in names}).encode()
     note = remembered / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     with contextlib.suppress(OSError):
-        if note.read_text(encoding="utf-8") == seen:
+        if note.is_file() and note.stat().st_size == len(seen) and note.read_bytes() == seen:
             return
     verify(folder)
     with contextlib.suppress(OSError):  # a cache that cannot be written is only slower next time
         remembered.mkdir(parents=True, exist_ok=True)
         partial = note.with_suffix(f".{os.getpid()}")
-        partial.write_text(seen, encoding="utf-8")
+        partial.write_bytes(seen)
         os.replace(partial, note)
 
 
 def verify(folder: Path) -> None:
     """Compare every file of a prepared folder with its checksum. Raises DataError naming the file."""
-    wanted = dict(_checksums(read_manifest(folder)))
+    manifest = read_manifest(folder)
+    wanted = dict(_checksums(manifest))
+    for name, size_bytes in sizes(manifest).items():  # first: what is no file, or leads elsewhere, is not read at all
+        check_size(folder / name, size_bytes)
     with ThreadPoolExecutor(THREADS) as pool:
         for name, found in zip(wanted, pool.map(lambda name: hash_file(folder / name), wanted), strict=True):
             if found != wanted[name]:

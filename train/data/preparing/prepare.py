@@ -20,12 +20,21 @@ from train.data.preparing.worker import (
     NoSpace,
     Result,
     piece_key,
-    result_from_json,
+    read_result,
     result_path,
     token_dtype,
     tokenise_piece,
 )
-from train.data.store import MANIFEST, SPLITS, Manifest, ShardInfo, SourceFile, manifest_to_json, read_manifest
+from train.data.store import (
+    MANIFEST,
+    MANIFEST_BYTES,
+    SPLITS,
+    Manifest,
+    ShardInfo,
+    SourceFile,
+    manifest_to_json,
+    read_manifest,
+)
 from train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from train.data.verify import hash_file
 
@@ -90,6 +99,8 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer_name, bos, eos)
     check_text = source != "stdlib" or tokenizer.info.sha256 != ""  # bytes take the standard library as it is
     files, pieces = cut_source(source, settings.held_out, settings.shard_bytes, check_text)
+    if sum(len(file.name) + 150 for file in files) > MANIFEST_BYTES:
+        raise DataError(f"{source} has {len(files):,} files, too many to be listed: pack them into .jsonl files")
     wanted = _empty_manifest(tokenizer, files, settings)
     with _partial_folder(folder) as partial:
         if is_there(folder):
@@ -157,7 +168,7 @@ class _Work:
                 tokenise_pieces(left, self._job, self._workers, self._count)
         except NoSpace as error:
             raise DataError(self._no_space(str(error))) from None
-        return [result_from_json(result_path(self._job, piece).read_text()) for piece in pieces]
+        return [read_result(result_path(self._job, piece)) for piece in pieces]
 
     def _count(self, done_bytes: int, documents: int, tokens: int) -> None:
         self._done += done_bytes
@@ -194,7 +205,7 @@ def _balance(pieces: list[Piece], results: Sequence[Result]) -> list[Piece]:
 def _kept_result(job: Job, piece: Piece) -> Result | None:
     """What an earlier start left of a piece, if it is of the same and its files are as they were written."""
     try:
-        result = result_from_json(result_path(job, piece).read_text())
+        result = read_result(result_path(job, piece))
         shards = [shard for shard in result.shards.values() if shard]
         whole = all(
             hash_file(Path(job.folder, f"{shard.name}{suffix}")) == sha256

@@ -22,11 +22,13 @@ from train.data.preparing.pieces import Part, Piece, unit_hash
 from train.data.preparing.readers import Document, read_part
 from train.data.preparing.shard_writer import ShardWriter, write_whole
 from train.data.sources import TEXT
-from train.data.store import SPLITS, ShardInfo
+from train.data.store import SPLITS, ShardInfo, build
 from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.read_json import read_json
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _LONG_BYTES = 4 * 2**20
+RESULT_BYTES = 2**16  # of the file for a finished piece: two shards, and the names of two records
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -85,11 +87,14 @@ def result_path(job: Job, piece: Piece) -> Path:
     return Path(job.results_folder) / f"{piece.index:05d}.json"
 
 
-def result_from_json(text: str) -> Result:
-    """The opposite of json.dumps(asdict(result)). Raises ValueError, TypeError and KeyError."""
-    plain = json.loads(text)
-    plain["shards"] = {split: plain["shards"][split] and ShardInfo(**plain["shards"][split]) for split in SPLITS}
-    return Result(**plain | {"lowest": tuple(plain["lowest"]), "highest": tuple(plain["highest"])})
+def read_result(path: Path) -> Result:
+    """The opposite of json.dumps(asdict(result)). Raises OSError, ValueError, TypeError and KeyError."""
+    plain = read_json(path, RESULT_BYTES)
+    shards = {split: shard and build(ShardInfo, shard) for split in SPLITS for shard in [plain["shards"][split]]}
+    (low, first), (high, last) = plain["lowest"], plain["highest"]
+    if not (isinstance(plain["key"], str) and type(plain["empty"]) is int and plain["empty"] >= 0):
+        raise TypeError("a result has the wrong types")
+    return Result(plain["key"], shards, plain["empty"], (float(low), str(first)), (float(high), str(last)))
 
 
 def piece_key(job: Job, piece: Piece) -> str:

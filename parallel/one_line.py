@@ -1,0 +1,10 @@
+"""Messages about what others wrote: whatever was in their file, one line of bounded length."""
+
+LETTERS = 900  # of a message, file names included
+
+
+def one_line(message: object, letters: int = LETTERS) -> str:
+    """The message on one line: line ends become spaces, letters that cannot be shown become ?, and of a long one the middle
+    is left out."""
+    line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(message).split()))
+    return line if len(line) <= letters else f"{line[: letters // 2]} ... {line[-(letters // 2) + 5 :]}"

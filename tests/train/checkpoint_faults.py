@@ -1,0 +1,195 @@
+"""Faults on the disk, done to a committed checkpoint: seeded, each of them a change of something."""
+
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.checkpoint.manifest import MANIFEST
+
+Damage = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a checkpoint's folder, in words and as a function of it; `of_tensors`: a flip in a file of tensors."""
+
+    name: str
+    damage: Damage
+    of_tensors: bool = False
+
+
+@dataclass(frozen=True)
+class Canary:
+    """Leaves a file behind if it is unpickled."""
+
+    path: Path
+
+    def __reduce__(self) -> tuple[Callable[..., int], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def make_faults(good: Path, before: Path, outside: Path, rng: random.Random) -> Iterator[Fault]:
+    """Every fault of the sweep for the checkpoint `good`, with the one of the step before; `outside` holds a copy of `good`, and
+    is where a canary file would appear."""
+    for path in sorted(good.iterdir()):
+        yield from _flips(path, rng)
+        yield from _of_a_file(path.name, before, outside)
+    yield from _of_ranks(sorted(path.name for path in good.glob("*.safetensors")))
+    yield from _of_the_manifest(before, outside)
+    yield from _of_the_folder(before, outside)
+
+
+def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
+    """Single bits: of each part of a safetensors file; of YAML; of the manifest, also of what is only space, and its hash."""
+    content = path.read_bytes()
+    regions: dict[str, tuple[list[int], int]] = {"": (list(range(len(content))), 15)}
+    if path.suffix == ".safetensors":
+        header = 8 + int.from_bytes(content[:8], "little")
+        regions = {"length of the header": (list(range(8)), 10), "header": (list(range(8, header)), 15),
+                   "data": (list(range(header, len(content))), 30)}  # fmt: skip
+    if path.name == MANIFEST:
+        digest = content.index(b'\n "sha256"')
+        regions = {"text": (list(range(digest)), 25), "digest": (list(range(digest, len(content))), 15),
+                   "space": ([i for i, byte in enumerate(content) if byte in b" \n"], 15)}  # fmt: skip
+    for region, (places, count) in regions.items():
+        for _ in range(count):
+            place, bit = rng.choice(places), rng.randrange(8)
+            words = f"bit {bit} of byte {place} ({region}) of {path.name}"
+            yield Fault(words, _flip(path.name, place, bit), path.suffix == ".safetensors")
+
+
+def _flip(name: str, place: int, bit: int) -> Damage:
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[place] ^= 1 << bit
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def _of_a_file(name: str, before: Path, outside: Path) -> Iterator[Fault]:
+    def cut(keep: Callable[[int], int]) -> Damage:
+        return lambda folder: os.truncate(folder / name, keep((folder / name).stat().st_size))
+
+    def replaced(by: Callable[[Path], object]) -> Damage:
+        def damage(folder: Path) -> None:
+            (folder / name).unlink()
+            by(folder / name)
+
+        return damage
+
+    damages: dict[str, Damage] = {
+        "a byte short": cut(lambda size: size - 1),
+        "half": cut(lambda size: size // 2),
+        "empty": cut(lambda size: 0),
+        "a byte more": lambda folder: _append(folder / name, b"\0"),
+        "a line more": lambda folder: _append(folder / name, b"\n"),
+        "deleted": lambda folder: (folder / name).unlink(),
+        "a link to the same bytes": replaced(lambda path: path.symlink_to(outside / "copy" / name)),
+        "a link to itself": replaced(lambda path: path.symlink_to(path)),
+        "a link to an endless device": replaced(lambda path: path.symlink_to("/dev/zero")),
+        "a folder": replaced(lambda path: path.mkdir()),
+        "a pipe": replaced(os.mkfifo),
+        "under another name": lambda folder: os.rename(folder / name, folder / f"{name}.old"),
+        "zeros of the same size": lambda folder: (folder / name).write_bytes(bytes((folder / name).stat().st_size)),
+    }
+    if (before / name).read_bytes() != (outside / "copy" / name).read_bytes():
+        damages["the one of the step before"] = lambda folder: shutil.copyfile(before / name, folder / name)
+    for kind, damage in damages.items():
+        yield Fault(f"{name}: {kind}", damage)
+
+
+def _append(path: Path, content: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(content)
+
+
+def _of_ranks(names: list[str]) -> Iterator[Fault]:
+    def swap(folder: Path, one: str, other: str) -> None:
+        os.rename(folder / one, folder / "between")
+        os.rename(folder / other, folder / one)
+        os.rename(folder / "between", folder / other)
+
+    for one, other in itertools.pairwise(names):
+        yield Fault(f"{one} and {other} swapped", lambda folder, one=one, other=other: swap(folder, one, other))
+        yield Fault(f"{other} is {one}", lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other))
+
+
+def rewrite_manifest(folder: Path, change: Callable[[str], str]) -> None:
+    """Change the text before the manifest's hash, and make the hash fit it."""
+    text = (folder / MANIFEST).read_text()
+    body = change(text[: text.index(',\n "sha256": "')] + "\n}")
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    (folder / MANIFEST).write_text(f'{body[:-2]},\n "sha256": "{digest}"\n}}\n')
+
+
+def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
+    """Its hash is right: somebody has written it so."""
+
+    def change(old: str, new: str) -> Damage:
+        def damage(folder: Path) -> None:
+            before_it = (folder / MANIFEST).read_text()
+            rewrite_manifest(folder, lambda text: text.replace(old, new, 1))
+            assert (folder / MANIFEST).read_text() != before_it
+
+        return damage
+
+    names = {"../x": "above the folder", "/etc/passwd": "absolute", "a/b": "in a folder", "..": "the folder above",
+             ".": "the folder", "": "empty", "\\u0000": "NUL", "\\ud800": "half a letter", "a\\nb": "of two lines",
+             "x" * 300: "too long", "manifest.json": "of the manifest"}  # fmt: skip
+    for name, words in names.items():
+        yield Fault(f"manifest with a name {words}", change('"config.yaml": {', f'"{name}": {{'))
+    entry = '"gone.safetensors": {"size_bytes": 1, "sha256": ""},\n  '
+    values = {"a file that is not there": ('"config.yaml"', f'{entry}"config.yaml"'),
+              "twice the same key": ('"seed"', '"step": 1,\n  "seed"'), "a negative size": ('"size_bytes": ', '"size_bytes": -'),
+              "a size in words": ('"size_bytes": ', '"size_bytes": "1", "a": '),
+              "no format": ('"format"', '"form"'), "another format": ("checkpoint 2", "checkpoint 3"),
+              "a dtype that is code": ("float32[", "load["), "no dtype": ("float32[", "float33["),
+              "much larger tensors": ("[", "[999999999, "), "a true number": ('"seed": 0', '"seed": true'), "a list": ("{", "[{"),
+              "NaN": ('"seed": 0', '"seed": NaN')}  # fmt: skip
+    for words, (old, new) in values.items():
+        yield Fault(f"manifest with {words}", change(old, new))
+    deep = "[" * 200_000
+    yield Fault("manifest of brackets", lambda folder: (folder / MANIFEST).write_text(deep))
+    evil = pickle.dumps(Canary(outside / "CANARY"))
+    yield Fault("manifest that is a pickle", lambda folder: (folder / MANIFEST).write_bytes(evil))
+    yield Fault("manifest in UTF-16", lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text(), "utf-16"))
+    yield Fault("manifest on one line", lambda folder: (folder / MANIFEST).write_text(
+        json.dumps(json.loads((folder / MANIFEST).read_text()))))  # fmt: skip
+    yield Fault("manifest, and the step before's shards", lambda folder: [shutil.copyfile(path, folder / path.name)
+                                                                          for path in before.glob("*.safetensors")])  # fmt: skip
+
+
+def _of_the_folder(before: Path, outside: Path) -> Iterator[Fault]:
+    evil = pickle.dumps(Canary(outside / "CANARY"))
+    for name in (".metadata", "extra.safetensors", "state.pt", "a\nb"):
+        yield Fault(f"a pickle {name!r} beside", lambda folder, name=name: (folder / name).write_bytes(evil))
+    yield Fault("a folder beside", lambda folder: (folder / "more").mkdir())
+
+    def become_before(folder: Path) -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder)
+
+    def become_a_file(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.write_bytes(evil)
+
+    def become_a_pipe(folder: Path) -> None:
+        shutil.rmtree(folder)
+        os.mkfifo(folder)
+
+    def be_empty(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+    yield Fault("the step before under this name", become_before)
+    yield Fault("a file in place of the folder", become_a_file)
+    yield Fault("a pipe in place of the folder", become_a_pipe)
+    yield Fault("an empty folder", be_empty)

@@ -1,0 +1,242 @@
+"""Seeded random mutations of files, and what reading a mutant may do."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+CANARY_MODULE = "meshwright_canary"  # importing it leaves a file
+LIMIT_S = 5
+ODD: list[Any] = [None, True, False, 0, 1, -1, 7, 2**31, 2**62, 2**63, 2**64, 10**15, -(10**15), 10**400, 0.5, 1e308, -1e-320,
+                  float("nan"), float("inf"), "", " ", "x", "x" * 2000, "0", "1", "-1", "1e9", "9" * 300, "9" * 5000, "auto",
+                  "null", "../../etc/passwd", "/etc/passwd", "/dev/zero", "~", "~nobody-here/x", "a\nb", "\0", "\x1b[31m",
+                  "\u202e",
+                  "\ud800", "é" * 200, "{}", "*", "<<", "=", f"{CANARY_MODULE}.X", "layers.[0-9999]", "2001-13-45", "1:1:1.5",
+                  [], {}, [1], ["a", None], {"a": 1}, {"": []}, {"class_path": f"{CANARY_MODULE}.X"}]  # fmt: skip
+HAZARDS: list[Any] = [f"{CANARY_MODULE}.X", 10**400, 2**63, "a\nb", "\x1b[31m", "../other.safetensors", "x" * 2000, -1, None]
+SNIPPETS = [b"!!python/object/apply:os.system ['touch CANARY']", b"!!python/name:os.system", b"!!int ", b"!!set ", b"!!binary ",
+            b"! ", b"&a ", b"*a", b"<<: ", b"? ", b"- ", b"[", b"{", b"]", b"}", b"\0", b"\x07", b"\xff\xfe", b"\xef\xbb\xbf",
+            b"\t",
+            b"\n---\n", b"9" * 100_000, b"[" * 1000, b"[" * 100_000, b"{a: " * 300,
+            b"1" + b":1" * 300 + b".5", b"0x" + b"f" * 4000, b"NaN", b"1e999",
+            b"-0", "\u2028".encode(), b"\xed\xa0\x80", b'"', b"'", b"#", b"%YAML 9.9\n", b"=", b"null", b"\\u0000"]  # fmt: skip
+
+
+Mutator = Callable[[random.Random, bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file that others may have written.
+
+    Args:
+        name: for people
+        path: of the valid file
+        read: the real reader, of that path; checks what comes out
+        errors: what it may raise
+        lines: most lines of a message: 1, or more for a reader that reports every mistake
+        named: words of which one must be in a message; none are needed of a reader within another
+    """
+
+    name: str
+    path: Path
+    read: Callable[[], object]
+    errors: tuple[type[Exception], ...]
+    lines: int = 1
+    named: tuple[str, ...] = ()
+
+
+class Hang(BaseException):
+    """Reading took longer than LIMIT_S."""
+
+
+class _Commands:
+    """Unpickled, it runs a command."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch CANARY",)
+
+
+def mutate(rng: random.Random, content: bytes) -> bytes:
+    """The content with one to three changes."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        content = rng.choice((*_OF_BYTES, *_OF_VALUES))(rng, content)
+    return content
+
+
+def _flip(rng: random.Random, content: bytes) -> bytes:
+    changed = bytearray(content or b"\0")
+    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def _overwrite(rng: random.Random, content: bytes) -> bytes:
+    at = rng.randrange(len(content) + 1)
+    return content[:at] + rng.randbytes(rng.choice((1, 2, 8))) + content[at + 8 :]
+
+
+def _insert(rng: random.Random, content: bytes) -> bytes:
+    at = rng.randrange(len(content) + 1)
+    return content[:at] + rng.choice(SNIPPETS) + content[at:]
+
+
+def _delete(rng: random.Random, content: bytes) -> bytes:
+    at = rng.randrange(len(content) + 1)
+    return content[:at] + content[at + rng.choice((1, 1, 8, 100, len(content))) :]
+
+
+def _change_lines(rng: random.Random, content: bytes) -> bytes:
+    """One line twice, gone, indented, or swapped with another."""
+    lines = content.splitlines(keepends=True) or [b""]
+    one, other = (rng.randrange(len(lines)) for _ in range(2))
+    kind = rng.randrange(4)
+    if kind == 0:
+        lines.insert(other, lines[one])
+    elif kind == 1:
+        del lines[one]
+    elif kind == 2:
+        lines[one] = b"  " + lines[one]
+    else:
+        lines[one], lines[other] = lines[other], lines[one]
+    return b"".join(lines)
+
+
+def _replace_number(rng: random.Random, content: bytes) -> bytes:
+    """Digits somewhere become another number."""
+    places = [i for i, byte in enumerate(content[:20_000]) if 48 <= byte < 58]
+    at = rng.choice(places or [0])
+    number = rng.choice((b"0", b"-1", b"1e9", b"999999999999999", b"9" * 25, b"9" * 5000, b"1.5", b"true", b"1_0",
+                         b"0o7", b".inf"))  # fmt: skip
+    return content[:at] + number + content[at + 1 :]
+
+
+def _replace_whole(rng: random.Random, content: bytes) -> bytes:
+    """Another kind of file altogether."""
+    return rng.choice((b"", b"\0" * 100, pickle.dumps(_Commands()), b"PK\x03\x04" + content,
+                       content.decode("latin1").encode("utf-16"),
+                       b"a: " + b"[" * 100_000, b"- x\n" * 1000, b'"x"', b"3", rng.randbytes(300), content * 2))  # fmt: skip
+
+
+def _change_value(rng: random.Random, content: bytes) -> bytes:
+    """Valid YAML or JSON with a value of another kind, gone, moved, or under another name."""
+    try:
+        text = content.decode()
+        plain = json.loads(text) if text.startswith("{") else yaml.safe_load(text)
+    except Exception:  # a mutant already
+        return _flip(rng, content)
+    places = list(_places(plain))
+    if not places:
+        return _insert(rng, content)
+    holder, key = rng.choice(places)
+    kind = rng.randrange(6)
+    if kind < 3:
+        holder[key] = rng.choice(rng.choice((ODD, HAZARDS)))
+    elif kind == 3:
+        other, other_key = rng.choice(places)
+        holder[key] = json.loads(json.dumps(other[other_key], default=str))
+    elif kind == 4:
+        del holder[key]
+    elif isinstance(holder, dict):
+        holder[str(rng.choice(ODD))] = holder.pop(key)
+    else:
+        holder.extend(holder[:1] * rng.choice((1, 100)))
+    if text.startswith("{") or rng.random() < 0.5:
+        return json.dumps(plain, default=str, skipkeys=True).encode()
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode("utf-8", "surrogatepass")
+
+
+def _places(plain: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (list or mapping, index or key) of nested data."""
+    entries = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    for key, value in list(entries):
+        yield plain, key
+        yield from _places(value)
+
+
+_OF_BYTES: list[Mutator] = [_flip, _overwrite, _insert, _delete, _change_lines, _replace_number]
+_OF_VALUES: list[Mutator] = [_change_value] * 6 + [_replace_whole]
+
+
+def put_in_place(rng: random.Random, target: Target, content: bytes, outside: Path) -> str:
+    """Write a mutant, or something that is no file; what it was, in words."""
+    clear(target.path)
+    kind = rng.choice(("gone", "folder", "pipe", "endless", "link outside", "loop")) if rng.random() < 0.02 else "bytes"
+    if kind == "folder":
+        target.path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(target.path)
+    elif kind == "loop":
+        target.path.symlink_to(target.path)
+    elif kind == "endless":
+        target.path.symlink_to("/dev/zero")
+    elif kind == "link outside":
+        target.path.symlink_to(outside)
+    elif kind == "bytes":
+        mutant = mutate(rng, content)
+        target.path.write_bytes(mutant)
+        return repr(mutant[:300])
+    return kind
+
+
+def clear(path: Path) -> None:
+    """Remove whatever has this name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+def judge(target: Target) -> str:
+    """Read a mutant; what is wrong with how that went, or ""."""
+    try:
+        with warnings.catch_warnings(record=True) as caught, _limited():
+            warnings.simplefilter("always")
+            target.read()
+    except target.errors as error:
+        return _what_is_wrong_with(str(error), target)
+    except (Exception, Hang) as error:
+        return f"{type(error).__module__}.{type(error).__name__}: {str(error)[:500]}"
+    except BaseException as error:  # a panic of a library in Rust
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    return f"warns: {caught[0].message}" if caught else ""
+
+
+def _what_is_wrong_with(message: str, target: Target) -> str:
+    lines = message.split("\n")
+    shown = message.replace("\n", "")
+    if len(lines) > target.lines or any(len(line) >= 1000 for line in lines):
+        return f"a message of {len(lines)} lines and {len(message)} letters: {message[:300]}"
+    if not shown.isprintable():
+        return f"a message that cannot be shown: {message[:300]!r}"
+    if target.named and not any(word in message for word in target.named):
+        return f"a message that does not say where: {message[:500]}"
+    return ""
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise Hang after LIMIT_S."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Hang(f"longer than {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,162 @@
+"""Where checkpoints lie: what counts as one, what is removed, and what is only put aside."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from train.checkpoint.config import CheckpointConfig, CheckpointError
+from train.checkpoint.folder import (
+    SaveError,
+    begin_save,
+    commit,
+    delete_others,
+    list_checkpoints,
+    make_retained,
+    put_aside,
+    refuse_newer,
+    write_synced,
+)
+from train.checkpoint.manifest import LIMIT_BYTES, MANIFEST, Manifest, Position, SavedFile, SavedTensor, read_manifest
+from train.checkpoint.resume import find_start
+from train.checkpoint.verify import hash_file, verify_alone
+from train.runtime import Place
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """The ranks that look for a checkpoint together: this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def commit_step(folder: Path, step: int) -> Path:
+    partial = begin_save(folder, step, 0)
+    write_synced(partial / "config.yaml", f"# {step}\n")
+    return commit(partial, Manifest(Position(step), {"config.yaml": hash_file(partial / "config.yaml")}, {}))
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in list_checkpoints(folder)]
+
+
+def test_only_a_committed_step_counts_and_oldest_come_first(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "nothing") == []
+    for step in (20, 3, 100_000_000):
+        assert verify_alone(commit_step(tmp_path, step)).position == Position(step)
+    for name in (".step-00000007.partial", ".step-00000008.old", "damaged-step-00000009", "step-10", "step-00000011.bak"):
+        (tmp_path / name).mkdir()
+    assert steps(tmp_path) == [3, 20, 100_000_000]
+
+
+def test_one_without_its_manifest_is_damaged_not_overlooked(tmp_path: Path) -> None:
+    """Or the run would begin at step 0 as if nothing had been."""
+    commit_step(tmp_path, 5)
+    (tmp_path / "step-00000005" / MANIFEST).unlink()
+    assert steps(tmp_path) == [5]
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json that can be read \(No such file"):
+        verify_alone(tmp_path / "step-00000005")
+
+
+def test_a_folder_that_cannot_be_read_is_no_folder_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be read"):
+        list_checkpoints(tmp_path / "checkpoints")
+
+
+def test_what_is_newer_than_the_start_is_refused(tmp_path: Path) -> None:
+    commit_step(tmp_path, 5)
+    refuse_newer(tmp_path, 5)
+    with pytest.raises(CheckpointError, match="holds step-00000005, newer than step 4"):
+        refuse_newer(tmp_path, 4)
+
+
+def test_there_must_be_room(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match=r"step 3 needs 1073741824\.0 GiB, .* has [\d.]+ [MG]iB free: make room, or lower"):
+        begin_save(tmp_path, 3, 2**60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_kind_of_leftover_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    commit_step(tmp_path, 1)
+    for name in (".step-00000002.partial", ".step-00000001.old", "damaged-step-00000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / ".step-00000004.partial").write_text("a file")
+    (tmp_path / ".step-00000005.old").symlink_to(tmp_path / "step-00000001")
+    (tmp_path / ".step-00000006.old").symlink_to("nowhere")
+    (tmp_path / "notes").write_text("x")
+    partial = begin_save(tmp_path, 2, 0)
+    assert list(partial.iterdir()) == []
+    assert sorted(os.listdir(tmp_path)) == [".step-00000002.partial", "damaged-step-00000003", "notes", "step-00000001"]
+    verify_alone(tmp_path / "step-00000001")
+
+
+def test_a_file_that_did_not_arrive_is_not_committed(tmp_path: Path) -> None:
+    for arrived in (None, "short"):
+        partial = begin_save(tmp_path, 1, 0)
+        if arrived:
+            (partial / "rank-00001.safetensors").write_text(arrived)
+        with pytest.raises(SaveError, match=r"rank-00001\.safetensors did not arrive in .* one folder, shared by all nodes"):
+            commit(partial, Manifest(Position(1), {"rank-00001.safetensors": SavedFile(100, "")}, {}))
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(("keep", "keep_every", "kept"), [(0, 0, [10, 20, 25, 30]), (1, 0, [30]), (2, 20, [20, 25, 30]),
+                                                          (9, 0, [10, 20, 25, 30]), (1, 10, [10, 20, 30])])  # fmt: skip
+def test_retention(keep: int, keep_every: int, kept: list[int], tmp_path: Path) -> None:
+    assert make_retained([10, 20, 25, 30], keep, keep_every) == set(kept)
+    for step in (10, 20, 25, 30):
+        commit_step(tmp_path, step)
+    delete_others(tmp_path, keep, keep_every)
+    assert steps(tmp_path) == kept
+    assert len(os.listdir(tmp_path)) == len(kept)
+
+
+def test_a_damaged_one_is_put_aside_under_a_free_name(tmp_path: Path) -> None:
+    for number in ("", "-2", "-3"):
+        assert put_aside(commit_step(tmp_path, 7)) == tmp_path / f"damaged-step-00000007{number}"
+    assert steps(tmp_path) == []
+
+
+def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Path) -> None:
+    partial = begin_save(tmp_path, 2, 0)
+    write_synced(partial / "a.safetensors", "x" * 102)
+    manifest = Manifest(Position(2, 16, 2**63 - 1, 32, 1, "é\n"), {"a.safetensors": hash_file(partial / "a.safetensors")},
+                        {"model.a": SavedTensor((5, 5), "float32"), "optim.a.step": SavedTensor((), "bfloat16")})  # fmt: skip
+    final = commit(partial, manifest)
+    assert read_manifest(final) == manifest
+    with open(final / MANIFEST, "ab") as file:
+        file.truncate(LIMIT_BYTES + 10)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_manifest(final)
+
+
+@pytest.mark.parametrize(("resume", "said"), [
+    ("nowhere", "checkpoint.resume=nowhere: nowhere is not a checkpoint: it has no manifest"),
+    ("", "checkpoint.resume is empty"),
+    ("~nobody-here/x", "no usable path"),
+])  # fmt: skip
+def test_a_checkpoint_named_in_vain_is_an_error(resume: str, said: str, group: None, tmp_path: Path) -> None:
+    commit_step(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=said):
+        find_start(CheckpointConfig(resume=resume), tmp_path, Place(0, 1, 0, 1, False))
+
+
+def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(group: None, tmp_path: Path) -> None:
+    place = Place(0, 1, 0, 1, False)
+    for step in (1, 2, 3):
+        (commit_step(tmp_path, step) / "config.yaml").write_text("x")
+    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*step-00000003 is damaged"):
+        find_start(CheckpointConfig(), tmp_path, place)
+    assert steps(tmp_path) == [1, 2, 3], "nothing is put aside before there is another to go on from"
+    (tmp_path / "step-00000001" / "config.yaml").write_text("# 1\n")
+    start = find_start(CheckpointConfig(), tmp_path, place)
+    assert (start.step, steps(tmp_path)) == (1, [1])
+    assert len(start.said) == 2
+    assert f"It is now {tmp_path}/damaged-step-00000003" in start.said[0]
+    assert find_start(CheckpointConfig(resume="none"), tmp_path, place).checkpoint is None
+    assert find_start(CheckpointConfig(), tmp_path / "new", place).step == 0

@@ -1,0 +1,387 @@
+"""Files that others may have written, mutated at random: each mutant reads as something valid, or is refused in a sentence."""
+
+import dataclasses
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from models.hf import config_to_hf
+from models.llama import LlamaConfig
+from parallel.make_plan import Job, make_plan
+from parallel.plan import PlanError
+from parallel.plan_file import load_plan, plan_to_yaml
+from tests.train.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
+from tests.train.texts import odd_texts, train_bpe, write_jsonl
+from tools.import_accelerate.__main__ import judge as judge_import
+from tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
+from train.checkpoint.config import CheckpointError
+from train.config import (
+    Config,
+    ConfigError,
+    config_from,
+    known_keys,
+    list_configs,
+    load_config,
+    make_parser,
+    parse_config,
+    parser_arguments,
+)
+from train.data.config import DataConfig, DataError
+from train.data.loader import SampleOrder
+from train.data.preparing.prepare import PrepareSettings, prepare
+from train.data.preparing.worker import read_result
+from train.data.sequences import make_sequence_shape, read_batch
+from train.data.tokenizer import load_tokenizer
+from train.data.tokens import find_tokenizer, load_corpus
+from train.hf_folder import open_folder
+from train.plan_from_file import read_plan
+from train.planning import model_units
+
+MEMORY_BYTES = 2 * 2**30  # that reading may take beyond what the process has
+REPORT = 60  # lines of a message that has all mistakes of a plan or an import
+ACCELERATE = """distributed_type: FSDP
+num_processes: 8
+num_machines: 2
+mixed_precision: bf16
+main_process_ip: 10.0.0.1
+main_process_port: 29501
+gradient_accumulation_steps: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_activation_checkpointing: true
+parallelism_config:
+  parallelism_config_dp_shard_size: 4
+  parallelism_config_tp_size: 2
+"""
+TITAN = """[training]
+local_batch_size = 2
+seq_len = 8192
+max_norm = 0.5
+[parallelism]
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+enable = true
+"""
+
+
+# What is read
+
+
+def config_targets(folder: Path) -> Iterator[Target]:
+    """Every shipped config."""
+    parser = make_parser("train.main")
+
+    def read(path: Path) -> None:
+        config = config_from(parser, parser_arguments(parser, [f"--config={path}"]))
+        sections = {item.name: dataclasses.replace(getattr(config, item.name)) for item in dataclasses.fields(Config)}
+        assert repr(Config(**sections)) == repr(config)
+
+    for shipped in list_configs():
+        path = folder / shipped.name
+        path.write_bytes(shipped.read_bytes())
+        named = (str(path), f"--config {path}", *known_keys())
+        yield Target(f"config {shipped.stem}", path, partial(read, path), (ConfigError,), named=named)
+
+
+def plan_targets(folder: Path) -> Iterator[Target]:
+    """Plans of a tiny Llama on several meshes."""
+    settings = {
+        "fsdp": ["--parallel.activation_checkpoint=full"],
+        "hybrid": ["--parallel.dp_replicate=2", "--parallel.activation_checkpoint=selective", "--parallel.cpu_offload=true"],
+        "tp": ["--parallel.tp=2", "--parallel.forward_prefetch=2", "--parallel.param_dtype=bfloat16"],
+    }
+    model = ["--model.n_layers=4", "--model.dim=64", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=128",
+             "--model.vocab_size=512"]  # fmt: skip
+    for name, options in settings.items():
+        config = parse_config([*model, *options])
+        units = model_units(config.model)
+        path = folder / f"{name}.yaml"
+        path.write_text(plan_to_yaml(make_plan(config.parallel, units, Job(8, 8, config.train.seq_len, 1, -1))))
+        asked = parse_config([*model, f"--parallel.plan={path}"])
+
+        def read(path: Path = path, asked: Config = asked, again: Path = folder / "again") -> None:
+            plan = read_plan(asked, model_units(asked.model), 8)
+            again.write_text(plan_to_yaml(plan))
+            assert load_plan(again) == plan
+
+        read()
+        yield Target(f"plan {name}", path, read, (PlanError,), lines=REPORT, named=(str(path),))
+
+
+def data_targets(folder: Path) -> Iterator[Target]:
+    """A prepared folder's manifest, shards and ends, checked in full or by size; a tokenizer; what a preparation left."""
+    source = write_jsonl(folder / "texts.jsonl", odd_texts(60, seed=1))
+    out = folder / "bytes"
+    prepare(str(source), "bytes", "auto", "auto", out, PrepareSettings(held_out=0.2))
+    for verify in ("full", "size"):
+        cache_dir = str(folder / f"cache-{verify}")
+        config = DataConfig(source=str(out), verify=verify, cache_dir=cache_dir, document_mask=verify == "full")
+        for name in ("manifest.json", "train-00000.bin", "train-00000.ends", "held_out-00000.ends"):
+            yield Target(f"{name}, {verify}", out / name, partial(read_corpus, config), (DataError,), named=(str(folder),))
+        unpacked = dataclasses.replace(config, packing=False, document_mask=False)
+        yield Target(f"ends, unpacked, {verify}", out / "train-00000.ends", partial(read_corpus, unpacked), (DataError,),
+                     named=(str(folder),))  # fmt: skip
+        if verify == "full":
+            read_corpus(config)
+            note = next((folder / f"cache-{verify}" / "verified").iterdir())
+            yield Target("note of a verification", note, partial(read_corpus, config), ())
+    yield from tokenizer_targets(folder, source)
+
+
+def read_corpus(config: DataConfig) -> None:
+    """Load a corpus and read all of it, as training does."""
+    corpus = load_corpus(config)
+    shape = make_sequence_shape(config, corpus.tokenizer, 32, 512)
+    order = SampleOrder(corpus.sources, shape, 0)
+    if min(order.sizes):
+        assert read_batch(order.splits, order.rows(0, sum(order.sizes)), shape).tokens.max() < 512
+    for split in corpus.held_out.values():
+        read_batch([split], np.array([[0, -1]]), shape)
+
+
+def tokenizer_targets(folder: Path, source: Path) -> Iterator[Target]:
+    """Data made with a tokenizer, that tokenizer and the config beside it, and the result of a piece."""
+    tokenizer = train_bpe(folder / "bpe", vocab_size=300)
+    out = folder / "ids"
+    prepare(str(source), str(tokenizer), "auto", "auto", out, PrepareSettings())
+    config = DataConfig(source=str(out), cache_dir=str(folder / "cache"))
+
+    def encode() -> None:
+        found = find_tokenizer(config)
+        assert isinstance(found.decode(found.encode([b"a <s> b"])[0].tolist()), str)
+
+    yield Target("manifest of ids", out / "manifest.json", partial(read_corpus, config), (DataError,), named=(str(out),))
+    yield Target("tokenizer of data", out / "tokenizer.json", encode, (DataError,), named=(str(out),))
+    beside = tokenizer.with_name("tokenizer_config.json")
+    beside.write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True}))
+    load = partial(load_tokenizer, str(tokenizer))
+    yield Target("tokenizer_config", beside, load, (DataError,), named=(str(tokenizer.parent),))
+    manifest = json.loads((out / "manifest.json").read_text())
+    result = folder / "00000.json"
+    shards = {split: manifest["splits"][split][0] for split in ("train", "held_out")}
+    result.write_text(json.dumps({"key": "k", "shards": shards, "empty": 1, "lowest": [0.1, "a"], "highest": [0.9, "b"]}))
+
+    def read() -> None:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # then the piece is done again
+            assert read_result(result).shards.keys() == shards.keys()
+
+    yield Target("result of a piece", result, read, ())
+
+
+def hf_targets(folder: Path) -> Iterator[Target]:
+    """config.json, the index and a header of a Hugging Face folder."""
+    config = LlamaConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=64, max_seq_len=64)
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config, "float32", {})))
+    tensors = {"model.embed_tokens.weight": torch.zeros(64, 16), "model.norm.weight": torch.zeros(16)}
+    for number, name in enumerate(tensors, 1):
+        save_file({name: tensors[name]}, folder / f"model-{number}.safetensors")
+    files = {name: f"model-{number}.safetensors" for number, name in enumerate(tensors, 1)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for name in ("config.json", "model.safetensors.index.json", "model-1.safetensors"):
+        yield Target(f"hf {name}", folder / name, partial(open_folder, folder), (CheckpointError,), named=(str(folder),))
+
+
+def import_targets(folder: Path) -> Iterator[Target]:
+    """accelerate's YAML and torchtitan's TOML."""
+
+    def read(path: Path) -> None:
+        imported = make_imported(str(path), judge_import(str(path), None), "my.yaml")
+        json.dumps(as_document(imported), default=str)
+        assert as_text(imported)
+        (folder / "my.yaml").write_text(as_yaml(imported))
+        load_config(folder / "my.yaml")
+
+    for name, text in (("accelerate.yaml", ACCELERATE), ("titan.toml", TITAN)):
+        path = folder / name
+        path.write_text(text)
+        read(path)
+        yield Target(name, path, partial(read, path), (ConfigError,), lines=REPORT, named=(str(path), "--flags", "same key"))
+
+
+Maker = Callable[[Path], Iterator[Target]]
+MAKERS: dict[str, tuple[Maker, int]] = {  # and how many of a thousand mutants
+    "configs": (config_targets, 300),
+    "plans": (plan_targets, 200),
+    "data": (data_targets, 300),
+    "hf": (hf_targets, 100),
+    "imports": (import_targets, 100),
+}
+
+
+# What must not come back
+
+
+@pytest.mark.parametrize("value", [f"{CANARY_MODULE}.X", "../../etc/passwd", "other.yaml"])
+def test_a_word_in_place_of_a_section_is_neither_imported_nor_opened(value: str, canaries: Path) -> None:
+    (canaries / "other.yaml").write_text("kind: linear\n")
+    (canaries / "config.yaml").write_text(f"model:\n  rope_scaling: {value}\n")
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling is a section"):
+        load_config(canaries / "config.yaml")
+    assert CANARY_MODULE not in sys.modules
+
+
+def test_a_key_is_not_given_twice_by_writing_it_with_a_dot(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {dir: a}\nrun.dir: b\n")
+    with pytest.raises(ConfigError, match=r"run\.dir stands twice"):
+        load_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("value", ["a\nrun: {dir: /tmp}", "$(touch x)", "a; touch x", "a b"])
+@pytest.mark.parametrize("key", ["main_process_ip", "gpu_ids"])
+def test_an_address_is_no_further_line_or_command(key: str, value: str, tmp_path: Path) -> None:
+    text = ACCELERATE.replace("main_process_ip: 10.0.0.1\n", "") + f"{key}: {json.dumps(value)}\n"
+    (tmp_path / "accelerate.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"it must be all|must be such as"):
+        make_imported("accelerate.yaml", judge_import(str(tmp_path / "accelerate.yaml"), None), "my.yaml")
+
+
+def make_prepared(folder: Path) -> DataConfig:
+    source = write_jsonl(folder / "texts.jsonl", odd_texts(60, seed=1))
+    prepare(str(source), "bytes", "auto", "auto", folder / "out", PrepareSettings(held_out=0.2))
+    return DataConfig(source=str(folder / "out"), cache_dir=str(folder / "cache"), verify="size")
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "a/b", "", "x" * 300, "train-00000\n"])
+def test_a_manifest_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
+    config = make_prepared(tmp_path)
+    path = tmp_path / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["splits"]["train"][0]["name"] = name
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"manifest\.json cannot be read .* impossible values"):
+        load_corpus(config)
+
+
+@pytest.mark.parametrize("verify", ["full", "size"])
+def test_a_shard_is_no_link_to_elsewhere(verify: str, tmp_path: Path) -> None:
+    config = make_prepared(tmp_path)
+    shard = tmp_path / "out" / "train-00000.bin"
+    shard.rename(tmp_path / "moved.bin")
+    shard.symlink_to(tmp_path / "moved.bin")
+    with pytest.raises(DataError, match=r"train-00000\.bin leads out of its folder, to .*moved\.bin"):
+        load_corpus(dataclasses.replace(config, verify=verify))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(("tokens",), 10**15), (("documents",), 10**15), (("tokens",), -1), (("documents",), True), (("tokens",), 10.0),
+     (("text_bytes",), 10**30), (("max_id",), "9")],
+)  # fmt: skip
+def test_a_count_that_cannot_be_is_refused_before_memory_is_taken(place: tuple[str], value: object, tmp_path: Path) -> None:
+    config = make_prepared(tmp_path)
+    path = tmp_path / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["splits"]["train"][0][place[0]] = value
+    path.write_text(json.dumps(manifest))
+    with bounded_memory(), pytest.raises(DataError, match=r"manifest\.json"):
+        load_corpus(config)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("index", "value"), [(0, 2**31), (0, 2**63), (3, 2**64 - 1), (3, 1), (3, 0)])
+def test_ends_that_no_checksum_guards_are_not_believed(index: int, value: int, packing: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(make_prepared(tmp_path), packing=packing, document_mask=packing)
+    read_corpus(config)
+    ends = np.memmap(tmp_path / "out" / "train-00000.ends", "<u8", "r+")
+    ends[index] = value
+    ends.flush()
+    with bounded_memory(), pytest.raises(DataError, match="prepare the data again"):
+        read_corpus(config)
+
+
+# What must hold
+
+
+@pytest.fixture
+def canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that a mutant's code would leave a file in, where processes start, and that is also home."""
+    outside = tmp_path / "outside"
+    modules = tmp_path / "modules"
+    for folder in (outside, modules, tmp_path / "inside" / "tmp"):
+        folder.mkdir(parents=True)
+    (modules / f"{CANARY_MODULE}.py").write_text(f"open({str(outside / 'CANARY')!r}, 'w').close()\nclass X: pass\n")
+    (outside / "secret").write_text("root:x:0:0\n")
+    monkeypatch.syspath_prepend(modules)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "inside" / "tmp"))
+    monkeypatch.setenv("HOME", str(outside))
+    monkeypatch.chdir(outside)
+    return outside
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """A MemoryError beyond MEMORY_BYTES more than now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def listing(folder: Path, inside: Path) -> set[tuple[str, int]]:
+    """Every file below a folder and its size, but what is below `inside`."""
+    paths = [path for path in folder.rglob("*") if not path.is_relative_to(inside)]
+    return {(str(path), path.stat().st_size) for path in paths if path.is_file()}
+
+
+def sweep(make: Maker, count: int, seed: int, outside: Path) -> list[str]:
+    """Read so many mutants; every fault found."""
+    root, inside = outside.parent, outside.parent / "inside"
+    targets = list(make(inside))
+    contents = [target.path.read_bytes() for target in targets]
+    before, faults, seen = listing(root, inside), [], Counter[str]()
+    with bounded_memory():
+        for number in range(count):
+            rng = random.Random(f"{seed}-{make.__name__}-{number}")
+            index = number % len(targets)
+            mutant = put_in_place(rng, targets[index], contents[index], outside / "secret")
+            if problem := judge(targets[index]):
+                faults.append(f"{targets[index].name} #{number}: {problem} <- {mutant}")
+            clear(targets[index].path)
+            targets[index].path.write_bytes(contents[index])
+            seen[targets[index].name] += 1
+    if changed := before ^ listing(root, inside):
+        faults.append(f"outside the folder: {sorted(changed)}")
+    assert CANARY_MODULE not in sys.modules
+    assert sum(seen.values()) == count
+    return faults
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_thousand_mutants_are_read_or_refused(kind: str, canaries: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make, count = MAKERS[kind]
+    faults = sweep(make, count, 1, canaries)
+    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MAKERS)
+def test_ten_thousand_mutants_are_read_or_refused(kind: str, canaries: Path) -> None:
+    make, count = MAKERS[kind]
+    faults = sweep(make, 10 * count, 2, canaries)
+    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
