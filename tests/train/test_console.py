@@ -1,0 +1,28 @@
+"""train/console.py: whoever watches may leave."""
+
+import subprocess
+import sys
+
+from tests.launch import ROOT, environment
+
+TALK = """
+import sys
+from train.console import Screen
+screen = Screen(is_main=True)
+for step in range(100_000):
+    screen.line(f"step {step}")
+screen.start_progress(0, 10)
+screen.close()
+print("done", file=sys.stderr)
+"""
+
+
+def test_a_reader_that_leaves_does_not_end_what_it_read() -> None:
+    talker = subprocess.Popen([sys.executable, "-c", TALK], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert talker.stdout
+    assert talker.stdout.readline() == "step 0\n"
+    talker.stdout.close()
+    assert talker.stderr
+    assert talker.stderr.read() == "done\n"
+    assert talker.wait(timeout=60) == 0
