@@ -10,7 +10,7 @@ from parallel.one_line import one_line
 
 MAX_BYTES = 2**19  # of a file; a plan of 126 blocks with every unit written out has a third
 MAX_DEPTH, MAX_LETTERS = 32, 1000  # of lists in one another, of which ours have five; and of one word, number or path
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # terminals obey them, or fail
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no text, and cannot be written
 MAX_INTEGER = 2**63 - 1  # what torch counts with; larger ones overflow a float, or are too long to be printed
 
 
@@ -63,7 +63,7 @@ def _refusal(event: Any, depth: int) -> str:
     value = getattr(event, "value", "")
     if len(value) > MAX_LETTERS:
         return f"more than {MAX_LETTERS} letters in one value"
-    return "a letter that cannot be seen" if _HIDDEN.search(value) else ""
+    return "half of a surrogate pair, which is no text" if _HALF.search(value) else ""
 
 
 def load_mapping(path: Path) -> dict[str, Any]:

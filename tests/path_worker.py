@@ -29,7 +29,7 @@ def unnoted() -> Iterator[None]:
 
 def journey() -> None:
     """The steps of train.main that lead to an optimizer step. Screen, metrics, checkpoints, profiles, stopping, the memory
-    estimate and how text becomes tokens on disk stand beside them."""
+    estimate, how processes meet and how text becomes tokens on disk stand beside them."""
     import torch
 
     from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
@@ -46,7 +46,8 @@ def journey() -> None:
     config, place = parse_config(sys.argv[2:]), read_place()
     device, _ = choose_device(config.run, place)
     plan = plan_run(config, place.world_size, place.local_world_size)
-    start_process(config.run, place, device)
+    with unnoted():
+        start_process(config.run, place, device)
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim)

@@ -1,7 +1,6 @@
 """What differs between two checkpoints: config, names, shapes, dtypes and values, whatever meshes they were saved on."""
 
 import difflib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +72,7 @@ def _compare(name: str, one: tuple[Path, Manifest], other: tuple[Path, Manifest]
 
 def _read(checkpoint: Path, manifest: Manifest, name: str, saved: SavedTensor) -> torch.Tensor:
     whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
-        read_tensors(checkpoint, manifest, {name: whole}, alone=True)
+    read_tensors(checkpoint, manifest, {name: whole}, alone=True)
     return whole
 
 

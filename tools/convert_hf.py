@@ -39,8 +39,9 @@ from train.config import Config
 from train.data.paths import user_path
 from train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
 from train.init_from import PREFIX, check_folder, weight_shapes
+from train.read_json import read_json
 
-GENERATION = "generation_config.json"
+GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
                    "chat_template.jinja", GENERATION)  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -228,8 +229,8 @@ def _token_ids(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key in TOKEN_IDS}
-    except (ValueError, AttributeError) as error:
+        return {key: value for key, value in read_json(path, GENERATION_BYTES).items() if key in TOKEN_IDS}
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be read ({error}): mend or remove it") from None
 
 

@@ -1,6 +1,5 @@
 """Whole tensors out of a checkpoint's shards, in one process: no process group, no device."""
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -65,7 +64,5 @@ def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     manifest = verify_alone(checkpoint)
     saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint))
     whole = {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for name, tensor in saved.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
-        read_tensors(checkpoint, manifest, {PREFIX + name: tensor for name, tensor in whole.items()}, alone=True)
+    read_tensors(checkpoint, manifest, {PREFIX + name: tensor for name, tensor in whole.items()}, alone=True)
     return whole

@@ -30,9 +30,10 @@ class Journal:
         self._step = step
         self.say("running")
 
-    def say(self, state: State, reason: str = "") -> None:
-        """Write the state; the first one that is not running stays. A folder that cannot be written is one warning."""
-        if not self._is_main or self._folder is None or self._ended:
+    def say(self, state: State, reason: str = "", for_all: bool = False) -> None:
+        """Write the state; the first one that is not running stays. A folder that cannot be written is one warning. `for_all`:
+        this rank speaks for all, because rank 0 may not be able to."""
+        if not (self._is_main or for_all) or self._folder is None or self._ended:
             return
         self._ended = state != "running"
         problem = write_status(self._folder, state, self._step, self._resumed_from, self._has_saved(), reason, self._failed)

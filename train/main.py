@@ -51,7 +51,7 @@ from train.planning import plan_run
 from train.restarts import check_crash_loop
 from train.runtime import Place, choose_device, read_place, start_process
 from train.status import read_status
-from train.stop import PeerLostError, Stop
+from train.stop import PeerLostError, Stop, as_lost_peer
 from train.take_folder import take_folder
 from train.together import from_main
 from train.watchdog import Watchdog
@@ -87,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt as error:
         exit_process(place, EXIT_STOPPED, error)
     except Exception as error:
-        traceback.print_exc()
-        exit_process(place, EXIT_FAILED, error)
+        lost = as_lost_peer(error)
+        print(f"PeerLostError: {lost}" if lost else traceback.format_exc(), file=sys.stderr, flush=True)
+        exit_process(place, EXIT_FAILED, lost or error)
     # torchrun calls every other code than 0 a failure
     exit_process(place, EXIT_STOPPED if stopped and not place.under_torchrun else 0)
 
@@ -97,7 +98,7 @@ def run(config: Config, place: Place) -> bool:
     """The whole journey, watched over from the first moment; True if it was stopped before its last step."""
     screen = Screen(place.is_main)
     journal = Journal(place, screen)
-    watchdog = Watchdog(config.run.timeouts, place.rank, place.world_size, lambda why: journal.say("failed", why))
+    watchdog = Watchdog(config.run.timeouts, place.rank, place.world_size, lambda why: journal.say("failed", why, for_all=True))
     stop = Stop(config.run, lambda why: journal.say("stopped", why))
     try:
         planned = _plan(config, place, screen)
@@ -111,7 +112,8 @@ def run(config: Config, place: Place) -> bool:
             watchdog.report_to(folder)
             stopped = _run_in(folder, config, place, planned, screen, journal, watchdog, stop)
     except BaseException as error:
-        journal.say("failed", f"{type(error).__name__}: {error}")
+        lost = as_lost_peer(error) if isinstance(error, Exception) else None
+        journal.say("failed", str(lost) if lost else f"{type(error).__name__}: {error}")
         raise
     finally:
         watchdog.close()

@@ -7,9 +7,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from parallel.plan import PlanError
 from train.bounds import bounded
+from train.meeting import meet
 from train.watchdog import TimeoutConfig
 
 
@@ -99,7 +101,9 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     torch.set_num_threads(config.threads or max(1, cores // place.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if place.under_torchrun or place.world_size > 1:
-        dist.init_process_group(backend, timeout=group_timeout(config))
+        timeout = group_timeout(config)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        dist.init_process_group(backend, store=meet(store, rank, world_size), rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(config.seed)

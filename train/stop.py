@@ -1,6 +1,7 @@
 """Stopping: on a signal or a time limit, all ranks after the same step; and never later than the grace period."""
 
 import contextlib
+import re
 import signal
 import socket
 import threading
@@ -21,6 +22,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REPEAT_S = 0.5  # a signal that soon after the first is the same request, delivered twice
 LAST_WORDS_S = 5.0  # for on_end and the way out; after that the kernel ends the process
 CLOSE_S = 5.0  # how long close() waits for peers that may be gone
+_GONE = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"  # gloo's words, and NCCL's
 INTACT = "what was committed is intact"
 
 
@@ -215,6 +217,13 @@ def choose_wish(wishes: Sequence[Wish | None]) -> Wish | None:
     """Of the wishes of all ranks the one that counts, the same on each: the first error, or else the first wish."""
     errors = [Wish(f"rank {rank}: {wish.reason}", True) for rank, wish in enumerate(wishes) if wish and wish.failed]
     return next(iter([*errors, *filter(None, wishes)]), None)
+
+
+def as_lost_peer(error: Exception) -> PeerLostError | None:
+    """The same error in our words, if it is what a collective ends with when another process is gone."""
+    text = str(error)
+    gone = isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text) and re.search(_GONE, text)
+    return PeerLostError(_explain(error)) if gone and isinstance(error, RuntimeError) else None
 
 
 def _explain(error: RuntimeError) -> str:

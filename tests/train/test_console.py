@@ -18,11 +18,11 @@ print("done", file=sys.stderr)
 
 
 def test_a_reader_that_leaves_does_not_end_what_it_read() -> None:
-    talker = subprocess.Popen([sys.executable, "-c", TALK], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True)  # fmt: skip
-    assert talker.stdout
-    assert talker.stdout.readline() == "step 0\n"
-    talker.stdout.close()
-    assert talker.stderr
-    assert talker.stderr.read() == "done\n"
-    assert talker.wait(timeout=60) == 0
+    with subprocess.Popen([sys.executable, "-c", TALK], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as talker:  # fmt: skip
+        assert talker.stdout
+        assert talker.stderr
+        assert talker.stdout.readline() == "step 0\n"
+        talker.stdout.close()
+        assert talker.stderr.read() == "done\n"
+    assert talker.returncode == 0

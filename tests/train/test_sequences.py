@@ -186,7 +186,8 @@ def test_a_mixture_draws_by_weight_and_each_source_runs_through_epochs_of_its_ow
     assert [(found[:, 0] == s).sum() for s in (0, 1)] == [7500, 2500]
     second = found[found[:, 0] == 1, 1]
     assert all(sorted(second[i : i + 8]) == list(range(8)) for i in range(0, 2400, 8))
-    assert data_progress(order, CYCLE) == {"sequences/s0": 7500.0, "sequences/s1": 2500.0, "epoch/s0": 7500 / 40, "epoch/s1": 2500 / 8}
+    counts = {"sequences/s0": 7500.0, "sequences/s1": 2500.0, "epoch/s0": 7500 / 40, "epoch/s1": 2500 / 8}
+    assert data_progress(order, CYCLE) == counts
     assert np.array_equal(np.concatenate([order.rows(0, 77), order.rows(77, 23)]), found[:100])
 
 

@@ -23,6 +23,7 @@ from models.llama import LlamaConfig
 from parallel.make_plan import Job, make_plan
 from parallel.plan import PlanError
 from parallel.plan_file import load_plan, plan_to_yaml
+from tests.train.checkpoint_targets import checkpoint_targets
 from tests.train.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
 from tests.train.texts import odd_texts, train_bpe, write_jsonl
 from tools.import_accelerate.__main__ import judge as judge_import
@@ -221,7 +222,8 @@ Maker = Callable[[Path], Iterator[Target]]
 MAKERS: dict[str, tuple[Maker, int]] = {  # and how many of a thousand mutants
     "configs": (config_targets, 300),
     "plans": (plan_targets, 200),
-    "data": (data_targets, 300),
+    "data": (data_targets, 200),
+    "checkpoints": (checkpoint_targets, 100),
     "hf": (hf_targets, 100),
     "imports": (import_targets, 100),
 }

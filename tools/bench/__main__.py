@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tools.bench import calibrate, data, memory, predictions, published
+from tools.bench import calibrate, data, kills, memory, predictions, published, safety
 from tools.bench.attention import DEFAULT_SHAPES, compare, parse_shape
 from tools.bench.compile_depth import depth_setup, median_ratio, median_seconds, run_depths
 from tools.bench.peers import OURS, best_peers, comparison_rows, contender_of, parse_peers, run_rounds, to_figures
@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_attention(subparsers)
     _add_data(subparsers)
     _add_planner(subparsers)
+    _add_safety(subparsers)
     return parser
 
 
@@ -143,6 +144,16 @@ def _add_planner(subparsers: Any) -> None:
     parser.set_defaults(measure=lambda options, overrides: Result(None, *memory.compare_memory(options, overrides)))
     parser = _add(subparsers, "published", published.SUMMARY, published.DESCRIPTION, "")
     parser.set_defaults(measure=lambda options, overrides: Result(None, *published.check_published(overrides)))
+
+
+def _add_safety(subparsers: Any) -> None:
+    """What faults do to a run, and what safety costs."""
+    parser = _add(subparsers, "kills", kills.SUMMARY, kills.DESCRIPTION, kills.EPILOG)
+    kills.add_kills_options(parser)
+    parser.set_defaults(measure=lambda options, overrides: Result(*kills.measure_kills(options, overrides)))
+    parser = _add(subparsers, "safety", safety.SUMMARY, safety.DESCRIPTION, safety.EPILOG)
+    safety.add_safety_options(parser)
+    parser.set_defaults(measure=lambda options, overrides: Result(*safety.measure_safety(options, overrides)))
 
 
 def _add(subparsers: Any, name: str, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tools.bench.processes import BenchError
-from train.main import VERSION
+from train import VERSION
 
 RECORDS = Path(__file__).parent / "records"
 _HOME = re.compile(r"""/(?:home|Users)/[^\s'"/,;:=]+""")  # its last part is somebody's name

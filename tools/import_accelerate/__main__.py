@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.strict_yaml import YamlError, load_mapping
+from parallel.one_line import one_line
+from parallel.strict_yaml import YamlError, load_mapping, read_text
 from tools.command import run_tool
 from tools.import_accelerate.accelerate import judge_accelerate
 from tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
@@ -109,9 +110,9 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(one_line(f"{path}: {error}")) from None
 
 
 def check_out(path: Path, force: bool) -> None:

@@ -4,6 +4,7 @@ Names and meanings read in accelerate 1.15.0: commands/config/config_args.py (th
 they become arguments), utils/launch.py (how the processes are spread).
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -157,13 +158,19 @@ def _main_process(value: Any, given: Given) -> Verdict:
 
 
 def _meeting_point(given: Given) -> str:
-    """Address and port in one, as torchrun wants them; a port that is left out is accelerate's own default."""
-    return f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
+    """Address and port in one, as torchrun wants them; a port that is left out is accelerate's own default. ValueError for what
+    would be more than a word of the command line."""
+    point = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
+    if not re.fullmatch(r"[\w.:\[\]-]+", point, re.ASCII):
+        raise ValueError("address and port must be such as 10.0.0.1 and 29500")
+    return point
 
 
 def _gpu_ids(value: Any, given: Given) -> Verdict:
     if str(value) == "all":
         return dropped("all GPUs are torchrun's default")
+    if not re.fullmatch(r"[\w,.-]+", str(value), re.ASCII):
+        raise ValueError("it must be all, or numbers with commas between, such as 0,1")
     return launched("which GPUs the processes see", {"CUDA_VISIBLE_DEVICES": str(value)})
 
 

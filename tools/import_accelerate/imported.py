@@ -4,10 +4,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
 
+from parallel.one_line import one_line
 from parallel.plan import PlanError
 from tools.import_accelerate.verdict import Item, refused
 from train.config import Config, ConfigError, parse_config
@@ -131,14 +133,14 @@ def launch_line(options: Mapping[str, str], processes: int | None, config_name: 
     """The command that starts the run, on every machine alike."""
     base = [f"--config {options['--config']}"] if "--config" in options else []
     program = " ".join(["-m train.main", *base, f"--config {config_name}"])
-    environment = "".join(f"{name}={value} " for name, value in options.items() if not name.startswith("--"))
+    environment = "".join(f"{name}={quote(value)} " for name, value in options.items() if not name.startswith("--"))
     if processes == 1:
         return f"{environment}python {program}"
     known = {name: options[name] for name in LAUNCH_ORDER if name in options}
     if "--nproc-per-node" not in known:
         small = processes is not None and processes <= GPUS_PER_NODE
         known = {"--nproc-per-node": str(processes)} if small else {"--nnodes": "NODES", "--nproc-per-node": "GPUS"}
-    return f"{environment}torchrun {' '.join(f'{name} {value}' for name, value in known.items())} {program}"
+    return f"{environment}torchrun {' '.join(f'{name} {quote(value)}' for name, value in known.items())} {program}"
 
 
 def _spread(settings: Mapping[str, Any], processes: int | None) -> str:
@@ -175,4 +177,4 @@ def as_text(imported: Imported) -> str:
 
 
 def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else one_line(value, 300)

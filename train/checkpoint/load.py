@@ -1,5 +1,6 @@
 """Reading a verified checkpoint into a model and its optimizer, on whatever mesh they are."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def read_tensors(checkpoint: Path, manifest: Manifest, into: Mapping[str, Tensor
                    if isinstance(meta, TensorStorageMetadata)}  # fmt: skip
         refuse_different(checkpoint, {name: manifest.tensors[name] for name in into},
                          {name: headers[name] for name in into if name in headers})  # fmt: skip
-        load(dict[str, Any](into), storage_reader=reader, no_dist=alone)
+        with warnings.catch_warnings():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as was asked for
+            load(dict[str, Any](into), storage_reader=reader, no_dist=alone)
     except UNREADABLE as error:
         if isinstance(error, CheckpointError):
             raise

@@ -1,0 +1,221 @@
+"""One run that is killed at random moments and started again until it is done, beside one that nobody kills."""
+
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tools.bench.launched import POLL_S, Launch, any_lives, launched
+from tools.bench.processes import BenchError
+from tools.bench.run import read_rows
+from train.checkpoint.config import CheckpointError
+from train.checkpoint.folder import list_checkpoints, step_of
+from train.checkpoint.verify import verify_alone
+from train.status import read_status
+
+LIMIT_S = 300.0  # for anything that is waited for: a machine may be busy
+AHEAD = 0.2  # of a run's steps: a kill comes within so many after a start, and so kills are spread over the whole run
+LAST_MOMENT = 1.2  # kills of a save come within so many times what a save takes
+
+Phase = Literal["training", "saving"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What is killed: a mesh, its processes and its config keys."""
+
+    name: str
+    processes: int
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A kill to come: at which moments, and of a run that saves in which way."""
+
+    phase: Phase
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that nobody has killed: loss and gradient norm by step; seconds of a step, with its share of saving, and of a save;
+    and how many saves there were."""
+
+    curve: dict[int, tuple[float, float]]
+    step_s: float
+    save_s: float
+    saves: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill and what came of it.
+
+    `at_step`: the last step reported; `in_save`: a checkpoint was being written at that moment; `half_written`: some of it was
+    left; `ended_s`: until all processes had ended; `damaged`: checkpoints that do not verify; `committed`: step of the newest
+    checkpoint, 0 if there is none; `resumed_from`, `first_step`: what the next start said, and the first step it reported.
+    """
+
+    mesh: str
+    phase: Phase
+    asynchronous: bool
+    rank: int
+    at_step: int
+    in_save: bool
+    half_written: bool
+    ended_s: float
+    damaged: tuple[str, ...]
+    committed: int
+    resumed_from: int
+    first_step: int
+
+    @property
+    def resumed_right(self) -> bool:
+        """Exactly the step after the last commit came first."""
+        return self.resumed_from == self.committed and self.first_step == self.committed + 1
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A run with all its kills, to its end: of so many steps, this many had another loss or gradient norm."""
+
+    kills: tuple[Kill, ...]
+    steps: int
+    wrong_steps: int
+
+
+def make_reference(mesh: Mesh, keys: Sequence[str], folder: Path) -> Reference:
+    """A run without kills. Raises BenchError if it fails."""
+    with launched(mesh.processes, launch_arguments(mesh, keys, False, folder), folder / "logs") as launch:
+        launch.wait_until_ended(LIMIT_S)
+    _check_success(launch)
+    rows = read_rows(folder / "metrics.jsonl")
+    saves_s = [float(text) for text in re.findall(r"committed after ([\d.]+) s", launch.output())]
+    if not saves_s:
+        raise BenchError("the run without kills has saved nothing: checkpoint.every must be at least 1")
+    step_s = statistics.median(row["step_time_s"] for row in rows) + sum(saves_s) / len(rows)
+    return Reference(read_curve(folder), step_s, statistics.median(saves_s), len(saves_s))
+
+
+def launch_arguments(mesh: Mesh, keys: Sequence[str], asynchronous: bool, folder: Path) -> list[str]:
+    """The command's arguments, for a start in `folder`."""
+    here = (f"--checkpoint.asynchronous={str(asynchronous).lower()}", "--metrics.every=1", f"--run.dir={folder}")
+    return [*keys, *mesh.keys, *here]
+
+
+def read_curve(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; the last row of a step counts."""
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_rows(folder / "metrics.jsonl")}
+
+
+class KilledRun:
+    """One run in `folder`: started, killed, started again, until it is done."""
+
+    def __init__(self, mesh: Mesh, keys: Sequence[str], reference: Reference, rng: random.Random, folder: Path) -> None:
+        self._mesh, self._keys, self._reference, self._rng, self._folder = mesh, keys, reference, rng, folder
+        self._metrics, self._checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+        self._steps = len(reference.curve)
+        self._open: dict[str, Any] | None = None  # the last kill, of which the next start has yet to show where it goes on
+        self._kills: list[Kill] = []
+
+    def run(self, wanted: Sequence[Wanted]) -> Joined:
+        """Make kills, in this order, as long as the run lasts. Raises BenchError if a start fails, or does not end."""
+        for one in wanted:
+            if not self._start(one, kill=True):
+                break
+        else:
+            self._start(wanted[-1], kill=False)
+        got, whole = read_curve(self._folder), self._reference.curve
+        wrong_steps = sum(got.get(step) != whole.get(step) for step in got.keys() | whole.keys())
+        return Joined(tuple(self._kills), self._steps, wrong_steps)
+
+    def _start(self, wanted: Wanted, kill: bool) -> bool:
+        """Start the command, and kill it: True; or let it end, which it may also do before its kill comes: False."""
+        rows_before = len(read_rows(self._metrics))
+        arguments = launch_arguments(self._mesh, self._keys, wanted.asynchronous, self._folder)
+        with launched(self._mesh.processes, arguments, self._folder / "logs") as launch:
+            launch.wait_for(lambda: len(read_rows(self._metrics)) > rows_before, LIMIT_S)
+            self._note_start(rows_before)
+            if kill and self._wait_for_moment(launch, wanted.phase) and self._kill(launch, wanted):
+                return True
+            launch.wait_until_ended(LIMIT_S)
+        _check_success(launch)
+        return False
+
+    def _note_start(self, rows_before: int) -> None:
+        """Where the run went on after the kill before."""
+        if self._open is None:
+            return
+        status, rows = read_status(self._folder), read_rows(self._metrics)[rows_before:]
+        resumed_from = status.resumed_from or 0 if status else -1
+        first_step = rows[0]["step"] if rows else resumed_from + 1  # no step was left to do
+        self._kills.append(Kill(**self._open, resumed_from=resumed_from, first_step=first_step))
+        self._open = None
+
+    def _wait_for_moment(self, launch: Launch, phase: Phase) -> bool:
+        """Wait for a random moment of the steps to come; False if the run ends before that."""
+        if phase == "training":
+            return _stay(launch, self._rng.uniform(0, AHEAD * self._steps * self._reference.step_s))
+        number = self._rng.randint(1, max(1, int(AHEAD * self._reference.saves)))
+        delay_s = self._rng.uniform(0, LAST_MOMENT * self._reference.save_s)
+        seen = set[str]()
+
+        def has_begun() -> bool:
+            seen.update(self._partial())
+            return len(seen) >= number
+
+        return launch.wait_for(has_begun, LIMIT_S) and _stay(launch, delay_s)
+
+    def _kill(self, launch: Launch, wanted: Wanted) -> bool:
+        """Kill a random rank, and look at what is left when all have ended; False if it had ended before."""
+        rank = self._rng.randrange(self._mesh.processes)
+        pid, in_save = launch.workers().get(rank), bool(self._partial())
+        if pid is None or not any_lives([pid]):
+            return False
+        os.kill(pid, signal.SIGKILL)
+        ended_s = launch.wait_until_ended(LIMIT_S)
+        if launch.process.returncode == 0:
+            return False
+        found = list_checkpoints(self._checkpoints)
+        self._open = {
+            "mesh": self._mesh.name, "phase": wanted.phase, "asynchronous": wanted.asynchronous, "rank": rank,
+            "at_step": read_rows(self._metrics)[-1]["step"], "in_save": in_save, "half_written": bool(self._partial()),
+            "ended_s": ended_s, "damaged": tuple(path.name for path in found if not verifies(path)),
+            "committed": step_of(found[-1]) if found else 0,
+        }  # fmt: skip
+        return True
+
+    def _partial(self) -> list[str]:
+        """Checkpoints that are being written, or were when the run died."""
+        if not self._checkpoints.is_dir():
+            return []
+        return [name for name in os.listdir(self._checkpoints) if name.startswith(".step-") and name.endswith(".partial")]
+
+
+def verifies(checkpoint: Path) -> bool:
+    """Whether every byte of a committed checkpoint is as its manifest says."""
+    try:
+        verify_alone(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _stay(launch: Launch, delay_s: float) -> bool:
+    """Wait so long; False if the command ends before that."""
+    end_s = time.monotonic() + delay_s
+    while launch.running() and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+    return launch.running()
+
+
+def _check_success(launch: Launch) -> None:
+    if launch.process.returncode:
+        raise BenchError(f"a run that nobody killed ended with exit code {launch.process.returncode}:\n{launch.output()[-3000:]}")

@@ -1,0 +1,137 @@
+"""How a run comes through SIGKILL: many kills at random moments of training and of saving, and what they cost."""
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tools.bench.killed_run import Joined, Kill, KilledRun, Mesh, Phase, Wanted, make_reference
+from tools.bench.run import PROG, config_to_record
+from tools.command import format_table, natural, positive
+from train.config import parse_config
+
+SUMMARY = "kill -9 of random ranks at random moments, and what is lost"
+DESCRIPTION = (
+    "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of a save, wait until "
+    "the others have ended, verify every checkpoint, and start the same command again; kill it again, and so on to the run's "
+    "end; then another run, until there are enough kills. Loss and gradient norm of every step must be, to the bit, those of a "
+    "run that nobody has killed. Four of five kills meet FSDP, the fifth FSDP x TP with twice as many processes. On two cores "
+    "a kill takes some ten seconds."
+)
+EPILOG = "Config keys of train.main are accepted too, as --section.key=value, and win over those of the tiny model."
+TINY = (
+    "--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
+    "--train.seq_len=32", "--train.micro_batch_size=2", "--train.global_batch_size=8", "--optim.warmup_steps=2",
+    "--optim.lr=3e-3", "--parallel.compile.enabled=false", "--checkpoint.every=2", "--metrics.tensorboard=false",
+)  # fmt: skip
+TP_EVERY = 5  # every fifth kill is one of FSDP x TP
+
+
+def add_kills_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `kills`."""
+    parser.add_argument("--training", type=natural, default=50, metavar="N", help="kills at moments of training (default 50)")
+    parser.add_argument("--saving", type=natural, default=50, metavar="N", help="kills at moments of a save (default 50)")
+    parser.add_argument("--asynchronous", choices=("both", "true", "false"), default="both", help="how it saves (default both)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the moments and ranks (default 0)")
+    parser.add_argument("--processes", type=positive, default=2, metavar="N",
+                        help="processes of FSDP; FSDP x TP has twice as many (default 2)")  # fmt: skip
+    parser.add_argument("--steps", type=positive, default=40, metavar="N", help="optimizer steps of a run (default 40)")
+
+
+def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Config, figures and a text. Raises BenchError, and what a wrong config raises."""
+    rng = random.Random(options.seed)
+    ways = {"both": (False, True), "true": (True,), "false": (False,)}[options.asynchronous]
+    todo = deal(make_wanted(options.training, options.saving, ways, rng), options.processes)
+    with tempfile.TemporaryDirectory(prefix="meshwright-kills-") as name:
+        keys = [*TINY, *write_text(Path(name)), f"--train.steps={options.steps}", *overrides]
+        config = parse_config([*keys, "--metrics.every=1"], PROG)
+        joined = [run for mesh, wanted in todo.items() for run in kill_runs(mesh, wanted, keys, rng, Path(name))]
+    setup = {"seed": options.seed, "processes": {mesh.name: mesh.processes for mesh in todo}}
+    figures = {**setup, **summarise(joined), "rows": [asdict(kill) for run in joined for kill in run.kills]}
+    return config_to_record(config), figures, kills_text(figures)
+
+
+def make_wanted(training: int, saving: int, ways: Sequence[bool], rng: random.Random) -> list[Wanted]:
+    """So many kills of each phase, saving in each of the ways in turn, in random order."""
+    phases: list[tuple[Phase, int]] = [("training", training), ("saving", saving)]
+    wanted = [Wanted(phase, way) for phase, count in phases for way in itertools.islice(itertools.cycle(ways), count)]
+    rng.shuffle(wanted)
+    return wanted
+
+
+def deal(wanted: Sequence[Wanted], processes: int) -> dict[Mesh, list[Wanted]]:
+    """Every TP_EVERY-th kill for FSDP x TP, the others for FSDP."""
+    others = [one for number, one in enumerate(wanted, 1) if number % TP_EVERY]
+    meshes = {Mesh("FSDP", processes): others,
+              Mesh("FSDP x TP", 2 * processes, ("--parallel.tp=2",)): list(wanted[TP_EVERY - 1 :: TP_EVERY])}  # fmt: skip
+    return {mesh: ones for mesh, ones in meshes.items() if ones}
+
+
+def write_text(folder: Path) -> list[str]:
+    """Some text that can be learned, and the arguments that train on it."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {n} squares to {n * n}\n" for n in range(20_000)), encoding="utf-8")
+    return [f"--data.source={text}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0"]
+
+
+def kill_runs(mesh: Mesh, wanted: Sequence[Wanted], keys: Sequence[str], rng: random.Random, folder: Path) -> list[Joined]:
+    """Runs of one mesh until every kill has been made: one that ends before its kill came leaves it to the next run."""
+    name = f"{mesh.processes}-processes"
+    reference, left, joined = make_reference(mesh, keys, folder / f"{name}-whole"), list(wanted), list[Joined]()
+    while left:
+        joined.append(KilledRun(mesh, keys, reference, rng, folder / f"{name}-{len(joined)}").run(left))
+        left = left[len(joined[-1].kills) :]
+        print(f"{mesh.name}: run {len(joined)}, {len(joined[-1].kills)} kills, {joined[-1].wrong_steps} wrong steps; {len(left)} "
+              "kills to come", file=sys.stderr, flush=True)  # fmt: skip
+    return joined
+
+
+def summarise(joined: Sequence[Joined]) -> dict[str, Any]:
+    """Counts over all kills, seconds until the others had ended, and whether everything was as it should be."""
+    kills = [kill for run in joined for kill in run.kills]
+    damaged, wrong_steps = sum(len(kill.damaged) for kill in kills), sum(run.wrong_steps for run in joined)
+    resumed_right, ended_s = sum(kill.resumed_right for kill in kills), [kill.ended_s for kill in kills]
+    return {
+        "kills": len(kills),
+        "runs": len(joined),
+        "by_kind": _count_kinds(kills),
+        "in_save": sum(kill.in_save for kill in kills),
+        "half_written": sum(kill.half_written for kill in kills),
+        "resumed_at_last_commit_plus_1": resumed_right,
+        "damaged_checkpoints": damaged,
+        "steps_compared": sum(run.steps for run in joined),
+        "wrong_steps": wrong_steps,
+        "ended_s": {"median": statistics.median(ended_s), "worst": max(ended_s)} if kills else None,
+        "all_right": resumed_right == len(kills) and not damaged and not wrong_steps,
+    }
+
+
+def _count_kinds(kills: Sequence[Kill]) -> dict[str, int]:
+    """How many kills of each kind, such as `FSDP, training, asynchronous`."""
+    kinds = [f"{kill.mesh}, {kill.phase}, {'' if kill.asynchronous else 'not '}asynchronous" for kill in kills]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def kills_text(figures: dict[str, Any]) -> str:
+    """The figures for people."""
+    ended = figures["ended_s"] or {"median": 0.0, "worst": 0.0}
+    rows = [
+        *figures["by_kind"].items(),
+        ("kills", figures["kills"]),
+        ("of which while a checkpoint was being written", figures["in_save"]),
+        ("of which left a half-written one", figures["half_written"]),
+        ("went on at exactly the last committed step + 1", figures["resumed_at_last_commit_plus_1"]),
+        ("committed checkpoints that do not verify", figures["damaged_checkpoints"]),
+        (f"wrong losses or gradient norms, of {figures['steps_compared']} steps", figures["wrong_steps"]),
+        ("seconds until the others had ended, median", f"{ended['median']:.2f}"),
+        ("seconds until the others had ended, worst", f"{ended['worst']:.2f}"),
+    ]
+    verdict = "nothing was lost" if figures["all_right"] else "NOT as it should be"
+    return f"{format_table(('figure', 'value'), [(name, str(value)) for name, value in rows])}\n\n{verdict}"

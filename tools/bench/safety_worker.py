@@ -1,0 +1,198 @@
+"""A rank of `tools.bench safety`: saves and loads the same tensors with our Saver and with torch's distributed checkpoint alone.
+
+Started by torchrun. Arguments: `disk` or `stall`, a folder, rounds, then config keys. Rank 0 leaves figures.json in the folder.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from parallel.mesh import build_mesh, data_parallel_group
+from tools.bench.data import set_cache
+from tools.bench.run import PROG
+from train.build import build_model
+from train.checkpoint.config import CheckpointConfig, VerifyMode
+from train.checkpoint.folder import list_checkpoints
+from train.checkpoint.load import load_checkpoint
+from train.checkpoint.manifest import Position
+from train.checkpoint.saver import Saver
+from train.checkpoint.shards import count_bytes, training_tensors
+from train.checkpoint.verify import verify_alone, verify_together
+from train.config import Config, parse_config
+from train.ending import end_process
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.runtime import read_place, start_process
+from train.step import Batch, train_step
+
+WAYS = ("ours", "safetensors", "plain")  # verified; torch's checkpoint with its safetensors storage; with its own storage
+HASHED_BYTES = 2**28
+MICRO_BATCH, STEPS_BETWEEN, WARM_UP_STEPS = 4, 5, 3
+PLENTY_BYTES = 2**50  # of host memory: how much there is, is not the question here
+
+
+class Rank:
+    """A sharded model with its optimizer, and the folder to save it into."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        place = read_place()
+        plan = plan_run(config, place.world_size, place.local_world_size)
+        self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
+        self.model: nn.Module = build_model(config, plan, self.mesh, torch.device("cpu"))
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.tensors = training_tensors(self.model, self.optimizer)
+
+    def saver(self, asynchronous: bool) -> Saver:
+        """Ours, into the folder `ours`."""
+        config = CheckpointConfig(asynchronous=asynchronous)
+        return Saver(config, self.folder / "ours", self.model, self.optimizer, self.mesh, {}, lambda: PLENTY_BYTES)
+
+    def position(self, step: int) -> Position:
+        return Position(step, 0, 0, 0, dist.get_world_size(), "")
+
+
+def measure_disk(rank: Rank, rounds: int) -> dict[str, Any]:
+    """Saves, loads and hashes of all tensors, in turn."""
+    size_gb = count_bytes(rank.tensors) / 1e9
+    saves_s = time_saves(rank, rounds)
+    newest = list_checkpoints(rank.folder / "ours")[-1]
+    figures = {"size_gb": size_gb, "save_s": saves_s, "load_s": time_loads(rank, newest, rounds)}
+    return {**figures, "hash_gb_s": time_hashes(newest, size_gb), "asynchronous_s": time_copies(rank, rounds)}
+
+
+def time_saves(rank: Rank, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a save by each way, each time into an empty folder, with nothing left for the disk to write."""
+    saver, seconds = rank.saver(asynchronous=False), {way: list[float]() for way in WAYS}
+    safetensors, plain = str(rank.folder / "safetensors"), str(rank.folder / "plain")
+
+    def ours() -> None:
+        saver.save(rank.position(1))
+        (saved,) = saver.news()
+        assert not saved.error, saved.error
+
+    works: Mapping[str, Callable[[], Any]] = {
+        "ours": ours,
+        "safetensors": lambda: save(rank.tensors, storage_writer=HuggingFaceStorageWriter(safetensors, save_distributed=True)),
+        "plain": lambda: save(rank.tensors, storage_writer=FileSystemWriter(plain)),
+    }
+    for turn in range(rounds):
+        for i in range(len(WAYS)):
+            way = WAYS[(turn + i) % len(WAYS)]
+            on_main(lambda way=way: shutil.rmtree(rank.folder / way, ignore_errors=True))  # type: ignore[misc]
+            seconds[way].append(timed(works[way]))
+    return seconds
+
+
+def time_loads(rank: Rank, ours: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of a load, by cache and way: ours with each way of verifying, and torch's two storages."""
+
+    def verified(mode: VerifyMode) -> None:
+        load_checkpoint(ours, verify_together(ours, mode), rank.model, rank.optimizer)
+
+    safetensors, plain = rank.folder / "safetensors", rank.folder / "plain"
+    works: Mapping[str, tuple[Path, Callable[[], Any]]] = {
+        "ours, verify=full": (ours, lambda: verified("full")),
+        "ours, verify=size": (ours, lambda: verified("size")),
+        "safetensors": (safetensors, lambda: load(rank.tensors, storage_reader=HuggingFaceStorageReader(str(safetensors)))),
+        "plain": (plain, lambda: load(rank.tensors, storage_reader=FileSystemReader(plain))),
+    }
+    seconds = {cache: {way: list[float]() for way in works} for cache in ("cold", "warm")}
+    for _ in range(rounds):
+        for cache, ways in seconds.items():
+            for way, found in ways.items():
+                folder, work = works[way]
+                on_main(lambda folder=folder, cache=cache: set_cache(folder, cache))  # type: ignore[misc]
+                found.append(timed(work))
+    return seconds
+
+
+def time_hashes(checkpoint: Path, size_gb: float) -> dict[str, float]:
+    """GB/s of SHA-256 alone in one thread, and of verifying a checkpoint in the page cache, by one rank and by all."""
+    content = bytes(HASHED_BYTES)
+    on_main(lambda: set_cache(checkpoint, "warm"))
+    alone_s = timed(lambda: verify_alone(checkpoint) if dist.get_rank() == 0 else None)
+    all_s = timed(lambda: verify_together(checkpoint, "full"))
+    sha_s = timed(lambda: hashlib.sha256(content) if dist.get_rank() == 0 else None)
+    return {"sha256": HASHED_BYTES / 1e9 / sha_s, "verify, one rank": size_gb / alone_s, "verify, all ranks": size_gb / all_s}
+
+
+def time_copies(rank: Rank, rounds: int) -> dict[str, list[float]]:
+    """Seconds that asynchronous saves stand still, the first of them, which also allocates, and until they are committed."""
+    saver, found = rank.saver(asynchronous=True), []
+    for step in range(rounds + 1):
+        on_main(lambda: shutil.rmtree(rank.folder / "ours", ignore_errors=True))
+        saver.save(rank.position(step + 1))
+        saver.wait()
+        found += saver.news()
+    assert not any(saved.error for saved in found), found
+    stalls_s = [saved.stall_s for saved in found]
+    return {"first_stall": stalls_s[:1], "stall": stalls_s[1:], "committed": [saved.total_s for saved in found[1:]]}
+
+
+def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
+    """Seconds of training steps: those that save, those beside which the checkpoint is written, and all others."""
+    tokens = torch.randint(0, 256, (MICRO_BATCH, rank.config.train.seq_len + 1))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    saver, group = rank.saver(asynchronous=True), data_parallel_group(rank.mesh)
+    seconds: dict[str, list[float]] = {"normal": [], "saving": [], "beside writing": []}
+    for step in range(1, WARM_UP_STEPS + (rounds + 1) * STEPS_BETWEEN + 1):
+        saving = step % STEPS_BETWEEN == 0
+        start_s = time.perf_counter()
+        train_step(rank.model, rank.optimizer, [batch], 1.0, group)
+        if saving:
+            saver.save(rank.position(step))
+        took_s = time.perf_counter() - start_s
+        if step > WARM_UP_STEPS + STEPS_BETWEEN:  # the first save allocates
+            kind = "saving" if saving else "beside writing" if step % STEPS_BETWEEN == 1 else "normal"
+            seconds[kind].append(took_s)
+    saver.wait()
+    news = saver.news()
+    assert not any(saved.error for saved in news), news
+    total_s = statistics.median(saved.total_s for saved in news[1:])
+    return {"size_gb": count_bytes(rank.tensors) / 1e9, "step_s": seconds, "committed_s": total_s}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds until every rank is done."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start_s
+
+
+def on_main(work: Callable[[], Any]) -> None:
+    """Done by rank 0 while the others wait; then nothing is left for the disk to write."""
+    if dist.get_rank() == 0:
+        work()
+        os.sync()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # torch's own words about its storages
+    kind, target, rounds, *keys = sys.argv[1:]
+    config = parse_config(keys, PROG)
+    start_process(config.run, read_place(), torch.device("cpu"))
+    measure = {"disk": measure_disk, "stall": measure_stall}[kind]
+    figures = measure(Rank(Path(target), config), int(rounds))
+    if dist.get_rank() == 0:
+        (Path(target) / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
+    dist.destroy_process_group()
+    end_process(0)
