@@ -44,12 +44,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Job:
-    """A save under way. `norms`: largest absolute value of each of this rank's parts, by the names in `shards`; `problem`: why
+    """A save under way. `limits`: least and largest value of each of this rank's parts, in the order of `shards`; `problem`: why
     there are none."""
 
     position: Position
     shards: dict[str, Shard]
-    norms: Tensor
+    limits: Tensor
     tensors: dict[str, SavedTensor]
     needed_bytes: int
     start_s: float
@@ -81,13 +81,13 @@ class Saver:
         tensors = training_tensors(self._model, self._optimizer)
         random = random_state()
         shards = own_shards(tensors, self._mesh)
-        norms = _largest(shards)
+        limits = _limits(shards)
         shards |= {name: Shard(state, (0,) * state.dim()) for name, state in random.items()}
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
         needed = count_bytes(tensors) + _MANIFEST_BYTES
         problem = self._make_room(shards)
         copies = {} if problem else self._copy(shards)
-        job = _Job(position, copies, norms.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem)
+        job = _Job(position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem)
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-saver", daemon=True)
         self._thread.start()
         if not self._asynchronous:
@@ -159,7 +159,7 @@ class Saver:
         if job.problem:
             raise SaveError(job.problem)
         rank = dist.get_rank()
-        bad = [name for name, norm in zip(job.shards, job.norms.isfinite().tolist(), strict=False) if not norm]
+        bad = [name for name, finite in zip(job.shards, job.limits.isfinite().all(1).tolist(), strict=False) if not finite]
         if bad:
             raise SaveError(f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''} is not finite on rank {rank}, "
                             "and nothing that is not finite is committed")  # fmt: skip
@@ -214,7 +214,7 @@ def _unless_error(outcome: Any) -> Any:
     return outcome
 
 
-def _largest(shards: Mapping[str, Shard]) -> Tensor:
-    """The largest absolute value of each shard, where they lie: one pass over the memory, and NaN stays NaN."""
-    values = [shard.values for shard in shards.values()]
-    return torch.stack([norm.float() for norm in torch._foreach_norm(values, ord=float("inf"))]) if values else torch.zeros(0)
+def _limits(shards: Mapping[str, Shard]) -> Tensor:
+    """limits[shards, 2]: least and largest value of each, where they lie; both NaN where one is. One pass over the memory."""
+    limits = [limit.float() for shard in shards.values() for limit in shard.values.aminmax()]
+    return torch.stack(limits).reshape(-1, 2) if limits else torch.zeros(0, 2)
