@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from parallel.bounded_read import read_bounded
 from parallel.one_line import one_line
 
 MAX_BYTES = 2**19  # of a file; a plan of 126 blocks with every unit written out has a third
@@ -85,10 +86,4 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 def read_text(path: Path) -> str:
     """The text of a file that people write. OSError; ValueError for one that is too large, not regular, or not UTF-8."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
-    with open(path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"larger than the {MAX_BYTES:,} bytes that are read")
-    return content.decode("utf-8")
+    return read_bounded(path, MAX_BYTES).decode("utf-8")

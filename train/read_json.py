@@ -1,21 +1,16 @@
 """JSON from disk, which anyone may have written: bounded in size and depth, with one kind of error."""
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
+from parallel.bounded_read import read_bounded
+
 
 def read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
-    """The mapping that a JSON file holds. ValueError if it is no plain file (others may hang), is larger than `limit_bytes`, is
-    not JSON in UTF-8 or holds no mapping; OSError if it cannot be read."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("no plain file")
-    with open(path, "rb") as file:
-        content = file.read(limit_bytes + 1)
-    if len(content) > limit_bytes:
-        raise ValueError(f"larger than {limit_bytes:,} bytes")
-    return parse_mapping(content.decode("utf-8"))
+    """The mapping that a JSON file holds. ValueError if it is no regular file, is larger than `limit_bytes`, is not JSON in UTF-8
+    or holds no mapping; OSError if it cannot be read."""
+    return parse_mapping(read_bounded(path, limit_bytes).decode("utf-8"))
 
 
 def parse_mapping(text: str) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """manifest.json: what a checkpoint says of itself, and by which every byte of it is checked."""
 
-import errno
 import hashlib
 import json
 import math
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from parallel.bounded_read import read_bounded
 from train import VERSION
 from train.checkpoint.config import CheckpointError
 from train.read_json import parse_mapping
@@ -91,13 +90,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """A checkpoint's manifest. Raises CheckpointError unless it is there and exactly as it was written."""
     path = checkpoint / MANIFEST
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for, a link may lead anywhere
-            raise OSError(errno.EINVAL, "it is no plain file")
-        with open(path, "rb") as file:
-            content = file.read(LIMIT_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint: it has no {MANIFEST} that can be read ({error.strerror}). "
-                              "Name a folder such as runs/NAME/checkpoints/step-00000100") from None  # fmt: skip
+        if path.is_symlink():
+            raise ValueError("it is a link, which may lead anywhere")
+        content = read_bounded(path, LIMIT_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint: it has no {MANIFEST} that can be read "
+                              f"({getattr(error, 'strerror', None) or error}). Name a folder such as "
+                              "runs/NAME/checkpoints/step-00000100") from None  # fmt: skip
     try:
         manifest = _manifest_from(content)
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -108,7 +107,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _manifest_from(content: bytes) -> Manifest:
-    data = parse_mapping(content[: LIMIT_BYTES + 1].decode())
+    data = parse_mapping(content.decode())
     if odd := [name for name in data["files"] if not _FILE.fullmatch(name) or name in (".", "..", MANIFEST)]:
         raise ValueError(odd[0])
     manifest = Manifest(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel.bounded_read import read_bounded
 from parallel.one_line import one_line
 from train.data.config import DataError
 from train.data.paths import user_path
@@ -85,7 +86,7 @@ class JsonTokenizer:
 
         self.path = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = _read_file(self.path)
+            content = read_bounded(self.path, FILE_BYTES)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except BaseException as error:
             if not _is_refusal(error):
@@ -174,17 +175,6 @@ def _is_refusal(error: BaseException) -> bool:
     """Whether the tokenizers library cannot use a file or a text: it raises Exception itself, as for a word without an id, and
     where its Rust code gives up, an error that is no Exception and has no public name."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _read_file(path: Path) -> bytes:
-    """A tokenizer's file. OSError, or ValueError for what is no regular file, or too large."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
-    with open(path, "rb") as file:
-        content = file.read(FILE_BYTES + 1)
-    if len(content) > FILE_BYTES:
-        raise ValueError(f"it is larger than {FILE_BYTES:,} bytes")
-    return content
 
 
 def _said_beside(path: Path) -> dict[str, Any]:
