@@ -36,7 +36,7 @@ from train.data.split import Split
 from train.data.together import load_together
 from train.data.tokenizer import JsonTokenizer, Tokenizer
 from train.data.tokens import Corpus
-from train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process
+from train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
 from train.evaluation import Score, score_sets
 from train.hf_folder import CONFIG, open_folder
 from train.init_from import Weights, find_weights, load_weights
@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         evaluate_model(options, overrides, place)
     except USER_ERRORS as error:
-        if place.is_main:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        say_user_error(place, f"{type(error).__name__}: {error}")
         code, problem = EXIT_USER_ERROR, error
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED

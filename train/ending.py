@@ -14,21 +14,33 @@ EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 SPEAK_S = 5.0  # that another rank leaves to rank 0 for its message
 
 
-def exit_process(place: Place, code: int, error: BaseException | None = None) -> NoReturn:
-    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message.
+def say_user_error(place: Place, words: str) -> None:
+    """Rank 0 says what the user did wrong, for all ranks mostly find it alike; another one if rank 0 has not, a while later.
 
-    What the user did wrong all ranks find alike, and rank 0 says: torchrun, which ends them all when it sees the first end,
-    must not see another one's sooner.
+    torchrun ends them all when it sees the first end, which so is rank 0, if it has something to say.
     """
+    if place.is_main:
+        say_error(words)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(SPEAK_S)
+    say_error(f"rank {place.rank}: {words}")
+
+
+def say_error(words: str) -> None:
+    """Print on stderr, if anybody still reads it."""
+    with contextlib.suppress(OSError):
+        print(words, file=sys.stderr, flush=True)
+
+
+def exit_process(place: Place, code: int, error: BaseException | None = None) -> NoReturn:
+    """End the process with `code`; under torchrun, hand it `error` so that its report carries the one message."""
     if place.under_torchrun and error is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         handler = get_error_handler()
         handler.initialize()
         handler.record_exception(error)
-    if place.under_torchrun and code == EXIT_USER_ERROR and not place.is_main:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(SPEAK_S)
     end_process(code)
 
 

@@ -27,7 +27,7 @@ from train.nonfinite import FiniteGuard
 from train.optim import learning_rate, set_learning_rate
 from train.profiling import StepProfiler
 from train.step import train_step
-from train.stop import Stop
+from train.stop import PeerLostError, Stop
 from train.watchdog import Watchdog
 
 
@@ -63,26 +63,27 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     """
     config, position = run.config, start
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
-    profiler = StepProfiler(config.profile, run.folder / "profile", dist.get_rank() == 0)
+    profiler = StepProfiler(config.profile, run.folder / "profile", dist.get_rank() == 0, run.screen.line)
     run.stop.begin()
     if config.train.eval_every and start.step == 0:
         run.screen.report(run.metrics.log_eval(0, _evaluate(run, 0)))
     run.metrics.resume()
     try:
         while position.step < run.total_steps:
-            before, position = position, _next_position(run, position)
-            step = position.step
-            run.watchdog.enter("first step" if before is start else "step", step)
+            now = _next_position(run, position)
+            step = now.step
+            run.watchdog.enter("first step" if position is start else "step", step)
             lr = learning_rate(config.optim, step, run.total_steps)
             set_learning_rate(run.optimizer, lr)
             data = loader.next()
             profiler.before_step(step)
             result = train_step(run.model, run.optimizer, data.micro_batches, config.train.grad_clip, run.data_parallel)
             run.metrics.step_done(data.wait_s)
-            if before is start:
+            if position is start:
                 _after_first_step(run)
             run.screen.lines(f"warning: step {step} {news}" for news in run.recompiles.news())
-            run.screen.lines(run.finite.step_done(step, before.samples, data, result))
+            run.screen.lines(run.finite.step_done(step, position.samples, data, result))
+            position = now
             run.screen.step_done(step)
             if (trace := profiler.after_step(step)) is not None:
                 run.screen.line(f"profile: {trace}")
@@ -102,14 +103,15 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
                 if saving:
                     run.watchdog.enter("checkpoint", step)
                     run.saver.save(position)
+                    _hear_saver(run, step, on_progress)
                 run.metrics.resume()
             if stopping:
                 break
         run.screen.lines(run.finite.finish())
     finally:
+        _end_saving(run, position.step, on_progress)
         profiler.close()
         loader.close()
-        _end_saving(run, position.step, on_progress)
     if run.saver.failed and config.checkpoint.on_error == "stop":
         raise SaveError(run.saver.failed)
     return position
@@ -168,8 +170,14 @@ def _hash_of_all(data_hash: int, run: Run) -> str:
 
 
 def _hear_saver(run: Run, step: int, on_progress: Callable[[int], None]) -> None:
-    """Say what has become of saves; one that failed asks for the end of the run, unless `checkpoint.on_error` is warn."""
-    for saved in run.saver.news():
+    """Say what has become of saves; one that failed asks for the end of the run, unless `checkpoint.on_error` is warn.
+
+    Raises PeerLostError where one was cut off: this rank must end for the others to notice, which may wait for it.
+    """
+    news = run.saver.news()
+    if run.saver.cut_off:
+        raise PeerLostError(run.saver.cut_off)
+    for saved in news:
         if not saved.error:
             run.screen.line(f"saved {saved.path} (stood still {saved.stall_s:.2f} s, committed after {saved.total_s:.2f} s)")
             on_progress(step)

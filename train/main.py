@@ -26,7 +26,8 @@ from parallel.strategy import describe_strategy
 from train import VERSION
 from train.auto import choose_here
 from train.build import build_model
-from train.checkpoint.folder import SaveError, refuse_newer
+from train.checkpoint.config import CheckpointConfig
+from train.checkpoint.folder import SaveError, list_checkpoints, refuse_newer
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.manifest import Position
 from train.checkpoint.resume import find_start
@@ -38,7 +39,7 @@ from train.data.loader import BatchShape, SampleOrder
 from train.data.sequences import SequenceShape, make_sequence_shape
 from train.data.together import load_together
 from train.data.tokens import Corpus
-from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_process
+from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_process, say_error, say_user_error
 from train.fits import check_fits
 from train.host_memory import device_memory_bytes
 from train.init_from import find_weights, load_weights, say_start
@@ -78,17 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         config = parse_config(sys.argv[1:] if arguments is None else arguments)
         stopped = run(config, place)
     except USER_ERRORS as error:
-        if place.is_main:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        say_user_error(place, f"{type(error).__name__}: {error}")
         exit_process(place, EXIT_USER_ERROR, error)
     except EXPLAINED as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        say_error(f"{type(error).__name__}: {error}")
         exit_process(place, EXIT_FAILED, error)
     except KeyboardInterrupt as error:
         exit_process(place, EXIT_STOPPED, error)
     except Exception as error:
         lost = as_lost_peer(error)
-        print(f"PeerLostError: {lost}" if lost else traceback.format_exc(), file=sys.stderr, flush=True)
+        say_error(f"PeerLostError: {lost}" if lost else traceback.format_exc())
         exit_process(place, EXIT_FAILED, lost or error)
     # torchrun calls every other code than 0 a failure
     exit_process(place, EXIT_STOPPED if stopped and not place.under_torchrun else 0)
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(config: Config, place: Place) -> bool:
     """The whole journey, watched over from the first moment; True if it was stopped before its last step."""
     screen = Screen(place.is_main)
-    journal = Journal(place, screen)
+    journal = Journal(place, screen, named=config.checkpoint.resume != "auto")
     watchdog = Watchdog(config.run.timeouts, place.rank, place.world_size, lambda why: journal.say("failed", why, for_all=True))
     stop = Stop(config.run, lambda why: journal.say("stopped", why))
     try:
@@ -108,13 +108,9 @@ def run(config: Config, place: Place) -> bool:
             start_process(config.run, place, planned.device)
         watchdog.connect()
         stop.connect()
-        with take_folder(folder, place, screen):
+        with take_folder(folder, place, screen), journal.opened(folder):
             watchdog.report_to(folder)
             stopped = _run_in(folder, config, place, planned, screen, journal, watchdog, stop)
-    except BaseException as error:
-        lost = as_lost_peer(error) if isinstance(error, Exception) else None
-        journal.say("failed", str(lost) if lost else f"{type(error).__name__}: {error}")
-        raise
     finally:
         watchdog.close()
     stop.close()
@@ -142,14 +138,19 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
             stop: Stop) -> bool:  # fmt: skip
     """From the checkpoint to go on from to the last step, in a folder that no other run uses."""
     plan, device = planned.plan, planned.device
-    origin = find_start(config.checkpoint, folder / "checkpoints", place)
-    from_main(place, lambda: refuse_newer(folder / "checkpoints", origin.step))
+    checkpoints = folder / "checkpoints"
+    asked = _asked_checkpoint(config, place, checkpoints)
+    origin = find_start(asked, checkpoints, place)
+    own = asked.resume == "auto" or bool(origin.checkpoint and origin.checkpoint.resolve().parent == checkpoints.resolve())
+    from_main(place, lambda: refuse_newer(checkpoints, origin.step, own))
     weights = find_weights(config.checkpoint.init_from, config.model, origin.checkpoint)
-    failed = from_main(place, lambda: check_crash_loop(read_status(folder), place.restarts, origin.step))
-    journal.open(folder, origin.step if origin.checkpoint else None, failed)
+    failed = from_main(place, lambda: check_crash_loop(read_status(folder), place, origin.step))
+    journal.begin(origin.step if origin.checkpoint else None, failed)
 
     _say_what_runs(screen, place, planned, config)
+    watchdog.enter("data")
     corpus = load_together(config.data, place, origin.checkpoint)
+    watchdog.enter("set-up")
     sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
     total_steps = _total_steps(config, corpus, sequences, plan)
     screen.line(f"data: {corpus.description}")
@@ -174,7 +175,7 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
     metrics = Metrics(config.metrics, _throughput(config, planned), folder, device, place.is_main, planned.predicted, screen.line)
     for name, text in texts.items():
         metrics.add_text(name.removesuffix(".yaml"), text)
-    saver = Saver(config.checkpoint, folder / "checkpoints", model, optimizer, mesh, texts,
+    saver = Saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts,
                   lambda: device_memory_bytes(torch.device("cpu"), place))  # fmt: skip
     finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
     the_run = Run(config, folder, device, model, optimizer, corpus, sequences, order, shape, group, metrics, saver, screen, stop,
@@ -191,11 +192,18 @@ def _train(run: Run, journal: Journal, start: Position) -> bool:
         run.screen.close()
         run.metrics.close()
     stopped = reached.step < run.total_steps
-    journal.say("stopped" if stopped else "finished", run.stop.reason or "" if stopped else "")
+    journal.ended("stopped" if stopped else "finished", reached.step, run.stop.reason or "" if stopped else "")
     if told := run.metrics.compare_with_predicted():
         run.screen.line(told)
     run.screen.line(_last_words(run, reached, stopped))
     return stopped
+
+
+def _asked_checkpoint(config: Config, place: Place, checkpoints: Path) -> CheckpointConfig:
+    """Where to go on. After a restart it is what the run has committed itself by then, if anything."""
+    if place.restarts and from_main(place, lambda: bool(list_checkpoints(checkpoints))):
+        return dataclasses.replace(config.checkpoint, resume="auto")
+    return config.checkpoint
 
 
 def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device, device_name: str) -> int:
@@ -277,8 +285,11 @@ def _throughput(config: Config, planned: Planned) -> Throughput:
 def _last_words(run: Run, reached: Position, stopped: bool) -> str:
     if stopped:
         stopped_at = f"stopped at step {reached.step} of {run.total_steps} ({run.stop.reason})"
+        if run.config.checkpoint.every and run.saver.failed:
+            return f"{stopped_at}, not saved: {run.saver.failed}"
         if run.config.checkpoint.every:
-            return f"{stopped_at}, saved; the same command goes on"
+            again = "" if run.config.checkpoint.resume == "auto" else " with --checkpoint.resume=auto"
+            return f"{stopped_at}, saved; the same command{again} goes on"
         return f"{stopped_at}, not saved, because checkpoint.every is 0; the same command starts again"
     return f"finished: step {reached.step} of {run.total_steps}; tensorboard --logdir {run.folder}/tb"
 

@@ -1,6 +1,7 @@
 """Restarts: a run that is started again by itself, and fails again at the same step, is not started for ever."""
 
 from parallel.one_line import one_line
+from train.runtime import Place
 from train.status import FailedStarts, Status
 
 MAX_FAILED_STARTS = 3
@@ -11,17 +12,21 @@ class CrashLoopError(ValueError):
     """Started again and again by torchrun or Slurm, the run fails at the same step: for a human to look at."""
 
 
-def check_crash_loop(previous: Status | None, restarts: int, start_step: int) -> FailedStarts:
+def check_crash_loop(previous: Status | None, place: Place, start_step: int) -> FailedStarts:
     """The starts in a row, up to the previous one, that failed without a new commit and got no further than those before.
 
     `previous`: status.json as the start before left it. A state of running there means that it was killed, and counts
-    as failed; a stop that was asked for does not count. `restarts`: how often the run was started again by itself (0: by
-    hand, which begins the count anew). `start_step`: the checkpoint's step, 0 without one.
+    as failed; a stop that was asked for does not count. `place` says how often the run was started again by itself
+    (0: by hand, which begins the count anew). `start_step`: the checkpoint's step, 0 without one. torchrun never restarts
+    an agreed stop, which exits with 0: after its restarts a state of stopped means that a process died and torchrun's
+    SIGTERM reached rank 0 before the loss did, and counts as failed too.
 
     Raises CrashLoopError when MAX_FAILED_STARTS have failed so. By one process for all: it is about to write
     status.json, where the others would then read of this start.
     """
-    if previous is None or previous.state in ("finished", "stopped") or restarts == 0:
+    if previous is None or previous.state == "finished" or place.restarts == 0:
+        return FailedStarts()
+    if previous.state == "stopped" and place.torchrun_restarts == 0:
         return FailedStarts()
     if start_step != (previous.resumed_from or 0):  # a commit was made since, or a damaged one is passed over
         return FailedStarts()
@@ -38,5 +43,7 @@ def _diagnose(previous: Status, failed: FailedStarts, start_step: int) -> str:
     origin = f"the checkpoint of step {start_step}" if start_step else "the beginning"
     killed = "it ended without a word: killed, or its machine went down"
     reason = killed if previous.state == "running" else one_line(previous.reason, SHOWN) or "status.json gives no reason"
+    if previous.state == "stopped":
+        reason = f"{reason}, which torchrun sends after a process has died: its own words are in torchrun's output"
     return (f"{failed.count} starts in a row went no further than step {failed.step} (from {origin}). The last: {reason}. Mend "
             "the cause and start the run by hand: that begins the count anew")  # fmt: skip

@@ -53,6 +53,7 @@ class Place:
     local_world_size: int
     under_torchrun: bool
     restarts: int = 0  # how often torchrun or Slurm has started the run again by itself
+    torchrun_restarts: int = 0  # and of these torchrun alone
 
     @property
     def is_main(self) -> bool:
@@ -62,14 +63,14 @@ class Place:
 def read_place() -> Place:
     """Read the launcher's environment variables, here and nowhere else."""
     env = os.environ
+    torchrun, slurm = (int(env.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return Place(
         rank=int(env.get("RANK", 0)),
         world_size=int(env.get("WORLD_SIZE", 1)),
         local_rank=int(env.get("LOCAL_RANK", 0)),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
         under_torchrun="TORCHELASTIC_RUN_ID" in env,
-        restarts=sum(int(env.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")),
-    )
+        restarts=torchrun + slurm, torchrun_restarts=torchrun)  # fmt: skip
 
 
 def choose_device(config: RunConfig, place: Place) -> tuple[torch.device, str]:

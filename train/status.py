@@ -1,7 +1,9 @@
 """status.json: what became of a run, for whoever looks at its folder, and for the next start in it."""
 
+import contextlib
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -32,22 +34,35 @@ class Status:
 
 
 def write_status(folder: Path, state: State, step: int, resumed_from: int | None, saved: bool, reason: str = "",
-                 failed: FailedStarts = FailedStarts()) -> str:  # fmt: skip
-    """Write status.json by one rename, so that a reader never sees half of it. `saved`: there is a checkpoint.
+                 failed: FailedStarts = FailedStarts(), named: bool = False) -> str:  # fmt: skip
+    """Write status.json by one rename, so that a reader never sees half of it. `saved`: there is a checkpoint. `named`: the
+    command names where to start (checkpoint.resume is not auto), so that by itself it would start there again.
 
     Returns "" or, because an unwritable folder must not end a run, a sentence that says why it could not be written.
     """
-    again = "run the same command again" if saved else "nothing was saved: the same command starts from the beginning"
-    how_to_go_on = {"running": "", "finished": "a larger train.steps continues it"}.get(state, again)
     status = {"state": state, "step": step, "resumed_from": resumed_from, "reason": reason[: LIMIT_BYTES // 8],
-              "how_to_go_on": how_to_go_on, "failed_starts": failed.count, "failed_at_step": failed.step}  # fmt: skip
-    partial = folder / ".status.json.partial"
+              "how_to_go_on": _how_to_go_on(state, saved, named), "failed_starts": failed.count,
+              "failed_at_step": failed.step}  # fmt: skip
+    # Processes of several nodes may write at once, and threads of one process: none may share the partial file.
+    partial = folder / f".status.json.{secrets.token_hex(8)}.partial"
     try:
         partial.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, folder / "status.json")
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         return f"{folder}/status.json could not be written ({error.strerror}) and may be out of date"
     return ""
+
+
+def _how_to_go_on(state: State, saved: bool, named: bool) -> str:
+    if state == "running":
+        return ""
+    if not saved:
+        return f"nothing was saved: the same command starts {'where this one did' if named else 'from the beginning'}"
+    if state == "finished":
+        return f"a larger train.steps{' with --checkpoint.resume=auto' if named else ''} continues it"
+    return "the same command with --checkpoint.resume=auto goes on" if named else "run the same command again"
 
 
 def read_status(folder: Path) -> Status | None:

@@ -149,7 +149,8 @@ class Stop:
         """
         signal.set_wakeup_fd(self._earlier_fd)
         for number, handler in self._earlier_handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: C code had set it, and Python cannot set it again
+                signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._write_end.close()  # ends the thread
         self._thread.join()
@@ -219,7 +220,7 @@ def choose_wish(wishes: Sequence[Wish | None]) -> Wish | None:
     return next(iter([*errors, *filter(None, wishes)]), None)
 
 
-def as_lost_peer(error: Exception) -> PeerLostError | None:
+def as_lost_peer(error: BaseException) -> PeerLostError | None:
     """The same error in our words, if it is what a collective ends with when another process is gone."""
     text = str(error)
     gone = isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text) and re.search(_GONE, text)

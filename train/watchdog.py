@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -30,7 +30,7 @@ from train.stacks import (
 from train.store_link import Errands, StoreLink
 from train.stuck import RankReport, TimedOut, diagnose, diagnose_alone
 
-Section = Literal["set-up", "first step", "step", "evaluation", "checkpoint"]
+Section = Literal["set-up", "data", "first step", "step", "evaluation", "checkpoint"]
 
 HEARTBEAT_S = 1.0  # a rank hears within a second that it is asked
 OVERSLEPT_S = 5.0  # a thread this late was not run: the process was stopped meanwhile, and that time does not count
@@ -47,7 +47,8 @@ class TimeoutConfig:
     """Seconds after which a run counts as stuck, ends, and says which rank is behind; 0: never.
 
     Args:
-        setup_s: from the start to the first step or evaluation: joining, planning, data, weights
+        setup_s: from the start to the first step or evaluation: joining, planning, weights, but not preparing the corpus
+        data_s: preparing the corpus, which takes as long as it is large: never by default
         first_step_s: the first step of a run, which compiles
         step_s: any other step, with its share of loading data
         evaluation_s: one evaluation
@@ -55,14 +56,15 @@ class TimeoutConfig:
     """
 
     setup_s: float = bounded(1800.0, low=0, high=1e6)
+    data_s: float = bounded(0.0, low=0, high=1e6)
     first_step_s: float = bounded(3600.0, low=0, high=1e6)
     step_s: float = bounded(600.0, low=0, high=1e6)
     evaluation_s: float = bounded(3600.0, low=0, high=1e6)
     checkpoint_s: float = bounded(3600.0, low=0, high=1e6)
 
 
-KEYS: dict[str, str] = {"set-up": "setup_s", "first step": "first_step_s", "step": "step_s", "evaluation": "evaluation_s",
-                        "checkpoint": "checkpoint_s"}  # fmt: skip
+KEYS: dict[str, str] = {"set-up": "setup_s", "data": "data_s", "first step": "first_step_s", "step": "step_s",
+                        "evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,16 @@ class Watchdog:
             self._why_alone = _lost(link, error)
             return False
 
-    def _end(self, fired: TimedOut | None) -> NoReturn:
-        """Say why, as well as can be, and end the process. `fired`: the time-out, where it is this rank's own."""
+    def _end(self, fired: TimedOut | None) -> None:
+        """Say why, as well as can be, and end the process. `fired`: the time-out, where it is this rank's own.
+
+        Returns where the main thread has gone on meanwhile. Once the others are asked they are about to end: then it is too late.
+        """
         faulthandler.dump_traceback_later(HARD_END_S, exit=True, file=2)  # needs neither the interpreter nor its lock
         report = self._report()
+        if fired and self._at is not self._seen:
+            faulthandler.cancel_dump_traceback_later()
+            return
         files = Errands("watchdog-files").send(self._write_files)
         message = self._diagnose(report, fired)
         if message is not None:

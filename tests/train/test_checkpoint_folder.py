@@ -1,13 +1,16 @@
 """Where checkpoints lie: what counts as one, what is removed, and what is only put aside."""
 
 import os
+import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from train.checkpoint.config import CheckpointConfig, CheckpointError
+from train.checkpoint import verify as verify_module
+from train.checkpoint.config import CheckpointConfig, CheckpointError, UnreadableError
 from train.checkpoint.folder import (
     SaveError,
     begin_save,
@@ -69,9 +72,14 @@ def test_a_folder_that_cannot_be_read_is_no_folder_without_checkpoints(tmp_path:
 
 def test_what_is_newer_than_the_start_is_refused(tmp_path: Path) -> None:
     commit_step(tmp_path, 5)
-    refuse_newer(tmp_path, 5)
-    with pytest.raises(CheckpointError, match="holds step-00000005, newer than step 4"):
-        refuse_newer(tmp_path, 4)
+    refuse_newer(tmp_path, 5, own=True)
+    auto = r"--checkpoint\.resume=auto goes on from the newest of them, another run\.dir leaves"
+    with pytest.raises(CheckpointError, match=rf"holds step-00000005, newer than step 4 where this run starts: {auto}"):
+        refuse_newer(tmp_path, 4, own=True)
+    for start_step in (0, 5, 9):
+        with pytest.raises(CheckpointError, match=rf"holds step-00000005, from none of which this run goes on: {auto}"):
+            refuse_newer(tmp_path, start_step, own=False)
+    refuse_newer(tmp_path / "new", 0, own=False)
 
 
 def test_there_must_be_room(tmp_path: Path) -> None:
@@ -93,6 +101,32 @@ def test_every_kind_of_leftover_is_removed_and_nothing_else(tmp_path: Path) -> N
     assert list(partial.iterdir()) == []
     assert sorted(os.listdir(tmp_path)) == [".step-00000002.partial", "damaged-step-00000003", "notes", "step-00000001"]
     verify_alone(tmp_path / "step-00000001")
+
+
+def test_only_what_is_in_the_way_must_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NFS keeps open, or somebody has mounted, of another step is left as it is."""
+
+    def rmtree(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    (tmp_path / ".step-00000001.old").mkdir()
+    (tmp_path / ".step-00000002.partial").mkdir()
+    (tmp_path / ".step-00000004.partial").write_text("after those")
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert begin_save(tmp_path, 3, 0).is_dir()
+    assert not (tmp_path / ".step-00000004.partial").exists()
+    with pytest.raises(SaveError, match=r"step 2 cannot be written into .* \(Device or resource busy\)"):
+        begin_save(tmp_path, 2, 0)
+
+
+def test_folders_that_are_made_are_kept_by_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that of the run, which is made just before."""
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(os.readlink(f"/proc/self/fd/{handle}"))))
+    begin_save(tmp_path / "runs" / "one" / "checkpoints", 1, 0)
+    assert synced == [tmp_path / "runs" / "one", tmp_path / "runs", tmp_path, tmp_path.parent]
+    begin_save(tmp_path / "runs" / "one" / "checkpoints", 2, 0)
+    assert len(synced) == 4
 
 
 def test_a_file_that_did_not_arrive_is_not_committed(tmp_path: Path) -> None:
@@ -131,7 +165,7 @@ def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Pa
     assert read_manifest(final) == manifest
     with open(final / MANIFEST, "ab") as file:
         file.truncate(LIMIT_BYTES + 10)
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(CheckpointError, match="larger than the 67,108,864 bytes that are read"):
         read_manifest(final)
 
 
@@ -160,3 +194,35 @@ def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(group
     assert f"It is now {tmp_path}/damaged-step-00000003" in start.said[0]
     assert find_start(CheckpointConfig(resume="none"), tmp_path, place).checkpoint is None
     assert find_start(CheckpointConfig(), tmp_path / "new", place).step == 0
+
+
+def test_what_cannot_be_read_for_the_moment_is_not_damaged(group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the newest, a disk that fails: nothing is renamed, and afterwards the run goes on from it."""
+    place, newest = Place(0, 1, 0, 1, False), commit_step(tmp_path, 2)
+    commit_step(tmp_path, 1)
+
+    def fail(path: Path) -> SavedFile:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(verify_module, "hash_file", fail)
+        for resume in ("auto", str(newest)):
+            with pytest.raises(UnreadableError, match=r"config\.yaml cannot be read \(Input/output error\).*mend that"):
+                find_start(CheckpointConfig(resume=resume), tmp_path, place)
+    assert steps(tmp_path) == [1, 2]
+    assert find_start(CheckpointConfig(), tmp_path, place).step == 2
+
+
+def test_a_manifest_that_cannot_be_opened_for_the_moment_is_not_missing(tmp_path: Path) -> None:
+    """This process has no file handles left."""
+    checkpoint = commit_step(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    handle = os.open("/dev/null", os.O_RDONLY)  # the lowest that is free
+    os.close(handle)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (handle, hard))
+    try:
+        with pytest.raises(UnreadableError, match=r"manifest\.json cannot be read \(Too many open files\)"):
+            read_manifest(checkpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    verify_alone(checkpoint)

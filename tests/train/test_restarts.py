@@ -1,10 +1,13 @@
 """The decision whether a run may start again by itself, and status.json, which it is made from."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from train.restarts import CrashLoopError, check_crash_loop
+from train.runtime import Place
 from train.status import FailedStarts, State, Status, read_status, write_status
 
 NONE = FailedStarts()
@@ -12,6 +15,10 @@ NONE = FailedStarts()
 
 def left(state: State, start: int | None, reached: int, failed: FailedStarts = NONE, reason: str = "boom") -> Status:
     return Status(state, reached, start, reason, failed)
+
+
+def again(restarts: int, by_torchrun: int = 0) -> Place:
+    return Place(0, 1, 0, 1, True, restarts, by_torchrun)
 
 
 @pytest.mark.parametrize(
@@ -32,13 +39,23 @@ def left(state: State, start: int | None, reached: int, failed: FailedStarts = N
     ],
 )
 def test_what_counts_as_failing_at_the_same_step(previous: Status | None, restarts: int, start: int, counted: FailedStarts):
-    assert check_crash_loop(previous, restarts, start) == counted
+    assert check_crash_loop(previous, again(restarts), start) == counted
+
+
+def test_what_torchrun_started_again_was_no_stop_that_was_asked_for() -> None:
+    """Its SIGTERM after a peer's death reached rank 0 first. Slurm requeues after a stop that was."""
+    previous = left("stopped", 40, 41, FailedStarts(2, 41), "signal SIGTERM")
+    assert check_crash_loop(left("stopped", 40, 41), again(1, 1), 40) == FailedStarts(1, 41)
+    assert check_crash_loop(previous, again(3), 40) == NONE
+    assert check_crash_loop(previous, again(3, 3), 50) == NONE  # a commit since
+    with pytest.raises(CrashLoopError, match="The last: signal SIGTERM, which torchrun sends after a process has died"):
+        check_crash_loop(previous, again(3, 3), 40)
 
 
 @pytest.mark.parametrize(("state", "why"), [("failed", "boom"), ("running", "killed, or its machine went down")])
 def test_after_three_the_next_is_refused(state: State, why: str) -> None:
     with pytest.raises(CrashLoopError) as refused:
-        check_crash_loop(left(state, 40, 41, FailedStarts(2, 41)), 3, 40)
+        check_crash_loop(left(state, 40, 41, FailedStarts(2, 41)), again(3), 40)
     for words in ("3 starts in a row went no further than step 41 (from the checkpoint of step 40)", why, "by hand"):
         assert words in str(refused.value)
 
@@ -46,18 +63,18 @@ def test_after_three_the_next_is_refused(state: State, why: str) -> None:
 def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
     """Through status.json, as the runs of one job would: each resumes from step 40 and dies, unheard, in step 41."""
     for restarts in range(3):
-        failed = check_crash_loop(read_status(tmp_path), restarts, 40)
+        failed = check_crash_loop(read_status(tmp_path), again(restarts), 40)
         assert failed.count == restarts
         assert write_status(tmp_path, "running", 41, 40, True, failed=failed) == ""
     for restarts in (3, 4):
         with pytest.raises(CrashLoopError):
-            check_crash_loop(read_status(tmp_path), restarts, 40)
-    assert check_crash_loop(read_status(tmp_path), 0, 40) == NONE
+            check_crash_loop(read_status(tmp_path), again(restarts), 40)
+    assert check_crash_loop(read_status(tmp_path), again(0), 40) == NONE
 
 
 def test_a_long_reason_with_anything_in_it_becomes_one_line() -> None:
     with pytest.raises(CrashLoopError) as refused:
-        check_crash_loop(left("failed", None, 1, FailedStarts(2, 1), "a\n\x1b[2Jb" * 10_000), 3, 0)
+        check_crash_loop(left("failed", None, 1, FailedStarts(2, 1), "a\n\x1b[2Jb" * 10_000), again(3), 0)
     assert len(str(refused.value)) < 900
     assert "(from the beginning)" in str(refused.value)
     assert str(refused.value).isprintable()
@@ -87,6 +104,32 @@ def test_of_odd_values_nothing_is_believed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_not_raised(tmp_path: Path) -> None:
-    (tmp_path / ".status.json.partial").mkdir()
+    (tmp_path / "status.json").mkdir()
     assert "status.json could not be written (Is a directory)" in write_status(tmp_path, "running", 1, None, False)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
     assert "could not be written" in write_status(tmp_path / "gone", "running", 1, None, False)
+
+
+@pytest.mark.parametrize(
+    ("state", "saved", "named", "words"),
+    [
+        ("running", True, False, ""),
+        ("stopped", True, False, "run the same command again"),
+        ("failed", True, True, "the same command with --checkpoint.resume=auto goes on"),
+        ("failed", False, False, "nothing was saved: the same command starts from the beginning"),
+        ("stopped", False, True, "nothing was saved: the same command starts where this one did"),
+        ("finished", True, False, "a larger train.steps continues it"),
+        ("finished", True, True, "a larger train.steps with --checkpoint.resume=auto continues it"),
+        ("finished", False, False, "nothing was saved: the same command starts from the beginning"),
+    ],
+)
+def test_it_says_how_to_go_on(state: State, saved: bool, named: bool, words: str, tmp_path: Path) -> None:
+    write_status(tmp_path, state, 7, None, saved, named=named)
+    assert json.loads((tmp_path / "status.json").read_text())["how_to_go_on"] == words
+
+
+def test_several_may_write_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        problems = set(pool.map(lambda step: write_status(tmp_path, "running", step, None, False), range(400)))
+    assert problems == {""}
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import ROOT, environment
 from tests.train.stop_worker import Scene, play
 from train.runtime import RunConfig
 from train.stop import REPEAT_S, Stop, Wish, choose_wish
@@ -221,6 +224,26 @@ def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> No
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(HUP, at_hang_up)
+
+
+C_HANDLER = """
+import ctypes, signal, sys
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+ctypes.pythonapi.PyOS_setsig(signal.SIGUSR1, handler)
+del sys.modules["_signal"]
+import _signal  # finds the handlers that are there, as Python does when it starts inside another program
+assert signal.getsignal(signal.SIGUSR1) is None
+from train.runtime import RunConfig
+from train.stop import Stop
+Stop(RunConfig(), print).close()
+print("closed")
+"""
+
+
+def test_close_leaves_out_what_only_c_code_can_set_again() -> None:
+    done = subprocess.run([sys.executable, "-c", C_HANDLER], cwd=ROOT, env=environment(), capture_output=True, text=True,
+                          timeout=60, check=False)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
 def test_an_error_counts_before_a_wish_and_the_lowest_rank_before_others() -> None:

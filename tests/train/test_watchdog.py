@@ -1,5 +1,6 @@
 """Stuck jobs: real processes that stop, sleep or wait in vain, and the message made out of what they say."""
 
+import dataclasses
 import math
 import os
 import re
@@ -13,13 +14,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch.distributed as dist
 
 from tests.launch import ROOT, command, environment
 from train.bounds import bounded, check_bounds
-from train.watchdog import TimeoutConfig, Watchdog
+from train.watchdog import KEYS, Section, TimeoutConfig, Watchdog
 
 TIMEOUT_S, MESSAGE_WITHIN_S = 3, 5
 WORKER = "tests.train.watchdog_worker"
@@ -217,6 +219,43 @@ def test_close_leaves_no_thread_and_a_time_out_of_0_is_never() -> None:
 
 def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str, Outcome]) -> None:
     assert (outcomes["suspended"].codes, outcomes["suspended"].errors) == ([0], [""])
+
+
+GOES_ON = """
+import time
+from train.watchdog import TimeoutConfig, Watchdog
+
+class Late(Watchdog):
+    def _report(self):  # the main thread's next step begins while the watchdog looks at its stack
+        if self._at.step == 1:
+            self.enter("step", 2)
+        return super()._report()
+
+watchdog = Late(TimeoutConfig(step_s=1.5), 0, 1, print)
+watchdog.enter("step", 1)
+time.sleep(2.5)
+watchdog.close()
+print("went on", flush=True)
+"""
+
+
+def test_a_main_thread_that_goes_on_meanwhile_is_not_stuck() -> None:
+    done = subprocess.run([sys.executable, "-c", GOES_ON], cwd=ROOT, env=environment(), capture_output=True, text=True,
+                          timeout=60, check=False)  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
+
+
+def test_preparing_data_has_a_time_out_of_its_own() -> None:
+    said: list[str] = []
+    watchdog = Watchdog(TimeoutConfig(setup_s=0.5), 0, 1, said.append)
+    watchdog.enter("data")
+    time.sleep(1.0)
+    watchdog.close()  # by default never: this process is still here
+    assert said == []
+    assert tuple(KEYS) == get_args(Section)
+    assert [*KEYS.values()] == [field.name for field in dataclasses.fields(TimeoutConfig)]
+    with pytest.raises(ValueError, match=r"^timeouts\.data_s=-1 must lie between 0 and"):
+        check_bounds("timeouts", TimeoutConfig(data_s=-1))
 
 
 # Bounds

@@ -1,6 +1,7 @@
 """What a run asks of its checkpoints."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from train.bounds import bounded
@@ -10,6 +11,20 @@ VerifyMode = Literal["full", "size"]
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used: the message names it, what is wrong and the way out."""
+
+
+class UnreadableError(CheckpointError):
+    """Whether a checkpoint is whole cannot be told now: the disk or the system does not let us read it. It may well be, so
+    nobody passes it over."""
+
+
+GONE = (FileNotFoundError, NotADirectoryError)  # what says for certain that a file is not there; no other OSError does
+
+
+def make_unreadable(path: Path, error: OSError) -> UnreadableError:
+    """The error for a file or folder of a checkpoint that is there, or may be, and cannot be read."""
+    return UnreadableError(f"{path} cannot be read ({error.strerror or error}), which does not mean that it is damaged; nothing "
+                           "was passed over: mend that and start again")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ being written, `.step-00000100.old` is being deleted: neither counts, and the ne
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from parallel.memory_by_kind import GIB
@@ -44,13 +45,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def refuse_newer(folder: Path, start_step: int) -> None:
-    """CheckpointError if the run's folder holds checkpoints beyond where this run starts: they are another training's,
-    and the next start would take them for this one's."""
-    newer = [path.name for path in list_checkpoints(folder) if step_of(path) > start_step]
-    if newer:
-        raise CheckpointError(f"{folder} holds {', '.join(newer[-3:])}, newer than step {start_step} where this run starts: "
-                              "delete them, or use another run.dir")  # fmt: skip
+def refuse_newer(folder: Path, start_step: int, own: bool) -> None:
+    """CheckpointError if the run's folder holds another training's checkpoints, which the next start would take for this one's,
+    and retention would delete: those beyond where this run starts, and unless it is the folder's own training (`own`: started
+    under auto, or from a checkpoint that lies in the folder) any."""
+    others = [path.name for path in list_checkpoints(folder) if not own or step_of(path) > start_step]
+    if others:
+        which = f"newer than step {start_step} where this run starts" if own else "from none of which this run goes on"
+        raise CheckpointError(f"{folder} holds {', '.join(others[-3:])}, {which}: --checkpoint.resume=auto goes on from the "
+                              "newest of them, another run.dir leaves them as they are")  # fmt: skip
 
 
 def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
@@ -58,9 +61,11 @@ def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
     final = folder / step_name(step)
     partial = folder / f".{final.name}.partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_lasting(folder)
         for leftover in folder.glob(".step-*"):  # of a save or a deletion that was cut short
-            _remove(leftover)
+            # Only the name that is needed now must be free: there is no harm in others, such as those that NFS keeps open.
+            with suppress(*(() if leftover == partial else (OSError,))):
+                _remove(leftover)
         free_bytes = shutil.disk_usage(folder).free
         if free_bytes < needed_bytes:
             raise SaveError(f"the checkpoint of step {step} needs {_size(needed_bytes)}, {folder} has {_size(free_bytes)} free: "
@@ -146,6 +151,16 @@ def _sync_parent(final: Path, partial: Path) -> None:
     except OSError:
         os.rename(final, partial)
         raise
+
+
+def _make_lasting(folder: Path) -> None:
+    """Make a folder that is not there, and have the disk keep its name, and those of the folders above that are as new: the
+    run's, which is made just before, too."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*made, made[-1].parent) if made else ():
+        with suppress(PermissionError):  # somebody else's folder, which we may pass through and not open
+            _sync_folder(path.parent)
 
 
 def _remove(path: Path) -> None:

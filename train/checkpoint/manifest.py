@@ -13,7 +13,7 @@ import torch
 
 from parallel.bounded_read import read_bounded
 from train import VERSION
-from train.checkpoint.config import CheckpointError
+from train.checkpoint.config import GONE, CheckpointError, make_unreadable
 from train.read_json import parse_mapping
 
 MANIFEST, FORMAT = "manifest.json", "meshwright checkpoint 2"
@@ -87,16 +87,19 @@ def manifest_to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """A checkpoint's manifest. Raises CheckpointError unless it is there and exactly as it was written."""
+    """A checkpoint's manifest. Raises CheckpointError unless it is there and exactly as it was written, UnreadableError if
+    nobody can tell."""
     path = checkpoint / MANIFEST
     try:
         if path.is_symlink():
             raise ValueError("it is a link, which may lead anywhere")
         content = read_bounded(path, LIMIT_BYTES)
-    except (OSError, ValueError) as error:
+    except (*GONE, ValueError) as error:
         raise CheckpointError(f"{checkpoint} is not a checkpoint: it has no {MANIFEST} that can be read "
                               f"({getattr(error, 'strerror', None) or error}). Name a folder such as "
                               "runs/NAME/checkpoints/step-00000100") from None  # fmt: skip
+    except OSError as error:
+        raise make_unreadable(path, error) from None
     try:
         manifest = _manifest_from(content)
     except (ValueError, TypeError, KeyError, AttributeError):

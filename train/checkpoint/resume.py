@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.checkpoint.config import CheckpointConfig, CheckpointError
+from train.checkpoint.config import CheckpointConfig, CheckpointError, UnreadableError
 from train.checkpoint.folder import list_checkpoints, put_aside
 from train.checkpoint.manifest import Manifest
 from train.checkpoint.verify import verify_together
@@ -31,7 +31,7 @@ def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
 
     Under `auto` it is the newest in `folder` that verifies; those passed over are renamed, so that they no longer count.
     Raises CheckpointError if one is named that is not there or does not verify, and if there are some of which none verifies:
-    never a silent start from step 0.
+    never a silent start from step 0. UnreadableError if one cannot be read now: it may be whole, and is not passed over.
     """
     if config.resume == "none":
         return Start()
@@ -43,6 +43,8 @@ def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
     for path in reversed(found):
         try:
             manifest = verify_together(path, config.verify)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             damaged.append((path, str(error)))
             continue
@@ -59,4 +61,4 @@ def _verify_named(config: CheckpointConfig, path: Path) -> Manifest:
     try:
         return verify_together(path, config.verify)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.resume={config.resume}: {error}") from None
+        raise type(error)(f"checkpoint.resume={config.resume}: {error}") from None

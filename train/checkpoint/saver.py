@@ -24,10 +24,10 @@ from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import SaveError, abandon, begin_save, commit, delete_others, write_synced
 from train.checkpoint.manifest import Manifest, Position, SavedFile, SavedTensor, describe_tensor
 from train.checkpoint.shard_file import write_shard_file
-from train.checkpoint.shards import Shard, count_bytes, own_shards, random_state, training_tensors
+from train.checkpoint.shards import Shard, needed_bytes, own_shards, random_state, training_tensors
 from train.checkpoint.verify import hash_file
 
-_MANIFEST_BYTES = 2**20  # of room asked for beyond the tensors: headers, manifest, config and plan
+_MANIFEST_BYTES = 2**20  # of room asked for beyond the ranks' files: manifest, config and plan
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,15 @@ class Saver:
         self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         self._asynchronous = config.asynchronous
         self.failed = ""  # why the last save has failed
+        self.cut_off = ""  # why the ranks no longer hear each other: nothing is saved from then on
 
     def save(self, position: Position) -> None:
-        """Start a save; with `checkpoint.asynchronous` training may go on at once, as soon as the copy is made."""
+        """Start a save; with `checkpoint.asynchronous` training may go on at once, as soon as the copy is made. It fails
+        at once, with the same words, after one that was cut off: who knows which of its messages are still on their way."""
         self.wait()
+        if self.cut_off:
+            self._news.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
+            return
         start_s = time.perf_counter()
         tensors = training_tensors(self._model, self._optimizer)
         random = random_state()
@@ -84,7 +89,7 @@ class Saver:
         limits = _limits(shards)
         shards |= {name: Shard(state, (0,) * state.dim()) for name, state in random.items()}
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
-        needed = count_bytes(tensors) + _MANIFEST_BYTES
+        needed = needed_bytes(tensors, random, dist.get_world_size()) + _MANIFEST_BYTES
         problem = self._make_room(shards)
         copies = {} if problem else self._copy(shards)
         job = _Job(position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem)
@@ -137,6 +142,7 @@ class Saver:
         except Exception as failed:  # a thread has nobody to raise to: the loop hears of it through `news`
             said = one_line(str(failed).strip().rpartition("\n")[2])
             error = f"the save of step {job.position.step} was cut off, as by the death of another process ({said})"
+            self.cut_off = error
         self.failed = error
         stall_s = job.stall_s if self._asynchronous else time.perf_counter() - job.start_s
         self._news.put(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
@@ -146,9 +152,9 @@ class Saver:
         step, main = job.position.step, dist.get_rank() == 0
         partial = self._folder / f".step-{step:08d}.partial"
         try:
-            self._agree(_attempt(lambda: begin_save(self._folder, step, job.needed_bytes)) if main else None)
-            parts = self._gather(_attempt(lambda: self._write_part(partial, job)))
-            return Path(self._agree(_attempt(lambda: self._commit(partial, job, parts)) if main else None))
+            self._agree((step, "room"), _attempt(lambda: begin_save(self._folder, step, job.needed_bytes)) if main else None)
+            parts = self._gather((step, "part"), _attempt(lambda: self._write_part(partial, job)))
+            return Path(self._agree((step, "commit"), _attempt(lambda: self._commit(partial, job, parts)) if main else None))
         except SaveError:
             if main:
                 abandon(self._folder, step)
@@ -185,17 +191,28 @@ class Saver:
         delete_others(self._folder, self._config.keep, self._config.keep_every)
         return path
 
-    def _agree(self, outcome: Any) -> Any:
-        """Rank 0's outcome on every rank: returned, or if it is an error raised."""
-        box = [outcome]
+    def _agree(self, stage: tuple[int, str], outcome: Any) -> Any:
+        """Rank 0's outcome of a stage on every rank: returned, or if it is an error raised."""
+        box = [(stage, outcome)]
         dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        return _unless_error(box[0])
+        return self._unless_error(stage, *box[0])
 
-    def _gather(self, outcome: Any) -> list[Any]:
-        """Every rank's outcome on every rank; the first error among them is raised."""
+    def _gather(self, stage: tuple[int, str], outcome: Any) -> list[Any]:
+        """Every rank's outcome of a stage on every rank; the first error among them is raised."""
         outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome, group=self._group)
-        return [_unless_error(each) for each in outcomes]
+        dist.all_gather_object(outcomes, (stage, outcome), group=self._group)
+        return [self._unless_error(stage, *each) for each in outcomes]
+
+    def _unless_error(self, stage: tuple[int, str], theirs: tuple[int, str], outcome: Any) -> Any:
+        """What a rank has sent, if it is no error and of this stage: after a call that has failed on one rank alone, the ranks
+        would take one thing for another. That is the end of saving, as if it had been cut off."""
+        if theirs != stage:
+            here, there = f"{stage[1]} of step {stage[0]}", f"{theirs[1]} of step {theirs[0]}"
+            self.cut_off = f"the save of step {stage[0]} was cut off: processes are out of step ({here} here, {there} there)"
+            raise SaveError(self.cut_off)
+        if isinstance(outcome, SaveError):
+            raise outcome
+        return outcome
 
 
 def _attempt(work: Any) -> Any:
@@ -206,12 +223,6 @@ def _attempt(work: Any) -> Any:
         return error
     except Exception as error:
         return SaveError(f"{type(error).__name__}: {error}")
-
-
-def _unless_error(outcome: Any) -> Any:
-    if isinstance(outcome, SaveError):
-        raise outcome
-    return outcome
 
 
 def _limits(shards: Mapping[str, Shard]) -> Tensor:

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from parallel.one_line import one_line
-from train.checkpoint.config import CheckpointError, VerifyMode
+from train.checkpoint.config import GONE, CheckpointError, UnreadableError, VerifyMode, make_unreadable
 from train.checkpoint.manifest import MANIFEST, Manifest, SavedFile, read_manifest
 
 _READ_BYTES = 16 * 2**20
 
 
 def verify_alone(checkpoint: Path, mode: VerifyMode = "full") -> Manifest:
-    """The manifest of a checkpoint of which every file has been compared with it by this process. Raises CheckpointError."""
+    """The manifest of a checkpoint of which every file has been compared with it by this process. Raises CheckpointError,
+    UnreadableError where something cannot be read."""
     manifest = read_manifest(checkpoint)
     raise_damage(checkpoint, find_damage(checkpoint, manifest, mode, list(manifest.files)))
     return manifest
@@ -28,16 +29,19 @@ def verify_alone(checkpoint: Path, mode: VerifyMode = "full") -> Manifest:
 def verify_together(checkpoint: Path, mode: VerifyMode) -> Manifest:
     """As verify_alone, but every rank reads its part of the files only; all ranks call it, and end alike."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    manifest, problems = None, list[str]()
+    manifest, problems = None, list[tuple[str, str]]()
     try:
         manifest = read_manifest(checkpoint)
         by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)  # type: ignore[union-attr]
-        problems = find_damage(checkpoint, manifest, mode, by_size[rank::world_size])
+        problems = [("damaged", text) for text in find_damage(checkpoint, manifest, mode, by_size[rank::world_size])]
     except CheckpointError as error:
-        problems = [str(error)]
-    found: list[list[str]] = [[] for _ in range(world_size)]
+        problems = [("unreadable" if isinstance(error, UnreadableError) else "damaged", str(error))]
+    found: list[list[tuple[str, str]]] = [[] for _ in range(world_size)]
     dist.all_gather_object(found, problems)
-    raise_damage(checkpoint, list(dict.fromkeys(problem for one in found for problem in one)))
+    every = list(dict.fromkeys(problem for one in found for problem in one))
+    if unreadable := [text for kind, text in every if kind == "unreadable"]:
+        raise UnreadableError(unreadable[0])
+    raise_damage(checkpoint, [text for _, text in every])
     assert manifest is not None
     return manifest
 
@@ -52,7 +56,8 @@ def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
 
 
 def find_damage(checkpoint: Path, manifest: Manifest, mode: VerifyMode, names: Sequence[str]) -> list[str]:
-    """What differs from the manifest: of the files called `names`, size and (`full`) every byte; of the folder, its files."""
+    """What differs from the manifest: of the files called `names`, size and (`full`) every byte; of the folder, its files.
+    Raises UnreadableError where that cannot be told: only what has been found to differ is a difference."""
     problems, named = list[str](), re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
     if named and int(named[1]) != manifest.position.step:
         problems.append(f"its manifest is that of step {manifest.position.step}")
@@ -67,12 +72,14 @@ def find_damage(checkpoint: Path, manifest: Manifest, mode: VerifyMode, names: S
 def _list(checkpoint: Path) -> list[str]:
     try:
         return sorted(os.listdir(checkpoint))
-    except OSError as error:
+    except GONE as error:
         raise CheckpointError(f"{checkpoint} cannot be listed ({error.strerror}): use another checkpoint") from None
+    except OSError as error:
+        raise make_unreadable(checkpoint, error) from None
 
 
 def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
-    """In which way a file is not the one that was saved; "" if it is."""
+    """In which way a file is not the one that was saved; "" if it is. Raises UnreadableError."""
     try:
         here = path.lstat()
         if not stat.S_ISREG(here.st_mode):
@@ -81,10 +88,10 @@ def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
             return f"has {here.st_size} of {saved.size_bytes} bytes"
         if mode == "full" and hash_file(path).sha256 != saved.sha256:
             return "has other bytes than were saved"
-    except FileNotFoundError:
+    except GONE:
         return "is missing"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        raise make_unreadable(path, error) from None
     return ""
 
 

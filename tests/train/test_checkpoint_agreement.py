@@ -1,0 +1,89 @@
+"""What the ranks tell each other of a save, and the room that is asked for all of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from train.checkpoint.config import CheckpointConfig
+from train.checkpoint.folder import list_checkpoints
+from train.checkpoint.manifest import Position
+from train.checkpoint.saver import Saved, Saver
+from train.checkpoint.shards import needed_bytes, random_state, training_tensors
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """The ranks that save together: this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_saver(folder: Path) -> tuple[Saver, dict[str, Tensor]]:
+    """A saver, and the tensors that it saves."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    saver = Saver(CheckpointConfig(), folder, model, optimizer, mesh, {}, lambda: 2**30)
+    return saver, training_tensors(model, optimizer)
+
+
+def save(saver: Saver, step: int) -> Saved:
+    saver.save(Position(step))
+    saver.wait()
+    (news,) = saver.news()
+    assert saver.failed == news.error
+    return news
+
+
+def test_room_is_asked_for_the_headers_of_all_ranks(group: None, tmp_path: Path) -> None:
+    """Each names all tensors, as the one of this rank does, and has a random state of its own."""
+    saver, tensors = make_saver(tmp_path)
+    saved = save(saver, 1).path
+    assert saved
+    file = saved / "rank-00000.safetensors"
+    values_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    beyond_bytes = file.stat().st_size - values_bytes
+    assert 1000 * beyond_bytes < needed_bytes(tensors, random_state(), 1000) - values_bytes < 2000 * beyond_bytes
+
+
+def test_nothing_is_saved_after_one_that_was_cut_off(group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has failed on this rank alone may have worked on the others."""
+    saver = make_saver(tmp_path)[0]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "all_gather_object", fail)
+        error = save(saver, 1).error
+    assert error == "the save of step 1 was cut off, as by the death of another process (Connection reset by peer)"
+    assert save(saver, 2).error == error
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_what_is_said_of_another_stage_is_taken_for_no_answer(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's word on the commit of step 1 arrives once more at the end of step 2."""
+    saver, sent, really = make_saver(tmp_path)[0], list[Any](), dist.broadcast_object_list
+
+    def late(box: list[Any], **options: Any) -> None:
+        really(box, **options)
+        sent.append(box[0])
+        if len(sent) == 4:
+            box[0] = sent[1]
+
+    monkeypatch.setattr(dist, "broadcast_object_list", late)
+    assert save(saver, 1).error == ""
+    said = save(saver, 2).error
+    assert said.endswith("processes are out of step (commit of step 2 here, commit of step 1 there)")
+    assert save(saver, 3).error == said
