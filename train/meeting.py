@@ -2,10 +2,22 @@
 
 import time
 import uuid
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 POLL_S = 0.02
+
+
+def join(backend: str, timeout: timedelta, alone: bool) -> None:
+    """Make the process group of this start; of one process if `alone`, so that the same code runs everywhere."""
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        return
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(backend, store=meet(store, rank, world_size), rank=rank, world_size=world_size, timeout=timeout)
 
 
 def meet(store: Store, rank: int, world_size: int) -> Store:

@@ -6,12 +6,10 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from parallel.plan import PlanError
 from train.bounds import bounded
-from train.meeting import meet
+from train.meeting import join
 from train.watchdog import TimeoutConfig
 
 
@@ -101,10 +99,5 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.threads or max(1, cores // place.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if place.under_torchrun or place.world_size > 1:
-        timeout = group_timeout(config)
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        dist.init_process_group(backend, store=meet(store, rank, world_size), rank=rank, world_size=world_size, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    join(backend, group_timeout(config), alone=not place.under_torchrun and place.world_size == 1)
     torch.manual_seed(config.seed)

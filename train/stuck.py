@@ -14,7 +14,7 @@ class RankReport:
 
     Args:
         rank: its rank
-        section: what it was in: set-up, first step, step, evaluation, checkpoint; ended once it left the loop
+        section: what it was in: set-up, data, first step, step, evaluation, checkpoint; ended once it left the loop
         step: the step of that
         in_section_s: seconds since it entered section and step
         silent_s: seconds since its last heartbeat; 0 if it answered, inf if there never was one
@@ -217,11 +217,12 @@ def _outlasted(fired: TimedOut) -> str:
 
 
 def _order(report: RankReport) -> tuple[int, int]:
-    return report.step, SECTION_ORDER.index(report.section)
+    section = "set-up" if report.section == "data" else report.section  # which comes amid it
+    return report.step, SECTION_ORDER.index(section)
 
 
 def _when(report: RankReport) -> str:
-    if report.section in ("set-up", "ended"):
+    if report.section in ("set-up", "data", "ended"):
         return report.section
     if report.section == "step":
         return f"step {report.step}"

@@ -202,7 +202,8 @@ def test_a_new_start_beside_newer_checkpoints_is_refused_and_nothing_is_lost(dat
     assert run(1, *base).returncode == 0
     result = run(1, *base, "--checkpoint.resume=none")
     assert result.returncode == 2
-    assert "step-00000004, newer than step 0" in result.stderr
+    assert "holds step-00000002" in result.stderr
+    assert "--checkpoint.resume=auto goes on from the newest" in result.stderr
     assert len(list((folder / "checkpoints").iterdir())) == 2
 
 

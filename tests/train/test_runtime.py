@@ -40,7 +40,8 @@ def test_restarts_are_counted_wherever_they_are_made(said: dict, restarts: int, 
         monkeypatch.delenv(name, raising=False)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    assert read_place() == Place(0, 1, 0, 1, False, restarts)
+    torchrun_restarts = int(said.get("TORCHELASTIC_RESTART_COUNT", 0))
+    assert read_place() == Place(0, 1, 0, 1, False, restarts, torchrun_restarts)
 
 
 def test_a_collective_waits_longer_than_any_section() -> None:
