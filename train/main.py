@@ -54,7 +54,7 @@ from train.runtime import Place, choose_device, read_place, start_process
 from train.status import read_status
 from train.stop import PeerLostError, Stop, as_lost_peer
 from train.take_folder import take_folder
-from train.together import from_main
+from train.together import from_main, with_restarts_of_all
 from train.watchdog import Watchdog
 
 EXPLAINED = (SaveError, NonFiniteError, PeerLostError)  # failures of which the message says all: no traceback
@@ -108,6 +108,7 @@ def run(config: Config, place: Place) -> bool:
             start_process(config.run, place, planned.device)
         watchdog.connect()
         stop.connect()
+        place = with_restarts_of_all(place)
         with take_folder(folder, place, screen), journal.opened(folder):
             watchdog.report_to(folder)
             stopped = _run_in(folder, config, place, planned, screen, journal, watchdog, stop)
@@ -201,7 +202,7 @@ def _train(run: Run, journal: Journal, start: Position) -> bool:
 
 def _asked_checkpoint(config: Config, place: Place, checkpoints: Path) -> CheckpointConfig:
     """Where to go on. After a restart it is what the run has committed itself by then, if anything."""
-    if place.restarts and from_main(place, lambda: bool(list_checkpoints(checkpoints))):
+    if place.restarts and from_main(place, lambda: bool(list_checkpoints(checkpoints))):  # the same on every rank by now
         return dataclasses.replace(config.checkpoint, resume="auto")
     return config.checkpoint
 

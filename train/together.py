@@ -1,6 +1,7 @@
 """What one rank does for all."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,3 +26,11 @@ def from_main(place: Place, make: Callable[[], T]) -> T:
     if isinstance(made[0], USER_ERRORS):
         raise made[0]
     return made[0]  # type: ignore[no-any-return]
+
+
+def with_restarts_of_all(place: Place) -> Place:
+    """The place with the most restarts that any rank knows of: each node's launcher counts its own."""
+    restarts = torch.tensor([place.restarts, place.torchrun_restarts])
+    dist.all_reduce(restarts, op=dist.ReduceOp.MAX)
+    most, torchrun = restarts.tolist()
+    return replace(place, restarts=most, torchrun_restarts=torchrun)
