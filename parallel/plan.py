@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel.config import CompileConfig
-from parallel.one_line import one_line
+from parallel.one_line import each_line
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbours in tp are neighbours in rank
 DTYPES = ("float32", "bfloat16")
@@ -16,7 +16,7 @@ class PlanError(ValueError):
     """The parallelisation asked for cannot be: each line of the message names rule, value, place and way out."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("\n".join(map(one_line, message.split("\n"))))
+        super().__init__(each_line(message))
 
 
 @dataclass(frozen=True)
