@@ -94,7 +94,7 @@ def test_the_folder_one_stands_in_is_no_new_name(source: Path, tmp_path: Path, m
 
 
 def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tool: Tool, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", odd_texts(20_000, seed=12, mean_bits=60))
+    source = write_jsonl(tmp_path / "a.jsonl", odd_texts(40_000, seed=12, mean_bits=60))
     tokenizer, out = train_bpe(tmp_path / "bpe"), tmp_path / "out"
     call = ["prepare_data", str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
