@@ -39,7 +39,7 @@ KILLS: dict[str, tuple[Any, str, int]] = {
     "in the other's shard": (shard_file.os, "fsync", 1),
     "before the config": (saver_module, "write_synced", 0),
     "before the manifest": (folder_module, "write_synced", 0),
-    "before the rename": (folder_module, "_sync_folder", 0),
+    "before the rename": (folder_module, "flush_folder", 0),
     "after the rename": (folder_module, "_sync_parent", 0),
     "before retention": (saver_module, "delete_others", 0),
     "in a deletion": (shutil, "rmtree", 0),

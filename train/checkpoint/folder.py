@@ -14,6 +14,7 @@ from pathlib import Path
 from parallel.memory_by_kind import GIB
 from train.checkpoint.config import CheckpointError
 from train.checkpoint.manifest import MANIFEST, Manifest, manifest_to_text
+from train.flush_folder import flush_folder
 
 _STEP = re.compile(r"step-(\d{8,18})")
 
@@ -87,7 +88,7 @@ def commit(partial: Path, manifest: Manifest) -> Path:
         raise SaveError(f"{', '.join(absent[:3])} did not arrive in {partial.parent}: it must be one folder, shared by all nodes")
     try:
         write_synced(partial / MANIFEST, manifest_to_text(manifest))
-        _sync_folder(partial)
+        flush_folder(partial)
         os.rename(partial, final)
         _sync_parent(final, partial)
     except OSError as error:
@@ -147,7 +148,7 @@ def write_synced(path: Path, text: str) -> None:
 def _sync_parent(final: Path, partial: Path) -> None:
     """Make the rename last. Where the disk refuses that, take it back: a save that has failed leaves nothing that counts."""
     try:
-        _sync_folder(final.parent)
+        flush_folder(final.parent)
     except OSError:
         os.rename(final, partial)
         raise
@@ -160,7 +161,7 @@ def _make_lasting(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in (*made, made[-1].parent) if made else ():
         with suppress(PermissionError):  # somebody else's folder, which we may pass through and not open
-            _sync_folder(path.parent)
+            flush_folder(path.parent)
 
 
 def _remove(path: Path) -> None:
@@ -168,14 +169,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _size_of(path: Path) -> int:

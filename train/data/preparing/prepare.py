@@ -14,7 +14,7 @@ from typing import Any
 from train.data.config import DataError
 from train.data.preparing.pieces import Piece, cut_source
 from train.data.preparing.pool import tokenise_pieces
-from train.data.preparing.shard_writer import flush_folder, write_whole
+from train.data.preparing.shard_writer import write_whole
 from train.data.preparing.worker import (
     Job,
     NoSpace,
@@ -37,6 +37,7 @@ from train.data.store import (
 )
 from train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from train.data.verify import hash_file
+from train.flush_folder import flush_folder
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
 
