@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, N query heads, K key-value heads, H head dim.
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from models.kernels.cpu_attention import causal_attention as cpu_causal_attention
@@ -20,6 +21,13 @@ ATTENTION_OPS = (
     "higher_order.flex_attention",
 )
 
+# Kernels to choose from -> the devices they run on. "cpu" is ours; the others are torch's.
+KERNELS = {"cpu": ("cpu",), "math": ("cpu", "cuda"), "flash": ("cpu", "cuda"), "efficient": ("cuda",), "cudnn": ("cuda",),
+           "flex": ("cuda",)}  # fmt: skip
+WITHIN_DOCUMENTS = ("cpu", "flex")  # kernels that can keep documents apart
+_TORCH_KERNELS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+                  "cudnn": SDPBackend.CUDNN_ATTENTION}  # fmt: skip
+
 # What keeps attention within documents, as the device's kernel wants it; None where a sequence is one document.
 Documents = Tensor | BlockMask | None
 
@@ -32,15 +40,29 @@ def within_documents(first_BT: Tensor) -> Documents:
 class CausalAttention(nn.Module):
     """Causal softmax attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H]; K divides N.
 
-    Scale 1/sqrt(H). On a CPU by a kernel of ours, elsewhere by torch's. A module of its own, so that a sharding or
-    a profile can name it.
+    Scale 1/sqrt(H). `kernel`: one of KERNELS and no other, which raises RuntimeError where it cannot; "" is ours on a CPU, and
+    what torch picks elsewhere. A module of its own, so that a sharding or a profile can name it.
     """
+
+    kernel = ""
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q.shape[1] != k.shape[1]
         if isinstance(documents, BlockMask):
-            return flex_attention(q, k, v, block_mask=documents, enable_gqa=grouped).transpose(1, 2)  # type: ignore[union-attr]
+            return flex_attention(q, k, v, block_mask=documents, enable_gqa=grouped).transpose(1, 2)
+        if self.kernel in _TORCH_KERNELS:
+            return _attend(q, k, v, self.kernel).transpose(1, 2)
         if q.is_cpu:
             return cpu_causal_attention(q, k, v, documents)[0].transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+    """q[B, N, T, H], k and v[B, K, T, H] -> [B, N, T, H], by one of torch's kernels and no other."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and kernel == "efficient":  # it has no notion of shared heads
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    with sdpa_kernel(_TORCH_KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from models.attention import CausalAttention, Documents, within_documents
-from models.loss import CrossEntropySum
+from models.loss import LinearCrossEntropySum
 from models.rope import apply_rope, rope_tables
 from models.rope_scaling import RopeScaling, check_scaling
 
@@ -144,18 +144,26 @@ class Block(nn.Module):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
+class Output(nn.Linear):
+    """Projection to logits, h[B, T, D] -> [B, T, V]."""
+
+    def matrix(self) -> Tensor:
+        """The weight[V, D] as a plain tensor: a sharding puts a rank's own share in its place."""
+        return self.weight
+
+
 class Head(nn.Module):
     """Final norm and output projection; with targets also the loss, so that logits never leave this module."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.loss = CrossEntropySum()
+        self.output = Output(config.dim, config.vocab_size, bias=False)
+        self.loss = LinearCrossEntropySum()
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        logits_BTV = self.output(self.norm(x))
-        return logits_BTV if targets_BT is None else self.loss(logits_BTV, targets_BT)
+        h = self.norm(x)
+        return self.output(h) if targets_BT is None else self.loss(h, self.output, targets_BT)
 
 
 class Llama(nn.Module):
@@ -178,6 +186,12 @@ class Llama(nn.Module):
             self.head.output.weight = self.tok_embeddings.weight
         for name in ("cos_TH", "sin_TH"):
             self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
+
+    def choose_kernels(self, attention: str, loss_chunk_tokens: int) -> None:
+        """Which attention all blocks run, of `models.attention.KERNELS`, and `chunk_tokens` of the loss."""
+        for block in self.layers:
+            block.attention.inner.kernel = attention  # type: ignore[union-attr]
+        self.head.loss.chunk_tokens = loss_chunk_tokens
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, first_BT: Tensor | None = None) -> Tensor:
         x = self.tok_embeddings(tokens_BT)

@@ -3,6 +3,8 @@
 from parallel.config import ParallelConfig
 from parallel.plan import Plan
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of inductor: those that capture CUDA graphs
+
 
 def advise(plan: Plan, gpus_per_node: int) -> list[str]:
     """What an expert would say of the plan at a glance, a sentence each; [] if nothing."""
@@ -26,6 +28,11 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
         advice.append(f"tp={mesh.tp} splits no part of the model: every tp rank computes the same; use tp=1")
     if plan.cpu_offload and mesh.world_size == 1:
         advice.append("cpu_offload with one process: every parameter crosses to the device and back each step")
+    if plan.compile.enabled and plan.compile.mode in GRAPH_MODES:
+        # torch 2.13, _inductor/cudagraph_trees.py: StaticInputIdxMismatch, which no limit counts
+        advice.append(f"compile.mode={plan.compile.mode} captures CUDA graphs on a GPU, each for parameters at fixed addresses, "
+                      "but FSDP2 gathers them into new memory every time: for each new address a graph is recorded again, "
+                      "which takes longer than running it, and kept. Use max-autotune-no-cudagraphs, or default")  # fmt: skip
     return advice
 
 

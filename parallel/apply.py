@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.compile import apply_compile
 from parallel.fsdp import apply_fsdp, apply_prefetch
+from parallel.kernels import apply_kernels
 from parallel.mesh import fsdp_mesh
 from parallel.plan import Plan
 from parallel.tensor import apply_tensor_parallel
@@ -13,6 +14,7 @@ from parallel.tensor import apply_tensor_parallel
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be made."""
+    apply_kernels(model, plan)
     apply_tensor_parallel(model, plan, mesh["tp"])
     apply_activation_checkpoint(model, plan)
     apply_compile(model, plan)

@@ -10,14 +10,28 @@ from collections.abc import Sequence
 from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
 from parallel.plan import ACTIVATION_CHECKPOINTS, AXES, DTYPES, ModelUnits, Plan, PlanError, UnitPlan, regathered
-from parallel.rules import compile_mistakes, dtype_mistakes, nearest, reshard_mistakes, tensor_mistakes
+from parallel.rules import (
+    compile_mistakes,
+    dtype_mistakes,
+    kernel_mistakes,
+    nearest,
+    reshard_mistakes,
+    storage_mistakes,
+    tensor_mistakes,
+)
 from parallel.selective import op_mistakes, saved_ops
 from parallel.tensor import STYLES, find_style, split_styles
+
+_OF_ALL_UNITS = ("cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens")
 
 
 def check_plan(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> None:
     """Raise PlanError with all mistakes unless `plan` makes sense and fits this model and number of processes."""
     mistakes = compile_mistakes(plan.compile, "compile.") + _size_mistakes(plan, world_size)
+    mistakes += dtype_mistakes(plan.storage_dtype, "storage_dtype")
+    mistakes += storage_mistakes(plan.storage_dtype, [unit.param_dtype for unit in plan.units], "")
+    gathered = "gathered_logits" in plan.tensor.styles.values()
+    mistakes += kernel_mistakes(plan.attention, plan.loss_chunk_tokens, gathered, model, "")
     model_mistakes = _model_mistakes(plan, model)
     mistakes += model_mistakes
     if not model_mistakes:  # the rest asks for the units' order, and names modules
@@ -55,7 +69,7 @@ def _planned(key: str, plan: Plan, model: ModelUnits) -> list[object]:
         units = plan.units[:-1]  # the last is never resharded
     if key in ("activation_checkpoint", "activation_budget"):
         units = [unit for unit in plan.units if model.checkpointed.issuperset(unit.modules)]
-    whole = plan.mesh if key in AXES else plan.tensor if key == "sequence_parallel" else plan if key == "cpu_offload" else None
+    whole = plan.mesh if key in AXES else plan.tensor if key == "sequence_parallel" else plan if key in _OF_ALL_UNITS else None
     return [getattr(holder, key) for holder in (units if whole is None else [whole]) if hasattr(holder, key)]
 
 

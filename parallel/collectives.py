@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel.inner_code import inner_code
 from parallel.mesh import data_parallel_group
 from parallel.plan import AXES, Plan
 from parallel.position import Position
@@ -65,7 +66,13 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types and self._in_dtensor:
             return NotImplemented  # let it become operations on local tensors, which come here again
-        result = self._open(op, args, kwargs or {}) if DTensor in types else op(*args, **(kwargs or {}))
+        if DTensor in types:
+            result = self._open(op, args, kwargs or {})
+        elif code := inner_code(op):
+            with self:
+                result = code(*args, **(kwargs or {}))
+        else:
+            result = op(*args, **(kwargs or {}))
         if op.namespace == "profiler":
             closed = self.position.read_label(op, args)
             if self._storages is not None:

@@ -13,7 +13,8 @@ class CompileConfig:
     Args:
         enabled: compile the transformer blocks and the output head
         backend: torch.compile backend, such as inductor or aot_eager
-        mode: torch.compile mode, such as default or max-autotune-no-cudagraphs (backend inductor only)
+        mode: torch.compile mode, of backend inductor only: default, or max-autotune-no-cudagraphs, which tries kernels
+            against one another for minutes (docs/speed.md says when that pays)
         dynamic: compile for any sequence length and batch at once; false makes a graph for each
         on_recompile: what a compilation after the first step does: warn (rank 0 says which guard
             failed), error, or ignore; metrics count them on all ranks
@@ -60,9 +61,15 @@ class ParallelConfig:
             comma-separated list of operators such as aten.mm,aten.silu; OP/2 keeps every second call
         activation_budget: share of a block's activations that budget keeps, from 0 (recompute all) to 1
         unit_min_params: join neighbouring blocks into units of at least this many parameters; 0 is a unit per block
+        storage_dtype: dtype in which parameters, and their gradients, are kept sharded: float32, or bfloat16, whose updates
+            are rounded stochastically
         param_dtype: dtype of gathered parameters and of computation: float32 or bfloat16
         reduce_dtype: dtype of gradient reduction: float32 or bfloat16
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory
+        attention: kernel of attention, which runs or fails: cudnn, flash, efficient, math, flex (documents apart, on a GPU),
+            cpu (ours); auto is cpu on a CPU, on a GPU the fastest known for it
+        loss_chunk_tokens: tokens whose logits are there at a time: the head's gradients are made chunk by chunk; 0 makes the
+            logits of a micro batch at once; auto is 2048 for longer micro batches
         compile: how blocks are compiled
     """
 
@@ -81,7 +88,10 @@ class ParallelConfig:
     selective_policy: str = "matmul"
     activation_budget: float = 0.5
     unit_min_params: int = 0
+    storage_dtype: str = "float32"
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
     cpu_offload: bool = False
+    attention: str = "auto"
+    loss_chunk_tokens: Auto | int = "auto"
     compile: CompileConfig = field(default_factory=CompileConfig)

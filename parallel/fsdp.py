@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallel.plan import Plan, UnitPlan, prefetch_schedule
 
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps a norm of 0 from dividing
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -87,13 +87,13 @@ def copy_shard(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def clip_gradients(parameters: Sequence[Tensor], max_norm: float, loss: Tensor) -> Tensor:
-    """Scale gradients in place to a global norm of at most `max_norm` (0: leave them). Returns the norm before, not finite on
-    all ranks if a gradient or `loss` is not finite on one.
+def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
+    """The norm of the whole model's gradient, a plain scalar, the same on every rank; not finite on all of them if a gradient
+    or `loss` is not finite on one.
 
-    The norm is that of the whole model, a plain scalar, the same on every rank, from one all-reduce: each rank adds up
-    the squares of what it holds, each divided by how many ranks hold the same. So it does not matter which axes shard
-    a gradient, where torch's own function takes gradients of one mesh only and reduces each apart.
+    From one reading and one all-reduce: each rank adds up the squares of what it holds, each divided by how many ranks hold
+    the same. So it does not matter which axes shard a gradient, where torch's own function takes gradients of one mesh only
+    and reduces each apart.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
@@ -102,10 +102,12 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, loss: Tensor) 
     square = torch.stack(norms).square().sum()
     square += 0 * loss.to(square.device)  # 0, or not a number
     dist.all_reduce(square)
-    norm = square.sqrt()
-    if max_norm > 0:
-        torch._foreach_mul_(held, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
-    return norm
+    return square.sqrt()
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """What gradients are to be divided by for a global norm of at most `max_norm`: 1 below it; None where that is 0, never."""
+    return ((norm + CLIP_EPS) / max_norm).clamp(min=1.0) if max_norm > 0 else None
 
 
 def _copies(grad: Tensor) -> int:

@@ -10,16 +10,26 @@ from typing import Any
 from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
 from parallel.plan import AXES, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
-from parallel.rules import batch_mistakes, compile_mistakes, dtype_mistakes, nearest, reshard_mistakes, tensor_mistakes
+from parallel.rules import (
+    batch_mistakes,
+    compile_mistakes,
+    dtype_mistakes,
+    kernel_mistakes,
+    nearest,
+    reshard_mistakes,
+    storage_mistakes,
+    tensor_mistakes,
+)
 from parallel.selective import blocks_of_every, op_mistakes, saved_ops
 from parallel.strategy import STRATEGIES, strategy_settings
 from parallel.tensor import split_styles
 
+LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences per micro
-    batch and per optimizer step.
+    batch and per optimizer step; the attention kernel that is best on its devices.
 
     A global batch of -1 is one micro batch per data-parallel rank; a micro batch of "auto" is a rank's whole share of
     the global batch, or 1 without one.
@@ -30,6 +40,7 @@ class Job:
     seq_len: int
     micro_batch_size: int | str = 1
     global_batch_size: int = -1
+    attention: str = "cpu"
 
 
 def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
@@ -57,6 +68,9 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
         accumulation=1 if job.global_batch_size == -1 else job.global_batch_size // once,
         tensor=_make_tensor(config, model, mesh.tp),
         cpu_offload=config.cpu_offload,
+        storage_dtype=config.storage_dtype,
+        attention=_resolve(config.attention, job.attention),
+        loss_chunk_tokens=_loss_chunk(config, micro_batch_size * job.seq_len, mesh.tp),
         compile=config.compile,
         modules=tuple(model.modules),
         units=_make_units(config, model),
@@ -65,6 +79,17 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
 
 def _resolve(value: Any, default: Any) -> Any:
     return default if value == "auto" else value
+
+
+def _loss_chunk(config: ParallelConfig, tokens: int, tp: int) -> int:
+    """Tokens whose logits are there at a time. Gathered logits, and those of a micro batch no longer than a chunk, are made at
+    once: compiled with what follows, that is faster."""
+    at_once = _logits_gathered(config, tp) or tokens <= LOSS_CHUNK_TOKENS
+    return int(_resolve(config.loss_chunk_tokens, 0 if at_once else LOSS_CHUNK_TOKENS))
+
+
+def _logits_gathered(config: ParallelConfig, tp: int) -> bool:
+    return tp > 1 and "head" in config.tp_parts and not config.loss_parallel
 
 
 def _resolve_strategy(config: ParallelConfig, job: Job) -> tuple[ParallelConfig, list[str]]:
@@ -88,8 +113,11 @@ def _resolve_strategy(config: ParallelConfig, job: Job) -> tuple[ParallelConfig,
 def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
     """Mistakes in single keys, and in pairs that have nothing to do with degrees."""
     mistakes = []
-    for key in ("param_dtype", "reduce_dtype"):
+    for key in ("storage_dtype", "param_dtype", "reduce_dtype"):
         mistakes += dtype_mistakes(getattr(config, key), f"parallel.{key}")
+    mistakes += storage_mistakes(config.storage_dtype, [config.param_dtype], "parallel.")
+    attention, chunk = _resolve(config.attention, model.attention_kernels[0]), _resolve(config.loss_chunk_tokens, 0)
+    mistakes += kernel_mistakes(attention, chunk, _logits_gathered(config, _resolve(config.tp, 1)), model, "parallel.")
     for key in ("forward_prefetch", "backward_prefetch"):
         if (value := getattr(config, key)) != "auto" and value < 0:
             mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")

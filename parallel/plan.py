@@ -33,6 +33,7 @@ class ModelUnits:
         tp_divides: what the tp degree must divide: part of the model -> config key -> value
         shared_parts: parts that share weights, so that all or none of them are split
         attention_ops: operators that attention may be, for selective activation checkpointing
+        attention_kernels: names of the kernels that attention has a choice of
     """
 
     modules: Mapping[str, int]
@@ -43,6 +44,7 @@ class ModelUnits:
     tp_divides: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     shared_parts: frozenset[str] = frozenset()
     attention_ops: tuple[str, ...] = ()
+    attention_kernels: tuple[str, ...] = ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ class UnitPlan:
 class Plan:
     """The parallelisation of one model on one number of processes.
 
-    `modules`: in the order in which the forward runs them. `units`: in the order in which it is done with them.
+    `storage_dtype`: of sharded parameters and gradients. `attention`: the kernel. `loss_chunk_tokens`: tokens whose logits are
+    there at a time; 0 is all. `modules`: in the order in which the forward runs them. `units`: in the order in which it is
+    done with them.
     """
 
     mesh: MeshPlan
@@ -113,6 +117,9 @@ class Plan:
     accumulation: int
     tensor: TensorPlan
     cpu_offload: bool
+    storage_dtype: str
+    attention: str
+    loss_chunk_tokens: int
     compile: CompileConfig
     modules: tuple[str, ...]
     units: tuple[UnitPlan, ...]

@@ -33,6 +33,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "accumulation": plan.accumulation,
         "tensor": dataclasses.asdict(plan.tensor),
         "cpu_offload": plan.cpu_offload,
+        "storage_dtype": plan.storage_dtype,
+        "attention": plan.attention,
+        "loss_chunk_tokens": plan.loss_chunk_tokens,
         "compile": dataclasses.asdict(plan.compile),
         "modules": join_names(plan.modules),
         "units": [{"unit": name, **_treatment(unit)} for name, unit in group_units(plan.units)],
@@ -58,6 +61,9 @@ def load_plan(path: Path) -> Plan:
             accumulation=_read_count(data, "accumulation"),
             tensor=_read(TensorPlan, data["tensor"], "tensor"),
             cpu_offload=_value(bool, data["cpu_offload"], "cpu_offload"),
+            storage_dtype=_value(str, data["storage_dtype"], "storage_dtype"),
+            attention=_value(str, data["attention"], "attention"),
+            loss_chunk_tokens=_value(int, data["loss_chunk_tokens"], "loss_chunk_tokens"),
             compile=_read(CompileConfig, data["compile"], "compile"),
             modules=_read_all(data["modules"], lambda entry: _names(entry, "modules"), "modules"),
             units=_read_all(data["units"], _read_units, "units"),
@@ -211,6 +217,8 @@ def plan_to_table(plan: Plan) -> str:
                      + (f", left whole: {', '.join(whole)}" if whole else ""))  # fmt: skip
     if plan.cpu_offload:
         first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
+    loss = f"loss {plan.loss_chunk_tokens} tokens at a time" if plan.loss_chunk_tokens else "loss of all tokens at once"
+    first.append(f"kernels: attention {plan.attention}, {loss}; parameters stored in {plan.storage_dtype}")
     return "\n".join([*first, *lines])
 
 

@@ -11,6 +11,7 @@ from parallel.compile_budget import SAVING_BACKENDS
 from parallel.config import CompileConfig
 from parallel.plan import DTYPES, ModelUnits
 
+LEAST_CHUNK_TOKENS = 64  # of the loss
 USUAL_BACKENDS = (*SAVING_BACKENDS, "aot_eager", "eager")  # known without asking torch, which takes seconds
 
 
@@ -26,6 +27,29 @@ def dtype_mistakes(value: str, place: str) -> list[str]:
         return [f"{place}=float16 needs a gradient scaler, which this trainer does not have: "
                 "use bfloat16, which has float32's range"]  # fmt: skip
     return [] if value in DTYPES else [f"{place}={value} is not one of {', '.join(DTYPES)}"]
+
+
+def storage_mistakes(storage: str, params: Iterable[str], place: str) -> list[str]:
+    """Parameters stored in bfloat16 and gathered in float32 would send zeros."""
+    if storage == "bfloat16" and "float32" in params:
+        return [f"{place}storage_dtype=bfloat16 with param_dtype=float32 would send and multiply twice the bytes that "
+                "there are: use param_dtype=bfloat16"]  # fmt: skip
+    return []
+
+
+def kernel_mistakes(attention: str, loss_chunk_tokens: int, gathered: bool, model: ModelUnits, place: str) -> list[str]:
+    """An attention that the model does not have, and chunks too small or of `gathered` logits."""
+    mistakes = []
+    if attention not in model.attention_kernels:
+        mistakes.append(f"{place}attention={attention} is not one of {', '.join(model.attention_kernels)}."
+                        + nearest(attention, model.attention_kernels))  # fmt: skip
+    if loss_chunk_tokens and loss_chunk_tokens < LEAST_CHUNK_TOKENS:
+        mistakes.append(f"{place}loss_chunk_tokens={loss_chunk_tokens} must be 0 (all at once) or at least {LEAST_CHUNK_TOKENS}: "
+                        "products of fewer tokens are slow")  # fmt: skip
+    if loss_chunk_tokens and gathered:
+        mistakes.append(f"{place}loss_chunk_tokens={loss_chunk_tokens} is for logits that stay split over tp: use 0, or "
+                        "loss_parallel=true")  # fmt: skip
+    return mistakes
 
 
 def compile_mistakes(config: CompileConfig, place: str) -> list[str]:

@@ -73,6 +73,8 @@ def apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: 
         if style == "loss":
             module.split_vocabulary(axis.group_name, axis.rank)  # type: ignore[operator]
             continue
+        if hasattr(module, "matrix"):  # whoever multiplies with the weight itself
+            module.matrix = MethodType(_weight, module)
         forward, placement = STYLES[style]
         whole = module.get_parameter("weight")
         if whole not in split:

@@ -40,7 +40,7 @@ from train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_er
 from train.evaluation import Score, score_sets
 from train.hf_folder import CONFIG, open_folder
 from train.init_from import Weights, find_weights, load_weights
-from train.planning import plan_run
+from train.planning import attention_here, check_attention, plan_run
 from train.runtime import Place, choose_device, read_place, start_process
 
 PROG = "tools.eval"
@@ -111,7 +111,8 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place:
     subject = find_subject(options, overrides)
     config = subject.config
     device, device_name = choose_device(config.run, place)
-    plan = plan_run(config, place.world_size, place.local_world_size)
+    plan = plan_run(config, place.world_size, place.local_world_size, attention_here(config, device, device_name))
+    check_attention(config, plan, device.type)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type)
     check_data(config.data, config.model.vocab_size)

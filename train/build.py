@@ -28,6 +28,9 @@ def shard_model(config: Config, plan: Plan, mesh: DeviceMesh) -> Llama:
     """The first half of building: a model on the meta device with the plan applied to it."""
     with torch.device("meta"):
         model = Llama(config.model)
+    model.head.loss.z_loss = config.train.z_loss
+    for parameter in model.parameters():  # not the buffers: RoPE's tables stay float32
+        parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
     freeze(model, config.train.freeze)
     apply_plan(model, plan, mesh)
     return model

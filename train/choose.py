@@ -9,7 +9,7 @@ from parallel.plan import PlanError
 from parallel.planner.search import Choice, Machines, frugal, search
 from train.config import Config
 from train.fits import MAX_PROCESSES, halvings
-from train.planning import model_units
+from train.planning import best_attention, make_job, model_units
 from train.predict import trace_run
 
 
@@ -39,8 +39,7 @@ def describe_choices(choices: Mapping[str, object]) -> str:
 
 
 def _make_job(config: Config, world_size: int, machines: Machines) -> Job:
-    train, per_node = config.train, min(machines.gpus_per_node, world_size)
-    return Job(world_size, per_node, train.seq_len, train.micro_batch_size, train.global_batch_size)
+    return make_job(config, world_size, min(machines.gpus_per_node, world_size), best_attention(config, machines.hardware))
 
 
 def _fits_somehow(config: Config, gpus: int, machines: Machines, seq_len: int) -> bool:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.reshard import reshard_units
-from train.data.loader import BatchShape, to_device
+from train.data.loader import BatchShape
 from train.data.sequences import SequenceShape, read_batch
 from train.data.split import Split
+from train.data.to_device import to_device
 from train.step import Batch, count_targets, summed
 
 

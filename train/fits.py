@@ -8,6 +8,7 @@ from models.size import count_parameters
 from parallel.memory_by_kind import GIB, StepMemory
 from parallel.plan import Plan, PlanError
 from parallel.planner.memory import predict_step_memory
+from parallel.planner.work import DTYPE_BYTES
 from train.config import Config, list_configs, load_config
 from train.planning import plan_run
 from train.predict import predict_memory, trace_run
@@ -97,7 +98,8 @@ def _need(config: Config, processes: int, available_bytes: int) -> int | None:
 def _may_fit(config: Config, processes: int, available_bytes: int) -> bool:
     """Whether parameters and both moments alone leave room: what a look tells without tracing the model."""
     frozen = config.train.freeze or config.parallel.cpu_offload
-    return bool(frozen) or 12 * count_parameters(config.model).total / processes < available_bytes
+    each = DTYPE_BYTES[config.parallel.storage_dtype] + 2 * DTYPE_BYTES[config.optim.state_dtype]
+    return bool(frozen) or each * count_parameters(config.model).total / processes < available_bytes
 
 
 def halvings(seq_len: int) -> Iterator[int]:

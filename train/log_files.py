@@ -132,9 +132,12 @@ class Board:
     def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
         """Add scalars and texts, by name, of a step."""
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from torch.utils.tensorboard.summary import scalar, text
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from torch.utils.tensorboard.summary import text
 
-        summaries = [*(scalar(name, value) for name, value in scalars.items()), *(text(name, t) for name, t in texts.items())]
+        # One event for all scalars: an event each, as SummaryWriter does it, takes three times as long.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        summaries = [Summary(value=values), *(text(name, t) for name, t in texts.items())]
         self._file.append(_records(Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries))
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """The training loop: batch, step, report, evaluate, save, stop."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from train.data.progress import data_progress
 from train.data.sequences import SequenceShape
 from train.data.tokens import Corpus
 from train.evaluation import Score, score_sets
+from train.garbage import Garbage
 from train.host_memory import return_free_memory
+from train.kernel_check import KernelCheck
 from train.metrics import Metrics
 from train.nonfinite import FiniteGuard
 from train.optim import learning_rate, set_learning_rate
@@ -53,6 +57,7 @@ class Run:
     recompiles: RecompileGuard
     finite: FiniteGuard
     total_steps: int
+    attention: str  # the kernel that the plan names
 
 
 def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) -> Position:
@@ -61,15 +66,18 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     `on_progress` hears of the step after every report and every committed checkpoint. Raises SaveError if a checkpoint could
     not be saved, NonFiniteError, and PeerLostError.
     """
-    config, position = run.config, start
+    config, position, stopping = run.config, start, False
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
     profiler = StepProfiler(config.profile, run.folder / "profile", dist.get_rank() == 0, run.screen.line)
+    garbage = Garbage(config.train.gc_every)
+    checked = run.device.type == "cuda" and dist.get_rank() == 0 and not config.profile.start  # a CPU's kernel is called by name
+    watching = KernelCheck(run.attention, run.device, run.screen.line).watching if checked else nullcontext
     run.stop.begin()
     if config.train.eval_every and start.step == 0:
         run.screen.report(run.metrics.log_eval(0, _evaluate(run, 0)))
     run.metrics.resume()
     try:
-        while position.step < run.total_steps:
+        while position.step < run.total_steps and not stopping:
             now = _next_position(run, position)
             step = now.step
             run.watchdog.enter("first step" if position is start else "step", step)
@@ -77,8 +85,10 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
             set_learning_rate(run.optimizer, lr)
             data = loader.next()
             profiler.before_step(step)
-            result = train_step(run.model, run.optimizer, data.micro_batches, config.train.grad_clip, run.data_parallel)
+            with watching():
+                result = train_step(run.model, run.optimizer, data.micro_batches, config.train.grad_clip, run.data_parallel)
             run.metrics.step_done(data.wait_s)
+            garbage.step_done(step)
             if position is start:
                 _after_first_step(run)
             run.screen.lines(f"warning: step {step} {news}" for news in run.recompiles.news())
@@ -99,22 +109,27 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
                 if reporting:
                     scores = _evaluate(run, step) if evaluating else None
                     run.screen.report(run.metrics.log(step, result, lr, _used(run, position, data), scores))
-                    on_progress(step)
+                    run.metrics.later(partial(on_progress, step))
                 if saving:
-                    run.watchdog.enter("checkpoint", step)
-                    run.saver.save(position)
-                    _hear_saver(run, step, on_progress)
+                    _save(run, position, on_progress)
                 run.metrics.resume()
-            if stopping:
-                break
         run.screen.lines(run.finite.finish())
     finally:
+        garbage.close()
         _end_saving(run, position.step, on_progress)
         profiler.close()
         loader.close()
     if run.saver.failed and config.checkpoint.on_error == "stop":
         raise SaveError(run.saver.failed)
     return position
+
+
+def _save(run: Run, position: Position, on_progress: Callable[[int], None]) -> None:
+    """Start to save, when all rows of the steps before are on disk."""
+    run.watchdog.enter("checkpoint", position.step)
+    run.metrics.flush()
+    run.saver.save(position)
+    _hear_saver(run, position.step, on_progress)
 
 
 def _stop_agreed(run: Run) -> bool:
@@ -180,7 +195,7 @@ def _hear_saver(run: Run, step: int, on_progress: Callable[[int], None]) -> None
     for saved in news:
         if not saved.error:
             run.screen.line(f"saved {saved.path} (stood still {saved.stall_s:.2f} s, committed after {saved.total_s:.2f} s)")
-            on_progress(step)
+            run.metrics.later(partial(on_progress, step))
         elif run.config.checkpoint.on_error == "warn":
             run.screen.line(f"warning: not saved: {saved.error}")
         else:

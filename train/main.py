@@ -48,7 +48,7 @@ from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
 from train.nonfinite import FiniteGuard, NonFiniteError
 from train.optim import build_optimizer
-from train.planning import plan_run
+from train.planning import attention_here, check_attention, plan_run
 from train.restarts import check_crash_loop
 from train.runtime import Place, choose_device, read_place, start_process
 from train.status import read_status
@@ -129,7 +129,8 @@ def _plan(config: Config, place: Place, screen: Screen) -> Planned:
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
         check_compiler(chosen.plan, device.type)
         return Planned(device, device_name, chosen.plan, chosen.peak_bytes, chosen.predicted, chosen.said)
-    plan = plan_run(config, place.world_size, place.local_world_size)
+    plan = plan_run(config, place.world_size, place.local_world_size, attention_here(config, device, device_name))
+    check_attention(config, plan, device.type)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type)
     return Planned(device, device_name, plan, _check_memory(config, plan, place, device, device_name))
@@ -161,7 +162,7 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
 
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model, config.optim, config.run.seed)
     screen.lines((*origin.said, *say_start(config.checkpoint.init_from, origin.checkpoint)))
     start = Position()
     if origin.checkpoint and origin.manifest:
@@ -180,7 +181,7 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
                   lambda: device_memory_bytes(torch.device("cpu"), place))  # fmt: skip
     finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
     the_run = Run(config, folder, device, model, optimizer, corpus, sequences, order, shape, group, metrics, saver, screen, stop,
-                  watchdog, RecompileGuard(plan.compile), finite, total_steps)  # fmt: skip
+                  watchdog, RecompileGuard(plan.compile), finite, total_steps, plan.attention)  # fmt: skip
     return _train(the_run, journal, start)
 
 

@@ -1,7 +1,5 @@
 """What a run reports: metrics.jsonl, TensorBoard, the progress line. The only place that waits for the device."""
 
-import json
-import math
 import resource
 import statistics
 import sys
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from parallel.compile_check import count_compiled_graphs
 from train.bounds import bounded
 from train.evaluation import Score, mean_loss
-from train.log_files import Board, LogFile, Trouble
+from train.row_files import RowFiles
 from train.spikes import Spike, SpikeDetector
 from train.step import StepResult
 
@@ -63,17 +61,12 @@ class Metrics:
     def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool,
                  predicted: Mapping[str, float], warn: Callable[[str], None] = _to_stderr) -> None:  # fmt: skip
         self._throughput, self._device = throughput, device
-        self._trouble, self._spikes = Trouble(warn), SpikeDetector()
-        self._file = LogFile(folder / "metrics.jsonl", self._trouble) if is_main else None
-        if self._file is not None:
-            self._file.append(b"")
-        self._board_folder = folder / "tb" if is_main and config.tensorboard else None
-        self._board: Board | None = None  # opened by the first row: importing TensorBoard would delay the first step
-        self._texts: dict[str, str] = {}
+        self._spikes = SpikeDetector()
+        self._rows = RowFiles(folder, config.tensorboard, warn) if is_main else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
         self._predicted = dict(predicted)  # by the name of the figure
-        self._reported: list[dict[str, Any]] = []
+        self._reported: list[dict[str, float]] = []  # the same figures, of each report
 
     def step_done(self, data_wait_s: float) -> None:
         """Count a step; after the first of this process the compiled graphs are all there should ever be."""
@@ -95,8 +88,8 @@ class Metrics:
     def log(
         self, step: int, result: StepResult, lr: float, used: Mapping[str, Any], scores: Mapping[str, Score] | None
     ) -> dict[str, Any]:
-        """Write one row, with rates over the steps since the last, and what data was `used`; every rank calls it, with the
-        clock paused. A row whose loss is a spike has loss_spike, in deviations (see train/spikes.py)."""
+        """Have one row written, with rates over the steps since the last, and what data was `used`; every rank calls it, with
+        the clock paused. A row whose loss is a spike has loss_spike, in deviations (see train/spikes.py)."""
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         steps = max(1, self._steps)
         recompiles = count_compiled_graphs() - (self._graphs or 0)
@@ -115,7 +108,8 @@ class Metrics:
         if (spike := self._spikes.add(loss)) is not None:
             row["loss_spike"] = spike.deviations
             texts["loss_spikes"] = _describe_spike(spike, row, used)
-        self._reported.append(row)
+        if self._predicted:
+            self._reported.append({name: row[name] for name in self._predicted})
         self._write(row, texts)
         self._steps, self._wait_s, self._busy_s = 0, 0.0, 0.0
         return row
@@ -141,14 +135,22 @@ class Metrics:
 
     def add_text(self, name: str, text: str) -> None:
         """Show a text, such as the config, in TensorBoard, from the first row on."""
-        self._texts[name] = text
+        if self._rows is not None:
+            self._rows.add_text(name, text)
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Have something done once all rows so far are written: by the thread that writes them, or here on ranks without one."""
+        self._rows.later(job) if self._rows is not None else job()
+
+    def flush(self) -> None:
+        """Wait until all rows so far are written, unless the disk hangs."""
+        if self._rows is not None:
+            self._rows.flush()
 
     def close(self) -> None:
-        """Write what could not be written before."""
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        """Write what has not been written yet."""
+        if self._rows is not None:
+            self._rows.close()
 
     def _rates(self, step_time_s: float) -> dict[str, float]:
         t = self._throughput
@@ -160,14 +162,9 @@ class Metrics:
             rates["mfu_causal"] = per_gpu * t.flops_per_token_causal / t.peak_flops
         return rates
 
-    def _write(self, row: dict[str, Any], texts: Mapping[str, str]) -> None:
-        if self._file is not None:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-            self._file.append(json.dumps(finite).encode() + b"\n")  # JSON has no NaN: null
-        if self._board_folder is not None:
-            self._board = self._board or Board(self._board_folder, self._trouble, self._texts, row["step"])
-            scalars = {name: value for name, value in row.items() if name != "step" and not isinstance(value, str)}
-            self._board.add(row["step"], scalars, texts)
+    def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        if self._rows is not None:
+            self._rows.write(row, texts)
 
 
 def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any]) -> str:

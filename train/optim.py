@@ -1,6 +1,7 @@
 """AdamW and its learning-rate schedule."""
 
 import math
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,7 @@ class OptimConfig:
         schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then linear)
         min_lr_ratio: learning rate at the end, as a share of lr (not for constant)
         decay_ratio: wsd only: share of all steps, at the end, that decays
+        state_dtype: of the two moments: float32, or bfloat16, rounded stochastically, which takes half the memory
     """
 
     lr: float = bounded(3e-4, low=0)
@@ -33,6 +35,7 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     min_lr_ratio: float = bounded(0.1, low=0, high=1)
     decay_ratio: float = bounded(0.2, low=0, high=1)
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -53,21 +56,29 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW in two groups. Its moments exist at once, as zeros, so that a checkpoint can be read into them."""
+def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
+    """AdamW in two groups: torch's fused one, or ours where parameters or moments are bfloat16, which draws from `seed` how it
+    rounds. The moments exist at once, as zeros, so that a checkpoint can be read into them."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
     decay = [p for p in trained if p.dim() > 1 and id(p) not in embeddings]
     no_decay = [p for p in trained if p.dim() <= 1 or id(p) in embeddings]
-    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+    common = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    groups = [{"params": decay, "weight_decay": config.weight_decay, **common},
+              {"params": no_decay, "weight_decay": 0.0, **common}]  # fmt: skip
+    optimizer: torch.optim.Optimizer
+    if {config.state_dtype, *(str(p.dtype).removeprefix("torch.") for p in trained)} == {"float32"}:
+        optimizer = torch.optim.AdamW(groups, fused=True)
+    else:
+        from train.adamw import RoundedAdamW
+
+        optimizer = RoundedAdamW(groups, {p: zlib.crc32(f"{seed}:{name}".encode()) for p, name in trained.items()})
+    for p in trained:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p, dtype=getattr(torch, config.state_dtype)),
+            "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, config.state_dtype)),
+        }
     return optimizer
 
 

@@ -16,7 +16,7 @@ from parallel.planner.hardware import Hardware
 from parallel.planner.memory import predict_step_memory, reserved_bytes
 from parallel.planner.streams import simulate_step
 from parallel.planner.timeline import Timeline
-from parallel.planner.work import ModelWork
+from parallel.planner.work import DTYPE_BYTES, ModelWork
 from train.build import freeze
 from train.config import Config
 from train.work import trace_model
@@ -63,11 +63,11 @@ def predict_memory(config: Config, plan: Plan) -> StepMemory:
 
 
 def trace_run(config: Config, plan: Plan) -> ModelWork:
-    """The model's work under the plan, and how much of it is trained. Raises ConfigError for a `train.freeze` that matches
-    nothing."""
+    """The model's work under the plan, how much of it is trained, and how large moments are. Raises ConfigError for a
+    `train.freeze` that matches nothing."""
     frozen, trained = _what_is_trained(config.model, config.train.freeze)
     work = trace_model(config.model, plan, config.train.seq_len, frozen, config.data.document_mask)
-    return dataclasses.replace(work, trained=trained)
+    return dataclasses.replace(work, trained=trained, moment_bytes=DTYPE_BYTES[config.optim.state_dtype])
 
 
 @cache

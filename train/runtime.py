@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 
 from parallel.plan import PlanError
+from train.allocator import use_expandable_segments
 from train.bounds import bounded
 from train.meeting import join
 from train.watchdog import TimeoutConfig
@@ -23,6 +24,8 @@ class RunConfig:
         device: auto takes the GPU where every local process has one, else the CPU; or cpu, or cuda
         threads: CPU threads per process; 0 shares the cores among the local processes
         max_hours: stop after this many hours, saving first; 0 is never
+        expandable_segments: on a GPU, let segments of allocated memory grow instead of leaving gaps between them; without
+            effect where PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set
         grace_s: seconds a stop may take after a signal, before the process ends without saving; torchrun allows its workers
             30, or what --shutdown-timeout (torch 2.13) says. Slurm: --signal=TERM@180
         timeouts: after which a section of the run counts as stuck
@@ -32,6 +35,7 @@ class RunConfig:
     seed: int = bounded(0, low=0, high=2**63 - 1)
     device: str = "auto"
     threads: int = bounded(0, low=0, high=4096)
+    expandable_segments: bool = True
     max_hours: float = bounded(0.0, low=0, high=1e6)
     grace_s: float = bounded(120.0, low=1, high=1e6)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
@@ -93,6 +97,8 @@ def group_timeout(config: RunConfig) -> timedelta:
 def start_process(config: RunConfig, place: Place, device: torch.device) -> None:
     """Set threads and device, and join the process group (alone too: the same code runs everywhere)."""
     if device.type == "cuda":
+        if config.expandable_segments:
+            use_expandable_segments()
         torch.cuda.set_device(device)
     else:  # it warns of a CUDA toolkit without a GPU, which is no fault here
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.loss import IGNORE_INDEX
-from parallel.fsdp import clip_gradients, set_last_micro_batch
+from parallel.fsdp import clip_divisor, gradient_norm, set_last_micro_batch
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def train_step(
     grad_clip: float,
     data_parallel: dist.ProcessGroup,
 ) -> StepResult:
-    """Accumulate the gradient of the global batch's mean loss, clip it, update the weights, if all of it is finite.
+    """Accumulate the gradient of the global batch's mean loss, and update the weights with it, clipped, if all of it is finite.
 
     The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result does
     not depend on how sequences, padding or ranks are cut.
@@ -56,8 +56,9 @@ def train_step(
         micro_loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
         micro_loss.backward()
         loss += micro_loss.detach()
-    grad_norm = clip_gradients(list(model.parameters()), grad_clip, loss)
-    # What GradScaler tells fused AdamW: at 1 it leaves weights, moments and step count as they are.
+    grad_norm = gradient_norm(list(model.parameters()), loss)
+    # What GradScaler tells fused AdamW: what to divide gradients by; and, at 1, to leave weights, moments and step count.
+    optimizer.grad_scale = clip_divisor(grad_norm, grad_clip)  # type: ignore[attr-defined]
     optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -19,11 +19,15 @@ class TrainConfig:
             global batch where that is -1
         global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel degree
         grad_clip: largest global gradient norm; 0 does not clip
+        z_loss: weight of the squared log-partition of the logits, which keeps them from drifting (PaLM: 1e-4); counted in the
+            reported loss, but not in evaluations; 0 is none
         max_skipped_steps: steps that may go without an update because their loss or gradient is not finite, before the run
             stops; 0 stops at the first
         eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before training; 0 is
             never
         eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
+        gc_every: optimizer steps between collections of Python's cyclic garbage, on all ranks after the same step; 0 leaves
+            it to Python, which stops a rank whenever it likes
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
     """
 
@@ -33,7 +37,9 @@ class TrainConfig:
     micro_batch_size: int | str = "auto"
     global_batch_size: int = -1
     grad_clip: float = bounded(1.0, low=0)
+    z_loss: float = bounded(0.0, low=0)
     max_skipped_steps: int = bounded(5, low=0)
     eval_every: int = bounded(0, low=0)
     eval_sequences: int = bounded(64, low=0)
+    gc_every: int = bounded(50, low=0)
     freeze: tuple[str, ...] = ()

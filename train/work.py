@@ -32,6 +32,8 @@ class _Case:
     activation_checkpoint: str
     saved_ops: tuple[str, ...]
     activation_budget: float
+    attention: str
+    loss_chunk_tokens: int
     frozen: tuple[str, ...]
     document_mask: bool
 
@@ -71,6 +73,8 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         activation_checkpoint=unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
+        attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same
+        loss_chunk_tokens=plan.loss_chunk_tokens,
         frozen=(),
         document_mask=False,
     )
@@ -89,6 +93,7 @@ def _build(case: _Case, sequences: int) -> Subject:
         model = Llama(case.model)
     finally:
         torch.set_default_dtype(torch.float32)
+    model.choose_kernels(case.attention, case.loss_chunk_tokens)
     apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; frozen, it is known as such by its share that is trained.

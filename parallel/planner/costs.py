@@ -9,10 +9,6 @@ from parallel.planner.hardware import Hardware, share_at
 from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.work import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
 
-STORED_BYTES = 4  # sharded parameters, their gradients and both moments are float32
-# Per number: fused AdamW reads parameter, gradient and two moments and writes all but the gradient; the norm reads the
-# gradient; clipping reads and writes it.
-OPTIMIZER_BYTES = (4 + 3 + 1 + 2) * STORED_BYTES
 # Both estimates, not measured. A product's operands are about two thirds of the bytes that it moves; casting one to float8
 # writes half of them, mostly in the kernel that made it, for about two products each, and sometimes reads them again.
 FLOAT8_CASTING = 0.25
@@ -93,7 +89,7 @@ def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: i
     `async_tp`: tensor-parallel collectives run beside products, in pieces.
     """
     groups = axis_groups(plan.mesh, gpus_per_node)
-    device = sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size))
+    device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
     hidden = ASYNC_TP_HIDDEN if async_tp else 0.0
     times: dict[tuple[int, str], ModuleTimes] = {}  # blocks are one and the same work: each is looked at once
     keys = {name: (id(work.modules[name]), "" if name == work.logits else matmul_dtype) for name in plan.modules}
@@ -123,6 +119,14 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
     peaks = {dtype: peak * share for dtype, peak in hardware.peak_tflops.items()}
     return replace(hardware, peak_tflops=peaks, memory_gb_s=hardware.memory_gb_s * share,
                    operation_s=hardware.operation_s * max(1.0, 1 / share))  # fmt: skip
+
+
+def with_kernel(hardware: Hardware, attention: str) -> Hardware:
+    """The device with the attention rates of a kernel; of one it does not know, those of its best."""
+    share = hardware.attention_kernels.get(attention, 1.0)
+    forward, backward = ({dtype: rate * share for dtype, rate in rates.items()}
+                         for rates in (hardware.attention_forward, hardware.attention_backward))  # fmt: skip
+    return replace(hardware, attention_forward=forward, attention_backward=backward)
 
 
 def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> float:
@@ -182,7 +186,7 @@ def _unit_times(unit: UnitPlan, plan: Plan, work: ModelWork, hardware: Hardware,
     parameters = sum(work.modules[name].parameters for name in unit.modules)
     trained = trained_parameters(unit.modules, work)
     held, sent = parameters * DTYPE_BYTES[unit.param_dtype], trained * DTYPE_BYTES[unit.reduce_dtype]
-    cast_s = traffic_s((parameters * STORED_BYTES + held) / shard.size, hardware)
+    cast_s = traffic_s((parameters * DTYPE_BYTES[plan.storage_dtype] + held) / shard.size, hardware)
     size = unit.reshard_after_forward
     again = regathered(unit) and work.has_backward(unit.modules)
     regroup = shard if type(size) is not int else strided_group(size, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size),
@@ -201,7 +205,17 @@ def _unit_times(unit: UnitPlan, plan: Plan, work: ModelWork, hardware: Hardware,
 
 def _optimizer_s(plan: Plan, work: ModelWork, hardware: Hardware) -> float:
     trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
-    return traffic_s(trained / plan.mesh.dp_shard * OPTIMIZER_BYTES, hardware)
+    return traffic_s(trained / plan.mesh.dp_shard * optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes), hardware)
+
+
+def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:
+    """Bytes moved for a parameter in a step's end, where it and its gradient have `stored_bytes`, each moment `moment_bytes`.
+
+    The norm reads the gradient. AdamW reads parameter, gradient and two moments, and writes all but the gradient; torch's
+    fused one, for float32 alone, writes the clipped gradient too (aten/src/ATen/native/cuda/fused_adam_utils.cuh).
+    """
+    clipped = stored_bytes if stored_bytes == moment_bytes == 4 else 0
+    return stored_bytes + 3 * stored_bytes + 4 * moment_bytes + clipped
 
 
 def trained_parameters(modules: Iterable[str], work: ModelWork) -> float:

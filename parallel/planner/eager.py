@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.planner.graph import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
+from parallel.inner_code import inner_code
+from parallel.planner.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
 from parallel.planner.work import Linear, Operation, Phase, fullest
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
-WATCHED_SEQUENCES = (2, 3)  # two micro batches tell what grows with them; not 1, which torch treats as special in places
+# Two micro batches tell what grows with them; not 1, which torch treats as special in places. Large ones: what is done in
+# chunks of so many tokens holds no more for more of them.
+WATCHED_SEQUENCES = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class Watched:
     """One module's forward or backward with one micro batch; `left`: bytes that live after it."""
 
     operations: list[_Seen]
@@ -89,16 +92,19 @@ class _Watcher(TorchDispatchMode):
         del self._live[key]
         self.now -= size
 
-    def finish(self) -> _Watched:
+    def finish(self) -> Watched:
         """What was seen since the last time."""
-        watched = _Watched(self.operations, self.moments, self.now)
+        watched = Watched(self.operations, self.moments, self.now)
         self.operations, self.moments = [], []
         return watched
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if code := inner_code(func):
+            with self:
+                return code(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or _written(func, args)
         for tensor in made:
             self.follow(tensor)
         if made and name not in VIEWS:
@@ -110,12 +116,13 @@ class _Watcher(TorchDispatchMode):
 
 def watch_eager(build: Callable[[int], Subject]) -> tuple[Phase, Phase, Linear, Linear]:
     """Forward, backward, bytes that the forward keeps, bytes of its output, of the module that `build` makes."""
+    _watch(build(WATCHED_SEQUENCES[0]))  # an operator's first call leaves tensors in cycles, which would count as living
     runs = [_watch(build(sequences)) for sequences in WATCHED_SEQUENCES]
     forwards, backwards, outputs = zip(*runs, strict=True)
-    return _join(forwards), _join(backwards), _line([forward.left for forward in forwards]), _line(outputs)
+    return join_watched(forwards), join_watched(backwards), line([forward.left for forward in forwards]), line(outputs)
 
 
-def _watch(subject: Subject) -> tuple[_Watched, _Watched, int]:
+def _watch(subject: Subject) -> tuple[Watched, Watched, int]:
     with _Watcher([*subject.module.parameters(), *subject.tables]) as watcher:
         watcher.follow(subject.inputs[0])
         result = subject.call()
@@ -127,7 +134,20 @@ def _watch(subject: Subject) -> tuple[_Watched, _Watched, int]:
         left = watcher.finish().left
         end.backward(torch.empty_like(end))
         backward = watcher.finish()
-    return _Watched(forward.operations, forward.moments, left), backward, output
+    return Watched(forward.operations, forward.moments, left), backward, output
+
+
+def _written(func: Any, args: Any) -> list[Tensor]:
+    """What an operation that returns nothing writes into."""
+    return [arg for arg, known in zip(args, func._schema.arguments, strict=False)
+            if isinstance(arg, Tensor) and known.alias_info is not None and known.alias_info.is_write]  # fmt: skip
+
+
+def watch_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[Watched, Any]:
+    """A function's operations and what lives meanwhile, without the tensors among `uncounted`; and its result."""
+    with _Watcher(value for value in uncounted if isinstance(value, Tensor)) as watcher:
+        result = call()
+        return watcher.finish(), result
 
 
 def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _Seen:
@@ -142,16 +162,28 @@ def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor
     return _Seen("memory", name, 0.0, moved, dtype)
 
 
-def _join(watched: Sequence[_Watched]) -> Phase:
-    """What two micro batches show, as what any would do."""
+def join_watched(watched: Sequence[Watched]) -> Phase:
+    """What two micro batches show, as what any would do. Where the larger one did more operations, it did them in chunks:
+    operations of a name are then taken together, and of the moments the fullest."""
+    if len({len(one.operations) for one in watched}) > 1:
+        watched = [Watched(_taken_together(one.operations), [max(one.moments)], one.left) for one in watched]
     operations = tuple(
-        Operation(one.kind, one.name, _line([one.flops, other.flops]), _line([one.bytes, other.bytes]), one.dtype)  # type: ignore[arg-type]
+        Operation(one.kind, one.name, line([one.flops, other.flops]), line([one.bytes, other.bytes]), one.dtype)  # type: ignore[arg-type]
         for one, other in zip(*(w.operations for w in watched), strict=True)
     )
-    return Phase(operations, fullest(_line(pair) for pair in zip(*(w.moments for w in watched), strict=True)))
+    return Phase(operations, fullest(line(pair) for pair in zip(*(w.moments for w in watched), strict=True)))
 
 
-def _line(amounts: Sequence[float]) -> Linear:
+def _taken_together(operations: Sequence[_Seen]) -> list[_Seen]:
+    sums: dict[tuple[str, str, str], _Seen] = {}
+    for seen in operations:
+        key = (seen.kind, seen.name, seen.dtype)
+        before = sums.get(key, _Seen(seen.kind, seen.name, 0.0, 0.0, seen.dtype))
+        sums[key] = replace(before, flops=before.flops + seen.flops, bytes=before.bytes + seen.bytes)
+    return list(sums.values())
+
+
+def line(amounts: Sequence[float]) -> Linear:
     """The line through two amounts, one for each of WATCHED_SEQUENCES."""
     (low, high), (first, second) = WATCHED_SEQUENCES, amounts
     slope = (second - first) / (high - low)

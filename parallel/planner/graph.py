@@ -4,35 +4,33 @@ Fusion is inductor's in outline: operations on elements, and reductions, that to
 attention or collective in between are one kernel, which reads what comes from outside once and writes what goes outside.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
+from parallel.inner_code import inner_code
+from parallel.planner.opened import Opened, open_operator
+from parallel.planner.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
 from parallel.planner.work import Linear, Operation, Phase, fullest, total
-
-VIEWS = frozenset({
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
-    "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "wait_tensor",
-})  # fmt: skip
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-COLLECTIVES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}
 
 
 @dataclass(frozen=True)
 class GraphInputs:
     """What is known of a graph's placeholders: those that are not counted (weights and tables, whose sizes do not depend
-    on the micro batch), those that share another's storage, whether the caller holds the rest until the end, and those
-    that are the graph's own to write into."""
+    on the micro batch), those that share another's storage, whether the caller holds the rest until the end, those that are
+    the graph's own to write into, and those that count but do not depend on the micro batch either."""
 
     uncounted: Collection[Node]
     same_as: Mapping[Node, Node]
     held: bool
     donated: Collection[Node] = ()
+    fixed: Collection[Node] = ()
 
 
 @dataclass(eq=False)
@@ -51,11 +49,14 @@ class KernelGraph:
         self._inputs, self._micro_batch_size = inputs, micro_batch_size
         self._nodes = [node for node in graph.nodes if _tensors(node.meta.get("val"))]
         (self._returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
-        self._fixed = set(inputs.uncounted)
+        self._fixed = set(inputs.uncounted) | set(inputs.fixed)
+        self._opened: dict[Node, Opened] = {}
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self.storage: dict[Node, Node] = {}  # node -> the node that made its storage
         for node in self._nodes:
             self.storage[node] = self._find_storage(node)
+            if code := _inner_code(node):
+                self._opened[node] = open_operator(node, code, self._fixed, micro_batch_size)
             if node.op == "call_function" and self._is_fixed(node):
                 self._fixed.add(node)
         self._kernel_of = self._find_kernels()
@@ -63,7 +64,9 @@ class KernelGraph:
 
     def phase(self) -> Phase:
         """What the kernels do, and the fullest moments."""
-        return Phase(tuple(map(self._operation, self.kernels)), fullest(self._moments()))
+        operations = (self._opened[first].phase.operations if (first := kernel.nodes[0]) in self._opened
+                      else (self._operation(kernel),) for kernel in self.kernels)  # fmt: skip
+        return Phase(tuple(chain.from_iterable(operations)), fullest(self._moments()))
 
     def returned(self) -> list[Node | None]:
         """What the graph returns, in order, as the nodes that made the storages; None for what is no tensor, and for what
@@ -73,6 +76,8 @@ class KernelGraph:
 
     def size(self, node: Node) -> Linear:
         """Bytes of a storage."""
+        if node.all_input_nodes and (source := node.all_input_nodes[0]) in self._opened:
+            return self._opened[source].results[node.args[1]]  # type: ignore[index]
         return self._scale(_bytes(node), node in self._fixed)
 
     def _scale(self, amount: float, fixed: bool) -> Linear:
@@ -91,6 +96,8 @@ class KernelGraph:
     def _is_fixed(self, node: Node) -> bool:
         """Whether a result's size does not depend on the micro batch: made of such only, or summed over the tokens."""
         sources, name = self._sources(node), _name(node)
+        if sources and sources[0] in self._opened:
+            return not self.size(node).per_sequence
         fixed = [source in self._fixed for source in sources]
         if name in PRODUCTS and len(sources) >= 2:
             return not any(fixed)  # activations times activations: the gradient of a weight
@@ -165,6 +172,8 @@ class KernelGraph:
         moments = [total(map(self.size, live))]
         for i, kernel in enumerate(self.kernels):
             dying = {node for node in kernel.reads & live & ours if last_use[node] == i}
+            if (first := kernel.nodes[0]) in self._opened:
+                moments += [total((*map(self.size, live), moment)) for moment in self._opened[first].phase.live]
             live |= kernel.writes
             moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
             live = {node for node in live if last_use.get(node, -1) > i}
@@ -181,15 +190,6 @@ def _overwritten(kernel: _Kernel, dying: Iterable[Node]) -> set[Node]:
     return set(islice((node for node in dying if _storage_key(node) == _storage_key(made)), 1))
 
 
-def attention_flops(name: str, arguments: Any) -> float:
-    """Of causal attention, half of the square. The forward is two products; the backward five, one of them done again
-    (FlashAttention, arXiv 2205.14135). Its arguments begin with q[B, N, T, H], k; the backward's with the gradient."""
-    backward = "backward" in name
-    q, k = (x.meta["val"] if isinstance(x, Node) else x for x in arguments[backward : backward + 2])
-    square = q.numel() * k.shape[-2]
-    return float(square * (5 if backward else 2))
-
-
 def _join(kernel_of: dict[Node, _Kernel], one: _Kernel, other: _Kernel) -> _Kernel:
     one.nodes += other.nodes
     kernel_of.update(dict.fromkeys(other.nodes, one))
@@ -198,7 +198,12 @@ def _join(kernel_of: dict[Node, _Kernel], one: _Kernel, other: _Kernel) -> _Kern
 
 def _is_anchor(node: Node) -> bool:
     name = _name(node)
-    return name in PRODUCTS or name in COLLECTIVES or "attention" in name or name.startswith("embedding")
+    alone = name in PRODUCTS or name in COLLECTIVES or "attention" in name or name.startswith("embedding")
+    return alone or _inner_code(node) is not None
+
+
+def _inner_code(node: Node) -> Callable[..., Any] | None:
+    return inner_code(node.target) if isinstance(node.target, OpOverload) else None
 
 
 def _product_flops(node: Node) -> float:

@@ -51,7 +51,8 @@ class Hardware:
         memory_gb_s: bandwidth of its memory, 10^9 bytes per second
         peak_tflops: dense matmul rate by dtype of the inputs
         matmul: share of the peak that a product reaches, by dtype: a curve over its size in GFLOP
-        attention_forward, attention_backward: share of the peak that causal attention reaches, by dtype
+        attention_forward, attention_backward: share of the peak that causal attention reaches, by dtype, with its best kernel
+        attention_kernels: the best kernel and others, each with its rate as a share of the best one's, which is the first
         memory_efficiency: share of the memory's bandwidth that other operations reach
         operation_s: seconds that every operation takes beyond its work
         node, network: the links
@@ -72,6 +73,7 @@ class Hardware:
     matmul: Mapping[str, Curve]
     attention_forward: Mapping[str, float]
     attention_backward: Mapping[str, float]
+    attention_kernels: Mapping[str, float]
     memory_efficiency: float
     operation_s: float
     node: Link
@@ -144,7 +146,7 @@ class _Reader:
                 return self.words(key, value)
             case "node" | "network":
                 return self.link(key, value)
-            case "peak_tflops" | "attention_forward" | "attention_backward":
+            case "peak_tflops" | "attention_forward" | "attention_backward" | "attention_kernels":
                 return {dtype: self.number(_join(key, dtype), rate) for dtype, rate in self.mapping(key, value).items()}
             case "matmul":
                 return {dtype: self.curve(_join(key, dtype), shares) for dtype, shares in self.mapping(key, value).items()}
@@ -208,6 +210,8 @@ class _Reader:
             shares = getattr(kind, key)
             self.mistakes += [f"{key}.{dtype}: peak_tflops has no such dtype" for dtype in shares.keys() - kind.peak_tflops]
             self.mistakes += [f"{key}.{dtype} is missing" for dtype in ("bfloat16", "float32") if not shares.get(dtype)]
+        if not kind.attention_kernels or not all(kind.attention_kernels.values()):
+            self.mistakes.append("attention_kernels must name a kernel, and each one's share must be above 0")
         if not isinstance(kind.cores, int):
             self.mistakes.append(f"cores must be a whole number, not {kind.cores!r}")
         if len(kind.fitted) > MOST_FITTED:

@@ -15,12 +15,10 @@ from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
 from parallel.planner.hardware import Hardware
 from parallel.planner.work import DTYPE_BYTES, Linear, ModelWork, total
 
-FLOAT32_BYTES = 4
-
 
 def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:
-    """A step's memory under AdamW with float32 parameters, gradients and two moments, all sharded alike. What the allocator
-    adds is not in it, nor what `cpu_offload` keeps in host memory."""
+    """A step's memory under AdamW: parameters and gradients in the plan's storage_dtype, two moments, all sharded alike. What
+    the allocator adds is not in it, nor what `cpu_offload` keeps in host memory."""
     moments = list(_Walk(plan, work).moments())
     most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryByKind.__annotations__}
     return StepMemory(MemoryByKind(**most), max(moments, key=attrgetter("total")))
@@ -42,11 +40,14 @@ class _Walk:
         self._whole_grads: dict[str, int] = {}
         self._copied_out = 0  # of the all-gather buffer that is kept behind the unit at work
         self._reducing = 0  # of the last reduction's buffer
+        self._all_reduced = 0  # sums over replicas, where they are not the gradient: until the end of the backward
         self._kept = Linear()  # activations that the backward will need
         self._passing = Linear()  # between two modules: hidden states, or their gradient
-        self._params = sum(map(self._share, plan.modules)) * FLOAT32_BYTES
-        self._trained_shards = sum(map(self._trained_share, plan.modules)) * FLOAT32_BYTES
-        self._grads = self._trained_shards if plan.accumulation > 1 else 0
+        self._stored_bytes = DTYPE_BYTES[plan.storage_dtype]
+        trained = sum(map(self._trained_share, plan.modules))
+        self._params = sum(map(self._share, plan.modules)) * self._stored_bytes
+        self._moments = 2 * trained * work.moment_bytes
+        self._grads = sum(map(self._waiting, plan.units))
 
     def moments(self) -> Iterator[MemoryByKind]:
         """Memory at every moment that can be the fullest, or the fullest of a kind."""
@@ -56,7 +57,7 @@ class _Walk:
         for name in reversed(self._plan.modules):
             if self._work.has_backward((name,)):
                 yield from self._backward(name)
-        self._reducing, self._passing = 0, Linear()
+        self._reducing, self._all_reduced, self._passing = 0, 0, Linear()
         yield self._moment()  # the optimizer's
 
     def _forward(self, name: str) -> Iterator[MemoryByKind]:
@@ -104,29 +105,36 @@ class _Walk:
 
     def _reduce(self, unit: UnitPlan) -> Iterator[MemoryByKind]:
         """A unit's whole gradient beside the buffer that it is copied into, which stays until the next; then what comes of
-        it, in reduce_dtype and in float32, beside the gradient of the last weight, which torch's loop still holds."""
+        it, in reduce_dtype and as it is stored, beside the gradient of the last weight, which torch's loop still holds."""
         shards, reduce_bytes = self._plan.mesh.dp_shard, DTYPE_BYTES[unit.reduce_dtype]
         reduced = sum(map(self._trained_share, unit.modules))
         self._reducing = reduced * shards * reduce_bytes
         yield self._moment()
         whole = self._whole_grads.pop(unit.name)
+        cast = reduced * self._stored_bytes if reduce_bytes != self._stored_bytes else 0
         if shards == 1:  # nothing to scatter: the buffer is divided into a copy, which is copied again
-            yield self._moment(copies=2 * self._reducing)
+            yield self._moment(copies=self._reducing + max(self._reducing, cast))
         else:
             weights = self._work.modules[unit.modules[-1]].weights
             last = prod(weights[-1]) * DTYPE_BYTES[unit.param_dtype] if weights else 0
-            cast = FLOAT32_BYTES if reduce_bytes != FLOAT32_BYTES else 0
-            yield self._moment(copies=min(last, whole) + reduced * (reduce_bytes + cast))
-        if self._plan.accumulation == 1:
-            self._grads += reduced * FLOAT32_BYTES
+            yield self._moment(copies=min(last, whole) + reduced * reduce_bytes + cast)
+        self._grads += reduced * self._stored_bytes - self._waiting(unit)
+        if cast and self._plan.mesh.dp_replicate > 1:
+            self._all_reduced += reduced * reduce_bytes
         yield self._moment()
+
+    def _waiting(self, unit: UnitPlan) -> int:
+        """Bytes of a unit's gradient of the micro batches before the last, as it is stored; but where an all-reduce over
+        replicas is still to come, in reduce_dtype."""
+        kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self._stored_bytes
+        return sum(map(self._trained_share, unit.modules)) * kept if self._plan.accumulation > 1 else 0
 
     def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryByKind:
         """All that is there now. `live`: what the module `name`, at work, holds instead of what passes between modules;
         `copies`: bytes of buffers of this moment alone."""
         sequences = self._plan.micro_batch_size
         activations = int(total((self._kept, live or self._passing)).at(sequences)) - int((live or self._passing).fixed)
-        reductions = self._reducing + sum(self._whole_grads.values())
+        reductions = self._reducing + self._all_reduced + sum(self._whole_grads.values())
         logits = 0
         if live and name == self._work.logits:
             logits = max(0, int(live.per_sequence - self._input(name).per_sequence) * sequences)
@@ -134,7 +142,7 @@ class _Walk:
         return MemoryByKind(
             params=self._params * on_device,
             grads=self._grads * on_device,
-            optimizer=2 * self._trained_shards * on_device,
+            optimizer=self._moments * on_device,
             unsharded=sum(self._gathered.values()) + sum(self._in_flight.values()) + self._copied_out,
             activations=activations - logits,
             logits=logits,
@@ -183,4 +191,5 @@ def least_bytes(plan: Plan, work: ModelWork) -> int:
     parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
     trained = sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules) / plan.mesh.dp_shard
     kept = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in plan.modules if work.has_backward((name,)))
-    return int((0 if plan.cpu_offload else FLOAT32_BYTES * (parameters + 2 * trained)) + kept)
+    stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
+    return int((0 if plan.cpu_offload else stored) + kept)

@@ -87,7 +87,8 @@ def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Sub
     again = {node for node in _placeholders(backward) if node.name in uncounted}
     caller_holds = {output, *primals}
     donated = {node for node in same_as if made[node.name] not in caller_holds}
-    back = KernelGraph(backward, GraphInputs(again, same_as, held=False, donated=donated), TRACED_SEQUENCES)
+    fixed = {node for node in same_as if (maker := made[node.name]) and not there.size(maker).per_sequence}
+    back = KernelGraph(backward, GraphInputs(again, same_as, held=False, donated=donated, fixed=fixed), TRACED_SEQUENCES)
     keeps = total(map(there.size, {node for node in kept if node is not None}))
     result = there.size(output) if output is not None else Linear()
     module = subject.module

@@ -84,7 +84,7 @@ class ModelWork:
 
     `modules`: by name, in the order of `Plan.modules`. `trained`: the share of each one's parameters that is trained, where
     it is not all of them. `logits`: the module that makes the logits and their loss. `tables`: bytes of the
-    model's buffers.
+    model's buffers. `moment_bytes`: of one value of one of the optimizer's two moments.
     """
 
     modules: Mapping[str, ModuleWork]
@@ -92,6 +92,7 @@ class ModelWork:
     seq_len: int
     logits: str
     tables: int
+    moment_bytes: int = 4
 
     @cached_property
     def _frozen_first(self) -> frozenset[str]:

@@ -1,5 +1,5 @@
-"""Clips gradients that lie on different meshes, and writes norms and clipped gradients. Run by test_clip.py: `OUT MAX_NORM LOSS`,
-where LOSS is that of rank 2."""
+"""Steps with clipped gradients that lie on different meshes, and writes norms and first moments. Run by test_clip.py: `OUT
+MAX_NORM LOSS`, where LOSS is that of rank 2."""
 
 import sys
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parallel.fsdp import clip_gradients
+from parallel.fsdp import clip_divisor, gradient_norm
 from train.ending import end_process
 
 SHAPES = {"sharded": (6, 5), "sharded_and_split": (8, 4), "split": (4, 3), "replicated": (7,), "uneven": (3, 2), "plain": (2, 3)}
@@ -39,12 +39,16 @@ def main() -> None:
         parameters[name].grad = grad
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     loss = torch.tensor(float(sys.argv[3]) if dist.get_rank() == 2 else 1.0)
-    norm = clip_gradients([*parameters.values(), frozen], float(sys.argv[2]), loss)
+    norm = gradient_norm([*parameters.values(), frozen], loss)
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters.values()], fused=True)  # a group each: a mesh each
+    optimizer.grad_scale = clip_divisor(norm, float(sys.argv[2]))
+    optimizer.step()
     norms = [torch.zeros_like(norm) for _ in range(4)]
     dist.all_gather(norms, norm)
-    grads = {name: p.grad.full_tensor() if name in placed else p.grad for name, p in parameters.items()}
+    moments = {name: optimizer.state[p]["exp_avg"] for name, p in parameters.items()}
+    moments = {name: moment.full_tensor() if name in placed else moment for name, moment in moments.items()}
     if dist.get_rank() == 0:
-        torch.save({"norms": torch.stack(norms), "grads": grads}, sys.argv[1])
+        torch.save({"norms": torch.stack(norms), "moments": moments}, sys.argv[1])
     dist.destroy_process_group()
     end_process(0)
 

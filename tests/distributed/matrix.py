@@ -32,6 +32,7 @@ FACTORS: dict[str, list[Any]] = {
     "backward_prefetch": [1, 0, 2],
     "accumulation": [1, 2],
     "documents": [False, True],
+    "loss_chunk": [0, 64],
 }
 RULES = [
     Rule(("ranks", "tp", "dp_shard", "dp_replicate"), lambda ranks, *degrees: ranks == degrees[0] * degrees[1] * degrees[2]),
@@ -44,6 +45,7 @@ RULES = [
     Rule(("tp", "sequence_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("tp", "loss_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("parts", "loss_parallel"), lambda parts, on: on or "head" in PARTS[parts]),
+    Rule(("loss_chunk", "loss_parallel"), lambda chunk, on: on or not chunk),  # gathered logits are made at once
     Rule(("parts", "tied"), lambda parts, tied: not tied or ("head" in PARTS[parts]) == ("embedding" in PARTS[parts])),
 ]
 
@@ -58,16 +60,17 @@ def case(ranks: int, degrees: tuple[int, int, int], backend: str, recompute: str
 # By hand, and in the everyday tests: what is used most, and where faults were met.
 FAST = [
     case(1, (1, 1, 1), "inductor", "none"),
-    case(2, (1, 2, 1), "inductor", "budget", documents=True),
-    case(2, (1, 1, 2), "inductor", "matmul"),
+    case(2, (1, 2, 1), "inductor", "budget", documents=True, loss_chunk=64),
+    case(2, (1, 1, 2), "inductor", "matmul", loss_chunk=64),
     case(2, (1, 2, 1), "eager", "every:2", forward_prefetch=2, backward_prefetch=2, accumulation=2),
-    case(2, (1, 1, 2), "aot_eager", "half_matmul", tied=True, sequence_parallel=False, reshard=False),
-    case(4, (1, 2, 2), "aot_eager", "full", accumulation=2, documents=True),
+    case(2, (1, 1, 2), "aot_eager", "half_matmul", tied=True, sequence_parallel=False, reshard=False,
+         loss_chunk=64),
+    case(4, (1, 2, 2), "aot_eager", "full", accumulation=2, documents=True, loss_chunk=64),
     case(4, (1, 2, 2), "aot_eager", "none", loss_parallel=False, parts="ffn+head", forward_prefetch=0),
     case(4, (1, 4, 1), "aot_eager", "full", reshard=2, backward_prefetch=2),
     case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2, documents=True),
     case(4, (2, 2, 1), "aot_eager", "every:2", tied=True, backward_prefetch=0),
-    case(8, (2, 2, 2), "eager", "none", accumulation=2),
+    case(8, (2, 2, 2), "eager", "none", accumulation=2, loss_chunk=64),
 ]  # fmt: skip
 SLOW = cover_pairs(FACTORS, RULES, FAST)
 
@@ -77,6 +80,7 @@ def name(case: Case) -> str:
     mesh = "x".join(str(case[axis]) for axis in ("dp_replicate", "dp_shard", "tp"))
     words = [str(case["ranks"]), mesh, case["backend"], case["recompute"], f"reshard:{str(case['reshard']).lower()}",
              f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}", f"accumulate:{case['accumulation']}"]  # fmt: skip
+    words += ["chunked"] * bool(case["loss_chunk"])
     words += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
     words += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
     return "-".join(words)
@@ -90,7 +94,8 @@ def arguments(case: Case) -> list[str]:
     else:
         chosen = {"activation_checkpoint": "selective", "selective_policy": recompute}
     keys = ("dp_replicate", "dp_shard", "tp", "loss_parallel", "sequence_parallel", "forward_prefetch", "backward_prefetch")
-    chosen |= {key: case[key] for key in keys} | {"reshard_after_forward": case["reshard"]}
+    chosen |= {key: case[key] for key in keys}
+    chosen |= {"reshard_after_forward": case["reshard"], "loss_chunk_tokens": case["loss_chunk"]}
     chosen |= {"tp_parts": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}
     if backend != "eager":
         partitions = recompute == "budget" and backend == "aot_eager"

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed import _functional_collectives
@@ -28,7 +27,6 @@ from torch.nn.attention import flex_attention
 
 import models.llama
 import parallel.tensor
-from models.attention import CausalAttention
 from models.kernels.document_blocks import block_mask
 from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
@@ -104,13 +102,11 @@ def _tokens_of_all(mine: Tensor, data_rank: int) -> Tensor:
 
 @contextlib.contextmanager
 def changed(name: str) -> Iterator[None]:
-    """Our code with things in it replaced: "async" hands on collectives as torch's own styles do, not waited for; "sdpa" and
-    "flex" take torch's attention and FlexAttention, as on a GPU, in place of our own for a CPU (where torch lets nobody
-    differentiate FlexAttention, though it can)."""
+    """Our code with things in it replaced: "async" hands on collectives as torch's own styles do, not waited for; "flex"
+    takes FlexAttention, as on a GPU, in place of our own for a CPU (where torch lets nobody differentiate it, though it can)."""
     replaced: list[tuple[Any, str, Any]] = {
         "": [],
         "async": [(parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor)],
-        "sdpa": [(CausalAttention, "forward", _torch_attention)],
         "flex": [(models.llama, "within_documents", block_mask), (flex_attention, "_validate_device", lambda *_: None)],
     }[name]
     before = [getattr(where, what) for where, what, _ in replaced]
@@ -121,11 +117,6 @@ def changed(name: str) -> Iterator[None]:
     finally:
         for (where, what, _), value in zip(replaced, before, strict=True):
             setattr(where, what, value)
-
-
-def _torch_attention(self: CausalAttention, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: None) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def main() -> None:

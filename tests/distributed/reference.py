@@ -52,8 +52,8 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
         targets = pad_unevenly(batch.tokens, batch.targets) if step == steps else batch.targets
         loss = _loss(model, batch, targets, dtype)
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip).item())
         grads = grads or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip).item())
         losses.append(loss.item())
         seen.append(batch.tokens)
         for group in optimizer.param_groups:

@@ -11,7 +11,7 @@ from tests.distributed.parity import GRADIENT, LOSS, Job, check_compiled, check_
 
 AOT, EAGER = "--parallel.compile.backend=aot_eager", "--parallel.compile.enabled=false"
 FREEZE = "--train.freeze=[tok_embeddings.*, layers.0.*, layers.2.attention.wq.*]"
-TP, DOCUMENTS = "--parallel.tp=2", "--data.document_mask=true"
+TP, DOCUMENTS, FLASH = "--parallel.tp=2", "--data.document_mask=true", "--parallel.attention=flash"
 
 
 def jobs_of(cases: list[matrix.Case]) -> dict[str, Job]:
@@ -28,10 +28,11 @@ OTHERS = {
     # A block has 9,280 parameters: two make a unit.
     "joined": Job(4, [AOT, "--parallel.unit_min_params=10000", TP, "--parallel.activation_checkpoint=full"], 2),
     # The attention that runs on a GPU. Fully checkpointed it fails on a CPU (test_torch_faults.py), where we have our own.
-    "sdpa-selective": Job(2, [AOT, TP, "--parallel.activation_checkpoint=selective",
-                              "--parallel.selective_policy=aten.mm,aten._scaled_dot_product_flash_attention_for_cpu"], 2, "sdpa"),
-    "sdpa-budget": Job(2, ["--parallel.compile.backend=aot_eager_decomp_partition", TP,
-                           "--parallel.activation_checkpoint=budget"], 2, "sdpa"),
+    "flash-selective": Job(2, [AOT, TP, FLASH, "--parallel.activation_checkpoint=selective",
+                               "--parallel.selective_policy=aten.mm,aten._scaled_dot_product_flash_attention_for_cpu"], 2),
+    "flash-budget": Job(2, ["--parallel.compile.backend=aot_eager_decomp_partition", TP, FLASH,
+                            "--parallel.activation_checkpoint=budget"], 2),
+    "math": Job(2, [AOT, "--parallel.attention=math", "--parallel.loss_chunk_tokens=64"], 2),
     # What keeps documents apart on a GPU.
     "flex-selective": Job(2, [AOT, TP, DOCUMENTS, "--parallel.activation_checkpoint=selective"], 2, "flex"),
     "flex-full": Job(2, [AOT, DOCUMENTS, "--parallel.activation_checkpoint=full"], 2, "flex"),

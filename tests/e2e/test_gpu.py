@@ -4,13 +4,16 @@ Bounds, in nats of loss over nine steps: float32 5e-4 (other kernels, other orde
 (hidden states have 8 bits of mantissa).
 """
 
+import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tests.launch import EAGER, ROOT, TINY, environment, read_metrics, run, write_text
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +28,8 @@ MODES = {
     "selective": (["--parallel.activation_checkpoint=selective"], FLOAT32),
     "half_matmul": (["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=half_matmul"], FLOAT32),
     "budget": (["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=0.3"], FLOAT32),
+    "max-autotune": (["--parallel.compile.mode=max-autotune-no-cudagraphs"], FLOAT32),
+    "no-expandable-segments": (["--run.expandable_segments=false"], FLOAT32),
     "offload": (["--parallel.cpu_offload=true"], FLOAT32),
     "bfloat16": (["--parallel.param_dtype=bfloat16"], BFLOAT16),
     "bfloat16-selective": (["--parallel.param_dtype=bfloat16", "--parallel.activation_checkpoint=selective"], BFLOAT16),
@@ -84,3 +89,70 @@ def check(mode: str, folder: Path, data: list[str], tmp_path: Path) -> None:
     assert [here[step]["loss"] for step in later] == pytest.approx([there[step]["loss"] for step in later], abs=bound)
     assert [here[step]["recompiles"] for step in later] == [0] * len(later)
     assert 0 < here[STEPS]["peak_memory_gib"] <= here[STEPS]["reserved_memory_gib"]
+
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaCtxSynchronize")
+FIRST, LAST = 6, 9  # profiled steps, between the reports of steps 5 and 10
+
+
+@pytest.fixture(scope="module")
+def profiled(on_cpu, tmp_path_factory) -> list[dict]:
+    """The events of a trace of a compiled run's steps between two reports."""
+    folder = tmp_path_factory.mktemp("profiled")
+    keys = ["--metrics.every=5", f"--profile.start={FIRST}", f"--profile.steps={LAST - FIRST + 1}", "--train.gc_every=2"]
+    result = run(1, *TINY, *on_cpu[1], *keys, "--run.device=cuda", f"--train.steps={STEPS}",
+                 "--checkpoint.every=0", f"--run.dir={folder}", timeout_s=300)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (trace,) = (folder / "profile").iterdir()
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_nothing_waits_for_the_gpu_between_two_reports(profiled):
+    launches = [event["ts"] for event in profiled if event.get("name") == "cudaLaunchKernel"]
+    assert len(launches) > 100, "the trace must have the steps"
+    calls = [e["name"] for e in profiled if e.get("cat") == "cuda_runtime" and min(launches) <= e["ts"] <= max(launches)]
+    assert [name for name in calls if name in WAITS] == []
+    # The flag of the step before, once the next is enqueued (train/nonfinite.py).
+    assert calls.count("cudaEventSynchronize") <= LAST - FIRST + 1
+
+
+def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
+    to_device = [e["args"]["stream"] for e in profiled if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
+    computing = {e["args"]["stream"] for e in profiled if e.get("cat") == "kernel"}
+    assert "Pinned" in " ".join(e["name"] for e in profiled if e.get("cat") == "gpu_memcpy")
+    assert len(to_device) >= 2 * (LAST - FIRST), "tokens and targets of each step"
+    assert not computing & set(to_device)
+
+
+def test_batches_from_another_stream_are_whole_when_they_are_used():
+    """Each step's device memory is used again soon, while the current stream is kept busy: what comes out must be what the same
+    order gives on a CPU."""
+    from tests.train.test_data import SEQUENCES, TOKENS, shape_of
+    from train.data.loader import SampleOrder, TrainLoader
+    from train.data.tokens import Source
+
+    order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
+    seen = []
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        loader, busy = TrainLoader(order, SEQUENCES, shape_of(0, 1, 2), 0, device, 2), torch.ones(2000, 2000, device=device)
+        kept = []
+        for _ in range(40):
+            if device.type == "cuda":
+                busy = busy @ busy * 0
+            batches = loader.next().micro_batches
+            kept.append(torch.stack([batch.tokens * 1 for batch in batches]))
+            del batches
+        loader.close()
+        seen.append(torch.stack(kept).cpu())
+    assert torch.equal(*seen)
+
+
+def test_segments_grow_on_a_gpu(on_cpu, tmp_path):
+    program = ("import sys, torch, atexit; from train.main import main; atexit.register(lambda: print('expandable',"
+               " {s['is_expandable'] for s in torch.cuda.memory_snapshot()})); main(sys.argv[1:])")  # fmt: skip
+    for wanted in ("true", "false"):
+        line = [sys.executable, "-c", program, *TINY, *on_cpu[1], *EAGER, "--train.steps=2", "--run.device=cuda",
+                f"--run.expandable_segments={wanted}", f"--run.dir={tmp_path / wanted}"]  # fmt: skip
+        result = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+        assert f"expandable {{{wanted.capitalize()}}}" in result.stdout

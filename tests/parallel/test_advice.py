@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from parallel.advice import advise, unused_keys
+from parallel.advice import GRAPH_MODES, advise, unused_keys
 from parallel.config import CompileConfig, ParallelConfig
 from tests.parallel.plans import plan_of
 
@@ -19,6 +19,8 @@ GOOD: list[tuple[int, dict[str, Any]]] = [
     (8, {"tp": 8}),
     (8, {"tp": 2, "dp_shard": 4}),
     (8, {"cpu_offload": True}),
+    (8, {"compile": CompileConfig(mode="max-autotune-no-cudagraphs")}),
+    (8, {"compile": CompileConfig(mode="max-autotune", enabled=False)}),
 ]
 
 
@@ -34,6 +36,8 @@ POOR: list[tuple[int, dict[str, Any], str]] = [
     (8, {"strategy": "ddp"}, "dp_shard=1: every process holds all parameters"),
     (1, {"cpu_offload": True}, "cpu_offload with one process"),
     (8, {"tp": 2, "tp_parts": ()}, "tp=2 splits no part of the model"),
+    (8, {"compile": CompileConfig(mode="reduce-overhead")}, "compile.mode=reduce-overhead captures CUDA graphs"),
+    (8, {"compile": CompileConfig(mode="max-autotune")}, "compile.mode=max-autotune captures CUDA graphs"),
 ]
 
 
@@ -94,3 +98,9 @@ USED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("keys", USED, ids=str)
 def test_a_key_with_an_effect_is_not(keys: dict[str, Any]) -> None:
     assert unused_keys(ParallelConfig(**keys)) == []
+
+
+def test_the_modes_that_capture_cuda_graphs_are_those_of_this_torch() -> None:
+    from torch._inductor import list_mode_options
+
+    assert {mode for mode, options in list_mode_options().items() if options.get("triton.cudagraphs")} == set(GRAPH_MODES)

@@ -29,6 +29,7 @@ MACHINE = Hardware(
     peak_tflops={"bfloat16": 100.0, "float8": 200.0, "float32": 10.0},
     matmul={"bfloat16": ((1.0, 0.5), (100.0, 1.0)), "float8": ((1.0, 1.0),), "float32": ((1.0, 1.0),)},
     attention_forward={"bfloat16": 0.5, "float32": 0.5}, attention_backward={"bfloat16": 0.25, "float32": 0.25},
+    attention_kernels={"best": 1.0, "slow": 0.5},
     memory_efficiency=0.5, operation_s=1e-6, node=Link(100.0, 1e-6, SHARES), network=Link(10.0, 1e-3, SHARES),
     overlaps=True, slowdown=0.1, reserved_share=0.0, reserved_gib=0.0, cores=0, fitted=(),
 )  # fmt: skip
@@ -203,12 +204,23 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
     assert units["layers.1"].copy_in_s == units["layers.2"].copy_in_s / 2
 
 
-def test_the_optimizer_passes_over_this_ranks_shards() -> None:
-    parameters = EMBEDDING + 4 * BLOCK + HEAD
-    times = step_times(plan_of(8, dp_shard=4, tp=2), work_of([]), MACHINE, 8)
-    assert times.optimizer_s == pytest.approx(parameters / 4 * 40 / 500e9)
-    frozen = step_times(plan_of(8, dp_shard=4, tp=2), work_of([], None, embed=0.0), MACHINE, 8)
-    assert frozen.optimizer_s == pytest.approx((parameters - EMBEDDING) / 4 * 40 / 500e9)
+# Bytes: the norm reads the gradient; AdamW reads it, the parameter and two moments, and writes all but the gradient; torch's,
+# for float32 alone, writes that too.
+@pytest.mark.parametrize(
+    ("stored", "moment", "moved"),
+    [("float32", 4, 4 + 16 + 12 + 4), ("float32", 2, 4 + 12 + 8), ("bfloat16", 4, 2 + 12 + 10), ("bfloat16", 2, 2 + 8 + 6)],
+)
+def test_the_optimizer_passes_over_this_ranks_shards(stored: str, moment: int, moved: int) -> None:
+    parameters, plan = EMBEDDING + 4 * BLOCK + HEAD, plan_of(8, dp_shard=4, tp=2, param_dtype="bfloat16", storage_dtype=stored)
+    work, frozen = (dataclasses.replace(work_of([], None, **trained), moment_bytes=moment) for trained in ({}, {"embed": 0.0}))
+    assert step_times(plan, work, MACHINE, 8).optimizer_s == pytest.approx(parameters / 4 * moved / 500e9)
+    assert step_times(plan, frozen, MACHINE, 8).optimizer_s == pytest.approx((parameters - EMBEDDING) / 4 * moved / 500e9)
+
+
+def test_shards_in_bfloat16_are_read_in_half_the_time_where_they_are_gathered() -> None:
+    plan = plan_of(8, param_dtype="bfloat16", storage_dtype="bfloat16")
+    got = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"].gather_s
+    assert got == pytest.approx(collective_s("all_gather", BLOCK * 2, Group(8, 8, 1), MACHINE) + BLOCK / 8 * (2 + 2) / 500e9)
 
 
 def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:

@@ -13,6 +13,10 @@ from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes
 from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
 from tests.parallel.plans import change
+from tests.simulated import simulated
+from train.config import parse_config
+from train.planning import plan_run
+from train.predict import predict_memory
 
 EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
 HIDDEN, KEPT, TABLES = 20, 200, 7  # bytes: of a block's output and of what it keeps, per sequence; of the buffers
@@ -51,6 +55,7 @@ def predict(*sizes: int, work: ModelWork | None = None, **keys: Any) -> StepMemo
 
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+STORED = {**BF16, "storage_dtype": "bfloat16"}
 SHARDS = (400 + 200 + 200 + 500) * 4  # of two ranks
 
 
@@ -103,6 +108,36 @@ def test_bfloat16_halves_what_is_gathered_and_gradients_but_not_their_reduction_
     assert (got.params, got.grads, got.optimizer) == (SHARDS, SHARDS, 2 * SHARDS)
     assert got.unsharded == (3200 + 3200 + 1600) // 2
     assert got.buffers == TABLES + 2000 + 4000
+
+
+def test_storage_in_bfloat16_halves_shards_and_gradients_and_moments_have_a_dtype_of_their_own() -> None:
+    work = make_work(dtype_bytes=2)
+    for moment_bytes in (4, 2):
+        got = predict(2, 3, work=dataclasses.replace(work, moment_bytes=moment_bytes), **STORED).memory
+        assert (got.params, got.grads) == (SHARDS // 2, SHARDS // 2)
+        assert got.optimizer == 2 * SHARDS * moment_bytes // 4
+
+
+def test_a_reduction_in_float32_is_cast_to_storage_in_bfloat16() -> None:
+    """The reduction's buffer, half of it that comes out, that in bfloat16, and the gradient of the only weight."""
+    work = make_work(dtype_bytes=2)
+    head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
+    got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head}), **STORED).memory
+    assert got.buffers == TABLES + 4000 + 2000 + 1000 + 2000
+
+
+def test_sums_that_wait_for_the_replicas_wait_in_reduce_dtype() -> None:
+    """Four micro batches: at the head's forward in the last one, all gradients of the others."""
+    keys = {"work": make_work(head=5000, dtype_bytes=2), "dp_replicate": 2, "global_batch": 16}
+    assert predict(4, **keys, **STORED).at_peak.grads == SHARDS
+    assert predict(4, **keys, **{**STORED, "reduce_dtype": "bfloat16"}).at_peak.grads == SHARDS // 2
+
+
+def test_what_replicas_have_summed_stays_until_the_backward_ends_where_gradients_are_stored_in_another_dtype() -> None:
+    """On one shard, at the embedding's reduction: it in float32 three times, beside the blocks' and the head's."""
+    got = predict(2, strategy="ddp", work=make_work(dtype_bytes=2), **STORED)
+    assert got.at_peak.buffers == TABLES + 3 * 3200 + 2 * 1600 + 4000
+    assert predict(2, strategy="ddp", work=make_work()).at_peak.buffers == TABLES + 3 * 3200
 
 
 @pytest.mark.parametrize(("shards", "per_rank"), [(1, 2600), (2, 1300), (4, 650), (8, 325)])
@@ -251,8 +286,33 @@ def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> No
     assert reserved_bytes(memory, hardware) == 12 * GIB
 
 
-@pytest.mark.parametrize("keys", [{}, {"cpu_offload": True}, {"reshard_after_forward": False}, {"dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{}, {"cpu_offload": True}, {"reshard_after_forward": False}, {"dp_replicate": 2}, STORED], ids=str
+)
 def test_the_least_is_never_more_than_the_peak(keys: dict[str, Any]) -> None:
     for micro in (1, 3, 9):
         plan = make(4, micro, **keys)
         assert 0 < least_bytes(plan, make_work()) <= predict_step_memory(plan, make_work()).peak_bytes
+
+
+SMALL = ("--model.dim=256", "--model.n_layers=3", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=512",
+         "--model.vocab_size=2048", "--train.seq_len=64", "--parallel.compile.enabled=false",
+         "--parallel.param_dtype=bfloat16")  # fmt: skip
+STORAGE, MOMENTS, REDUCED = ("--parallel.storage_dtype=bfloat16", "--optim.state_dtype=bfloat16",
+                             "--parallel.reduce_dtype=bfloat16")  # fmt: skip
+ACCUMULATED = "--train.global_batch_size=32"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [(4, [MOMENTS]), (4, [STORAGE]), (4, [STORAGE, MOMENTS, ACCUMULATED]), (1, [STORAGE, MOMENTS]), (1, [REDUCED]),
+     (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]), (4, [STORAGE, "--parallel.strategy=ddp"]),
+     (4, [REDUCED, "--parallel.strategy=ddp"]), (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"])],
+    ids=str,
+)  # fmt: skip
+def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:
+    config = parse_config([*SMALL, *keys])
+    got, real = predict_memory(config, plan_run(config, world_size)), simulated(world_size, *SMALL, *keys)
+    for kind in ("params", "optimizer"):
+        assert getattr(got.memory, kind) == pytest.approx(getattr(real.memory, kind), rel=1e-3), kind
+    assert got.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)

@@ -234,7 +234,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_table_has_a_row_per_group_and_the_batch_in_words() -> None:
-    mesh, batch, head, *rows = plan_to_table(make(n_layers=32, dp_replicate=2, activation_checkpoint="full")).splitlines()
+    table = plan_to_table(make(n_layers=32, dp_replicate=2, activation_checkpoint="full"))
+    mesh, batch, kernels, head, *rows = table.splitlines()
+    assert kernels == "kernels: attention cpu, loss of all tokens at once; parameters stored in float32"
     assert mesh == "mesh: dp_replicate 2 x dp_shard 4 x tp 1 = 8 processes"
     assert batch == "global batch: 64 sequences = micro batch 2 x data parallel 8 x accumulation 4"
     assert head.split()[:2] == ["unit", "dtype"]
@@ -250,13 +252,14 @@ def test_the_table_has_a_row_per_group_and_the_batch_in_words() -> None:
         (make(tp=2, sequence_parallel=False, loss_parallel=False), "sequence parallel off, loss parallel off\n"),
         (make(tp=2, tp_parts=("embedding", "feed_forward", "head")),
          "loss parallel on, left whole: layers.*.norm, layers.*.wq, layers.*.wo\n"),
+        (make(loss_chunk_tokens=4096), "kernels: attention cpu, loss 4096 tokens at a time; parameters stored in float32\n"),
         (make(cpu_offload=True), "cpu offload: sharded parameters, gradients and optimizer state in host memory\n"),
         (make(activation_checkpoint="selective", selective_policy="aten.mm,aten.silu"), "selective (2 ops kept)"),
         (make(activation_checkpoint="budget", activation_budget=0.3), "budget 0.3"),
         (change(make(), 1, forward_prefetch=("layers.1", "layers.2"), backward_prefetch=()), "[layers.1 layers.2]/[]"),
         (change(make(param_dtype="bfloat16"), 5, output_dtype="float32"), "bfloat16 -> float32"),
     ],
-    ids=["tp", "tp-off", "tp-parts", "offload", "selective", "budget", "lists", "output"],
+    ids=["tp", "tp-off", "tp-parts", "chunked", "offload", "selective", "budget", "lists", "output"],
 )  # fmt: skip
 def test_the_table_says_what_is_not_plain(plan: Plan, words: str) -> None:
     assert words in plan_to_table(plan)
@@ -300,7 +303,7 @@ def plans(draw: st.DrawFn) -> Plan:
     modules = tuple(dict.fromkeys(module for unit in units for module in unit.modules))
     tensor = TensorPlan(draw(st.booleans()), draw(st.dictionaries(KEYS, WORDS, max_size=3)))
     mesh = MeshPlan(draw(counts), draw(counts), draw(counts))
-    return Plan(mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), config, modules, tuple(units))
+    return Plan(mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), draw(WORDS), draw(WORDS), draw(counts), config, modules, tuple(units))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

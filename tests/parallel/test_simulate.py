@@ -159,7 +159,8 @@ def test_bytes_of_sharding_at_8b(replicate, tp):
 
 HIDDEN = BATCH * TOKENS * DIM * BF16  # x[B, T, D]
 LOGITS = BATCH * TOKENS * VOCAB * BF16
-LARGEST, SUMS = BATCH * TOKENS * FP32, 2 * BATCH * TOKENS * FP32  # of each token: the loss's two small all-reduces
+CHUNKS = 4  # of the loss, and of each token its two small all-reduces
+LARGEST, SUMS = BATCH * TOKENS * FP32 // CHUNKS, 2 * BATCH * TOKENS * FP32 // CHUNKS
 NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient from its tokens
 
 
@@ -169,7 +170,7 @@ def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
     keys = (f"--parallel.sequence_parallel={sequence_parallel}", f"--parallel.loss_parallel={loss_parallel}".lower())
     got = of_axis(simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp")
     # In the head's forward the split loss needs two small sums, and gathered logits a gather.
-    loss = {"all_reduce": [LARGEST, SUMS]} if loss_parallel else {"all_gather": [LOGITS]}
+    loss = {"all_reduce": [LARGEST, SUMS] * CHUNKS} if loss_parallel else {"all_gather": [LOGITS]}
     if sequence_parallel:
         # Tokens are gathered in front of each part and scattered behind it: two parts in a block, one in the head.
         forward = {

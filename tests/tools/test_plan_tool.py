@@ -215,11 +215,11 @@ def test_diff_misses_no_field_of_a_plan() -> None:
             units = (plan.units[0], changed, *plan.units[2:])
             other = dataclasses.replace(plan, **({whole: changed} if whole else {"units": units}))
             assert field.name in [difference.key for difference in diff_plans(plan, other)]
-    for key in ("micro_batch_size", "accumulation", "cpu_offload", "modules"):
+    whole_plan = ("micro_batch_size", "accumulation", "cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens", "modules")
+    for key in whole_plan:
         other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
         assert key in [difference.key for difference in diff_plans(plan, other)]
-    assert {field.name for field in dataclasses.fields(Plan)} == {
-        "mesh", "tensor", "compile", "units", "micro_batch_size", "accumulation", "cpu_offload", "modules"}  # fmt: skip
+    assert {field.name for field in dataclasses.fields(Plan)} == {"mesh", "tensor", "compile", "units", *whole_plan}
 
 
 def test_strategy_and_advice_are_said(capsys: Output) -> None:

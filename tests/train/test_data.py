@@ -1,6 +1,7 @@
 """From tokens to batches: which sequence, in which order, cut over ranks without overlap or loss."""
 
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -176,6 +177,34 @@ def test_close_ends_the_thread(taken: int) -> None:
     loader.close()
     assert loader_threads() == []
     loader.close()  # and again, as a `finally` may
+
+
+class Noted(SampleOrder):
+    """Notes the first position of every step that is read."""
+
+    def __init__(self) -> None:
+        super().__init__((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
+        self.read: list[int] = []
+
+    def rows(self, first: int, count: int) -> NDArray[np.int64]:
+        self.read.append(first)
+        return super().rows(first, count)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_no_more_than_so_many_steps_are_read_before_they_are_asked_for(ahead: int) -> None:
+    order = Noted()
+    loader = TrainLoader(order, SEQUENCES, shape_of(0, 1), 0, CPU, ahead)
+    try:
+        for taken in range(4):
+            deadline_s = time.monotonic() + 30
+            while len(order.read) < taken + ahead and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+            time.sleep(0.1)
+            assert order.read == [8 * step for step in range(taken + ahead)]
+            loader.next()
+    finally:
+        loader.close()
 
 
 def test_an_exception_in_the_thread_reaches_whoever_asks_for_the_next_batch() -> None:

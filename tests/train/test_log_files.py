@@ -1,6 +1,7 @@
 """Log files on disks that are full, folders that are gone or no folders, and after a kill."""
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.launch import ROOT, environment
+from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, write_text
+from train import row_files
+from train.checkpoint.folder import list_checkpoints
 from train.evaluation import Score
 from train.log_files import MAX_WAITING, Board, LogFile, Trouble
 from train.metrics import Metrics, MetricsConfig, Throughput
@@ -179,6 +183,7 @@ def test_metrics_of_a_run_without_a_folder_warn_once_and_are_all_there_when_it_c
     metrics = open_metrics(tmp_path / "run", warnings)
     for step in range(3):
         metrics.log_eval(step, {"a": Score(1.0, 1, 1.0)})
+    metrics.flush()
     assert len(warnings) == 1, "one warning for all files"
     (tmp_path / "run").unlink()
     metrics.log_eval(3, {"a": Score(1.0, 1, 1.0)})
@@ -193,3 +198,88 @@ def test_a_folder_that_may_not_be_written_is_heard_of_on_stderr(tmp_path: Path, 
     throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
     Metrics(MetricsConfig(), throughput, tmp_path / "run", torch.device("cpu"), True, {}).close()
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/run/metrics.jsonl cannot be written")
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Whoever opens a file hangs in the kernel, as on a network disk that is away: a lease on it is held, and given back at the
+    end only (after 45 s the kernel takes it away)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, before = os.open(path, os.O_RDWR | os.O_CREAT), signal.signal(signal.SIGIO, signal.SIG_IGN)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(file)
+        signal.signal(signal.SIGIO, before)
+
+
+needs_leases = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's file leases")
+
+
+@needs_leases
+def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "HANGS_S", 0.5)
+    warnings: list[str] = []
+    with hanging(tmp_path / "metrics.jsonl"):
+        start_s = time.monotonic()
+        metrics = open_metrics(tmp_path, warnings)
+        for step in range(10):
+            metrics.log_eval(step, {"a": Score(1.0, 1, 1.0)})
+        assert time.monotonic() - start_s < 0.4
+        for _ in range(5):
+            metrics.flush()
+        assert time.monotonic() - start_s < 2, "only the first flush waits"
+        assert [words.partition(" for")[0] for words in warnings] == [f"warning: {tmp_path} has not taken a row of metrics"]
+    wait_for_rows(tmp_path, 10)
+    metrics.log_eval(10, {"a": Score(1.0, 1, 1.0)})
+    metrics.close()
+    assert steps_in(tmp_path) == list(range(11))
+    assert [event.step for event in read_board(tmp_path / "tb").Scalars("eval_loss")] == list(range(11))
+    assert len(warnings) == 1
+
+
+@needs_leases
+def test_of_rows_for_a_disk_that_hangs_no_more_than_a_limit_are_kept_and_it_is_said_how_many_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "HANGS_S", 0.2)
+    monkeypatch.setattr(row_files, "MAX_WAITING", 20)
+    warnings: list[str] = []
+    with hanging(tmp_path / "metrics.jsonl"):
+        metrics = open_metrics(tmp_path, warnings)
+        for step in range(100):
+            metrics.log_eval(step, {"a": Score(1.0, 1, 1.0)})
+        metrics.close()
+    assert warnings[-1].startswith(f"warning: {tmp_path} lacks the last rows of metrics, 103 writes")
+    wait_for_rows(tmp_path, 19)
+    time.sleep(0.2)
+    assert steps_in(tmp_path) == list(range(19)), "with the first write, which opens the file, the limit of 20"
+
+
+def wait_for_rows(folder: Path, count: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while len(steps_in(folder)) < count and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@needs_leases
+def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_when_it_hangs_no_more(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = [*TINY, *EAGER, *write_text(tmp_path), "--train.steps=15", "--checkpoint.every=5", "--run.threads=1",
+                 f"--run.dir={folder}"]  # fmt: skip
+    with hanging(folder / "metrics.jsonl"):
+        process = subprocess.Popen(command(1, *arguments), cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE)
+        deadline_s = time.monotonic() + 40
+        while len(list_checkpoints(folder / "checkpoints")) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step-00000005", "step-00000010"]
+        assert (folder / "metrics.jsonl").stat().st_size == 0
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "has not taken a row of metrics for 5 s" in out
+    assert sorted(read_metrics(folder)) == list(range(1, 16))

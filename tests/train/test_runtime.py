@@ -1,6 +1,7 @@
 """What the launcher says of a process, how long its collectives wait, and its end, with a thread of gloo caught in it."""
 
 import dataclasses
+import subprocess
 import sys
 from datetime import timedelta
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launch import run
+from tests.launch import ROOT, environment, run
+from train.allocator import VARIABLES
 from train.runtime import Place, RunConfig, group_timeout, read_place, start_process
 from train.watchdog import TimeoutConfig
 
@@ -42,6 +44,34 @@ def test_restarts_are_counted_wherever_they_are_made(said: dict, restarts: int, 
         monkeypatch.setenv(name, value)
     torchrun_restarts = int(said.get("TORCHELASTIC_RESTART_COUNT", 0))
     assert read_place() == Place(0, 1, 0, 1, False, restarts, torchrun_restarts)
+
+
+ALLOCATOR = """
+import torch
+from train.allocator import use_expandable_segments
+print(use_expandable_segments(), torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "then"),
+    [("", "", "True expandable_segments:True"),
+     ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", "False"),
+     ("PYTORCH_ALLOC_CONF", "expandable_segments:False", "False expandable_segments:False")],
+)  # fmt: skip
+def test_segments_grow_unless_the_users_own_variable_says_something(variable: str, value: str, then: str) -> None:
+    said = {variable: value} if variable else {}
+    kept = {name: text for name, text in environment(**said).items() if name not in VARIABLES or name == variable}
+    child = subprocess.run([sys.executable, "-c", ALLOCATOR], cwd=ROOT, env=kept, text=True, capture_output=True, check=True)
+    assert child.stdout.strip().startswith(then)
+    assert "True" not in child.stdout.removeprefix(then)
+
+
+def test_a_cpu_leaves_the_settings_of_the_gpus_allocator_alone() -> None:
+    before = torch._C._accelerator_getAllocatorSettings()
+    start_process(RunConfig(), Place(0, 1, 0, 1, under_torchrun=False), torch.device("cpu"))
+    dist.destroy_process_group()
+    assert torch._C._accelerator_getAllocatorSettings() == before
 
 
 def test_a_collective_waits_longer_than_any_section() -> None:

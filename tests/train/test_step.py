@@ -1,6 +1,7 @@
 """The training step: nothing in it waits for the device."""
 
 import copy
+import gc
 import math
 import re
 
@@ -176,3 +177,26 @@ def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer
     result = train_step(model, optimizer, [Batch(batch.tokens, torch.full_like(batch.targets, -100))], 1.0, group)
     assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
     assert all(p.full_tensor().isfinite().all() for p in model.parameters())
+
+
+def test_steps_leave_no_tensor_in_a_cycle(trainer):
+    """Such a tensor would keep its memory until Python's garbage is collected, train.gc_every steps later."""
+    model, optimizer, group = trainer
+    train_step(model, optimizer, make_batches(2), 1.0, group)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(3):
+            train_step(model, optimizer, make_batches(2), 1.0, group)
+        gc.collect()
+        assert [type(one) for one in gc.garbage if isinstance(one, torch.Tensor)] == []
+        looped = [torch.zeros(1)]
+        looped.append(looped)
+        del looped
+        gc.collect()
+        assert any(isinstance(one, torch.Tensor) for one in gc.garbage), "the search must see one"
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

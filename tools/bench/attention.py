@@ -3,6 +3,7 @@
 Shapes: B batch, N query heads, K key-value heads, H head dim, T tokens.
 """
 
+import argparse
 import dataclasses
 import re
 import time
@@ -15,8 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.kernels.cpu_attention import causal_attention
+from tools.bench.measurement import Result
 from tools.bench.processes import BenchError
+from tools.command import format_table, positive
 
+SUMMARY = "our CPU attention kernel against torch's"
+DESCRIPTION = ("Time forward and backward of the CPU attention kernel and of torch's scaled_dot_product_attention, one "
+               "thread, the best of several in turn, and compare their gradients with float64.")  # fmt: skip
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -54,6 +60,27 @@ class Comparison:
     ratio: float
     ours_error: float
     torch_error: float
+
+
+def add_attention_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `attention`."""
+    defaults = list(map(str, DEFAULT_SHAPES))
+    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", default=defaults,
+                        help=f"BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ (default {' '.join(defaults)})")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="timings of each (default 10)")
+
+
+def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+    """Both kernels on every shape and dtype."""
+    shapes = [parse_shape(text) for text in options.shapes]
+    rows = [compare(shape, getattr(torch, dtype), options.repeats) for shape in shapes for dtype in options.dtypes]
+    head = ("shape", "dtype", "ours ms", "torch ms", "ours / torch", "ours error", "torch error")
+    cells = [(r.shape, r.dtype, f"{1e3 * r.ours_s:.2f}", f"{1e3 * r.torch_s:.2f}", f"{r.ratio:.3f}", f"{r.ours_error:.2e}",
+              f"{r.torch_error:.2e}") for r in rows]  # fmt: skip
+    text = (f"{format_table(head, cells)}\n\nshape: batch x heads x kv heads x head dim x tokens; CPU time, best of "
+            f"{options.repeats}; error: of the gradients, relative, against float64")  # fmt: skip
+    return Result(None, {"rows": [dataclasses.asdict(row) for row in rows]}, text)
 
 
 def parse_shape(text: str) -> Shape:

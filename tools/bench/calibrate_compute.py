@@ -5,33 +5,25 @@ compiled norms and SwiGLU, the fused AdamW. Inputs are random (constant ones dra
 rotate through more memory than the caches hold. Shapes: B batch, T tokens, D dim, F ffn dim.
 """
 
-import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import CausalAttention
-from parallel.planner.graph import attention_flops
+from parallel.planner.operators import attention_flops
 from tools.bench.attention import Shape
+from tools.bench.clock import ROTATED_BYTES, Clock, Products, Run, attention_runs, draw, product_runs, rotate
+from train.config import Config
+from train.planning import attention_here
 
-ROTATED_BYTES = 2**28  # more than the last cache of any device here: 50 MiB on an H100, 32 MiB on a server's core complex
-MAX_ROTATED = 64
 DTYPES = ("float32", "bfloat16")
 TINY_OPERATIONS = 256
-WARM_UP_RUNS = 2
-PAUSE_CYCLES = 50_000_000  # of a GPU, about 30 ms: launching a thousand kernels takes less
-MIN_RUNS, MAX_RUNS = 5, 200
-
-Made = TypeVar("Made")
-Run = Callable[[], Any]
-Products = tuple[int, int, int]  # tokens, inputs, outputs of a linear layer
 
 
 @dataclass(frozen=True)
@@ -83,81 +75,27 @@ def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
         "matmul": {dtype: [measure_product(clock, product, dtype) for product in scale.products] for dtype in DTYPES},
         "attention_forward": {dtype: statistics.harmonic_mean(f for f, _ in rates) for dtype, rates in attention.items()},
         "attention_backward": {dtype: statistics.harmonic_mean(b for _, b in rates) for dtype, rates in attention.items()},
-        "copy_bytes_s": _copy_rate(clock),
+        "copy_bytes_s": copy_rate(clock),
         "memory_bytes_s": _memory_rate(clock, scale),
         "operation_s": _operation_seconds(clock),
     }
 
 
-class Clock:
-    """Seconds that a function takes on a device: the median of as many runs as fit into `budget_s`, after a warm-up.
-
-    On a CPU with one thread it is CPU time, which is wall time where nothing else runs.
-    """
-
-    def __init__(self, device: torch.device, budget_s: float) -> None:
-        self.device, self.budget_s = device, budget_s
-        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def seconds(self, runs: Sequence[Run]) -> float:
-        """Of one run; `runs` do the same on inputs of their own, and are taken in turn."""
-        turns = itertools.cycle(runs)
-        for _ in range(WARM_UP_RUNS):
-            next(turns)()
-        timed = self._timed_on_gpu if self.device.type == "cuda" else self._timed_on_cpu
-        first_s = statistics.median(timed(turns, 3))
-        return statistics.median(timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s)))))
-
-    def _timed_on_cpu(self, turns: Iterator[Run], count: int) -> list[float]:
-        times = []
-        for _ in range(count):
-            started_at = self._now()
-            next(turns)()
-            times.append(self._now() - started_at)
-        return times
-
-    def _timed_on_gpu(self, turns: Iterator[Run], count: int) -> list[float]:
-        """Events of the GPU around each run; the queue is filled behind a pause, so that launching is not timed."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        torch.cuda._sleep(PAUSE_CYCLES)
-        for event in events[:-1]:
-            event.record()
-            next(turns)()
-        events[-1].record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
-
-
 def measure_product(clock: Clock, product: Products, dtype: str) -> tuple[float, float]:
     """GFLOP of one product, and operations per second of the three of a linear layer: x[T, D] · w[F, D] -> y[T, F], and
     the gradients of both."""
-    tokens, inputs, outputs = product
-
-    def draw() -> Run:
-        x, w, grad = (_draw(sizes, dtype, clock.device) for sizes in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
-        return lambda: (F.linear(x, w), grad @ w, grad.t() @ x)
-
     flops = 2 * math.prod(product)
-    elements = tokens * inputs + outputs * inputs + tokens * outputs
-    return flops / 1e9, 3 * flops / clock.seconds(_rotate(draw, elements * getattr(torch, dtype).itemsize))
+    return flops / 1e9, 3 * flops / clock.seconds(product_runs(product, dtype, clock.device))
 
 
 def measure_attention(clock: Clock, shape: Shape, dtype: str) -> tuple[float, float]:
     """Operations per second of the forward and of the backward, the operations as `attention_work` counts them."""
     attention = CausalAttention()
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-
-    def draw() -> tuple[list[Tensor], Tensor]:
-        inputs = [_draw((shape.batch, shape.seq, n, shape.head_dim), dtype, clock.device).requires_grad_() for n in heads]
-        return inputs, _draw((shape.batch, shape.seq, shape.heads, shape.head_dim), dtype, clock.device)
-
-    def both(inputs: list[Tensor], grad: Tensor) -> Run:
-        return lambda: torch.autograd.grad(attention(*inputs), inputs, grad)
-
-    elements = shape.batch * shape.seq * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    sets = _rotate(draw, elements * getattr(torch, dtype).itemsize)
-    forward_s = clock.seconds([lambda inputs=inputs: attention(*inputs) for inputs, _ in sets])  # type: ignore[misc]
-    backward_s = clock.seconds([both(*one) for one in sets]) - forward_s
+    if clock.device.type == "cuda" and dtype == "bfloat16":  # the best kernel there; most of them cannot do float32
+        attention.kernel = attention_here(Config(), clock.device, torch.cuda.get_device_name(clock.device))
+    alone, together = attention_runs(attention, shape, dtype, clock.device)
+    forward_s = clock.seconds(alone)
+    backward_s = clock.seconds(together) - forward_s
     forward, backward = attention_work(shape)
     return forward / forward_s, backward / backward_s
 
@@ -168,9 +106,9 @@ def attention_work(shape: Shape) -> tuple[float, float]:
     return attention_flops("attention", (q, k)), attention_flops("attention_backward", (q, q, k))
 
 
-def _copy_rate(clock: Clock) -> float:
+def copy_rate(clock: Clock) -> float:
     """Bytes read and written per second by a plain copy of tensors that no cache holds."""
-    source, target = (_draw((ROTATED_BYTES // 8,), "float32", clock.device) for _ in range(2))
+    source, target = (draw((ROTATED_BYTES // 8,), "float32", clock.device) for _ in range(2))
     return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
 
 
@@ -197,17 +135,17 @@ def _swiglu_seconds_per_byte(clock: Clock, scale: Scale) -> float:
 def _autograd_seconds(clock: Clock, scale: Scale, function: Callable[..., Tensor], inputs: int) -> float:
     """Of forward and backward of an element-wise function of float32 tensors[T, D]."""
 
-    def draw() -> Run:
-        tensors = [_draw(scale.memory, "float32", clock.device) for _ in range(inputs + 1)]
+    def one() -> Run:
+        tensors = [draw(scale.memory, "float32", clock.device) for _ in range(inputs + 1)]
         leaves = [x.requires_grad_() for x in tensors[:-1]]
         return lambda: torch.autograd.grad(function(*leaves), leaves, tensors[-1])
 
-    return clock.seconds(_rotate(draw, (inputs + 1) * math.prod(scale.memory) * 4))
+    return clock.seconds(rotate(one, (inputs + 1) * math.prod(scale.memory) * 4))
 
 
 def _adamw_seconds_per_byte(clock: Clock, scale: Scale) -> float:
     """The fused update reads parameter, gradient and two moments, and writes all but the gradient."""
-    parameters = [_draw(scale.memory, "float32", clock.device).requires_grad_() for _ in range(8)]
+    parameters = [draw(scale.memory, "float32", clock.device).requires_grad_() for _ in range(8)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
@@ -228,12 +166,3 @@ def _operation_seconds(clock: Clock) -> float:
         torch.autograd.grad(y, x)
 
     return clock.seconds([chain]) / TINY_OPERATIONS
-
-
-def _rotate(draw: Callable[[], Made], size_bytes: int) -> list[Made]:
-    """As many sets of inputs of `size_bytes` as exceed the caches."""
-    return [draw() for _ in range(max(2, min(MAX_ROTATED, ROTATED_BYTES // size_bytes)))]
-
-
-def _draw(sizes: Sequence[int], dtype: str, device: torch.device) -> Tensor:
-    return torch.randn(*sizes, device=device).to(getattr(torch, dtype))

@@ -20,13 +20,16 @@ def find_kernels(device: torch.device) -> dict[str, list[str]]:
     q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     attention = CausalAttention()
     return {
-        "matmul": _names(lambda: F.linear(x, w)),
-        "attention_forward": _names(lambda: attention(q, k, v)),
-        "attention_forward_and_backward": _names(lambda: attention(q, k, v).sum().backward()),
+        "matmul": kernel_names(lambda: F.linear(x, w), device),
+        "attention_forward": kernel_names(lambda: attention(q, k, v), device),
+        "attention_forward_and_backward": kernel_names(lambda: attention(q, k, v).sum().backward(), device),
     }
 
 
-def _names(run: Callable[[], Any]) -> list[str]:
+def kernel_names(run: Callable[[], Any], device: torch.device) -> list[str]:
+    """Of the GPU kernels that `run` starts; none on a CPU."""
+    if device.type != "cuda":
+        return []
     run()  # choosing an algorithm may run others
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()

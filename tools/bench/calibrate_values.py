@@ -50,6 +50,7 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
         "memory_gb_s": Noted(copy / 1e9, f"{stamp}: of one core, a copy of 128 MiB while {len(found.compute)} processes do so"),
         "peak_tflops": Noted(peaks, f"{stamp}: of one core, the best of the products below"),
         **_rates(stamp, found, curves, peaks),
+        "attention_kernels": _taken_over("attention_kernels", base),
         "memory_efficiency": _memory_efficiency(stamp, found, copy),
         "node": Noted(*_node(stamp, fit_link(found.timings))),
         "network": _taken_over("network", base),
@@ -65,7 +66,8 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
 def gpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
     """A GPU: shares of the base's peaks are measured, and the links within the node where it has several."""
     stamp, curves = _stamp(machine), product_curves(found.compute)
-    taken_over = ("memory_gb_s", "peak_tflops", "node", "network", "overlaps", "slowdown", "reserved_share", "cores")
+    taken_over = ("memory_gb_s", "peak_tflops", "attention_kernels", "node", "network", "overlaps", "slowdown", "reserved_share",
+                  "cores")  # fmt: skip
     values = {key: _taken_over(key, base) for key in taken_over}
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     values |= {

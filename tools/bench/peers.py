@@ -1,5 +1,6 @@
 """A run of ours against other trainers, interleaved: A B C A B C ..."""
 
+import argparse
 import re
 import statistics
 import sys
@@ -9,10 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.bench.measurement import KEYS, Result
 from tools.bench.processes import BenchError, cache_environment, make_environment, run_to_end
-from tools.bench.run import Setup, measure_run
+from tools.bench.run import Setup, config_to_record, measure_run, resolve, spread
+from tools.bench.standard import SHAPE, add_run_options, standard_setup, with_setup
+from tools.command import format_table, positive
 
 OURS = "meshwright"
+SUMMARY = "ours against other trainers, interleaved"
+DESCRIPTION = (f"Run ours on the standard shape ({SHAPE}) and other trainers in turn, and print the ratios ours / peer. A "
+               "peer prints, from one rank or all, `BENCH startup_to_first_step_s=26.5` and "
+               "`BENCH tok/s/rank median=1399 peak_rss_GiB=0.92` (or another peak_..._GiB).")  # fmt: skip
+EPILOG = (f"{KEYS} They, --dtype, --compile and --processes are for ours: say the same to a peer in its command. "
+          "OMP_NUM_THREADS and the cache are set for all alike; the rest of the environment passes through.")  # fmt: skip
+PEER_HELP = "a shell command line, as titan='TT_COMPILE=1 bash run.sh'; may be given several times"
 FIGURES = {"tokens_per_s_per_rank": "more", "peak_memory_gib": "less", "startup_s": "less"}  # which of them is better
 PATTERNS = {
     "tokens_per_s_per_rank": r"tok/s/rank median=(\S+)",
@@ -30,6 +41,26 @@ class Contender:
 
     name: str
     run: Callable[[dict[str, str]], Figures]
+
+
+def add_peers_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `peers`."""
+    parser.add_argument("--peer", action="append", required=True, metavar="NAME=COMMAND", help=PEER_HELP)
+    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
+    add_run_options(parser)
+
+
+def measure_peers(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+    """Ours and the peers, in turn."""
+    setup = standard_setup(options, overrides)
+    peers = parse_peers(options.peer, options.threads)
+    config = resolve(setup)
+    figures = to_figures(run_rounds([contender_of(OURS, setup), *peers], options.rounds, options.cache))
+    ratios = figures["ours_over_peer"]
+    table = format_table(*comparison_rows(figures["median"], ratios, best_peers(ratios)))
+    last = f"ours / peer: the median of {options.rounds} rounds; * the peer that we look worst against"
+    text = f"{table}\n\n{spread_text(figures['spread'], options.rounds)}\n{last}"
+    return Result(config_to_record(config), with_setup(options, figures), text)
 
 
 def contender_of(name: str, setup: Setup) -> Contender:
@@ -70,21 +101,49 @@ def parse_bench_lines(text: str) -> Figures:
 
 def run_rounds(contenders: Sequence[Contender], rounds: int, cache: str) -> list[dict[str, Figures]]:
     """Figures of every round by contender; each gets one run that does not count where the cache is to be warm."""
+    return run_what_runs(contenders, rounds, cache, frozenset(contender.name for contender in contenders))[0]
+
+
+def run_what_runs(contenders: Sequence[Contender], rounds: int, cache: str, needed: frozenset[str] = frozenset({OURS})
+                  ) -> tuple[list[dict[str, Figures]], dict[str, str]]:  # fmt: skip
+    """Figures of every round by contender, and the contenders that failed with what they said: they are left out of all
+    rounds. Raises BenchError where one that is `needed` fails."""
+    left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
         folder, results = Path(name), []
         for turn in range(0 if cache == "warm" else 1, rounds + 1):
             result = {}
             for contender in contenders:
-                result[contender.name] = contender.run(cache_environment(cache, folder, contender.name, turn))
-                _say(turn, contender.name, result[contender.name])
+                if contender.name in left_out:
+                    continue
+                try:
+                    result[contender.name] = contender.run(cache_environment(cache, folder, contender.name, turn))
+                    _say(turn, contender.name, result[contender.name])
+                except BenchError as error:
+                    if contender.name in needed:
+                        raise
+                    left_out[contender.name] = str(error)
             if turn:
                 results.append(result)
-    return results
+    return [{name: figures for name, figures in r.items() if name not in left_out} for r in results], left_out
 
 
 def make_medians(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
     """Median over the rounds, by contender."""
     return {name: {figure: statistics.median(r[name][figure] for r in rounds) for figure in FIGURES} for name in rounds[0]}
+
+
+def make_spreads(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
+    """(Largest - smallest) / median over the rounds, by contender."""
+    medians = make_medians(rounds)
+    return {name: {figure: spread([r[name][figure] for r in rounds], medians[name][figure]) for figure in FIGURES}
+            for name in rounds[0]}  # fmt: skip
+
+
+def spread_text(spreads: dict[str, Figures], rounds: int) -> str:
+    """How far the rounds were apart in speed, a line."""
+    words = (f"{name} {figures['tokens_per_s_per_rank']:.1%}" for name, figures in spreads.items())
+    return f"spread of the speed over the rounds: {', '.join(words) if rounds > 1 else 'one round has none'}"
 
 
 def make_ratios(rounds: Sequence[dict[str, Figures]]) -> Ratios:
@@ -97,10 +156,11 @@ def make_ratios(rounds: Sequence[dict[str, Figures]]) -> Ratios:
 
 
 def best_peers(ratios: Ratios) -> dict[str, str]:
-    """By figure, the peer that we look worst against."""
+    """By figure, the peer that we look worst against; nothing where there is no peer."""
     return {
         figure: (min if FIGURES[figure] == "more" else max)(by_peer, key=lambda peer: by_peer[peer])
         for figure, by_peer in ratios.items()
+        if by_peer
     }
 
 
@@ -152,6 +212,7 @@ def to_figures(rounds: Sequence[dict[str, Figures]]) -> dict[str, Any]:
     best = best_peers(ratios)
     return {
         "median": make_medians(rounds),
+        "spread": make_spreads(rounds),
         "ours_over_peer": ratios,
         "ours_over_best_peer": {figure: {"peer": peer, "ratio": ratios[figure][peer]} for figure, peer in best.items()},
         "rounds": list(rounds),

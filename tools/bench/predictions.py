@@ -17,7 +17,7 @@ from tools.bench.processes import BenchError
 from tools.bench.run import WARM_UP_STEPS, RunFigures, Setup, config_to_record, measure_run, resolve
 from tools.command import format_table, positive
 from train.config import Config
-from train.planning import plan_run
+from train.planning import best_attention, plan_run
 from train.predict import predict
 
 SUMMARY = "the planner's predictions against real runs"
@@ -97,7 +97,8 @@ def find_kind(name: str | None, on_gpu: bool) -> Hardware:
 def predict_case(case: Case, config: Config, hardware: Hardware, threads: int) -> Predicted:
     """What the planner says, with as many of the cores as the run uses."""
     cores = min(hardware.cores, case.processes * threads)
-    prediction = predict(config, plan_run(config, case.processes), dataclasses.replace(hardware, cores=cores), case.processes)
+    plan = plan_run(config, case.processes, attention=best_attention(config, hardware))
+    prediction = predict(config, plan, dataclasses.replace(hardware, cores=cores), case.processes)
     return Predicted(prediction.timeline.step_s, prediction.memory.peak_bytes / GIB, prediction.reserved_bytes / GIB)
 
 

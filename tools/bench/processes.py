@@ -48,13 +48,14 @@ def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str
     return {"TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"), "TRITON_CACHE_DIR": str(own / "triton")}
 
 
-def run_to_end(command: Sequence[str] | str, environment: dict[str, str], log: Path, while_running: Callable[[], None]) -> None:
-    """Run a command (a string: in a shell) with its output in `log`, calling `while_running` every POLL_S.
+def run_to_end(command: Sequence[str] | str, environment: dict[str, str], log: Path, while_running: Callable[[], None],
+               folder: Path | None = None) -> None:  # fmt: skip
+    """Run a command (a string: in a shell), in `folder` if given, with its output in `log`, calling `while_running` every POLL_S.
 
     Whatever ends this function early ends the command and its descendants. Raises BenchError if the command fails.
     """
     with log.open("wb") as output:
-        process = subprocess.Popen(command, shell=isinstance(command, str), env=environment, stdin=subprocess.DEVNULL,
+        process = subprocess.Popen(command, shell=isinstance(command, str), env=environment, stdin=subprocess.DEVNULL, cwd=folder,
                                    stdout=output, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
         try:
             while process.poll() is None:
@@ -132,3 +133,17 @@ def _running() -> dict[int, tuple[int, int]]:
         if fields[0] not in (b"Z", b"X"):
             running[int(path.parent.name)] = (int(fields[1]), int(fields[19]))
     return running
+
+
+def descendant_age_s(words: bytes, not_words: bytes) -> float | None:
+    """Seconds since the first of this process's descendants started that has `words` in its command line and not
+    `not_words`; None while there is none, and on a system without /proc."""
+    ages = []
+    for pid, ticks in _family([os.getpid()]).items():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:  # it has just ended
+            continue
+        if words in command and not_words not in command and pid != os.getpid():
+            ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return max(ages, default=None)

@@ -40,8 +40,7 @@ def make_document(name: str, command: Sequence[str], config: dict[str, Any] | No
 
 def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) -> Path:
     """Write DATE-NAME.json, or DATE-NAME-2.json and so on: a record is never overwritten. Raises BenchError."""
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise BenchError(f"--record {name}: the name of a record is made of letters, digits, '-', '_' and '.'")
+    check_name(name)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document, indent=2) + "\n"
     number = 1
@@ -53,6 +52,12 @@ def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) ->
             return path
         except FileExistsError:
             number += 1
+
+
+def check_name(name: str) -> None:
+    """Raises BenchError for what cannot be a record's name."""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise BenchError(f"--record {name}: the name of a record is made of letters, digits, '-', '_' and '.'")
 
 
 def find_hardware() -> dict[str, Any]:
@@ -70,6 +75,7 @@ def find_versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": _version("triton"),
+        "cuda": torch.version.cuda,
     }
 
 

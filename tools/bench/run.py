@@ -6,7 +6,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,34 +18,38 @@ from train.planning import plan_run
 
 PROG = "tools.bench"
 WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones
+MFUS = ("mfu", "mfu_causal")  # as metrics.jsonl names them
 STANDARD_SHAPE = (
     "--model.dim=256", "--model.n_layers=6", "--model.n_heads=16", "--model.n_kv_heads=16", "--model.ffn_dim=768",
     "--model.vocab_size=2048", "--model.max_seq_len=512", "--train.seq_len=512", "--train.micro_batch_size=4",
     "--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0",
 )  # fmt: skip
-MEASURED = ("--metrics.every=1",)  # comes last: without it there is nothing to read
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run to measure: its processes, the CPU threads of each, and the config keys of train.main."""
+    """A run to measure: its processes, the CPU threads of each, the config keys of train.main, and how many steps share a
+    report, which waits for the device."""
 
     processes: int
     threads: int
     arguments: Sequence[str]
+    steps_per_report: int = 1
 
     def command_line(self) -> list[str]:
         """What follows `-m train.main`, but for the run's folder."""
-        return [*self.arguments, *MEASURED, f"--run.threads={self.threads}"]
+        report = f"--metrics.every={self.steps_per_report}"  # comes last: without it there is nothing to read
+        return [*self.arguments, report, f"--run.threads={self.threads}"]
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run did. Rates are of the steps after the first WARM_UP_STEPS (the last step alone in a run as short).
+    """What a run did. Rates are of the reports after the first WARM_UP_STEPS steps (the last report alone in a run as short).
 
-    `startup_s`: wall seconds from starting the command to the end of the first optimizer step.
-    `data_wait_share`: of the step time. `step_times_s`: of every step, the first included.
-    `device`: as the run names it.
+    `startup_s`: wall seconds from starting the command to the first report, which is the end of the first optimizer step
+    where every step is reported. `data_wait_share`: of the step time. `step_times_s`: of a step of every report, the first
+    included. `device`: as the run names it. `spread`: (best - worst rate) / median. `mfu`, `mfu_causal`: median, attention
+    counted in full or half; None where the device has no peak to compare with.
     """
 
     device: str
@@ -56,6 +60,9 @@ class RunFigures:
     recompiles: int
     data_wait_share: float
     step_times_s: list[float]
+    spread: float = 0.0
+    mfu: float | None = None
+    mfu_causal: float | None = None
 
 
 def resolve(setup: Setup) -> Config:
@@ -79,21 +86,28 @@ def config_to_record(config: Config) -> dict[str, Any]:
 def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
     """Start train.main in a temporary folder, wait for its end and read its figures. Raises BenchError if it fails."""
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
-        folder = Path(name)
-        metrics, log = folder / "run" / "metrics.jsonl", folder / "log"
-        first_step_at = 0.0
+        return measure_run_in(Path(name), setup, cache)
 
-        def watch() -> None:
-            nonlocal first_step_at
-            if not first_step_at and read_rows(metrics):
-                first_step_at = time.perf_counter()
 
-        arguments = [*setup.command_line(), f"--run.dir={folder / 'run'}"]
-        command = [*python_command("train.main", setup.processes, folder / "torchrun"), *arguments]
-        started_at = time.perf_counter()
-        run_to_end(command, make_environment(setup.threads, cache), log, watch)
-        watch()
-        return make_figures(read_rows(metrics), first_step_at - started_at, _device(log))
+def measure_run_in(folder: Path, setup: Setup, cache: dict[str, str], while_running: Callable[[], None] = lambda: None
+                   ) -> RunFigures:  # fmt: skip
+    """The same in a folder that stays: FOLDER/run is the run's, FOLDER/log what it printed. `while_running` is called all
+    the time; what it raises ends the run."""
+    metrics, log = folder / "run" / "metrics.jsonl", folder / "log"
+    first_report_at = 0.0
+
+    def watch() -> None:
+        nonlocal first_report_at
+        if not first_report_at and read_rows(metrics):
+            first_report_at = time.perf_counter()
+        while_running()
+
+    arguments = [*setup.command_line(), f"--run.dir={folder / 'run'}"]
+    command = [*python_command("train.main", setup.processes, folder / "torchrun"), *arguments]
+    started_at = time.perf_counter()
+    run_to_end(command, make_environment(setup.threads, cache), log, watch)
+    watch()
+    return make_figures(read_rows(metrics), first_report_at - started_at, _device(log))
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
@@ -106,11 +120,12 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
 
 
 def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) -> RunFigures:
-    """Figures from the rows of every step. Raises BenchError if there are none."""
+    """Figures from the rows of all reports. Raises BenchError if there are none."""
     if not rows:
         raise BenchError("the run ended without a row in metrics.jsonl: it needs at least one optimizer step")
-    counted = rows[min(WARM_UP_STEPS, len(rows) - 1) :]
+    counted = [row for row in rows if row["step"] > WARM_UP_STEPS] or rows[-1:]
     rates = [row["tokens_per_s_per_gpu"] for row in counted]
+    mfu, mfu_causal = (statistics.median(row[key] for row in counted) if key in counted[0] else None for key in MFUS)
     return RunFigures(
         device=device,
         tokens_per_s_per_rank=statistics.median(rates),
@@ -120,7 +135,15 @@ def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) 
         recompiles=rows[-1]["recompiles"],
         data_wait_share=sum(row["data_wait_s"] for row in counted) / sum(row["step_time_s"] for row in counted),
         step_times_s=[row["step_time_s"] for row in rows],
+        spread=spread(rates, statistics.median(rates)),
+        mfu=mfu,
+        mfu_causal=mfu_causal,
     )
+
+
+def spread(values: Sequence[float], middle: float) -> float:
+    """(Largest - smallest) / `middle`."""
+    return (max(values) - min(values)) / middle
 
 
 def _device(log: Path) -> str:

@@ -1,13 +1,42 @@
 """Our own run under several settings, interleaved: what a mesh, a checkpointing mode or a dtype costs and saves."""
 
+import argparse
 import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tools.bench.peers import FIGURES, Contender, Figures, contender_of, make_medians
+from tools.bench.measurement import KEYS, Result
+from tools.bench.peers import FIGURES, Contender, Figures, contender_of, make_medians, make_spreads, run_rounds, spread_text
 from tools.bench.processes import BenchError
-from tools.bench.run import Setup
+from tools.bench.run import Setup, config_to_record, resolve
+from tools.bench.standard import SHAPE, add_run_options, standard_setup, with_setup
+from tools.command import format_table, positive
+
+SUMMARY = "ours under several settings, interleaved"
+DESCRIPTION = (f"Run ours on the standard shape ({SHAPE}) under several settings in turn, and print the figures of each and "
+               "their ratios to the first.")  # fmt: skip
+EPILOG = KEYS
+
+
+def add_variants_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `variants`."""
+    parser.add_argument("--variant", action="append", required=True, metavar="NAME=KEYS",
+                        help="config keys, as full='--parallel.activation_checkpoint=full'; may be none, as plain=''; given "
+                             "several times, the first is what the others are compared with")  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
+    add_run_options(parser)
+
+
+def measure_variants(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+    """Ours under several settings, in turn."""
+    variants = parse_variants(options.variant, standard_setup(options, overrides))
+    configs = {name: config_to_record(resolve(setup)) for name, setup in variants.items()}
+    rounds = run_rounds(variant_contenders(variants), options.rounds, options.cache)
+    figures = variant_figures(rounds)
+    apart = spread_text(figures["spread"], options.rounds)
+    text = f"{format_table(*variant_rows(rounds))}\n\nmedian of {options.rounds} rounds; {apart}"
+    return Result(configs, with_setup(options, figures), text)
 
 
 def parse_variants(texts: Sequence[str], setup: Setup) -> dict[str, Setup]:
@@ -36,7 +65,7 @@ def variant_figures(rounds: Sequence[dict[str, Figures]]) -> dict[str, Any]:
     first = next(iter(rounds[0]))
     against = {name: {figure: statistics.median(r[name][figure] / r[first][figure] for r in rounds) for figure in FIGURES}
                for name in rounds[0]}  # fmt: skip
-    return {"median": make_medians(rounds), f"over_{first}": against, "rounds": list(rounds)}
+    return {"median": make_medians(rounds), "spread": make_spreads(rounds), f"over_{first}": against, "rounds": list(rounds)}
 
 
 def variant_rows(rounds: Sequence[dict[str, Figures]]) -> tuple[list[str], list[list[str]]]:

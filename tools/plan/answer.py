@@ -18,7 +18,7 @@ from parallel.strategy import describe_strategy
 from train.choose import choose_plan, fewest_gpus
 from train.config import Config, ConfigError
 from train.fits import MAX_PROCESSES, check_fits
-from train.planning import plan_run
+from train.planning import best_attention, plan_run
 from train.predict import Prediction, predict, predict_memory, trace_run
 
 HOUR_S, DAY_S = 3600, 86400
@@ -88,7 +88,7 @@ def answer(config: Config, place: Place) -> Answer:
         times = step_times(plan, trace_run(config, plan), machines.hardware, place.gpus_per_node)
         reasons = give_reasons(choice, machines, times)
     else:
-        plan = plan_run(config, place.gpus, place.gpus_per_node)
+        plan = plan_run(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
         advice = [*advise(plan, place.gpus_per_node), *unused_keys(config.parallel)]
     prediction = predict(config, plan, place.hardware, place.gpus_per_node) if place.hardware else None
     memory = prediction.memory if prediction else predict_memory(config, plan)
@@ -120,7 +120,7 @@ def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -
 
 def _fits(config: Config, place: Place) -> bool:
     try:
-        plan = plan_run(config, place.gpus, place.gpus_per_node)
+        plan = plan_run(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
     except PlanError:
         return False
     machines = place.machines()

@@ -27,7 +27,8 @@ def diff_plans(a: Plan, b: Plan) -> list[Difference]:
     Empty if equal."""
     differences = _diff_fields("mesh", a.mesh, b.mesh)
     for where, key in (("batch", "micro_batch_size"), ("batch", "accumulation"), ("batch", "global_batch_size"),
-                       ("plan", "cpu_offload")):  # fmt: skip
+                       ("plan", "cpu_offload"), ("plan", "storage_dtype"), ("plan", "attention"),
+                       ("plan", "loss_chunk_tokens")):  # fmt: skip
         if _differ(both := (getattr(a, key), getattr(b, key))):
             differences.append(Difference(where, key, *both))
     differences += _diff_tensor(a, b) + _diff_fields("compile", a.compile, b.compile)

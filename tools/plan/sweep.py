@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.make_plan import Job
 from parallel.memory_by_kind import GIB
 from parallel.plan import AXES, Plan, PlanError
 from parallel.planner.hardware import Hardware
@@ -16,7 +15,7 @@ from tools.plan.text import seconds
 from train.choose import describe_choices
 from train.config import Config, ConfigError
 from train.fits import MAX_PROCESSES
-from train.planning import model_units, plan_run
+from train.planning import best_attention, make_job, model_units, plan_run
 from train.predict import Prediction, predict, trace_run
 
 HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden
@@ -68,8 +67,8 @@ def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: H
 
 def _chosen(config: Config, place: Place) -> Row:
     """What the planner chooses there."""
-    train, machines = config.train, place.machines()
-    job = Job(place.gpus, place.gpus_per_node, train.seq_len, train.micro_batch_size, train.global_batch_size)
+    machines = place.machines()
+    job = make_job(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
     try:
         choice = search(config.parallel, model_units(config.model), job, machines, lambda plan: trace_run(config, plan))
     except PlanError as error:
@@ -85,7 +84,7 @@ def _chosen(config: Config, place: Place) -> Row:
 def _asked(config: Config, place: Place) -> Row:
     """What the config asks for, if it can be and fits."""
     try:
-        plan = plan_run(config, place.gpus, place.gpus_per_node)
+        plan = plan_run(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
     except PlanError as error:
         return Row(place.gpus, reason=_first_line(error))
     row, available = _predicted(config, place, plan), place.machines().available_bytes

@@ -63,5 +63,16 @@ def refuse_different(checkpoint: Path, here: Mapping[str, SavedTensor], saved: M
                  for name in sorted(here.keys() | saved.keys()) if here.get(name) != saved.get(name)]  # fmt: skip
     if different:
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
-        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(different[:3])}{more}. Use its config, another "
+        what = _dtype_keys(here, saved) or "another model"
+        raise CheckpointError(f"{checkpoint} is of {what}: {'; '.join(different[:3])}{more}. Use its config, another "
                               "run.dir, or for its weights alone checkpoint.init_from")  # fmt: skip
+
+
+def _dtype_keys(here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> str:
+    """The keys that make the difference, where it is one of dtypes alone; else nothing."""
+    if {name: tensor.shape for name, tensor in here.items()} != {name: tensor.shape for name, tensor in saved.items()}:
+        return ""
+    keys = {"model.": "parallel.storage_dtype", "optim.": "optim.state_dtype"}
+    found = {f"{key}={saved[name].dtype}" for name in here for prefix, key in keys.items()
+             if name.startswith(prefix) and here[name].dtype != saved[name].dtype}  # fmt: skip
+    return " and ".join(sorted(found))

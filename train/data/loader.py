@@ -3,7 +3,6 @@
 Shapes: G sequences of the global batch, B of a micro batch, T tokens.
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -17,8 +16,11 @@ from numpy.typing import NDArray
 from train.data.mixture import draw
 from train.data.order import sample_indices
 from train.data.sequences import SequenceShape, count_sequences, read_batch
+from train.data.to_device import await_copies, copy_beside
 from train.data.tokens import Source
 from train.step import Batch
+
+_Ready = tuple[list[Batch], int, torch.cuda.Event | None]  # a step's batches, their hash, and when they are on the GPU
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SampleOrder:
 
 
 class TrainLoader:
-    """Micro batches of this rank for every optimizer step from `first_sample` on, endless.
+    """Micro batches of this rank for every optimizer step from `first_sample` on, endless; at most `ahead` are there beforehand.
 
     A global batch is G consecutive positions of the order, of which each rank takes a contiguous part, so no two ranks ever
     see the same sample, and the order is the same on every mesh.
@@ -81,59 +83,52 @@ class TrainLoader:
     def __init__(
         self, order: SampleOrder, sequences: SequenceShape, shape: BatchShape, first_sample: int, device: torch.device, ahead: int
     ) -> None:
-        self._order, self._sequences, self._shape, self._device = order, sequences, shape, device
-        self._ready: queue.Queue[tuple[list[Batch], int] | BaseException] = queue.Queue(maxsize=ahead)
-        self._closed = threading.Event()
+        self._order, self._sequences, self._shape = order, sequences, shape
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._room, self._closed = threading.Semaphore(ahead), threading.Event()
+        self._ready: queue.SimpleQueue[_Ready | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._fill, args=(first_sample,), name="train-loader", daemon=True)
         self._thread.start()
 
     def next(self) -> StepData:
         """This rank's part of the next step."""
         start = time.perf_counter()
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._put(item)  # whoever asks again hears the same
-            raise item
+        ready = self._ready.get()
+        if isinstance(ready, BaseException):
+            self._ready.put(ready)  # whoever asks again hears the same
+            raise ready
         wait_s = time.perf_counter() - start
-        batches, data_hash = item
-        return StepData([to_device(batch, self._device) for batch in batches], data_hash, wait_s)
+        self._room.release()
+        batches, data_hash, copied = ready
+        if copied is not None:
+            await_copies(batches, copied)
+        return StepData(batches, data_hash, wait_s)
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
         self._closed.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
+        self._room.release()
         self._thread.join()
 
     def _fill(self, first_sample: int) -> None:
         try:
-            while not self._closed.is_set():
-                self._put(self._read_step(first_sample))
+            while self._room.acquire() and not self._closed.is_set():
+                self._ready.put(self._read_step(first_sample))
                 first_sample += self._shape.global_batch_size
         except BaseException as error:  # handed to the training loop, which raises it
-            self._put(error)
+            self._ready.put(error)
 
-    def _put(self, item: tuple[list[Batch], int] | BaseException) -> None:
-        while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
-                return
-
-    def _read_step(self, first_sample: int) -> tuple[list[Batch], int]:
-        shape, pinned = self._shape, self._device.type == "cuda"
+    def _read_step(self, first_sample: int) -> _Ready:
+        shape, stream = self._shape, self._stream
         per_rank = shape.micro_batch_size * shape.accumulation
         first = first_sample + shape.data_rank * per_rank
         micro_batches = self._order.rows(first, per_rank).reshape(shape.accumulation, shape.micro_batch_size, 2)
-        batches = [read_batch(self._order.splits, rows, self._sequences, pinned) for rows in micro_batches]
-        return batches, sum(hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens))
+        batches = [read_batch(self._order.splits, rows, self._sequences, stream is not None) for rows in micro_batches]
+        data_hash = sum(hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens))
+        batches, copied = copy_beside(batches, stream) if stream else (batches, None)
+        return batches, data_hash, copied
 
 
 def hash_tokens(row: torch.Tensor, position: int) -> int:
     """32 bits that change with the tokens of a sequence and with its position in the order."""
     return zlib.crc32(row.numpy().data, position & 0xFFFFFFFF)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on its way to the device; the host does not wait."""
-    first = None if batch.first is None else batch.first.to(device, non_blocking=True)
-    return Batch(batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), first)

@@ -1,0 +1,73 @@
+"""Cross entropy of rows of logits, whose gradient is written over them: in plain torch, and on a GPU by a Triton kernel.
+
+Shapes: n tokens, v logits of each: the whole vocabulary, or one rank's share of it.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 2**20  # of float32 logits that plain torch takes at once on a CPU: they stay within a core's cache
+
+
+@torch.library.custom_op("meshwright::cross_entropy_rows_kernel", mutates_args=())
+def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
+    """What the loss needs of every row, float32 [3, n]: the largest logit, the sum of exp(logit - largest), and the target's
+    logit; 0 for an id outside 0 .. v-1. One pass over the logits."""
+    if logits_nv.is_cuda:
+        from models.kernels.cross_entropy_triton import read_rows as on_gpu
+
+        return on_gpu(logits_nv, ids_n)
+    return plain_rows(logits_nv, ids_n)
+
+
+@read_rows.register_fake
+def _(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
+    return logits_nv.new_empty((3, len(ids_n)), dtype=torch.float32)
+
+
+@torch.library.custom_op("meshwright::cross_entropy_gradient_kernel", mutates_args=("logits_nv",))
+def write_gradient(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor) -> None:
+    """Overwrite logits with weight * (scale * exp(logit - log_sum) - [the target's]), computed in float32."""
+    if logits_nv.is_cuda:
+        from models.kernels.cross_entropy_triton import write_gradient as on_gpu
+
+        on_gpu(logits_nv, ids_n, log_sum_n, scale_n, weight_n)
+    else:
+        plain_gradient(logits_nv, ids_n, log_sum_n, scale_n, weight_n)
+
+
+@write_gradient.register_fake
+def _(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor) -> None:
+    return None
+
+
+def plain_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
+    """The reference of `read_rows`."""
+    rows_3n = torch.empty(3, len(ids_n), device=ids_n.device)
+    largest, exp_sum, target = rows_3n
+    mine_n = _mine(ids_n, logits_nv)
+    for at in _blocks(logits_nv):
+        values = logits_nv[at].float()
+        torch.amax(values, 1, out=largest[at])
+        target[at] = values.gather(1, ids_n[at].where(mine_n[at], 0)[:, None])[:, 0].where(mine_n[at], 0.0)
+        torch.sum((values - largest[at][:, None]).exp_(), 1, out=exp_sum[at])
+    return rows_3n
+
+
+def plain_gradient(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor) -> None:
+    """The reference of `write_gradient`."""
+    mine_n = _mine(ids_n, logits_nv)
+    for at in _blocks(logits_nv):
+        p = (logits_nv[at].float() - log_sum_n[at][:, None]).exp_().mul_(scale_n[at][:, None])
+        p.scatter_add_(1, ids_n[at].where(mine_n[at], 0)[:, None], -mine_n[at][:, None].float())
+        logits_nv[at] = p.mul_(weight_n[at][:, None])
+
+
+def _mine(ids_n: Tensor, logits_nv: Tensor) -> Tensor:
+    return (ids_n >= 0) & (ids_n < logits_nv.shape[1])
+
+
+def _blocks(logits_nv: Tensor) -> list[slice]:
+    """Some rows at a time."""
+    rows = max(1, BLOCK_BYTES // (4 * logits_nv.shape[1]))
+    return [slice(first, first + rows) for first in range(0, len(logits_nv), rows)]

@@ -1,0 +1,36 @@
+"""What moments, and parameters, in bfloat16 do to the losses of a run of two shards."""
+
+import pytest
+
+from tests.distributed.parity import Job, run_jobs
+from tests.launch import EAGER, write_text
+
+STEPS = 30
+MOMENTS, MIXED = "--optim.state_dtype=bfloat16", "--parallel.param_dtype=bfloat16"
+JOBS = {
+    "plain": Job(2, EAGER, 0),
+    "float32": Job(2, [*EAGER, "--optim.state_dtype=float32", "--parallel.storage_dtype=float32"], 0),
+    "moments": Job(2, [*EAGER, MOMENTS], 0),
+    "mixed": Job(2, [*EAGER, MIXED], 0),
+    "stored": Job(2, [*EAGER, MIXED, MOMENTS, "--parallel.storage_dtype=bfloat16"], 0),
+}
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory) -> dict[str, list[float]]:
+    folder = tmp_path_factory.mktemp("state")
+    results = run_jobs(JOBS, write_text(folder), folder / "jobs", STEPS)
+    assert [result["error"] for result in results.values() if "error" in result] == []
+    return {name: result["losses"] for name, result in results.items()}
+
+
+def test_switched_off_it_is_the_plain_path(losses):
+    assert losses["float32"] == losses["plain"]
+
+
+@pytest.mark.parametrize(("name", "beside", "band"), [("moments", "plain", 0.001), ("stored", "mixed", 0.02)])
+def test_losses_stay_beside_those_of_float32(name, beside, band, losses):
+    """Within a band in nats at every step; and they are not the same, or it would not be bfloat16."""
+    assert losses[beside][-1] < losses[beside][0] - 1
+    assert losses[name] == pytest.approx(losses[beside], abs=band, rel=0)
+    assert losses[name] != losses[beside]

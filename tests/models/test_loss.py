@@ -1,0 +1,143 @@
+"""The loss from hidden states, chunk by chunk, against float64; and the kernels in Triton's interpreter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.kernels.cross_entropy import plain_gradient, plain_rows
+from models.llama import Head, LlamaConfig
+from models.loss import IGNORE_INDEX, cross_entropy_sum
+
+ROOT = Path(__file__).parents[2]
+BLOCK = 4096  # of models.kernels.cross_entropy_triton
+CONFIG = LlamaConfig(dim=32, n_heads=4, n_kv_heads=4, vocab_size=301)
+B, T = 3, 50
+CHUNKS = [0, 64, 150, 1000]  # all logits at once; a rest of 22; exactly all; more than there are
+# rows, logits of each, dtype: one block and its neighbours, several blocks, one row
+ROW_CASES = [(5, 17, torch.float32), (4, BLOCK, torch.float32), (3, BLOCK + 1, torch.bfloat16), (1, 2 * BLOCK + 7, torch.float32)]
+
+
+def make_rows(n: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logits[n, v] whose rows lie apart; ids, of which the first two are another rank's, if there are so many; and what the
+    gradient needs."""
+    generator = torch.Generator().manual_seed(n * v)
+    logits = (torch.randn(n, v + 3, generator=generator) * 5).to(dtype)[:, :v]
+    ids = torch.randint(0, v, (n,), generator=generator)
+    ids[: min(2, n - 1)] = torch.tensor([-7, v])[: min(2, n - 1)]
+    log_sum = logits.float().logsumexp(1) + 0.5
+    scale, weight = torch.rand(2, n, generator=generator)
+    return logits, ids, log_sum, scale, weight
+
+
+def exact_rows(logits: Tensor, ids: Tensor) -> Tensor:
+    values = logits.double()
+    largest = values.amax(1)
+    mine = (ids >= 0) & (ids < logits.shape[1])
+    target = values.gather(1, ids.where(mine, 0)[:, None])[:, 0].where(mine, 0.0)
+    return torch.stack((largest, (values - largest[:, None]).exp().sum(1), target))
+
+
+def exact_gradient(logits: Tensor, ids: Tensor, log_sum: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    p = (logits.double() - log_sum[:, None].double()).exp() * scale[:, None]
+    one_hot = torch.arange(logits.shape[1]) == ids[:, None]
+    return (p - one_hot.double()) * weight[:, None]
+
+
+def check_rows(case: tuple[int, int, torch.dtype], rows: Tensor, gradient: Tensor) -> None:
+    logits, *others = make_rows(*case)
+    tolerance = 1e-6 if case[2] is torch.float32 else 2**-8
+    assert rows.dtype is torch.float32
+    torch.testing.assert_close(rows.double(), exact_rows(logits, others[0]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), exact_gradient(logits, *others), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", ROW_CASES, ids=str)
+def test_plain_torch_reads_rows_and_writes_their_gradient(case: tuple[int, int, torch.dtype]) -> None:
+    logits, *others = make_rows(*case)
+    rows = plain_rows(logits, others[0])
+    plain_gradient(logits, *others)
+    check_rows(case, rows, logits)
+
+
+def test_triton_kernels_do_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "rows.pt"
+    done = subprocess.run([sys.executable, "-m", "tests.models.triton_loss_worker", str(out)], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for case, (rows, gradient) in zip(ROW_CASES, torch.load(out), strict=True):
+        check_rows(case, rows, gradient)
+
+
+def build_head(chunk: int, z_loss: float = 0.0, dtype: torch.dtype = torch.float32) -> Head:
+    torch.manual_seed(0)
+    head = Head(CONFIG)
+    nn.init.normal_(head.output.weight, std=0.5)
+    head.loss.chunk_tokens, head.loss.z_loss = chunk, z_loss
+    return head.to(dtype)
+
+
+def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(B, T, CONFIG.dim, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, CONFIG.vocab_size, (B, T), generator=generator)
+    targets[0, :9] = targets[2] = IGNORE_INDEX
+    return x, targets
+
+
+def exact(dtype: torch.dtype, z_loss: float) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients in float64, by the textbook."""
+    head, (x, targets) = build_head(0, dtype=dtype).double(), make_batch(dtype)
+    x = x.detach().double().requires_grad_()
+    logits = head(x).flatten(0, 1)
+    counted = targets.flatten() != IGNORE_INDEX
+    loss = F.cross_entropy(logits[counted], targets.flatten()[counted], reduction="sum")
+    loss = loss + z_loss * logits[counted].logsumexp(1).square().sum()
+    return loss, list(torch.autograd.grad(loss / 77, [x, *head.parameters()]))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01], ids=["plain", "z-loss"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_loss_and_gradients_are_exact_however_the_tokens_are_cut(chunk, dtype, tolerance, z_loss, compiled) -> None:
+    loss, gradients = exact(dtype, z_loss)
+    head, (x, targets) = build_head(chunk, z_loss, dtype), make_batch(dtype)
+    if compiled:
+        torch._dynamo.reset()
+        head.compile(fullgraph=True, backend="aot_eager")
+    got = head(x, targets)
+    assert got.dtype is torch.float32
+    assert got.item() == pytest.approx(loss.item(), rel=tolerance)
+    (got / 77).backward()
+    for mine, other in zip([x.grad, *(p.grad for p in head.parameters())], gradients, strict=True):
+        assert mine.dtype is dtype
+        assert (mine.double() - other).norm() <= tolerance * other.norm()
+    assert not x.grad[2].any(), "tokens that do not count have no gradient"
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_no_gradients_are_made_that_nobody_wants(chunk) -> None:
+    """Of a frozen head, of a frozen model below it, and in an evaluation, which has no z-loss either."""
+    head, (x, targets) = build_head(chunk, z_loss=0.1), make_batch()
+    with torch.no_grad():
+        assert head(x, targets).item() == pytest.approx(cross_entropy_sum(head(x), targets).item(), rel=1e-6)
+    whole = torch.autograd.grad(head(x, targets), [x, head.output.weight])
+    head.output.weight.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(head(x, targets), x)[0], whole[0])
+    head.output.weight.requires_grad_(True)
+    head.norm.weight.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(head(x.detach(), targets), head.output.weight)[0], whole[1])
+
+
+def test_a_batch_that_counts_for_nothing_has_no_loss() -> None:
+    head, (x, targets) = build_head(64), make_batch()
+    loss = head(x, torch.full_like(targets, IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0
+    assert not x.grad.any()

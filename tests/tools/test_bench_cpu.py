@@ -1,0 +1,168 @@
+"""tools.bench cpu, compile and scale, each at a tiny size, and the arithmetic of their figures."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.cost import matmul_parameters
+from models.llama import LlamaConfig
+from tests.launch import EAGER, TINY, write_text
+from tools.bench.__main__ import main
+from tools.bench.attention import Shape
+from tools.bench.compile_time import start_figures
+from tools.bench.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
+from tools.bench.cpu_rates import Allowed, add_up, measure_here, step_products
+from tools.bench.peers import OURS, Contender, make_spreads, run_what_runs
+from tools.bench.processes import BenchError, descendant_age_s
+from tools.bench.startup import split_start
+from train.config import ConfigError, parse_config
+
+Output = pytest.CaptureFixture[str]
+LINES = "echo BENCH startup_to_first_step_s=5; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
+
+
+def test_cpu_compares_with_peers_and_with_what_is_allowed(tmp_path: Path, capsys: Output) -> None:
+    """One peer hears the shape, one fails, one does not listen, which only the first cell forgives."""
+    told = tmp_path / "told"
+    peers = [f"good=echo {' '.join('$' + name for name in VARIABLES)} >> {told}; {LINES}", "bad=echo $BENCH_DIM; exit 3",
+             f"deaf={LINES}"]  # fmt: skip
+    keys = [*TINY, *EAGER, *write_text(tmp_path)]
+    main(["cpu", "--shapes=head-dim-16", "--dtypes=bfloat16", "--processes=1", "--rounds=1", "--steps=5",
+          *(f"--peer={peer}" for peer in peers), *keys, "--json"])  # fmt: skip
+    document = json.loads(capsys.readouterr().out)
+    cell = document["figures"]["cells"]["head-dim-16 bfloat16"]
+    assert told.read_text() == "32 2 4 2 64 2048 32 2 5 1 bfloat16 0\n"
+    assert set(cell["median"]) == {OURS, "good"}
+    assert "exit code 3" in cell["left_out"]["bad"]
+    assert "BENCH_DIM" in cell["left_out"]["deaf"]
+    assert cell["ours_over_peer"]["tokens_per_s_per_rank"]["good"] == cell["median"][OURS]["tokens_per_s_per_rank"] / 500
+    allowed = cell["allowed"]
+    assert allowed["total_s"] == allowed["matmul_s"] + allowed["attention_s"] > 0
+    assert cell["share_of_allowed"]["good"] == pytest.approx(allowed["total_s"] * 500 / 64)
+    assert 0 < cell["share_of_allowed"][OURS] < 1
+    assert document["config"]["head-dim-16 bfloat16"]["parallel"]["param_dtype"] == "bfloat16"
+
+
+def test_the_two_shapes_have_the_head_dims_of_their_names() -> None:
+    models = {name: parse_config(list(keys)).model for name, keys in SHAPES.items()}
+    assert {name: model.head_dim for name, model in models.items()} == {"head-dim-16": 16, "head-dim-64": 64}
+    assert models["head-dim-64"] == LlamaConfig(512, 6, 8, 8, 1536, 2048, 512)
+    assert DTYPES == ("float32", "bfloat16")
+
+
+def test_a_steps_products_are_those_of_the_models_cost() -> None:
+    model = LlamaConfig(64, 3, 4, 2, 160, 100, 32)
+    products = step_products(model, tokens=8)
+    assert sum(inputs * outputs * number for (_, inputs, outputs), number in products.items()) == matmul_parameters(model)
+    assert {tokens for tokens, _, _ in products} == {8}
+
+
+def test_allowed_adds_up() -> None:
+    allowed = add_up({(10, 20, 30): 2, (10, 20, 50): 1}, [0.25, 0.5], attention_s=0.125, layers=4)
+    assert (allowed.matmul_s, allowed.attention_s, allowed.total_s) == (1.0, 0.5, 1.5)
+    assert allowed.matmul_gflop_s == pytest.approx(6 * (10 * 20 * 30 * 2 + 10 * 20 * 50) / 1e9)
+    assert share_of_allowed(Allowed(0.5, 0.25, 0.75, 1.0), tokens=100, tokens_per_s=100) == 0.75
+
+
+def test_rates_of_this_process() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = measure_here([(8, 16, 4), (256, 128, 128)], Shape(1, 2, 1, 8, 64), "float32", torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+    small_s, large_s = found["products"]
+    assert 0 < small_s < large_s
+    assert found["attention_s"] > 0
+
+
+def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_needed() -> None:
+    calls = []
+
+    def fails_at_second(cache: dict[str, str]) -> dict[str, float]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise BenchError("no")
+        return {"tokens_per_s_per_rank": 1.0, "peak_memory_gib": 1.0, "startup_s": 1.0}
+
+    fine = Contender(OURS, lambda cache: {"tokens_per_s_per_rank": 2.0, "peak_memory_gib": 1.0, "startup_s": 1.0})
+    rounds, left_out = run_what_runs([fine, Contender("a", fails_at_second)], 3, "keep")
+    assert [set(r) for r in rounds] == [{OURS}] * 3
+    assert left_out == {"a": "no"}
+    assert len(calls) == 2
+    assert make_spreads(rounds)[OURS]["tokens_per_s_per_rank"] == 0
+    calls.clear()
+    with pytest.raises(BenchError):
+        run_what_runs([Contender(OURS, fails_at_second)], 3, "keep")
+
+
+def test_compile_splits_a_start(tmp_path: Path, capsys: Output) -> None:
+    keys = [*TINY, *EAGER, *write_text(tmp_path)]
+    main(["compile", "--processes=1", "--rounds=1", "--depth-rounds=0", f"--peer=slow={LINES}", *keys, "--json"])
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    for mode in ("cold", "warm"):
+        ours = figures[mode]["median"][OURS]
+        parts = {part: s for part, s in ours.items() if part != "total_s"}
+        assert set(parts) == {"launcher_s", "imports_s", "setup_s", "compile_s", "step_s"}
+        assert sum(parts.values()) == pytest.approx(ours["total_s"])
+        assert 0 <= ours["launcher_s"] < 0.5  # there is none: the run is the command itself
+        assert ours["imports_s"] > 0.3
+        assert figures[mode]["ours_over_peer"]["slow"] == pytest.approx(ours["total_s"] / 5)
+    assert "depth" not in figures
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_descendant_is_found_by_its_words_with_its_age() -> None:
+    parent = subprocess.Popen(["sh", "-c", "sleep 60.25; true"])
+    try:
+        time.sleep(0.4)
+        age_s = descendant_age_s(b"60.25", b"true")  # the shell's own words have both
+        assert age_s is not None
+        assert 0.2 < age_s < 5
+        assert descendant_age_s(b"no such command", b"true") is None
+    finally:
+        subprocess.run(["pkill", "-P", str(parent.pid)], check=False)
+        parent.wait()
+
+
+def test_a_start_is_split_by_what_was_seen() -> None:
+    start = split_start(total_s=10.0, worker_s=1.5, spoke_s=4.0, first_s=5.0, later_s=1.0)
+    assert (start.launcher_s, start.imports_s, start.setup_s, start.compile_s, start.step_s) == (1.5, 2.5, 1.0, 4.0, 1.0)
+    unseen = split_start(10.0, None, None, 5.0, 1.0)
+    assert (unseen.launcher_s, unseen.imports_s, unseen.setup_s, unseen.compile_s) == (None, None, None, 4.0)
+
+
+def test_starts_are_compared_within_rounds() -> None:
+    def result(ours_s: float, theirs_s: float) -> dict[str, Any]:
+        one = {OURS: {"launcher_s": None, "total_s": ours_s}, "a": {"total_s": theirs_s}}
+        return {"cold": one, "warm": one}
+
+    cold = start_figures([result(4.0, 8.0), result(10.0, 10.0), result(5.0, 8.0)])["cold"]
+    assert cold["ours_over_peer"]["a"] == 0.625
+    assert cold["median"][OURS] == {"launcher_s": None, "total_s": 5.0}
+    assert cold["spread_s"] == {OURS: 6.0, "a": 2.0}
+
+
+def test_scale_has_both_ways_at_every_number_of_gpus(capsys: Output) -> None:
+    keys = ["--parallel.activation_checkpoint=none", "--parallel.compile.enabled=false", "--train.micro_batch_size=1",
+            "--train.seq_len=64", "--train.global_batch_size=-1"]  # fmt: skip
+    main(["scale", "--config=llama_debug", "--gpus=8..16", "--gpu=h200", *keys, "--json"])
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert figures["predicted"] is True
+    assert figures["hardware_file"] == "h200"
+    for way in ("planner", "fsdp"):
+        assert [row["gpus"] for row in figures[way]] == [8, 16]
+        assert all(0 < row["mfu_causal"] < row["mfu"] < 1 and 0 <= row["exposed_share"] < 1 for row in figures[way])
+    assert all(row["choices"]["tp"] == row["choices"]["dp_replicate"] == 1 for row in figures["fsdp"])
+    chosen, alone = (figures[way][1]["tokens_per_s_per_gpu"] for way in ("planner", "fsdp"))
+    assert chosen >= alone
+
+
+def test_scale_leaves_the_plan_to_the_planner() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.plan"):
+        main(["scale", "--parallel.plan=manual"])

@@ -1,0 +1,95 @@
+"""Cyclic garbage is collected between steps, by the count of steps, and Python has its collector back afterwards."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from train.garbage import Garbage
+
+
+class Node:
+    """Something that can refer to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """The generation of every collection, as Python reports them. Afterwards the collector is as it was before."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: list[int]) -> None:
+    garbage = Garbage(50)
+    seen = []
+    for step in range(7, 260):
+        garbage.step_done(step)
+        keep = [Node() for _ in range(2000)]  # of itself Python would collect every 700 objects
+        seen += [step] * len(collections)
+        collections.clear()
+        del keep
+    assert seen == [7, 50, 100, 150, 200, 250], "after the first step of the process, then by the step's number"
+    garbage.close()
+
+
+def test_every_collection_takes_old_garbage_too(collections: list[int]) -> None:
+    garbage = Garbage(10)
+    garbage.step_done(1)
+    node = Node()
+    gone = weakref.ref(node)
+    for step in range(2, 41):
+        garbage.step_done(step)
+    assert gone() is not None
+    del node
+    garbage.step_done(49)
+    assert gone() is not None
+    garbage.step_done(50)
+    assert gone() is None
+    garbage.close()
+
+
+def test_what_was_there_after_the_first_step_is_not_looked_at_again(collections: list[int]) -> None:
+    garbage = Garbage(1)
+    gc.collect()
+    before = len(gc.get_objects())
+    garbage.step_done(1)
+    assert len(gc.get_objects()) < before / 10
+    assert gc.get_freeze_count() > before * 0.9
+    garbage.close()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 120])
+def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections: list[int]) -> None:
+    (gc.enable if enabled else gc.disable)()
+    garbage = Garbage(50)
+    for step in range(1, steps + 1):
+        garbage.step_done(step)
+        assert not gc.isenabled()
+    for _ in range(2):  # and again, as a `finally` may
+        garbage.close()
+    assert gc.isenabled() is enabled
+    assert gc.get_freeze_count() == 0
+
+
+def test_with_0_python_collects_as_ever(collections: list[int]) -> None:
+    garbage = Garbage(0)
+    for step in range(100):
+        garbage.step_done(step)
+    assert gc.isenabled()
+    assert 2 not in collections
+    garbage.close()

@@ -1,0 +1,54 @@
+"""The attention kernel that a step really ran, read from its profile."""
+
+import pytest
+import torch
+
+from models.attention import KERNELS, CausalAttention
+from train.kernel_check import CHECKED_STEP, NAMES, KernelCheck, describe_attention
+
+CPU = torch.device("cpu")
+# As profiles of others show them, but for "math".
+SEEN = {
+    "cudnn": ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128_4x1x1_kernel0_0", "softmax_warp"],
+    "flash": ["void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128>>", "nvjet_tst_128x256"],
+    "efficient": ["fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)"],
+    "flex": ["triton_tem_fused_flex_attention_0"],
+    "cpu": ["meshwright::cpu_causal_attention", "aten::_scaled_dot_product_cpu"],
+    "math": ["void softmax_warp_forward<float>", "nvjet_tst_128x256"],
+}
+
+
+@pytest.mark.parametrize("planned", KERNELS)
+@pytest.mark.parametrize("ran", KERNELS)
+def test_a_kernel_is_known_by_its_name_and_another_one_is_said(planned: str, ran: str) -> None:
+    said = describe_attention(planned, SEEN[ran])
+    assert said.startswith("attention: " if planned == ran else f"warning: attention={planned} was planned, but")
+    assert ran in said
+
+
+def test_every_kernel_has_names() -> None:
+    assert NAMES.keys() == KERNELS.keys() == SEEN.keys()
+
+
+@pytest.mark.parametrize("kernel", [name for name, devices in KERNELS.items() if "cpu" in devices])
+def test_one_step_is_profiled_and_what_ran_is_what_was_asked_for(kernel: str) -> None:
+    attention, q = CausalAttention(), torch.randn(1, 16, 2, 16, requires_grad=True)
+    attention.kernel = kernel
+    said: list[str] = []
+    check = KernelCheck(kernel, CPU, said.append)
+    for _ in range(CHECKED_STEP + 2):
+        with check.watching():
+            attention(q, q, q).sum().backward()
+    (line,) = said
+    assert line.startswith(f"attention: {kernel}"), line
+
+
+def test_a_kernel_other_than_planned_is_warned_of() -> None:
+    said: list[str] = []
+    check = KernelCheck("cpu", CPU, said.append)
+    attention, q = CausalAttention(), torch.randn(1, 16, 2, 16)
+    attention.kernel = "flash"
+    for _ in range(CHECKED_STEP):
+        with check.watching():
+            attention(q, q, q)
+    assert said[0].startswith("warning: attention=cpu was planned, but a profile of a step shows flash")

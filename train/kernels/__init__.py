@@ -1,0 +1,1 @@
+"""Hand-written kernels of training, each beside its plain-torch reference."""
