@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from models.attention import CausalAttention, Documents, within_documents
-from models.loss import LinearCrossEntropySum
+from models.head import Head
 from models.rope import apply_rope, rope_tables
 from models.rope_scaling import RopeScaling, check_scaling
 
@@ -144,28 +144,6 @@ class Block(nn.Module):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-class Output(nn.Linear):
-    """Projection to logits, h[B, T, D] -> [B, T, V]."""
-
-    def matrix(self) -> Tensor:
-        """The weight[V, D] as a plain tensor: a sharding puts a rank's own share in its place."""
-        return self.weight
-
-
-class Head(nn.Module):
-    """Final norm and output projection; with targets also the loss, so that logits never leave this module."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output = Output(config.dim, config.vocab_size, bias=False)
-        self.loss = LinearCrossEntropySum()
-
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        h = self.norm(x)
-        return self.output(h) if targets_BT is None else self.loss(h, self.output, targets_BT)
-
-
 class Llama(nn.Module):
     """tokens[B, T] -> logits[B, T, V]; with targets[B, T] -> the summed loss in nats, a float32 scalar.
 
@@ -181,7 +159,7 @@ class Llama(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.head = Head(config)
+        self.head = Head(config.dim, config.vocab_size, config.norm_eps)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
         for name in ("cos_TH", "sin_TH"):

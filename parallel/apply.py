@@ -6,7 +6,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.activation_checkpoint import apply_activation_checkpoint
 from parallel.compile import apply_compile
 from parallel.fsdp import apply_fsdp, apply_prefetch
-from parallel.kernels import apply_kernels
 from parallel.mesh import fsdp_mesh
 from parallel.plan import Plan
 from parallel.tensor import apply_tensor_parallel
@@ -14,7 +13,8 @@ from parallel.tensor import apply_tensor_parallel
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be made."""
-    apply_kernels(model, plan)
+    if choose_kernels := getattr(model, "choose_kernels", None):
+        choose_kernels(plan.attention, plan.loss_chunk_tokens)
     apply_tensor_parallel(model, plan, mesh["tp"])
     apply_activation_checkpoint(model, plan)
     apply_compile(model, plan)

@@ -7,18 +7,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from parallel import rules
 from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
 from parallel.plan import ACTIVATION_CHECKPOINTS, AXES, DTYPES, ModelUnits, Plan, PlanError, UnitPlan, regathered
-from parallel.rules import (
-    compile_mistakes,
-    dtype_mistakes,
-    kernel_mistakes,
-    nearest,
-    reshard_mistakes,
-    storage_mistakes,
-    tensor_mistakes,
-)
 from parallel.selective import op_mistakes, saved_ops
 from parallel.tensor import STYLES, find_style, split_styles
 
@@ -27,11 +19,11 @@ _OF_ALL_UNITS = ("cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens
 
 def check_plan(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> None:
     """Raise PlanError with all mistakes unless `plan` makes sense and fits this model and number of processes."""
-    mistakes = compile_mistakes(plan.compile, "compile.") + _size_mistakes(plan, world_size)
-    mistakes += dtype_mistakes(plan.storage_dtype, "storage_dtype")
-    mistakes += storage_mistakes(plan.storage_dtype, [unit.param_dtype for unit in plan.units], "")
+    mistakes = rules.compile_mistakes(plan.compile, "compile.") + _size_mistakes(plan, world_size)
+    mistakes += rules.dtype_mistakes(plan.storage_dtype, "storage_dtype")
+    mistakes += rules.storage_mistakes(plan.storage_dtype, [unit.param_dtype for unit in plan.units], "")
     gathered = "gathered_logits" in plan.tensor.styles.values()
-    mistakes += kernel_mistakes(plan.attention, plan.loss_chunk_tokens, gathered, model, "")
+    mistakes += rules.kernel_mistakes(plan.attention, plan.loss_chunk_tokens, gathered, model, "")
     model_mistakes = _model_mistakes(plan, model)
     mistakes += model_mistakes
     if not model_mistakes:  # the rest asks for the units' order, and names modules
@@ -95,7 +87,7 @@ def _model_mistakes(plan: Plan, model: ModelUnits) -> list[str]:
     mistakes = [f"unit {name}: module {name} is in {n} units, a module's parameters can be in one"
                 for name, n in used.items() if n > 1]  # fmt: skip
     for name in used.keys() - set(plan.modules):
-        mistakes.append(f"unit {name}: this model has no module {name}.{nearest(name, plan.modules)}")
+        mistakes.append(f"unit {name}: this model has no module {name}.{rules.nearest(name, plan.modules)}")
     missing = [name for name in plan.modules if name not in used]
     if missing and not mistakes:  # a wrong name is not two mistakes
         mistakes.append(f"units: {', '.join(missing[:3])}{' ...' if missing[3:] else ''} is in no unit: give it one")
@@ -133,11 +125,11 @@ def _all_units_mistakes(plan: Plan, model: ModelUnits) -> list[str]:
 
 
 def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> list[str]:
-    mistakes = reshard_mistakes(unit.reshard_after_forward, plan.mesh.dp_shard, plan.mesh.tp, "")
+    mistakes = rules.reshard_mistakes(unit.reshard_after_forward, plan.mesh.dp_shard, plan.mesh.tp, "")
     for key in ("param_dtype", "reduce_dtype"):
-        mistakes += dtype_mistakes(getattr(unit, key), key)
+        mistakes += rules.dtype_mistakes(getattr(unit, key), key)
     if unit.output_dtype != "same":
-        mistakes += dtype_mistakes(unit.output_dtype, "output_dtype")
+        mistakes += rules.dtype_mistakes(unit.output_dtype, "output_dtype")
     if unit.activation_checkpoint not in ACTIVATION_CHECKPOINTS:
         mistakes.append(f"activation_checkpoint={unit.activation_checkpoint} is not one of {', '.join(ACTIVATION_CHECKPOINTS)}")
     elif unit.activation_checkpoint != "none" and not model.checkpointed.issuperset(unit.modules):
@@ -175,7 +167,7 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> list[str]:
         return [] if asked >= 0 else [f"{place}={asked} must be 0 (none) or a number of units ahead"]
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     names = [other.name for other in order]
-    mistakes = [f"{place} names {name}, which is no unit of this plan.{nearest(name, names)}"
+    mistakes = [f"{place} names {name}, which is no unit of this plan.{rules.nearest(name, names)}"
                 for name in asked if name not in names]  # fmt: skip
     mistakes += [f"{place} names {name} twice" for name, n in Counter(asked).items() if n > 1]
     here = names.index(unit.name)
@@ -227,9 +219,9 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> list[str]:
     if (plan.mesh.tp == 1) != (not styles):
         return [f"tensor: {'tp=1 has no styles' if styles else 'tp > 1 needs the styles of the weights'}: make a new plan"]
     patterns = [pattern for table in model.styles.values() for pattern in table]
-    mistakes = [f"tensor: {pattern}: {style} is no style.{nearest(style, (*STYLES, 'loss'))}"
+    mistakes = [f"tensor: {pattern}: {style} is no style.{rules.nearest(style, (*STYLES, 'loss'))}"
                 for pattern, style in styles.items() if style not in (*STYLES, "loss")]  # fmt: skip
-    mistakes += [f"tensor: {pattern} is not one of this model's patterns.{nearest(pattern, patterns)}"
+    mistakes += [f"tensor: {pattern} is not one of this model's patterns.{rules.nearest(pattern, patterns)}"
                  for pattern in styles if pattern not in patterns]  # fmt: skip
     if mistakes or not styles:
         return mistakes
@@ -243,7 +235,7 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> list[str]:
             split.append(part)
     if not mistakes and 0 < len(model.shared_parts.intersection(split)) < len(model.shared_parts):
         mistakes.append(f"tensor: {' and '.join(sorted(model.shared_parts))} share a weight: split both or neither")
-    return mistakes + tensor_mistakes(plan.mesh.tp, split, seq_len * plan.tensor.sequence_parallel, model, "mesh: ")
+    return mistakes + rules.tensor_mistakes(plan.mesh.tp, split, seq_len * plan.tensor.sequence_parallel, model, "mesh: ")
 
 
 def _part_mistake(part: str, asked: dict[str, str], allowed: list[dict[str, str]]) -> str:

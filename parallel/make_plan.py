@@ -7,21 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from parallel import rules
 from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
 from parallel.plan import AXES, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
-from parallel.rules import (
-    batch_mistakes,
-    compile_mistakes,
-    dtype_mistakes,
-    kernel_mistakes,
-    nearest,
-    reshard_mistakes,
-    storage_mistakes,
-    tensor_mistakes,
-)
 from parallel.selective import blocks_of_every, op_mistakes, saved_ops
-from parallel.strategy import STRATEGIES, strategy_settings
+from parallel.strategy import resolve_strategy
 from parallel.tensor import split_styles
 
 LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
@@ -45,20 +36,23 @@ class Job:
 
 def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
     """Resolve what was asked into what is done. Raises PlanError with all mistakes in one report."""
-    config, mistakes = _resolve_strategy(config, job)
+    mistakes = list[str]()
+    if config.strategy:
+        tp = max(_resolve(config.tp, 1), 1)
+        config, mistakes = resolve_strategy(config, tp, job.world_size, job.gpus_per_node)
     mistakes += _key_mistakes(config, model)
     mesh, mesh_mistakes = _make_mesh(config, job.world_size)
     mistakes += mesh_mistakes
     parts = [part for part in config.tp_parts if part in model.tp_divides]
     tokens = job.seq_len if config.sequence_parallel else 0
-    mistakes += tensor_mistakes(_resolve(config.tp, 1), parts, tokens, model, "parallel.")
+    mistakes += rules.tensor_mistakes(_resolve(config.tp, 1), parts, tokens, model, "parallel.")
     if not mesh_mistakes or mesh.dp_shard == config.dp_shard:
-        mistakes += reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, mesh.tp, "parallel.")
+        mistakes += rules.reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, mesh.tp, "parallel.")
     micro_batch_size: Any = job.micro_batch_size
     if micro_batch_size == "auto":
         micro_batch_size = 1 if job.global_batch_size == -1 else max(1, job.global_batch_size // mesh.data_parallel)
     if not mesh_mistakes:
-        mistakes += batch_mistakes(int(micro_batch_size), job.global_batch_size, mesh.data_parallel)
+        mistakes += rules.batch_mistakes(int(micro_batch_size), job.global_batch_size, mesh.data_parallel)
     if mistakes:
         raise PlanError("\n".join(mistakes))
     once = micro_batch_size * mesh.data_parallel
@@ -92,32 +86,14 @@ def _logits_gathered(config: ParallelConfig, tp: int) -> bool:
     return tp > 1 and "head" in config.tp_parts and not config.loss_parallel
 
 
-def _resolve_strategy(config: ParallelConfig, job: Job) -> tuple[ParallelConfig, list[str]]:
-    """The config with the strategy's settings in its keys, and the keys that contradict it."""
-    if config.strategy is None:
-        return config, []
-    if config.strategy not in STRATEGIES:
-        return config, [f"parallel.strategy={config.strategy} is not one of {', '.join(STRATEGIES)}."
-                        + nearest(config.strategy, STRATEGIES)]  # fmt: skip
-    settings = strategy_settings(config, max(_resolve(config.tp, 1), 1), job.world_size, job.gpus_per_node)
-    mistakes = []
-    for key, value in settings.items():
-        asked = getattr(config, key)
-        open_ = asked == "auto" or (key == "dp_shard" and asked == -1)
-        if not open_ and (type(asked), asked) != (type(value), value):
-            mistakes.append(f"parallel.{key}={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
-                            f"which means {str(value).lower()} here: leave one of them out")  # fmt: skip
-    return dataclasses.replace(config, **settings), mistakes  # type: ignore[arg-type]
-
-
 def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
     """Mistakes in single keys, and in pairs that have nothing to do with degrees."""
     mistakes = []
     for key in ("storage_dtype", "param_dtype", "reduce_dtype"):
-        mistakes += dtype_mistakes(getattr(config, key), f"parallel.{key}")
-    mistakes += storage_mistakes(config.storage_dtype, [config.param_dtype], "parallel.")
+        mistakes += rules.dtype_mistakes(getattr(config, key), f"parallel.{key}")
+    mistakes += rules.storage_mistakes(config.storage_dtype, [config.param_dtype], "parallel.")
     attention, chunk = _resolve(config.attention, model.attention_kernels[0]), _resolve(config.loss_chunk_tokens, 0)
-    mistakes += kernel_mistakes(attention, chunk, _logits_gathered(config, _resolve(config.tp, 1)), model, "parallel.")
+    mistakes += rules.kernel_mistakes(attention, chunk, _logits_gathered(config, _resolve(config.tp, 1)), model, "parallel.")
     for key in ("forward_prefetch", "backward_prefetch"):
         if (value := getattr(config, key)) != "auto" and value < 0:
             mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")
@@ -125,7 +101,7 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
         mistakes.append(f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more")
     for part in config.tp_parts:
         if model.styles and part not in model.styles:
-            hint = nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
+            hint = rules.nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
             mistakes.append(f"parallel.tp_parts: {part} is not a part of this model.{hint}")
     shared = sorted(model.shared_parts)
     if _resolve(config.tp, 1) > 1 and shared and 0 < len(model.shared_parts.intersection(config.tp_parts)) < len(shared):
@@ -135,7 +111,7 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
         mistakes += op_mistakes(config.selective_policy, model.attention_ops)
     if config.activation_checkpoint == "budget":
         mistakes += budget_mistakes(config.activation_budget, config.compile.enabled, config.compile.backend, "parallel.")
-    return mistakes + compile_mistakes(config.compile, "parallel.compile.")
+    return mistakes + rules.compile_mistakes(config.compile, "parallel.compile.")
 
 
 def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[str]]:

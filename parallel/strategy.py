@@ -1,9 +1,10 @@
 """The names people know for data parallelism, and the degrees and resharding they stand for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.config import ParallelConfig
 from parallel.plan import MeshPlan
+from parallel.rules import nearest
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,22 @@ def strategy_settings(config: ParallelConfig, tp: int, world_size: int, gpus_per
     if strategy.reshard is not None:
         settings["reshard_after_forward"] = strategy.reshard
     return settings
+
+
+def resolve_strategy(config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int) -> tuple[ParallelConfig, list[str]]:
+    """The config with the strategy's settings in its keys, and the keys that contradict it."""
+    name = config.strategy or ""
+    if name not in STRATEGIES:
+        return config, [f"parallel.strategy={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)]
+    settings = strategy_settings(config, tp, world_size, gpus_per_node)
+    mistakes = []
+    for key, value in settings.items():
+        asked = getattr(config, key)
+        open_ = asked == "auto" or (key == "dp_shard" and asked == -1)
+        if not open_ and (type(asked), asked) != (type(value), value):
+            mistakes.append(f"parallel.{key}={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
+                            f"which means {str(value).lower()} here: leave one of them out")  # fmt: skip
+    return replace(config, **settings), mistakes  # type: ignore[arg-type]
 
 
 def describe_strategy(name: str, mesh: MeshPlan) -> str:

@@ -39,8 +39,9 @@ def journey() -> None:
     from train.data.sequences import make_sequence_shape
     from train.data.tokens import load_corpus
     from train.optim import build_optimizer, learning_rate, set_learning_rate
+    from train.place import choose_device, read_place
     from train.planning import plan_run
-    from train.runtime import choose_device, read_place, start_process
+    from train.runtime import start_process
     from train.step import train_step
 
     config, place = parse_config(sys.argv[2:]), read_place()

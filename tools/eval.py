@@ -25,6 +25,7 @@ from tools.command import EXIT_INTERRUPTED, format_table, natural, positive
 from tools.convert_hf import config_text
 from tools.generate import add_tokenizer_option, find_model_tokenizer
 from tools.whole_weights import find_newest
+from train.attention_kernel import attention_here, check_attention
 from train.build import build_model
 from train.checkpoint.manifest import MANIFEST
 from train.config import USER_ERRORS, Config, ConfigError, parse_config
@@ -40,8 +41,9 @@ from train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_er
 from train.evaluation import Score, score_sets
 from train.hf_folder import CONFIG, open_folder
 from train.init_from import Weights, find_weights, load_weights
-from train.planning import attention_here, check_attention, plan_run
-from train.runtime import Place, choose_device, read_place, start_process
+from train.place import Place, choose_device, read_place
+from train.planning import plan_run
+from train.runtime import start_process
 
 PROG = "tools.eval"
 # How a run was spread over its processes says nothing of how its model is evaluated: fully sharded over those that there are.

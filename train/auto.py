@@ -15,8 +15,8 @@ from parallel.planner.search import Machines
 from train.choose import choose_plan
 from train.config import Config
 from train.host_memory import device_memory_bytes
+from train.place import Place
 from train.predict import Prediction, predict, trace_run
-from train.runtime import Place
 
 
 @dataclasses.dataclass(frozen=True)

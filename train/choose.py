@@ -7,9 +7,10 @@ from parallel.make_plan import Job
 from parallel.memory_by_kind import GIB
 from parallel.plan import PlanError
 from parallel.planner.search import Choice, Machines, frugal, search
+from train.attention_kernel import best_attention
 from train.config import Config
 from train.fits import MAX_PROCESSES, halvings
-from train.planning import best_attention, make_job, model_units
+from train.planning import make_job, model_units
 from train.predict import trace_run
 
 

@@ -26,7 +26,7 @@ from train.metrics import MetricsConfig
 from train.optim import OptimConfig
 from train.profiling import ProfileConfig
 from train.restarts import CrashLoopError
-from train.runtime import RunConfig
+from train.run_config import RunConfig
 from train.train_config import TrainConfig
 from train.type_errors import explain
 

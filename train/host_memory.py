@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from train.runtime import Place
+from train.place import Place
 
 
 def device_memory_bytes(device: torch.device, place: Place) -> int:

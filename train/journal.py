@@ -8,8 +8,8 @@ from pathlib import Path
 from train.checkpoint.config import CheckpointError
 from train.checkpoint.folder import list_checkpoints
 from train.console import Screen
+from train.place import Place
 from train.restarts import CrashLoopError
-from train.runtime import Place
 from train.status import FailedStarts, State, write_status
 from train.stop import as_lost_peer
 

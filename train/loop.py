@@ -1,7 +1,7 @@
 """The training loop: batch, step, report, evaluate, save, stop."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,8 +70,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
     profiler = StepProfiler(config.profile, run.folder / "profile", dist.get_rank() == 0, run.screen.line)
     garbage = Garbage(config.train.gc_every)
-    checked = run.device.type == "cuda" and dist.get_rank() == 0 and not config.profile.start  # a CPU's kernel is called by name
-    watching = KernelCheck(run.attention, run.device, run.screen.line).watching if checked else nullcontext
+    watching = _watch_kernels(run)
     run.stop.begin()
     if config.train.eval_every and start.step == 0:
         run.screen.report(run.metrics.log_eval(0, _evaluate(run, 0)))
@@ -81,8 +80,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
             now = _next_position(run, position)
             step = now.step
             run.watchdog.enter("first step" if position is start else "step", step)
-            lr = learning_rate(config.optim, step, run.total_steps)
-            set_learning_rate(run.optimizer, lr)
+            set_learning_rate(run.optimizer, lr := learning_rate(config.optim, step, run.total_steps))
             data = loader.next()
             profiler.before_step(step)
             with watching():
@@ -130,6 +128,13 @@ def _save(run: Run, position: Position, on_progress: Callable[[int], None]) -> N
     run.metrics.flush()
     run.saver.save(position)
     _hear_saver(run, position.step, on_progress)
+
+
+def _watch_kernels(run: Run) -> Callable[[], AbstractContextManager[None]]:
+    """What stands around every step: on rank 0 of GPUs, which choose among kernels behind a name, a look at what they ran."""
+    if run.device.type != "cuda" or dist.get_rank() or run.config.profile.start:
+        return nullcontext
+    return KernelCheck(run.attention, run.device, run.screen.line).watching
 
 
 def _stop_agreed(run: Run) -> bool:

@@ -24,6 +24,7 @@ from parallel.planner.memory import usable_bytes
 from parallel.recompile import RecompileGuard
 from parallel.strategy import describe_strategy
 from train import VERSION
+from train.attention_kernel import attention_here, check_attention
 from train.auto import choose_here
 from train.build import build_model
 from train.checkpoint.config import CheckpointConfig
@@ -48,9 +49,10 @@ from train.loop import Run, train_loop
 from train.metrics import Metrics, Throughput
 from train.nonfinite import FiniteGuard, NonFiniteError
 from train.optim import build_optimizer
-from train.planning import attention_here, check_attention, plan_run
+from train.place import Place, choose_device, read_place
+from train.planning import plan_run
 from train.restarts import check_crash_loop
-from train.runtime import Place, choose_device, read_place, start_process
+from train.runtime import start_process
 from train.status import read_status
 from train.stop import PeerLostError, Stop, as_lost_peer
 from train.take_folder import take_folder
@@ -236,8 +238,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str], screen: Screen) -> None
 
 def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Config) -> None:
     """The first lines on the screen: versions, device, model, plan."""
-    plan = planned.plan
-    plural = "es" if place.world_size > 1 else ""
+    plan, plural = planned.plan, "es" if place.world_size > 1 else ""
     screen.line(f"meshwright {VERSION}, Python {platform.python_version()}, torch {torch.__version__}")
     screen.line(f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU threads each")
     parameters = count_parameters(config.model).total
@@ -245,9 +246,8 @@ def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Confi
     if config.parallel.strategy:
         screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
     screen.line(plan_to_table(plan))
-    chosen = config.parallel.plan == "auto"  # the planner has weighed what advice could say
-    told = () if chosen else (*advise(plan, place.local_world_size), *unused_keys(config.parallel))
-    screen.lines(f"advice: {advice}" for advice in told)
+    if config.parallel.plan != "auto":  # there the planner has weighed what advice could say
+        screen.lines(f"advice: {told}" for told in (*advise(plan, place.local_world_size), *unused_keys(config.parallel)))
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
     screen.lines(f"planner: {line}" for line in planned.said)
 

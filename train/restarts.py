@@ -1,7 +1,7 @@
 """Restarts: a run that is started again by itself, and fails again at the same step, is not started for ever."""
 
 from parallel.one_line import one_line
-from train.runtime import Place
+from train.place import Place
 from train.status import FailedStarts, Status
 
 MAX_FAILED_STARTS = 3

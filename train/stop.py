@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from train.ending import end_at_once
-from train.runtime import RunConfig, group_timeout
+from train.run_config import RunConfig
+from train.runtime import group_timeout
 
 # Slurm sends what its --signal says, torchrun passes on SIGHUP where its terminal is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

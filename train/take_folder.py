@@ -6,7 +6,7 @@ from pathlib import Path
 
 from train.console import Screen
 from train.lock import Lock, lock_folder
-from train.runtime import Place
+from train.place import Place
 from train.together import from_main
 
 ENDING_S = 120.0  # after a restart: for the run before to end; NFS 4 keeps a dead machine's lock for 90 s

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from train.config import USER_ERRORS
-from train.runtime import Place
+from train.place import Place
 
 T = TypeVar("T")
 

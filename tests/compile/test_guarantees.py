@@ -18,8 +18,9 @@ from tests.distributed.parity import Job, check_compiled, run_jobs
 from tests.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
 from train.build import build_model
 from train.config import parse_config
+from train.place import Place
 from train.planning import plan_run
-from train.runtime import Place, start_process
+from train.runtime import start_process
 
 AOT = "--parallel.compile.backend=aot_eager"
 

@@ -21,8 +21,9 @@ from train.config import Config, parse_config
 from train.ending import end_process
 from train.init_from import find_weights, load_weights
 from train.optim import build_optimizer
+from train.place import Place, read_place
 from train.planning import plan_run
-from train.runtime import Place, read_place, start_process
+from train.runtime import start_process
 from train.step import Batch, train_step
 
 

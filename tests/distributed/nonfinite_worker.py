@@ -22,8 +22,9 @@ from train.data.tokens import load_corpus
 from train.ending import end_process
 from train.nonfinite import FiniteGuard, NonFiniteError
 from train.optim import build_optimizer
+from train.place import read_place
 from train.planning import plan_run
-from train.runtime import read_place, start_process
+from train.runtime import start_process
 from train.step import train_step
 
 FAULTY_STEP, FAULTY_RANK = 3, 1

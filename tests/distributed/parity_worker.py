@@ -39,8 +39,9 @@ from train.data.tokens import load_corpus
 from train.ending import end_process
 from train.evaluation import mean_loss, score_sets
 from train.optim import build_optimizer, learning_rate, set_learning_rate
+from train.place import Place, read_place
 from train.planning import plan_run
-from train.runtime import Place, read_place, start_process
+from train.runtime import start_process
 from train.step import Batch, train_step
 
 CASE_LIMIT_S = 900  # a case that hangs ends the process with every thread's stack on stderr

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.head import Head
 from models.kernels.cross_entropy import plain_gradient, plain_rows
-from models.llama import Head, LlamaConfig
 from models.loss import IGNORE_INDEX, cross_entropy_sum
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 4096  # of models.kernels.cross_entropy_triton
-CONFIG = LlamaConfig(dim=32, n_heads=4, n_kv_heads=4, vocab_size=301)
+DIM, VOCABULARY = 32, 301
 B, T = 3, 50
 CHUNKS = [0, 64, 150, 1000]  # all logits at once; a rest of 22; exactly all; more than there are
 # rows, logits of each, dtype: one block and its neighbours, several blocks, one row
@@ -76,7 +76,7 @@ def test_triton_kernels_do_the_same(tmp_path: Path) -> None:
 
 def build_head(chunk: int, z_loss: float = 0.0, dtype: torch.dtype = torch.float32) -> Head:
     torch.manual_seed(0)
-    head = Head(CONFIG)
+    head = Head(DIM, VOCABULARY, 1e-5)
     nn.init.normal_(head.output.weight, std=0.5)
     head.loss.chunk_tokens, head.loss.z_loss = chunk, z_loss
     return head.to(dtype)
@@ -84,8 +84,8 @@ def build_head(chunk: int, z_loss: float = 0.0, dtype: torch.dtype = torch.float
 
 def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(B, T, CONFIG.dim, generator=generator).to(dtype).requires_grad_()
-    targets = torch.randint(0, CONFIG.vocab_size, (B, T), generator=generator)
+    x = torch.randn(B, T, DIM, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (B, T), generator=generator)
     targets[0, :9] = targets[2] = IGNORE_INDEX
     return x, targets
 

@@ -17,8 +17,9 @@ from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import predict_step_memory
 from tests.parallel.plans import plan_of, report_of
 from tests.simulated import simulated
+from train.attention_kernel import attention_here, best_attention, check_attention
 from train.config import parse_config
-from train.planning import attention_here, best_attention, check_attention, plan_run
+from train.planning import plan_run
 from train.predict import trace_run
 
 LLAMA_8B = ["--config=llama_8b", "--model.n_layers=1", "--parallel.param_dtype=bfloat16", "--train.seq_len=8192",

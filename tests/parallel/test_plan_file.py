@@ -303,7 +303,8 @@ def plans(draw: st.DrawFn) -> Plan:
     modules = tuple(dict.fromkeys(module for unit in units for module in unit.modules))
     tensor = TensorPlan(draw(st.booleans()), draw(st.dictionaries(KEYS, WORDS, max_size=3)))
     mesh = MeshPlan(draw(counts), draw(counts), draw(counts))
-    return Plan(mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), draw(WORDS), draw(WORDS), draw(counts), config, modules, tuple(units))
+    kernels = (draw(WORDS), draw(WORDS), draw(counts))
+    return Plan(mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), *kernels, config, modules, tuple(units))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -28,8 +28,9 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.verify import hash_file, verify_alone
 from train.config import load_config, parse_config
 from train.optim import build_optimizer
+from train.place import Place
 from train.planning import plan_run
-from train.runtime import Place, start_process
+from train.runtime import start_process
 
 Tool = Callable[..., CompletedProcess[str]]
 

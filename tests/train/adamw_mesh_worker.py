@@ -15,8 +15,9 @@ from train.build import build_model
 from train.config import parse_config
 from train.ending import end_process
 from train.optim import build_optimizer
+from train.place import read_place
 from train.planning import plan_run
-from train.runtime import read_place, start_process
+from train.runtime import start_process
 
 STEPS = 3
 

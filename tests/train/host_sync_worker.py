@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train.config import parse_config
 from train.ending import exit_process
 from train.main import run
-from train.runtime import read_place
+from train.place import read_place
 
 ROOT = str(Path(__file__).parents[2])
 # Reading a value (.item(), .tolist(), if tensor), and shapes that depend on values.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train.runtime import RunConfig
+from train.run_config import RunConfig
 from train.stop import PeerLostError, Stop
 
 STEP_S = 0.02

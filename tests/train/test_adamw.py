@@ -23,8 +23,9 @@ from train.checkpoint.manifest import SavedTensor
 from train.config import parse_config
 from train.kernels.adamw import Slice, Step, element_bits, mix, round_stochastically, stream_bits, update
 from train.optim import OptimConfig, build_optimizer
+from train.place import Place
 from train.planning import plan_run
-from train.runtime import Place, start_process
+from train.runtime import start_process
 from train.step import train_step
 
 N = 2**18  # draws

@@ -28,8 +28,9 @@ from train.config import Config, parse_config
 from train.hf_folder import FilesReader
 from train.init_from import find_weights, load_weights
 from train.optim import build_optimizer
+from train.place import Place
 from train.planning import plan_run
-from train.runtime import Place, start_process
+from train.runtime import start_process
 
 LIMIT_S = 20  # for all that is done with one fault
 ALONE = Place(0, 1, 0, 1, False)

@@ -25,7 +25,7 @@ from train.checkpoint.folder import (
 from train.checkpoint.manifest import LIMIT_BYTES, MANIFEST, Manifest, Position, SavedFile, SavedTensor, read_manifest
 from train.checkpoint.resume import find_start
 from train.checkpoint.verify import hash_file, verify_alone
-from train.runtime import Place
+from train.place import Place
 
 
 @pytest.fixture

@@ -28,8 +28,9 @@ from train.checkpoint.saver import Saved, Saver
 from train.checkpoint.verify import verify_alone
 from train.config import parse_config
 from train.optim import build_optimizer
+from train.place import Place
 from train.planning import plan_run
-from train.runtime import Place, start_process
+from train.runtime import start_process
 
 TEXTS = {"config.yaml": "run: {}\n", "plan.yaml": "plan\n"}
 LARGE = {"config.yaml": "x" * 2_000_000}

@@ -19,8 +19,9 @@ from train.data.loader import BatchShape, StepData
 from train.first_bad import BadValue, all_finite, first_bad_value
 from train.nonfinite import Finding, FiniteGuard, NonFiniteError, describe
 from train.optim import build_optimizer
+from train.place import Place
 from train.planning import plan_run
-from train.runtime import Place, start_process
+from train.runtime import start_process
 from train.step import Batch, StepResult, train_step
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from train.place import Place
 from train.restarts import CrashLoopError, check_crash_loop
-from train.runtime import Place
 from train.status import FailedStarts, State, Status, read_status, write_status
 
 NONE = FailedStarts()

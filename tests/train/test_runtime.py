@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from tests.launch import ROOT, environment, run
 from train.allocator import VARIABLES
-from train.runtime import Place, RunConfig, group_timeout, read_place, start_process
+from train.place import Place, read_place
+from train.run_config import RunConfig
+from train.runtime import group_timeout, start_process
 from train.watchdog import TimeoutConfig
 
 

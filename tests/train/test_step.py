@@ -16,8 +16,9 @@ from train.build import build_model
 from train.config import ConfigError, parse_config
 from train.evaluation import evaluate
 from train.optim import build_optimizer
+from train.place import Place
 from train.planning import plan_run
-from train.runtime import Place, start_process
+from train.runtime import start_process
 from train.step import Batch, count_targets, train_step
 
 # What makes the host wait: reading a value (.item()) and shapes that depend on values.

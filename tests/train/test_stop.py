@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch import ROOT, environment
 from tests.train.stop_worker import Scene, play
-from train.runtime import RunConfig
+from train.run_config import RunConfig
 from train.stop import REPEAT_S, Stop, Wish, choose_wish
 
 TERM, INT, USR1, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGKILL
@@ -233,7 +233,7 @@ ctypes.pythonapi.PyOS_setsig(signal.SIGUSR1, handler)
 del sys.modules["_signal"]
 import _signal  # finds the handlers that are there, as Python does when it starts inside another program
 assert signal.getsignal(signal.SIGUSR1) is None
-from train.runtime import RunConfig
+from train.run_config import RunConfig
 from train.stop import Stop
 Stop(RunConfig(), print).close()
 print("closed")

@@ -19,8 +19,8 @@ from models.attention import CausalAttention
 from parallel.planner.operators import attention_flops
 from tools.bench.attention import Shape
 from tools.bench.clock import ROTATED_BYTES, Clock, Products, Run, attention_runs, draw, product_runs, rotate
+from train.attention_kernel import attention_here
 from train.config import Config
-from train.planning import attention_here
 
 DTYPES = ("float32", "bfloat16")
 TINY_OPERATIONS = 256

@@ -15,7 +15,9 @@ from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, measure_compute,
 from tools.bench.calibrate_kernels import find_kernels
 from tools.bench.calibrate_links import CPU_SIZES_BYTES, GPU_SIZES_BYTES, QUICK_SIZES_BYTES, measure_collectives
 from train.ending import end_process
-from train.runtime import RunConfig, choose_device, read_place, start_process
+from train.place import choose_device, read_place
+from train.run_config import RunConfig
+from train.runtime import start_process
 
 GIB = 2**30
 

@@ -24,7 +24,9 @@ from tools.bench.attention import Shape
 from tools.bench.clock import Clock, Products, attention_runs, product_runs
 from tools.bench.processes import make_environment, python_command, run_to_end
 from train.ending import end_process
-from train.runtime import RunConfig, choose_device, read_place, start_process
+from train.place import choose_device, read_place
+from train.run_config import RunConfig
+from train.runtime import start_process
 
 WORKER = "tools.bench.cpu_rates"
 BUDGET_S = 0.5  # seconds that each product is repeated for, and attention

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from models.attention import KERNELS, CausalAttention, within_documents
-from models.llama import Llama, Output, init_weights
-from models.loss import LinearCrossEntropySum
+from models.head import LinearCrossEntropySum, Output
+from models.llama import Llama, init_weights
 from parallel.memory_by_kind import GIB
 from tools.bench.attention import Shape
 from tools.bench.calibrate_compute import attention_work, copy_rate

@@ -21,8 +21,9 @@ from tools.bench.gpu_shapes import STEPS_PER_REPORT, EndToEnd, GpuShape
 from tools.bench.kernel_table import table_of
 from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
 from tools.bench.run import MFUS, WARM_UP_STEPS, Setup, config_to_record, measure_run_in, resolve
+from train.attention_kernel import best_attention
 from train.config import Config
-from train.planning import best_attention, plan_run
+from train.planning import plan_run
 from train.predict import ATTENTION_KINDS, Prediction, predict
 
 PROFILED_STEPS = STEPS_PER_REPORT  # between two reports, which wait for the GPU: nothing else runs into them

@@ -16,8 +16,9 @@ from tools.bench.prediction_cases import Case, cpu_cases, gpu_cases
 from tools.bench.processes import BenchError
 from tools.bench.run import WARM_UP_STEPS, RunFigures, Setup, config_to_record, measure_run, resolve
 from tools.command import format_table, positive
+from train.attention_kernel import best_attention
 from train.config import Config
-from train.planning import best_attention, plan_run
+from train.planning import plan_run
 from train.predict import predict
 
 SUMMARY = "the planner's predictions against real runs"

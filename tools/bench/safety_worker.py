@@ -37,8 +37,9 @@ from train.checkpoint.verify import verify_alone, verify_together
 from train.config import Config, parse_config
 from train.ending import end_process
 from train.optim import build_optimizer
+from train.place import read_place
 from train.planning import plan_run
-from train.runtime import read_place, start_process
+from train.runtime import start_process
 from train.step import Batch, train_step
 
 WAYS = ("ours", "safetensors", "plain")  # verified; torch's checkpoint with its safetensors storage; with its own storage

@@ -15,10 +15,11 @@ from parallel.planner.memory import usable_bytes
 from parallel.planner.reasons import give_reasons
 from parallel.planner.search import Candidate, Choice, Machines
 from parallel.strategy import describe_strategy
+from train.attention_kernel import best_attention
 from train.choose import choose_plan, fewest_gpus
 from train.config import Config, ConfigError
 from train.fits import MAX_PROCESSES, check_fits
-from train.planning import best_attention, plan_run
+from train.planning import plan_run
 from train.predict import Prediction, predict, predict_memory, trace_run
 
 HOUR_S, DAY_S = 3600, 86400

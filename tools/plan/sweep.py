@@ -12,10 +12,11 @@ from parallel.planner.search import search
 from tools.command import format_table
 from tools.plan.answer import DAY_S, Place, needed_words
 from tools.plan.text import seconds
+from train.attention_kernel import best_attention
 from train.choose import describe_choices
 from train.config import Config, ConfigError
 from train.fits import MAX_PROCESSES
-from train.planning import best_attention, make_job, model_units, plan_run
+from train.planning import make_job, model_units, plan_run
 from train.predict import Prediction, predict, trace_run
 
 HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden

@@ -8,7 +8,7 @@ from train.checkpoint.folder import list_checkpoints, put_aside
 from train.checkpoint.manifest import Manifest
 from train.checkpoint.verify import verify_together
 from train.data.paths import user_path
-from train.runtime import Place
+from train.place import Place
 from train.together import from_main
 
 

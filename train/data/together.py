@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from train.data.config import DataConfig, DataError
 from train.data.tokens import Corpus, load_corpus
-from train.runtime import Place
+from train.place import Place
 
 
 def load_together(config: DataConfig, place: Place, resume_from: Path | None) -> Corpus:

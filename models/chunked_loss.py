@@ -1,0 +1,71 @@
+"""Cross entropy of next-token prediction, from hidden states: the logits are never there all at once.
+
+Shapes: n tokens, D dim, v the vocabulary, or one rank's share of it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.kernels.cross_entropy import read_rows, write_gradient
+from models.loss import IGNORE_INDEX, join_rows
+
+
+@torch.library.custom_op("meshwright::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    h_nD: Tensor, weight_vD: Tensor, targets_n: Tensor, first_id: int, group_name: str, chunk_tokens: int, z_loss: float,
+    h_gradient: bool, weight_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The sum as in `cross_entropy_sum`, and its gradients by h[n, D] and weight[v, D], each empty where it is not wanted.
+
+    weight holds the ids from `first_id` on; the ranks of the process group named `group_name` hold the others ("": none). By h
+    it is then this rank's summand of the gradient. One operation for the compiler, which can so neither keep the logits nor
+    compute them again; products and the weight's gradient, which is added up chunk by chunk, are in the dtype of h.
+    """
+    n, wanted = len(h_nD), h_gradient or weight_gradient
+    loss = torch.zeros((), device=h_nD.device)
+    dh, dweight = _empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
+    buffer = h_nD.new_empty(min(chunk_tokens, n), len(weight_vD))
+    for first in range(0, n, chunk_tokens):
+        h = h_nD[first : first + chunk_tokens]
+        logits = torch.mm(h, weight_vD.t(), out=buffer[: len(h)])
+        loss += _chunk_sum(logits, targets_n[first : first + chunk_tokens], first_id, group_name, z_loss, wanted)
+        if h_gradient:
+            torch.mm(logits, weight_vD, out=dh[first : first + chunk_tokens])
+        if weight_gradient:
+            torch.addmm(dweight, logits.t(), h, beta=min(first, 1), out=dweight)
+    return loss, dh, dweight
+
+
+@linear_cross_entropy.register_fake
+def _(h_nD: Tensor, weight_vD: Tensor, targets_n: Tensor, first_id: int, group_name: str, chunk_tokens: int, z_loss: float,
+      h_gradient: bool, weight_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty((), device=h_nD.device), *_empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
+
+
+def _empty_gradients(h: Tensor, weight: Tensor, of_h: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(h if of_h else h[:0]), torch.empty_like(weight if of_weight else weight[:0])
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _scale_gradients(ctx: Any, grad: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
+    dh, dweight = ctx.saved_tensors
+    scaled = ((x * grad).to(x.dtype) if len(x) else None for x in (dh, dweight))
+    return *scaled, *[None] * 7
+
+
+linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+def _chunk_sum(logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float, wanted: bool) -> Tensor:
+    """The sum over logits[n, v], which their gradient replaces if it is `wanted`."""
+    counts, ids = (targets != IGNORE_INDEX).float(), targets - first_id
+    log_sum, target = join_rows(read_rows(logits, ids), group_name)
+    if wanted:
+        write_gradient(logits, ids, log_sum, 1 + 2 * z_loss * log_sum, counts)
+    return ((log_sum - target + z_loss * log_sum.square()) * counts).sum()
