@@ -41,10 +41,15 @@ def _missing_for_gpu() -> str | None:
     return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler (gcc or clang)"
 
 
+def cache_folder(config: CompileConfig) -> Path:
+    """Of compiled graphs, and of what planning has found out by tracing."""
+    return Path(config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE).expanduser()
+
+
 def use_cache_folder(config: CompileConfig) -> None:
     """Name the folder of compiled graphs, before anything asks inductor for it: from then on it is fixed. Raises PlanError
     if it cannot be made."""
-    folder = Path(config.cache_dir or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or DEFAULT_CACHE).expanduser()
+    folder = cache_folder(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,6 +9,7 @@ from torch import nn
 
 from models.cost import flops_per_token
 from models.llama import Llama, LlamaConfig
+from parallel.compile_check import cache_folder
 from parallel.memory_by_kind import StepMemory
 from parallel.plan import Plan
 from parallel.planner.costs import step_times
@@ -66,7 +67,8 @@ def trace_run(config: Config, plan: Plan) -> ModelWork:
     """The model's work under the plan, how much of it is trained, and how large moments are. Raises ConfigError for a
     `train.freeze` that matches nothing."""
     frozen, trained = _what_is_trained(config.model, config.train.freeze)
-    work = trace_model(config.model, plan, config.train.seq_len, frozen, config.data.document_mask)
+    work = trace_model(config.model, plan, config.train.seq_len, frozen, config.data.document_mask,
+                       cache_folder(config.parallel.compile))  # fmt: skip
     return dataclasses.replace(work, trained=trained, moment_bytes=DTYPE_BYTES[config.optim.state_dtype])
 
 

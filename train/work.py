@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from parallel.planner.eager import Subject
 from parallel.planner.one_rank import apply_as_one_rank
 from parallel.planner.trace import trace_module
 from parallel.planner.work import ModelWork, ModuleWork
+from train.work_cache import remember
 
 BLOCK = "layers.0"  # stands for every block
 
@@ -39,11 +41,12 @@ class _Case:
 
 
 def trace_model(
-    config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset[str] = frozenset(), document_mask: bool = False
-) -> ModelWork:
+    config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset[str] = frozenset(), document_mask: bool = False,
+    folder: Path | None = None,
+) -> ModelWork:  # fmt: skip
     """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart with
     `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are traced once, and what has
-    been traced is remembered as long as the process lives."""
+    been traced is remembered as long as the process lives, and in `folder`."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
     for name in plan.modules:
@@ -52,7 +55,7 @@ def trace_model(
         key = (kind, unit.param_dtype, unit.compiled, unit.activation_checkpoint, unit.saved_ops, unit.activation_budget, fixed)
         if key not in alike:
             case = _make_case(config, plan, unit, kind, seq_len)
-            alike[key] = _trace(dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK))
+            alike[key] = _trace(dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK), folder)
         modules[name] = alike[key]
     if config.tie_embeddings:  # one weight, whose gradient begins in the head
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
@@ -81,8 +84,9 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
 
 
 @cache
-def _trace(case: _Case) -> ModuleWork:
-    return trace_module(partial(_build, case), case.compiled, case.activation_budget)
+def _trace(case: _Case, folder: Path | None) -> ModuleWork:
+    trace = partial(trace_module, partial(_build, case), case.compiled, case.activation_budget)
+    return remember(folder, case, trace) if folder else trace()
 
 
 def _build(case: _Case, sequences: int) -> Subject:

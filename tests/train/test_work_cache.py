@@ -1,0 +1,79 @@
+"""What has been traced once is read back, equal in every number; what cannot be read is traced again."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel.planner.work import ModuleWork
+from train import work_cache
+from train.config import parse_config
+from train.planning import plan_run
+from train.predict import trace_run
+from train.work import _trace
+from train.work_cache import remember
+
+TINY = ["--model.dim=32", "--model.n_layers=2", "--train.seq_len=64", "--parallel.tp=2"]
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[object]:
+    """Cases that were traced."""
+    traced: list[object] = []
+
+    def trace(build, compiled, budget):
+        traced.append(build.args[0])
+        return original(build, compiled, budget)
+
+    import train.work
+
+    original = train.work.trace_module
+    monkeypatch.setattr(train.work, "trace_module", trace)
+    return traced
+
+
+def work_of(folder: Path, *arguments: str) -> dict[str, ModuleWork]:
+    _trace.cache_clear()  # as in another process
+    config = parse_config([*TINY, f"--parallel.compile.cache_dir={folder}", *arguments])
+    return dict(trace_run(config, plan_run(config, 4)).modules)
+
+
+def check_alike(one: dict[str, ModuleWork], other: dict[str, ModuleWork]) -> None:
+    """Two traces of one case: they need not add up in the same order."""
+    for name, work in one.items():
+        assert work.keeps.at(2) == pytest.approx(other[name].keeps.at(2))
+        assert work.backward.peak(2).at(2) == pytest.approx(other[name].backward.peak(2).at(2))
+        assert len(work.forward.operations) == len(other[name].forward.operations)
+
+
+def test_a_second_look_reads_what_the_first_has_traced(tmp_path: Path, counted: list[object]) -> None:
+    first = work_of(tmp_path)
+    assert len(counted) == 3  # embedding, block, head
+    assert work_of(tmp_path) == first
+    assert len(counted) == 3
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_another_case_or_other_code_is_traced_anew(tmp_path: Path, counted: list[object], monkeypatch) -> None:
+    first = work_of(tmp_path)
+    longer = work_of(tmp_path, "--train.seq_len=128")
+    assert longer != first
+    assert len(counted) == 6
+    monkeypatch.setattr(work_cache, "_digest_of_code", lambda: "other")
+    check_alike(work_of(tmp_path), first)
+    assert len(counted) == 9
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[1, 2]", b"\xff\xfe", b'{"parameters": 3}'])
+def test_a_damaged_file_is_as_none(tmp_path: Path, damage: bytes) -> None:
+    first = work_of(tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_bytes(damage)
+    check_alike(work_of(tmp_path), first)
+    assert all(path.read_bytes() != damage for path in tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_time(tmp_path: Path) -> None:
+    work = next(iter(work_of(tmp_path / "cache").values()))
+    (tmp_path / "file").write_text("")
+    assert remember(tmp_path / "file", "case", lambda: work) is work
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["file"]
