@@ -25,6 +25,7 @@ ATTENTION_OPS = (
 KERNELS = {"cpu": ("cpu",), "math": ("cpu", "cuda"), "flash": ("cpu", "cuda"), "efficient": ("cuda",), "cudnn": ("cuda",),
            "flex": ("cuda",)}  # fmt: skip
 WITHIN_DOCUMENTS = ("cpu", "flex")  # kernels that can keep documents apart
+HALF_ON_GPUS = ("flash", "cudnn")  # kernels that on a GPU take no float32 (torch, sdp_utils.cpp: check_dtypes_low_precision)
 _TORCH_KERNELS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
                   "cudnn": SDPBackend.CUDNN_ATTENTION}  # fmt: skip
 

@@ -93,11 +93,11 @@ def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
 
     From one reading and one all-reduce: each rank adds up the squares of what it holds, each divided by how many ranks hold
     the same. So it does not matter which axes shard a gradient, where torch's own function takes gradients of one mesh only
-    and reduces each apart.
+    and reduces each apart. Norms of bfloat16 gradients are float32: in their own dtype they would keep 8 bits.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    norms = torch._foreach_norm(held)
+    norms = torch._foreach_norm(held, 2, torch.float32)
     torch._foreach_mul_(norms, [_copies(grad) ** -0.5 for grad in grads])
     square = torch.stack(norms).square().sum()
     square += 0 * loss.to(square.device)  # 0, or not a number

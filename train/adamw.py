@@ -52,8 +52,8 @@ class RoundedAdamW(torch.optim.Optimizer):
     def _make_step(self, group: dict[str, Any], parameters: list[Tensor], device: torch.device) -> Step:
         """The step's scalars: computed on the device, where only the step count is known."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf.to(device, non_blocking=True)
-        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale.to(device, non_blocking=True)
+        skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf.to(device)
+        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale.to(device)
         steps = [self.state[p]["step"] for p in parameters]
         torch._foreach_add_(steps, [1 - skip] * len(steps))
         counts = torch.stack(steps)

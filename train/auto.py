@@ -12,6 +12,7 @@ from parallel.planner.costs import step_times
 from parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from parallel.planner.reasons import give_reasons
 from parallel.planner.search import Machines
+from train.attention_kernel import check_attention
 from train.choose import choose_plan
 from train.config import Config
 from train.host_memory import device_memory_bytes
@@ -41,6 +42,7 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
     machines = Machines(kind, place.local_world_size, device_memory_bytes(device, place))
     choice = choose_plan(on_device, place.world_size, machines)
     plan = choice.best.plan
+    check_attention(config, plan, device.type)
     predicted = predict(config, plan, machines.hardware, place.local_world_size)
     times = step_times(plan, trace_run(config, plan), machines.hardware, place.local_world_size)
     said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))

@@ -9,6 +9,7 @@ from parallel.planner.hardware import Hardware, share_at
 from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.work import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
 
+FLOAT32_ATTENTION = "efficient"  # the one fused kernel of GPUs that takes float32, so the best one there
 # Both estimates, not measured. A product's operands are about two thirds of the bytes that it moves; casting one to float8
 # writes half of them, mostly in the kernel that made it, for about two products each, and sometimes reads them again.
 FLOAT8_CASTING = 0.25
@@ -122,9 +123,11 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
 
 
 def with_kernel(hardware: Hardware, attention: str) -> Hardware:
-    """The device with the attention rates of a kernel; of one it does not know, those of its best."""
+    """The device with the attention rates of a kernel; of one it does not know, those of its best. A device's rates of float32
+    are those of the best kernel that takes it."""
     share = hardware.attention_kernels.get(attention, 1.0)
-    forward, backward = ({dtype: rate * share for dtype, rate in rates.items()}
+    shares = {"float32": 1.0} if attention == FLOAT32_ATTENTION else {}
+    forward, backward = ({dtype: rate * shares.get(dtype, share) for dtype, rate in rates.items()}
                          for rates in (hardware.attention_forward, hardware.attention_backward))  # fmt: skip
     return replace(hardware, attention_forward=forward, attention_backward=backward)
 

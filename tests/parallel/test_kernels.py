@@ -12,7 +12,7 @@ from parallel.make_plan import LOSS_CHUNK_TOKENS
 from parallel.memory_by_kind import GIB
 from parallel.plan import PlanError
 from parallel.plan_file import load_plan, plan_to_yaml
-from parallel.planner.costs import step_times
+from parallel.planner.costs import step_times, with_kernel
 from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import predict_step_memory
 from tests.parallel.plans import plan_of, report_of
@@ -61,7 +61,8 @@ def test_wrong_keys_are_refused_with_a_way_out(keys, words) -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(kernel, device_type, apart) -> None:
-    config = parse_config([f"--parallel.attention={kernel}", f"--data.document_mask={str(apart).lower()}"])
+    config = parse_config([f"--parallel.attention={kernel}", f"--data.document_mask={str(apart).lower()}",
+                           "--parallel.param_dtype=bfloat16"])  # fmt: skip
     plan = plan_run(config, 1)
     able = {(False, "cpu"): {"cpu", "math", "flash"}, (False, "cuda"): {"math", "flash", "efficient", "cudnn"},
             (True, "cpu"): {"cpu"}, (True, "cuda"): {"flex"}}[apart, device_type]  # fmt: skip
@@ -72,8 +73,45 @@ def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(kernel, device_type
             check_attention(config, plan, device_type)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_float32_takes_the_kernels_that_can_do_it(kernel) -> None:
+    config = parse_config([f"--parallel.attention={kernel}"])
+    plan = plan_run(config, 1)
+    if kernel in ("math", "efficient"):
+        check_attention(config, plan, "cuda")
+    else:
+        with pytest.raises(PlanError, match=r"a cuda device in float32 without .*: use auto, or math, efficient"):
+            check_attention(config, plan, "cuda")
+
+
+def test_auto_in_float32_is_a_kernel_that_runs_on_every_gpu() -> None:
+    config, apart = parse_config([]), parse_config(["--data.document_mask=true"])
+    assert config.parallel.param_dtype == "float32"
+    for kind in load_hardware().values():
+        if not kind.cores:
+            assert (best_attention(config, kind), best_attention(apart, kind)) == ("efficient", "flex")
+            check_attention(config, plan_run(config, 1, 1, best_attention(config, kind)), "cuda")
+    assert attention_here(config, GPU, "NVIDIA H200") == "efficient"
+
+
+def test_a_plan_file_for_another_kind_of_device_says_where_it_is_wrong(tmp_path) -> None:
+    plan_file = tmp_path / "plan.yaml"
+    plan_file.write_text(plan_to_yaml(plan_run(parse_config([]), 1)))
+    config = parse_config([f"--parallel.plan={plan_file}"])
+    with pytest.raises(PlanError, match=rf"attention=cpu of {plan_file} is no kernel .*: put math, efficient"):
+        check_attention(config, plan_run(config, 1), "cuda")
+
+
+def test_float32_attention_has_the_devices_own_rates() -> None:
+    hardware = load_hardware()["h200"]
+    with_efficient = with_kernel(hardware, "efficient")
+    assert with_efficient.attention_forward["float32"] == hardware.attention_forward["float32"]
+    share = hardware.attention_kernels["efficient"]
+    assert with_efficient.attention_forward["bfloat16"] == share * hardware.attention_forward["bfloat16"]
+
+
 def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_cpu() -> None:
-    config = parse_config([])
+    config = parse_config(["--parallel.param_dtype=bfloat16"])
     apart = parse_config(["--data.document_mask=true"])
     kinds = load_hardware()
     names = ("h100-sxm", "h200", "a100-80gb", "cpu")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel.fsdp import clip_divisor, gradient_norm
 from parallel.mesh import build_mesh, data_parallel_group
 from tests.launch import EAGER, TINY
 from train.build import build_model
@@ -201,3 +202,13 @@ def test_steps_leave_no_tensor_in_a_cycle(trainer):
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def test_the_norm_of_bfloat16_gradients_is_float32_and_exact_to_more_than_their_8_bits(trainer):
+    """As is what gradients are divided by, which a GPU's kernel takes in float32 only."""
+    parameters = [torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(3)]
+    for p in parameters:
+        p.grad = torch.randn(1000).to(torch.bfloat16)
+    norm = gradient_norm(parameters, torch.tensor(1.0))
+    assert norm.dtype == clip_divisor(norm, 1.0).dtype == torch.float32
+    assert norm.item() == pytest.approx(torch.cat([p.grad.double() for p in parameters]).norm().item(), rel=1e-5)

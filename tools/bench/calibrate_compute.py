@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import CausalAttention
+from parallel.config import ParallelConfig
 from parallel.planner.operators import attention_flops
 from tools.bench.attention import Shape
 from tools.bench.clock import ROTATED_BYTES, Clock, Products, Run, attention_runs, draw, product_runs, rotate
@@ -91,8 +92,9 @@ def measure_product(clock: Clock, product: Products, dtype: str) -> tuple[float,
 def measure_attention(clock: Clock, shape: Shape, dtype: str) -> tuple[float, float]:
     """Operations per second of the forward and of the backward, the operations as `attention_work` counts them."""
     attention = CausalAttention()
-    if clock.device.type == "cuda" and dtype == "bfloat16":  # the best kernel there; most of them cannot do float32
-        attention.kernel = attention_here(Config(), clock.device, torch.cuda.get_device_name(clock.device))
+    if clock.device.type == "cuda":  # the best kernel there
+        config = Config(parallel=ParallelConfig(param_dtype=dtype))
+        attention.kernel = attention_here(config, clock.device, torch.cuda.get_device_name(clock.device))
     alone, together = attention_runs(attention, shape, dtype, clock.device)
     forward_s = clock.seconds(alone)
     backward_s = clock.seconds(together) - forward_s

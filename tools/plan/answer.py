@@ -15,7 +15,7 @@ from parallel.planner.memory import usable_bytes
 from parallel.planner.reasons import give_reasons
 from parallel.planner.search import Candidate, Choice, Machines
 from parallel.strategy import describe_strategy
-from train.attention_kernel import best_attention
+from train.attention_kernel import best_attention, check_attention
 from train.choose import choose_plan, fewest_gpus
 from train.config import Config, ConfigError
 from train.fits import MAX_PROCESSES, check_fits
@@ -91,6 +91,8 @@ def answer(config: Config, place: Place) -> Answer:
     else:
         plan = plan_run(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
         advice = [*advise(plan, place.gpus_per_node), *unused_keys(config.parallel)]
+    if place.hardware:
+        check_attention(config, plan, "cpu" if place.hardware.cores else "cuda")
     prediction = predict(config, plan, place.hardware, place.gpus_per_node) if place.hardware else None
     memory = prediction.memory if prediction else predict_memory(config, plan)
     return Answer(config, place, plan, memory, prediction, _too_much(config, place, plan), choice, tuple(reasons), tuple(advice))
