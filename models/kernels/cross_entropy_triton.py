@@ -27,7 +27,7 @@ def write_gradient(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n:
 
 
 @triton.jit
-def _read(logits, row_stride, ids, rows, n, v, BLOCK: tl.constexpr):
+def _read(logits, row_stride, ids, rows, n, v: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     highest = -float("inf")
@@ -46,7 +46,7 @@ def _read(logits, row_stride, ids, rows, n, v, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write(logits, row_stride, ids, log_sum, scale, weight, v, BLOCK: tl.constexpr):
+def _write(logits, row_stride, ids, log_sum, scale, weight, v: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     own = tl.load(ids + row)

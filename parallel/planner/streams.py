@@ -43,7 +43,7 @@ class ModuleTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Everything that takes time in a step, by name of unit and module, of one rank. `optimizer_s`: clipping and update.
+    """Everything that takes time in a step, by name of unit and module, of one rank. `optimizer_s`: norm and update.
     `overlaps` and `slowdown`: as in Hardware."""
 
     units: Mapping[str, UnitTimes]

@@ -1,0 +1,42 @@
+"""On a GPU: the Triton cross entropy and the attention kernels against their references in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.attention import KERNELS, CausalAttention
+from models.kernels.cross_entropy import read_rows, write_gradient
+from tests.models.test_loss import ROW_CASES, check_rows, make_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+LLAMA_3 = [(7, 128_256, torch.bfloat16), (3, 128_256, torch.float32)]  # rows of its whole vocabulary
+ON_GPU = [name for name, devices in KERNELS.items() if "cuda" in devices and name != "flex"]
+
+
+@pytest.mark.parametrize("case", [*ROW_CASES, *LLAMA_3], ids=str)
+def test_the_cross_entropy_reads_rows_and_writes_their_gradient(case: tuple[int, int, torch.dtype]) -> None:
+    logits, *others = (tensor.cuda() for tensor in make_rows(*case))
+    rows = read_rows(logits, others[0])
+    write_gradient(logits, *others)
+    check_rows(case, rows.cpu(), logits.cpu())
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("kernel", ON_GPU)
+def test_attention_is_exact_with_every_kernel(kernel: str, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 256, heads, 64, device="cuda").bfloat16().requires_grad_() for heads in (8, kv_heads, kv_heads))
+    attention = CausalAttention()
+    attention.kernel = kernel
+    out = attention(q, k, v)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    transposed = (x.transpose(1, 2) for x in exact)
+    reference = F.scaled_dot_product_attention(*transposed, is_causal=True, enable_gqa=True).transpose(1, 2)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    wanted = torch.autograd.grad(reference, exact, grad.double())
+    for mine, other in zip((out, *got), (reference, *wanted), strict=True):
+        assert (mine.double() - other).norm() < 2e-2 * other.norm()
