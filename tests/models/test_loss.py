@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.chunked_loss import linear_cross_entropy
 from models.head import Head
 from models.kernels.cross_entropy import plain_gradient, plain_rows
 from models.loss import IGNORE_INDEX, cross_entropy_sum
@@ -141,3 +142,14 @@ def test_a_batch_that_counts_for_nothing_has_no_loss() -> None:
     loss.backward()
     assert loss.item() == 0
     assert not x.grad.any()
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_the_operator_keeps_torchs_contract(wanted) -> None:
+    """Schema, fake tensors, autograd and dispatch under compilation, as torch itself checks them."""
+    generator = torch.Generator().manual_seed(0)
+    h, weight = (torch.randn(n, DIM, generator=generator) for n in (70, 41))
+    h.requires_grad_(wanted[0])
+    weight.requires_grad_(wanted[1])
+    targets = torch.randint(0, 41, (70,), generator=generator)
+    torch.library.opcheck(linear_cross_entropy, (h, weight, targets, 0, "", 64, 0.0, *wanted))
