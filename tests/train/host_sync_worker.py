@@ -16,7 +16,8 @@ from train.ending import exit_process
 from train.main import run
 from train.place import read_place
 
-ROOT = str(Path(__file__).parents[2])
+ROOT = Path(__file__).parents[2]
+OURS = tuple(f"{ROOT / name}/" for name in ("models", "parallel", "train"))  # not a virtual environment that lies beside them
 # Reading a value (.item(), .tolist(), if tensor), and shapes that depend on values.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal", "aten.masked_select", "aten._unique")
 
@@ -40,7 +41,7 @@ def where(frame: FrameType | None) -> tuple[int, str]:
     caller = ""
     while frame is not None:
         code = frame.f_code
-        if not caller and code.co_filename.startswith(ROOT) and code.co_filename != __file__:
+        if not caller and code.co_filename.startswith(OURS):
             caller = f"{Path(code.co_filename).relative_to(ROOT)} {code.co_qualname}"
         if code.co_name == "train_loop":
             return int(frame.f_locals.get("step", 0)), caller
