@@ -112,11 +112,12 @@ def _read_row(row: dict[str, str]) -> PublishedRun:
 
 
 def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
-    """The run in this project's terms. torchtitan's selective keeps every second product, and it compiles its blocks alone."""
+    """The run in this project's terms: they made all logits at once. torchtitan's selective keeps every second product, and it
+    compiles its blocks alone."""
     sequences = run.micro_batch * run.grad_accum * run.dp_replicate * run.dp_shard
     keys = {"parallel.dp_replicate": run.dp_replicate, "parallel.dp_shard": run.dp_shard, "parallel.tp": run.tp,
             "parallel.activation_checkpoint": run.activation_checkpoint, "parallel.selective_policy": "half_matmul",
-            "parallel.compile.enabled": str(run.compile).lower(), "train.seq_len": run.seq_len,
+            "parallel.compile.enabled": str(run.compile).lower(), "parallel.loss_chunk_tokens": 0, "train.seq_len": run.seq_len,
             "train.micro_batch_size": run.micro_batch, "train.global_batch_size": sequences}  # fmt: skip
     config = parse_config([*CONFIGS[run.model], *(f"--{key}={value}" for key, value in keys.items())])
     plan = plan_run(config, run.n_gpus, run.gpus_per_node)
