@@ -115,7 +115,6 @@ def prepare(
         except OSError as error:
             if not is_there(folder):  # another run may have finished the same: then that one counts
                 raise DataError(f"cannot write to {folder.parent} ({error.strerror}): name another folder") from None
-        shutil.rmtree(partial, ignore_errors=True)
         return manifest
 
 
@@ -266,27 +265,42 @@ def _copy_tokenizer(tokenizer: JsonTokenizer, data: Path) -> None:
 def _partial_folder(folder: Path) -> Iterator[Path]:
     """The folder to work in, one process at a time; it goes when `folder` is there, or when nothing in it is worth keeping."""
     partial = folder.with_name(f".{folder.name}.partial")
-    try:
-        lock = _lock(partial)
-        for name in ("data", "results"):
-            (partial / name).mkdir(exist_ok=True)
-    except OSError as error:
-        raise DataError(f"data.cache_dir or OUT_DIR: cannot write to {folder.parent} ({error}): name another folder") from None
-    try:
-        yield partial
-    finally:
-        if is_there(folder) or not any((partial / "results").iterdir()):
-            shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.callback(os.close, _lock(partial))
+            for name in ("data", "results"):
+                (partial / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir or OUT_DIR: cannot write to {folder.parent} ({error}): name another folder"
+            ) from None
+        try:
+            yield partial
+        finally:
+            if is_there(folder) or not any((partial / "results").iterdir()):
+                _remove(partial)
+
+
+def _remove(partial: Path) -> None:
+    """The lock goes last: from then on the name belongs to the next process, which may make the folder again at any moment."""
+    for name in ("data", "results"):
+        shutil.rmtree(partial / name, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (partial / "lock").unlink()
+        partial.rmdir()
 
 
 def _lock(partial: Path) -> int:
     """Make the folder and wait until no other process works in it; an open file that holds the lock. Raises OSError."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        partial.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # not mkdir(exist_ok=True), which fails if the folder goes meanwhile
+            partial.mkdir()
         try:
             lock = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # whoever was here before has just removed the folder
+            if partial.is_symlink():
+                raise
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
