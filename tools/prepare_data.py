@@ -16,7 +16,8 @@ from rich.console import Console
 from tools.command import format_table, positive, run_tool
 from train.data.config import DataError
 from train.data.paths import user_path
-from train.data.preparing.prepare import PrepareSettings, Progress, is_there, prepare
+from train.data.preparing.partial_folder import is_there
+from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.sources import HF_PREFIX
 from train.data.store import MANIFEST, SPLITS, Manifest
 from train.data.tokenizer import padded_vocab_size

@@ -1,17 +1,15 @@
 """From the text of a source to a folder of tokenised shards, whole or not at all, and begun again where it was cut off."""
 
-import contextlib
-import errno
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from train.data.config import DataError
+from train.data.preparing.partial_folder import is_there, partial_folder
 from train.data.preparing.pieces import Piece, cut_source
 from train.data.preparing.pool import tokenise_pieces
 from train.data.preparing.shard_writer import write_whole
@@ -38,8 +36,6 @@ from train.data.store import (
 from train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from train.data.verify import hash_file
 from train.flush_folder import flush_folder
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems have none
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def prepare(
     if sum(len(file.name) + 150 for file in files) > MANIFEST_BYTES:
         raise DataError(f"{source} has {len(files):,} files, too many to be listed: pack them into .jsonl files")
     wanted = _empty_manifest(tokenizer, files, settings)
-    with _partial_folder(folder) as partial:
+    with partial_folder(folder) as partial:
         if is_there(folder):
             return check_same(folder, wanted)
         job = Job(tokenizer_name, bos, eos, tokenizer.info.sha256, settings.text_field, settings.held_out,
@@ -116,11 +112,6 @@ def prepare(
             if not is_there(folder):  # another run may have finished the same: then that one counts
                 raise DataError(f"cannot write to {folder.parent} ({error.strerror}): name another folder") from None
         return manifest
-
-
-def is_there(folder: Path) -> bool:
-    """Whether something has this name already; an empty folder is nothing, and is replaced."""
-    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
 def check_same(folder: Path, wanted: Manifest) -> Manifest:
@@ -259,56 +250,3 @@ def _copy_tokenizer(tokenizer: JsonTokenizer, data: Path) -> None:
     beside = tokenizer.path.with_name("tokenizer_config.json")
     if beside.is_file():
         write_whole(data / beside.name, beside.read_bytes())
-
-
-@contextlib.contextmanager
-def _partial_folder(folder: Path) -> Iterator[Path]:
-    """The folder to work in, one process at a time; it goes when `folder` is there, or when nothing in it is worth keeping."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.callback(os.close, _lock(partial))
-            for name in ("data", "results"):
-                (partial / name).mkdir(exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"data.cache_dir or OUT_DIR: cannot write to {folder.parent} ({error}): name another folder"
-            ) from None
-        try:
-            yield partial
-        finally:
-            if is_there(folder) or not any((partial / "results").iterdir()):
-                _remove(partial)
-
-
-def _remove(partial: Path) -> None:
-    """The lock goes last: from then on the name belongs to the next process, which may make the folder again at any moment."""
-    for name in ("data", "results"):
-        shutil.rmtree(partial / name, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (partial / "lock").unlink()
-        partial.rmdir()
-
-
-def _lock(partial: Path) -> int:
-    """Make the folder and wait until no other process works in it; an open file that holds the lock. Raises OSError."""
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with contextlib.suppress(FileExistsError):  # not mkdir(exist_ok=True), which fails if the folder goes meanwhile
-            partial.mkdir()
-        try:
-            lock = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # whoever was here before has just removed the folder
-            if partial.is_symlink():
-                raise
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return lock  # two processes then write the same bytes, each file by one rename
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.stat(partial / "lock")):
-                return lock
-        os.close(lock)
