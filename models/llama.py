@@ -165,8 +165,9 @@ class Llama(nn.Module):
         for name in ("cos_TH", "sin_TH"):
             self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
 
-    def choose_kernels(self, attention: str, loss_chunk_tokens: int) -> None:
-        """Which attention all blocks run, of `models.attention.KERNELS`, and `chunk_tokens` of the loss."""
+    def choose_kernels(self, attention: str, loss_chunk_tokens: int, fused_projections: bool) -> None:
+        """Which attention all blocks run, of `models.attention.KERNELS`, `chunk_tokens` of the loss, and whether projections of
+        the same input are one product."""
         for block in self.layers:
             block.attention.inner.kernel = attention  # type: ignore[union-attr]
         self.head.loss.chunk_tokens = loss_chunk_tokens
@@ -192,6 +193,16 @@ def tp_divides(config: LlamaConfig) -> dict[str, dict[str, int]]:
         "feed_forward": {"model.ffn_dim": config.ffn_dim},
         "head": vocabulary,
     }
+
+
+def block_linears(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a block's linears, by fqn pattern."""
+    kv_dim = config.n_kv_heads * config.head_dim
+    attention = {"wq": (config.dim, config.dim), "wk": (kv_dim, config.dim), "wv": (kv_dim, config.dim),
+                 "wo": (config.dim, config.dim)}  # fmt: skip
+    feed_forward = {"w1": (config.ffn_dim, config.dim), "w2": (config.dim, config.ffn_dim), "w3": (config.ffn_dim, config.dim)}
+    parts = {"attention": attention, "feed_forward": feed_forward}
+    return {f"layers.*.{part}.{name}": size for part, linears in parts.items() for name, size in linears.items()}
 
 
 def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from parallel import rules
 from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
+from parallel.float8_rules import float8_mistakes
 from parallel.plan import ACTIVATION_CHECKPOINTS, AXES, DTYPES, ModelUnits, Plan, PlanError, UnitPlan, regathered
 from parallel.selective import op_mistakes, saved_ops
 from parallel.tensor import STYLES, find_style, split_styles
 
-_OF_ALL_UNITS = ("cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens")
+_OF_ALL_UNITS = ("cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens", "fused_projections", "async_tp")
 
 
 def check_plan(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> None:
@@ -27,6 +28,7 @@ def check_plan(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> 
     model_mistakes = _model_mistakes(plan, model)
     mistakes += model_mistakes
     if not model_mistakes:  # the rest asks for the units' order, and names modules
+        mistakes += rules.async_tp_mistakes(plan, "") + float8_mistakes(plan, model, "float8: ")
         mistakes += _all_units_mistakes(plan, model)
         mistakes += _dtype_chain_mistakes(plan) + _style_mistakes(plan, model, seq_len)
     if mistakes:
@@ -37,9 +39,9 @@ def key_mistakes(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[
     """Keys of the config that say other than the plan file beside them, which decides: they would be ignored in silence."""
     default, mistakes = ParallelConfig(), []
     way_out = "leave the key out, or edit the file"
-    for key in (field.name for field in dataclasses.fields(config) if field.name not in ("plan", "compile")):
+    for key in (field.name for field in dataclasses.fields(config) if field.name not in ("plan", "compile", "float8")):
         asked = getattr(config, key)
-        if asked == getattr(default, key) or (key == "dp_shard" and asked == -1):
+        if asked in (getattr(default, key), "auto") or (key == "dp_shard" and asked == -1):
             continue
         planned = _planned(key, plan, model)
         if not planned:
@@ -47,10 +49,12 @@ def key_mistakes(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[
         elif repr(asked) not in map(repr, planned):  # repr, because True == 1
             found = ", ".join(dict.fromkeys(map(_word, planned)))
             mistakes.append(f"parallel.{key}={_word(asked)}, but the plan file {config.plan} has {found}: {way_out}")
-    for key, asked in vars(config.compile).items():
-        if asked not in (getattr(default.compile, key), value := getattr(plan.compile, key)):
-            mistakes.append(f"parallel.compile.{key}={_word(asked)}, but the plan file {config.plan} has {_word(value)}: "
-                            f"{way_out}")  # fmt: skip
+    sections: dict[str, object] = {"compile": plan.compile, "float8": plan.float8}
+    for section, whole in sections.items():
+        for key, asked in vars(getattr(config, section)).items():
+            if asked != getattr(getattr(default, section), key) and asked != (value := getattr(whole, key, "no such key")):
+                mistakes.append(f"parallel.{section}.{key}={_word(asked)}, but the plan file {config.plan} has {_word(value)}: "
+                                f"{way_out}")  # fmt: skip
     return mistakes
 
 

@@ -33,6 +33,24 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
+class Float8Config:
+    """Matrix products of the blocks in float8, by torchao (pip install -e '.[float8]'): on Hopper and newer GPUs at twice the
+    rate of bfloat16, on a CPU emulated. Parameters, gradients and checkpoints stay as they are.
+
+    Args:
+        recipe: none; tensorwise, one scale for a tensor; or rowwise, one for each row, which is more exact and slower
+        linears: which of the blocks' linears, as patterns of their names
+        min_dim: linears with fewer inputs or outputs, on a tp rank, stay in param_dtype: they would lose more than win
+        all_gather: send the weights in float8, half the bytes of bfloat16; tensorwise only
+    """
+
+    recipe: Literal["none", "tensorwise", "rowwise"] = "none"
+    linears: tuple[str, ...] = ("layers.*",)
+    min_dim: int = 1024
+    all_gather: bool = False
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How the model is laid out over the processes. A key left at auto takes the default said here; under plan=auto the
     planner chooses it.
@@ -54,7 +72,8 @@ class ParallelConfig:
         backward_prefetch: how many units ahead in backward; auto is 1
         activation_checkpoint: none keeps a block's activations; full recomputes each block in its backward; selective
             recomputes what selective_policy does not keep; budget lets the compiler choose within
-            activation_budget; auto is none
+            activation_budget; offload keeps them in host memory; auto is none
+        checkpointed_blocks: how many blocks activation_checkpoint is for, the first ones; auto is all
         selective_policy: what selective keeps: matmul (every matrix product, attention and tp reduction), half_matmul
             (every second product), attention (no products), every:N
             (recomputes every N-th unit of blocks in full), or a
@@ -63,13 +82,17 @@ class ParallelConfig:
         unit_min_params: join neighbouring blocks into units of at least this many parameters; 0 is a unit per block
         storage_dtype: dtype in which parameters, and their gradients, are kept sharded: float32, or bfloat16, whose updates
             are rounded stochastically
-        param_dtype: dtype of gathered parameters and of computation: float32 or bfloat16
+        param_dtype: dtype of gathered parameters and of computation: float32 or bfloat16; auto is bfloat16 where the device
+            multiplies it faster
         reduce_dtype: dtype of gradient reduction: float32 or bfloat16
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory
         attention: kernel of attention, which runs or fails: cudnn, flash, efficient, math, flex (documents apart, on a GPU),
             cpu (ours); auto is cpu on a CPU, on a GPU the fastest known for it
         loss_chunk_tokens: tokens whose logits are there at a time: the head's gradients are made chunk by chunk; 0 makes the
             logits of a micro batch at once; auto is 2048 for longer micro batches
+        fused_projections: one product for wq, wk and wv, and one for w1 and w3; the weights stay apart
+        async_tp: run tensor-parallel collectives beside the products that need them, in pieces (compiled, over NVLink)
+        float8: products in float8
         compile: how blocks are compiled
     """
 
@@ -84,7 +107,8 @@ class ParallelConfig:
     reshard_after_forward: Auto | bool | int = "auto"
     forward_prefetch: Auto | int = "auto"
     backward_prefetch: Auto | int = "auto"
-    activation_checkpoint: Literal["auto", "none", "full", "selective", "budget"] = "auto"
+    activation_checkpoint: Literal["auto", "none", "full", "selective", "budget", "offload"] = "auto"
+    checkpointed_blocks: Auto | int = "auto"
     selective_policy: str = "matmul"
     activation_budget: float = 0.5
     unit_min_params: int = 0
@@ -94,4 +118,7 @@ class ParallelConfig:
     cpu_offload: bool = False
     attention: str = "auto"
     loss_chunk_tokens: Auto | int = "auto"
+    fused_projections: bool = False
+    async_tp: bool = False
+    float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)

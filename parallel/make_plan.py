@@ -10,6 +10,7 @@ from typing import Any
 from parallel import rules
 from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
+from parallel.float8_rules import float8_mistakes, make_float8, name_mistakes
 from parallel.plan import AXES, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.selective import blocks_of_every, op_mistakes, saved_ops
 from parallel.strategy import resolve_strategy
@@ -20,7 +21,7 @@ LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences per micro
-    batch and per optimizer step; the attention kernel that is best on its devices.
+    batch and per optimizer step; the attention kernel and the dtype that are best on its devices.
 
     A global batch of -1 is one micro batch per data-parallel rank; a micro batch of "auto" is a rank's whole share of
     the global batch, or 1 without one.
@@ -32,6 +33,7 @@ class Job:
     micro_batch_size: int | str = 1
     global_batch_size: int = -1
     attention: str = "cpu"
+    param_dtype: str = "float32"
 
 
 def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
@@ -40,7 +42,7 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
     if config.strategy:
         tp = max(_resolve(config.tp, 1), 1)
         config, mistakes = resolve_strategy(config, tp, job.world_size, job.gpus_per_node)
-    mistakes += _key_mistakes(config, model)
+    mistakes += _key_mistakes(config, model, job)
     mesh, mesh_mistakes = _make_mesh(config, job.world_size)
     mistakes += mesh_mistakes
     parts = [part for part in config.tp_parts if part in model.tp_divides]
@@ -56,19 +58,26 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
     if mistakes:
         raise PlanError("\n".join(mistakes))
     once = micro_batch_size * mesh.data_parallel
-    return Plan(
+    tensor = _make_tensor(config, model, mesh.tp)
+    plan = Plan(
         mesh=mesh,
         micro_batch_size=micro_batch_size,
         accumulation=1 if job.global_batch_size == -1 else job.global_batch_size // once,
-        tensor=_make_tensor(config, model, mesh.tp),
+        tensor=tensor,
         cpu_offload=config.cpu_offload,
         storage_dtype=config.storage_dtype,
         attention=_resolve(config.attention, job.attention),
         loss_chunk_tokens=_loss_chunk(config, micro_batch_size * job.seq_len, mesh.tp),
+        fused_projections=config.fused_projections,
+        async_tp=config.async_tp,
+        float8=make_float8(config.float8, model, tensor, mesh.tp),
         compile=config.compile,
         modules=tuple(model.modules),
-        units=_make_units(config, model),
+        units=_make_units(config, model, job),
     )
+    if mistakes := rules.async_tp_mistakes(plan, "parallel.") + float8_mistakes(plan, model, "parallel.float8."):
+        raise PlanError("\n".join(mistakes))
+    return plan
 
 
 def _resolve(value: Any, default: Any) -> Any:
@@ -86,17 +95,21 @@ def _logits_gathered(config: ParallelConfig, tp: int) -> bool:
     return tp > 1 and "head" in config.tp_parts and not config.loss_parallel
 
 
-def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
+def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: Job) -> list[str]:
     """Mistakes in single keys, and in pairs that have nothing to do with degrees."""
     mistakes = []
-    for key in ("storage_dtype", "param_dtype", "reduce_dtype"):
-        mistakes += rules.dtype_mistakes(getattr(config, key), f"parallel.{key}")
-    mistakes += rules.storage_mistakes(config.storage_dtype, [config.param_dtype], "parallel.")
+    param_dtype = _resolve(config.param_dtype, job.param_dtype)
+    for key, value in vars(config).items():
+        if key in ("storage_dtype", "reduce_dtype") or (key == "param_dtype" and value != "auto"):
+            mistakes += rules.dtype_mistakes(value, f"parallel.{key}")
+    mistakes += rules.storage_mistakes(config.storage_dtype, [param_dtype], "parallel.")
     attention, chunk = _resolve(config.attention, model.attention_kernels[0]), _resolve(config.loss_chunk_tokens, 0)
     mistakes += rules.kernel_mistakes(attention, chunk, _logits_gathered(config, _resolve(config.tp, 1)), model, "parallel.")
     for key in ("forward_prefetch", "backward_prefetch"):
         if (value := getattr(config, key)) != "auto" and value < 0:
             mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")
+    if config.checkpointed_blocks != "auto":
+        mistakes += _checkpointed_blocks_mistakes(config.checkpointed_blocks, config.activation_checkpoint)
     if config.unit_min_params < 0:
         mistakes.append(f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more")
     for part in config.tp_parts:
@@ -111,7 +124,17 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits) -> list[str]:
         mistakes += op_mistakes(config.selective_policy, model.attention_ops)
     if config.activation_checkpoint == "budget":
         mistakes += budget_mistakes(config.activation_budget, config.compile.enabled, config.compile.backend, "parallel.")
+    if config.float8.recipe != "none":
+        mistakes += name_mistakes(config.float8.linears, model, "parallel.float8.")
     return mistakes + rules.compile_mistakes(config.compile, "parallel.compile.")
+
+
+def _checkpointed_blocks_mistakes(blocks: int, mode: str) -> list[str]:
+    if blocks < 0:
+        return [f"parallel.checkpointed_blocks={blocks} must be auto (all) or a number of blocks"]
+    if mode in ("auto", "none"):
+        return [f"parallel.checkpointed_blocks={blocks} is for an activation_checkpoint, which is {mode}: name one, or use auto"]
+    return []
 
 
 def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[str]]:
@@ -146,9 +169,10 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
     return TensorPlan(config.sequence_parallel, styles)
 
 
-def _make_units(config: ParallelConfig, model: ModelUnits) -> tuple[UnitPlan, ...]:
+def _make_units(config: ParallelConfig, model: ModelUnits, job: Job) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
     mode = _resolve(config.activation_checkpoint, "none")
+    most = _resolve(config.checkpointed_blocks, len(groups))
     every, ops = 0, tuple[str, ...]()
     if mode == "selective":
         every, ops = blocks_of_every(config.selective_policy), saved_ops(config.selective_policy, model.attention_ops)
@@ -159,6 +183,8 @@ def _make_units(config: ParallelConfig, model: ModelUnits) -> tuple[UnitPlan, ..
             blocks += 1
             if every:
                 here = "full" if blocks % every == 0 else "none"
+            if blocks > most:
+                here = "none"
         units.append(UnitPlan(
             modules=modules,
             # The forward's last unit is the backward's first: freeing it in between would gather it twice in a row.
@@ -169,7 +195,7 @@ def _make_units(config: ParallelConfig, model: ModelUnits) -> tuple[UnitPlan, ..
             saved_ops=ops if here == "selective" else (),
             activation_budget=config.activation_budget if here == "budget" else 1.0,
             compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
-            param_dtype=config.param_dtype,
+            param_dtype=_resolve(config.param_dtype, job.param_dtype),
             reduce_dtype=config.reduce_dtype,
             output_dtype="same",
         ))  # fmt: skip

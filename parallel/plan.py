@@ -9,7 +9,7 @@ from parallel.one_line import each_line
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbours in tp are neighbours in rank
 DTYPES = ("float32", "bfloat16")
-ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget")
+ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget", "offload")
 
 
 class PlanError(ValueError):
@@ -34,6 +34,7 @@ class ModelUnits:
         shared_parts: parts that share weights, so that all or none of them are split
         attention_ops: operators that attention may be, for selective activation checkpointing
         attention_kernels: names of the kernels that attention has a choice of
+        linears: outputs and inputs of the linears inside blocks, by fqn pattern
     """
 
     modules: Mapping[str, int]
@@ -45,6 +46,7 @@ class ModelUnits:
     shared_parts: frozenset[str] = frozenset()
     attention_ops: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ("cpu",)
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,16 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class Float8Plan:
+    """Products in float8: the `recipe` (none, tensorwise, rowwise), of which linears, by fqn pattern, and whether their
+    weights are sent in it."""
+
+    recipe: str
+    linears: tuple[str, ...]
+    all_gather: bool
+
+
+@dataclass(frozen=True)
 class UnitPlan:
     """One FSDP unit: the modules whose parameters are gathered together, and how they are treated.
 
@@ -108,8 +120,8 @@ class Plan:
     """The parallelisation of one model on one number of processes.
 
     `storage_dtype`: of sharded parameters and gradients. `attention`: the kernel. `loss_chunk_tokens`: tokens whose logits are
-    there at a time; 0 is all. `modules`: in the order in which the forward runs them. `units`: in the order in which it is
-    done with them.
+    there at a time; 0 is all. `fused_projections`: one product where several read the same input. `async_tp`: tp collectives
+    beside products. `modules`: in the order in which the forward runs them. `units`: in the order in which it is done with them.
     """
 
     mesh: MeshPlan
@@ -120,6 +132,9 @@ class Plan:
     storage_dtype: str
     attention: str
     loss_chunk_tokens: int
+    fused_projections: bool
+    async_tp: bool
+    float8: Float8Plan
     compile: CompileConfig
     modules: tuple[str, ...]
     units: tuple[UnitPlan, ...]

@@ -14,7 +14,7 @@ import yaml
 
 from parallel.config import CompileConfig
 from parallel.one_line import one_line
-from parallel.plan import AXES, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
+from parallel.plan import AXES, Float8Plan, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.strict_yaml import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
@@ -36,6 +36,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "storage_dtype": plan.storage_dtype,
         "attention": plan.attention,
         "loss_chunk_tokens": plan.loss_chunk_tokens,
+        "fused_projections": plan.fused_projections,
+        "async_tp": plan.async_tp,
+        "float8": _lists(dataclasses.asdict(plan.float8)),
         "compile": dataclasses.asdict(plan.compile),
         "modules": join_names(plan.modules),
         "units": [{"unit": name, **_treatment(unit)} for name, unit in group_units(plan.units)],
@@ -64,6 +67,9 @@ def load_plan(path: Path) -> Plan:
             storage_dtype=_value(str, data["storage_dtype"], "storage_dtype"),
             attention=_value(str, data["attention"], "attention"),
             loss_chunk_tokens=_value(int, data["loss_chunk_tokens"], "loss_chunk_tokens"),
+            fused_projections=_value(bool, data["fused_projections"], "fused_projections"),
+            async_tp=_value(bool, data["async_tp"], "async_tp"),
+            float8=_read(Float8Plan, data["float8"], "float8"),
             compile=_read(CompileConfig, data["compile"], "compile"),
             modules=_read_all(data["modules"], lambda entry: _names(entry, "modules"), "modules"),
             units=_read_all(data["units"], _read_units, "units"),
@@ -117,8 +123,11 @@ def _is_next(one: str, other: str) -> bool:
 
 
 def _treatment(unit: UnitPlan) -> dict[str, Any]:
-    values = dataclasses.asdict(unit)
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items() if key != "modules"}
+    return {key: value for key, value in _lists(dataclasses.asdict(unit)).items() if key != "modules"}
+
+
+def _lists(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def _read_units(entry: Any) -> list[UnitPlan]:
@@ -219,6 +228,12 @@ def plan_to_table(plan: Plan) -> str:
         first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
     loss = f"loss {plan.loss_chunk_tokens} tokens at a time" if plan.loss_chunk_tokens else "loss of all tokens at once"
     first.append(f"kernels: attention {plan.attention}, {loss}; parameters stored in {plan.storage_dtype}")
+    if plan.fused_projections or plan.async_tp:
+        ways = {"projections that read the same are one product": plan.fused_projections, "async tp": plan.async_tp}
+        first.append(", ".join(way for way, taken in ways.items() if taken))
+    if plan.float8.linears:
+        sent = ", sent in it too" if plan.float8.all_gather else ""
+        first.append(f"float8 {plan.float8.recipe}{sent}: {', '.join(plan.float8.linears)}")
     return "\n".join([*first, *lines])
 
 

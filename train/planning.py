@@ -1,7 +1,7 @@
 """Config -> plan: the part of a run that needs no process group and no device."""
 
 from models.attention import ATTENTION_OPS, KERNELS
-from models.llama import SHARDING, LlamaConfig, fsdp_units, tp_divides
+from models.llama import SHARDING, LlamaConfig, block_linears, fsdp_units, tp_divides
 from models.size import count_parameters
 from parallel.make_plan import Job, make_plan
 from parallel.plan import ModelUnits, Plan, PlanError
@@ -44,4 +44,5 @@ def model_units(config: LlamaConfig) -> ModelUnits:
         shared_parts=frozenset({"embedding", "head"} if config.tie_embeddings else ()),
         attention_ops=ATTENTION_OPS,
         attention_kernels=tuple(KERNELS),
+        linears=block_linears(config),
     )

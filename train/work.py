@@ -36,6 +36,7 @@ class _Case:
     activation_budget: float
     attention: str
     loss_chunk_tokens: int
+    fused_projections: bool
     frozen: tuple[str, ...]
     document_mask: bool
 
@@ -78,6 +79,7 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         activation_budget=unit.activation_budget,
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same
         loss_chunk_tokens=plan.loss_chunk_tokens,
+        fused_projections=plan.fused_projections,
         frozen=(),
         document_mask=False,
     )
@@ -97,7 +99,7 @@ def _build(case: _Case, sequences: int) -> Subject:
         model = Llama(case.model)
     finally:
         torch.set_default_dtype(torch.float32)
-    model.choose_kernels(case.attention, case.loss_chunk_tokens)
+    model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
     apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; frozen, it is known as such by its share that is trained.

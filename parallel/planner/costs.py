@@ -82,16 +82,12 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
     return max(seconds) + rounds * hops_s
 
 
-def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: int,
-               matmul_dtype: str = "", async_tp: bool = False) -> StepTimes:  # fmt: skip
-    """What a step's parts take, each alone. Of `cpu_offload` it knows nothing.
-
-    `matmul_dtype`: float8 runs the blocks' products in it, with a scale per tensor; the head stays in its dtype.
-    `async_tp`: tensor-parallel collectives run beside products, in pieces.
-    """
+def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: int) -> StepTimes:
+    """What a step's parts take, each alone. Of `cpu_offload` it knows nothing."""
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
-    hidden = ASYNC_TP_HIDDEN if async_tp else 0.0
+    hidden = ASYNC_TP_HIDDEN if plan.async_tp else 0.0
+    matmul_dtype = "float8" if plan.float8.linears else ""
     times: dict[tuple[int, str], ModuleTimes] = {}  # blocks are one and the same work: each is looked at once
     keys = {name: (id(work.modules[name]), "" if name == work.logits else matmul_dtype) for name in plan.modules}
     for name, key in keys.items():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parallel.check_plan import check_plan
 from parallel.config import CompileConfig
-from parallel.plan import ACTIVATION_CHECKPOINTS, DTYPES, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
+from parallel.plan import ACTIVATION_CHECKPOINTS, DTYPES, Float8Plan, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from tests.parallel.plans import BLOCK, MODEL, SEQ_LEN, change, make_model, plan_of
 
@@ -303,7 +303,8 @@ def plans(draw: st.DrawFn) -> Plan:
     modules = tuple(dict.fromkeys(module for unit in units for module in unit.modules))
     tensor = TensorPlan(draw(st.booleans()), draw(st.dictionaries(KEYS, WORDS, max_size=3)))
     mesh = MeshPlan(draw(counts), draw(counts), draw(counts))
-    kernels = (draw(WORDS), draw(WORDS), draw(counts))
+    float8 = Float8Plan(draw(WORDS), tuple(draw(st.lists(WORDS, max_size=3))), draw(st.booleans()))
+    kernels = (draw(WORDS), draw(WORDS), draw(counts), draw(st.booleans()), draw(st.booleans()), float8)
     return Plan(mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), *kernels, config, modules, tuple(units))
 
 

@@ -215,7 +215,8 @@ def test_diff_misses_no_field_of_a_plan() -> None:
             units = (plan.units[0], changed, *plan.units[2:])
             other = dataclasses.replace(plan, **({whole: changed} if whole else {"units": units}))
             assert field.name in [difference.key for difference in diff_plans(plan, other)]
-    whole_plan = ("micro_batch_size", "accumulation", "cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens", "modules")
+    whole_plan = ("micro_batch_size", "accumulation", "cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens",
+                  "fused_projections", "async_tp", "modules")  # fmt: skip
     for key in whole_plan:
         other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
         assert key in [difference.key for difference in diff_plans(plan, other)]

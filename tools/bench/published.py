@@ -27,7 +27,7 @@ KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforg
 CONFIGS = {"llama3-8b": ["--config=llama_8b.yaml"], "llama3-70b": ["--config=llama_70b.yaml"],
            "kf-13b": ["--config=llama_8b.yaml", "--model.dim=5120", "--model.n_layers=40", "--model.n_heads=40",
                       "--model.ffn_dim=17920"]}  # fmt: skip
-FLOAT8 = {"bf16": "", "float8-tensorwise": "float8"}
+FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 MEMORY_OF = frozenset({"torchtitan"})  # the source states the dtypes of what it keeps, and that it reports reserved memory
 SUMMARY = "the planner against published runs"
 DESCRIPTION = ("Predict published training runs with the planner, on the machines and with the losses of their frameworks "
@@ -118,6 +118,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
     keys = {"parallel.dp_replicate": run.dp_replicate, "parallel.dp_shard": run.dp_shard, "parallel.tp": run.tp,
             "parallel.activation_checkpoint": run.activation_checkpoint, "parallel.selective_policy": "half_matmul",
             "parallel.compile.enabled": str(run.compile).lower(), "parallel.loss_chunk_tokens": 0, "train.seq_len": run.seq_len,
+            "parallel.async_tp": str(run.async_tp).lower(), "parallel.float8.recipe": FLOAT8[run.matmul_dtype],
             "train.micro_batch_size": run.micro_batch, "train.global_batch_size": sequences}  # fmt: skip
     config = parse_config([*CONFIGS[run.model], *(f"--{key}={value}" for key, value in keys.items())])
     plan = plan_run(config, run.n_gpus, run.gpus_per_node)
@@ -131,7 +132,7 @@ def predict_tokens_per_s(run: PublishedRun) -> float:
     """Tokens per second and GPU."""
     config, plan = plan_published(run)
     work = trace_model(config.model, plan, run.seq_len)
-    times = step_times(plan, work, load_hardware()[run.kind], run.gpus_per_node, FLOAT8[run.matmul_dtype], run.async_tp)
+    times = step_times(plan, work, load_hardware()[run.kind], run.gpus_per_node)
     return plan.global_batch_size * run.seq_len / simulate_step(plan, times).step_s / run.n_gpus
 
 

@@ -28,9 +28,10 @@ def diff_plans(a: Plan, b: Plan) -> list[Difference]:
     differences = _diff_fields("mesh", a.mesh, b.mesh)
     for where, key in (("batch", "micro_batch_size"), ("batch", "accumulation"), ("batch", "global_batch_size"),
                        ("plan", "cpu_offload"), ("plan", "storage_dtype"), ("plan", "attention"),
-                       ("plan", "loss_chunk_tokens")):  # fmt: skip
+                       ("plan", "loss_chunk_tokens"), ("plan", "fused_projections"), ("plan", "async_tp")):  # fmt: skip
         if _differ(both := (getattr(a, key), getattr(b, key))):
             differences.append(Difference(where, key, *both))
+    differences += _diff_fields("float8", a.float8, b.float8)
     differences += _diff_tensor(a, b) + _diff_fields("compile", a.compile, b.compile)
     if a.modules != b.modules:
         differences.append(Difference("model", "modules", join_names(a.modules), join_names(b.modules)))

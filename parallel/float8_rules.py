@@ -1,0 +1,78 @@
+"""Which linears multiply in float8, and what such a plan must keep to."""
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+from parallel.config import Float8Config
+from parallel.plan import Float8Plan, ModelUnits, Plan, TensorPlan
+
+MULTIPLE = 16  # of every dim of a product in float8: torch._scaled_mm
+
+
+def make_float8(asked: Float8Config, model: ModelUnits, tensor: TensorPlan, tp: int) -> Float8Plan:
+    """The linears whose names are asked for, and of which one tp rank's part is large enough."""
+    if asked.recipe == "none":
+        return Float8Plan("none", (), False)
+    chosen = (p for p in _matching(asked.linears, model) if min(_part(p, model.linears[p], tensor.styles, tp)) >= asked.min_dim)
+    return Float8Plan(asked.recipe, tuple(chosen), asked.all_gather)
+
+
+def name_mistakes(patterns: Iterable[str], model: ModelUnits, place: str) -> list[str]:
+    """Patterns that are the name of nothing."""
+    return [f"{place}linears: {pattern} is the name of no linear in a block. There are {', '.join(model.linears)}"
+            for pattern in patterns if not _matching([pattern], model)]  # fmt: skip
+
+
+def float8_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
+    """Whether a plan's products can be in float8. `place` is what stands in front of its keys."""
+    chosen = plan.float8
+    if chosen.recipe not in ("none", "tensorwise", "rowwise"):
+        return [f"{place}recipe={chosen.recipe} is not one of none, tensorwise, rowwise"]
+    if chosen.recipe == "none":
+        says_more = bool(chosen.linears or chosen.all_gather)
+        return [f"{place}recipe=none has no linears and sends no float8: use [] and false"] * says_more
+    if unknown := [p for p in chosen.linears if p not in model.linears]:
+        return [f"{place}linears: {unknown[0]} is none of {', '.join(model.linears)}"]
+    mistakes = []
+    if not chosen.linears:
+        mistakes.append(f"{place}recipe={chosen.recipe} multiplies nothing in float8: no linear of a tp rank is large enough. "
+                        "Lower min_dim or tp, or use none")  # fmt: skip
+    for pattern in chosen.linears:
+        part = _part(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)
+        if odd := [str(dim) for dim in part if dim % MULTIPLE]:
+            mistakes.append(f"{place}linears: {pattern} has {' and '.join(odd)} inputs or outputs on a rank, and float8 products "
+                            f"need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp")  # fmt: skip
+    if chosen.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
+        mistakes.append(f"{place}recipe=rowwise gives bfloat16 (torch._scaled_mm), and param_dtype is float32: use bfloat16")
+    if plan.fused_projections:
+        mistakes.append(f"{place}recipe={chosen.recipe} scales each weight, and fused_projections=true multiplies several as "
+                        "one: use one of the two")  # fmt: skip
+    return mistakes + (_gather_mistakes(plan, model, place) if chosen.all_gather else [])
+
+
+def _gather_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
+    """What FSDP2's all-gather of float8 weights cannot do."""
+    mistakes = []
+    if plan.float8.recipe == "rowwise":
+        mistakes.append(f"{place}all_gather=true needs one scale for a tensor, and recipe=rowwise has one for a row: use false")
+    if any(type(unit.reshard_after_forward) is int for unit in plan.units):
+        mistakes.append(f"{place}all_gather=true cannot be gathered again within smaller groups, which torch's FSDP2 has not "
+                        "written: use reshard_after_forward true or false")  # fmt: skip
+    for pattern in plan.float8.linears:
+        rows = _part(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)[0]
+        if rows % plan.mesh.dp_shard:
+            mistakes.append(f"{place}all_gather=true needs equal shards: dp_shard={plan.mesh.dp_shard} must divide the {rows} "
+                            f"outputs of {pattern} on a tp rank, or use false")  # fmt: skip
+    return mistakes
+
+
+def _matching(patterns: Iterable[str], model: ModelUnits) -> list[str]:
+    return [name for name in model.linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _part(pattern: str, size: tuple[int, int], styles: Mapping[str, str], tp: int) -> tuple[int, int]:
+    """Outputs and inputs of one tp rank's part of a linear."""
+    outputs, inputs = size
+    style = styles.get(pattern, "")
+    return (outputs // tp if style == "colwise" else outputs, inputs // tp if style == "rowwise" else inputs)
+
