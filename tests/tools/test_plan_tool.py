@@ -206,12 +206,13 @@ def altered(value: Any) -> Any:
 def test_diff_misses_no_field_of_a_plan() -> None:
     """Also of fields to come."""
     plan = small_plan("--parallel.tp=2")
-    for part in (plan.mesh, plan.tensor, plan.compile, plan.units[1]):
+    for part in (plan.mesh, plan.tensor, plan.compile, plan.float8, plan.units[1]):
         for field in dataclasses.fields(part):
             if field.name in ("styles", "modules"):
                 continue
             changed = dataclasses.replace(part, **{field.name: altered(getattr(part, field.name))})
-            whole = {id(plan.mesh): "mesh", id(plan.tensor): "tensor", id(plan.compile): "compile"}.get(id(part))
+            whole = {id(plan.mesh): "mesh", id(plan.tensor): "tensor", id(plan.compile): "compile",
+                     id(plan.float8): "float8"}.get(id(part))
             units = (plan.units[0], changed, *plan.units[2:])
             other = dataclasses.replace(plan, **({whole: changed} if whole else {"units": units}))
             assert field.name in [difference.key for difference in diff_plans(plan, other)]
@@ -220,7 +221,7 @@ def test_diff_misses_no_field_of_a_plan() -> None:
     for key in whole_plan:
         other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
         assert key in [difference.key for difference in diff_plans(plan, other)]
-    assert {field.name for field in dataclasses.fields(Plan)} == {"mesh", "tensor", "compile", "units", *whole_plan}
+    assert {field.name for field in dataclasses.fields(Plan)} == {"mesh", "tensor", "compile", "float8", "units", *whole_plan}
 
 
 def test_strategy_and_advice_are_said(capsys: Output) -> None:
