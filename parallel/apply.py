@@ -15,8 +15,16 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be made."""
     if choose_kernels := getattr(model, "choose_kernels", None):
         choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
+    if plan.float8.linears:
+        from parallel.float8 import apply_float8
+
+        apply_float8(model, plan.float8, mesh.device_type)
     apply_tensor_parallel(model, plan, mesh["tp"])
     apply_activation_checkpoint(model, plan)
-    apply_compile(model, plan)
+    apply_compile(model, plan, mesh["tp"])
+    if any(unit.activation_checkpoint == "offload" for unit in plan.units):
+        from parallel.activation_offload import apply_activation_offload
+
+        apply_activation_offload(model, plan)
     apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh))
     apply_prefetch(model, plan)

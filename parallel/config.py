@@ -41,7 +41,8 @@ class Float8Config:
         recipe: none; tensorwise, one scale for a tensor; or rowwise, one for each row, which is more exact and slower
         linears: which of the blocks' linears, as patterns of their names
         min_dim: linears with fewer inputs or outputs, on a tp rank, stay in param_dtype: they would lose more than win
-        all_gather: send the weights in float8, half the bytes of bfloat16; tensorwise only
+        all_gather: send what is multiplied in float8 in it, half the bytes of bfloat16: weights, and the tokens that tensor
+            parallelism gathers; tensorwise only
     """
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"

@@ -1,7 +1,8 @@
 """Which linears multiply in float8, and what such a plan must keep to."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from math import prod
 
 from parallel.config import Float8Config
 from parallel.plan import Float8Plan, ModelUnits, Plan, TensorPlan
@@ -12,9 +13,20 @@ MULTIPLE = 16  # of every dim of a product in float8: torch._scaled_mm
 def make_float8(asked: Float8Config, model: ModelUnits, tensor: TensorPlan, tp: int) -> Float8Plan:
     """The linears whose names are asked for, and of which one tp rank's part is large enough."""
     if asked.recipe == "none":
-        return Float8Plan("none", (), False)
-    chosen = (p for p in _matching(asked.linears, model) if min(_part(p, model.linears[p], tensor.styles, tp)) >= asked.min_dim)
-    return Float8Plan(asked.recipe, tuple(chosen), asked.all_gather)
+        return Float8Plan("none", (), asked.all_gather, ())
+    large = {p for p in model.linears if min(_part(p, model.linears[p], tensor.styles, tp)) >= asked.min_dim}
+    chosen = tuple(p for p in _matching(asked.linears, model) if p in large)
+    tokens = _gathered_tokens(chosen, model, tensor) if asked.all_gather and tensor.sequence_parallel else ()
+    return Float8Plan(asked.recipe, chosen, asked.all_gather, tokens)
+
+
+def _gathered_tokens(chosen: Collection[str], model: ModelUnits, tensor: TensorPlan) -> tuple[str, ...]:
+    """Norms before split parts all of whose linears are chosen, and chosen linears behind which gradients are gathered."""
+    norms = [pattern for table in model.styles.values() for pattern, style in table.items()
+             if style == "sequence" and tensor.styles.get(pattern) == style
+             and {p for p, other in table.items() if other == "colwise"} & model.linears.keys() <= set(chosen)
+             and "colwise" in table.values()]  # fmt: skip
+    return (*norms, *(pattern for pattern in chosen if tensor.styles.get(pattern) == "rowwise"))
 
 
 def name_mistakes(patterns: Iterable[str], model: ModelUnits, place: str) -> list[str]:
@@ -29,8 +41,9 @@ def float8_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
     if chosen.recipe not in ("none", "tensorwise", "rowwise"):
         return [f"{place}recipe={chosen.recipe} is not one of none, tensorwise, rowwise"]
     if chosen.recipe == "none":
-        says_more = bool(chosen.linears or chosen.all_gather)
-        return [f"{place}recipe=none has no linears and sends no float8: use [] and false"] * says_more
+        says_more = bool(chosen.linears or chosen.all_gather or chosen.tokens)
+        return [f"{place}recipe=none has no linears and sends nothing in float8: use a recipe, or no linears and "
+                "all_gather=false"] * says_more  # fmt: skip
     if unknown := [p for p in chosen.linears if p not in model.linears]:
         return [f"{place}linears: {unknown[0]} is none of {', '.join(model.linears)}"]
     mistakes = []
@@ -47,7 +60,15 @@ def float8_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
     if plan.fused_projections:
         mistakes.append(f"{place}recipe={chosen.recipe} scales each weight, and fused_projections=true multiplies several as "
                         "one: use one of the two")  # fmt: skip
+    for pattern in chosen.tokens:
+        if plan.tensor.styles.get(pattern) not in ("sequence", "rowwise") or not plan.tensor.sequence_parallel:
+            mistakes.append(f"{place}tokens: tensor parallelism gathers nothing at {pattern}: leave it out")
     return mistakes + (_gather_mistakes(plan, model, place) if chosen.all_gather else [])
+
+
+def count_float8(plan: Plan, linears: Mapping[str, tuple[int, int]]) -> int:
+    """Parameters of a block, on one tp rank, whose products are in float8. `linears` as in ModelUnits."""
+    return sum(prod(_part(pattern, linears[pattern], plan.tensor.styles, plan.mesh.tp)) for pattern in plan.float8.linears)
 
 
 def _gather_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:

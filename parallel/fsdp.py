@@ -87,6 +87,12 @@ def copy_shard(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, also of a weight that is wrapped to be sent in float8."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)
+
+
 def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
     """The norm of the whole model's gradient, a plain scalar, the same on every rank; not finite on all of them if a gradient
     or `loss` is not finite on one.
@@ -96,7 +102,7 @@ def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
     and reduces each apart. Norms of bfloat16 gradients are float32: in their own dtype they would keep 8 bits.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    held = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    held = [local_part(grad) for grad in grads]
     norms = torch._foreach_norm(held, 2, torch.float32)
     torch._foreach_mul_(norms, [_copies(grad) ** -0.5 for grad in grads])
     square = torch.stack(norms).square().sum()

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from parallel.fsdp import local_part
 from parallel.memory_by_kind import MemoryByKind
 from parallel.plan import Plan
 from parallel.position import OPTIMIZER_LABEL, Position
@@ -149,4 +149,4 @@ class StorageTracker:
 
 def _local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_part(tensor)

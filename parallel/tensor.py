@@ -27,8 +27,8 @@ and DeviceMesh. Our attention for CPUs is not random; on a GPU the random state 
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -51,6 +51,7 @@ class TensorAxis:
     degree: int
     rank: int
     sequence_parallel: bool
+    gather_dtype: str = ""  # of float8, in which tokens are gathered
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -62,6 +63,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
 
     apply_styles(model, plan.tensor, axis, share)
+    gather_in_float8(model, plan.float8.tokens, plan.tensor.styles)
 
 
 def apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]) -> None:
@@ -82,6 +84,15 @@ def apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: 
         module.weight = split[whole]
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
+
+
+def gather_in_float8(model: nn.Module, patterns: Sequence[str], styles: Mapping[str, str]) -> None:
+    """Have modules of these patterns gather in float8: norms their output; rowwise linears, in the backward, its gradient, which
+    needs the wider range."""
+    for name, module in model.named_modules() if patterns else ():
+        if pattern := next((p for p in patterns if fnmatch.fnmatchcase(name, p)), ""):
+            dtype = "float8_e4m3fn" if styles[pattern] == "sequence" else "float8_e5m2"
+            module.tensor_axis = replace(module.tensor_axis, gather_dtype=dtype)  # type: ignore[arg-type]
 
 
 def find_style(plan: TensorPlan, module: str) -> str:
@@ -112,8 +123,21 @@ def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    if axis.gather_dtype:
+        return _gather_narrow(x, axis, dim)
     gathered = _wait(_c10d.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group_name))
     return torch.cat(gathered.chunk(axis.degree), dim)
+
+
+def _gather_narrow(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    """In float8, with one scale for the tokens of all ranks: products in float8 would round them to just that."""
+    dtype = getattr(torch, axis.gather_dtype)
+    most = torch.finfo(dtype).max
+    largest = _wait(_c10d.all_reduce(x.abs().amax().float(), "max", axis.group_name))
+    scale = most / largest.clamp(min=1e-12)  # as torchao's EPS
+    sent = (x.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
+    gathered = _wait(_c10d.all_gather_into_tensor(sent.contiguous(), axis.degree, axis.group_name))
+    return (torch.cat(gathered.chunk(axis.degree), dim).view(dtype).float() / scale).to(x.dtype)
 
 
 def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -172,6 +196,11 @@ def _weight(module: nn.Module, partial: bool = False) -> Tensor:
     return weight.to_local(grad_placements=[Partial()]) if partial else weight.to_local()
 
 
+def _product(module: Any, x: Tensor) -> Tensor:
+    """x[..., K] · weight[N, K] -> [..., N], in the way the module has been given, if any (parallel/float8.py)."""
+    return getattr(module, "product", F.linear)(x, _weight(module))
+
+
 def _vocab(self: Any, ids_BT: Tensor) -> Tensor:
     table = _weight(self)
     ids_BT = ids_BT - self.tensor_axis.rank * table.shape[0]
@@ -186,11 +215,11 @@ def _sequence(self: Any, x: Tensor) -> Tensor:
 
 
 def _linear(self: Any, x: Tensor) -> Tensor:
-    return F.linear(x, _weight(self))
+    return _product(self, x)
 
 
 def _rowwise(self: Any, h: Tensor) -> Tensor:
-    return _leave(F.linear(h, _weight(self)), self.tensor_axis, split=True)
+    return _leave(_product(self, h), self.tensor_axis, split=True)
 
 
 def _gathered_logits(self: Any, x: Tensor) -> Tensor:
@@ -207,7 +236,7 @@ def _whole_sequence(self: Any, x: Tensor) -> Tensor:
 
 
 def _whole_rowwise(self: Any, h: Tensor) -> Tensor:
-    return _leave(F.linear(h, _weight(self)), self.tensor_axis, split=False)
+    return _leave(_product(self, h), self.tensor_axis, split=False)
 
 
 STYLES: dict[str, tuple[Callable[..., Tensor], Placement]] = {

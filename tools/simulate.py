@@ -75,7 +75,9 @@ def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
     def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
         # Fake values need not be put anywhere, and cutting a tensor in 4,096 fake parts to take one of them takes long.
         fill_model(model, config, plan, device, copy=lambda parameter, value: None)
-        return build_optimizer(model, config.optim)
+        optimizer = build_optimizer(model, config.optim)
+        getattr(model, "after_optimizer_step", lambda: None)()  # as in every step but the first
+        return optimizer
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
         tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=device)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from parallel.fsdp import local_part
 from train.kernels import adamw
 from train.kernels.adamw import Slice, Step
 
@@ -34,10 +35,10 @@ class RoundedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None and _local(p).numel()]
+            held = [p for p in group["params"] if p.grad is not None and local_part(p).numel()]
             # Fake tensors, of a simulation, have nothing to update; and a GPU's kernel would hold nothing beside them.
-            if held and not isinstance(_local(held[0]), FakeTensor):
-                device = _local(held[0]).device
+            if held and not isinstance(local_part(held[0]), FakeTensor):
+                device = local_part(held[0]).device
                 step = self._make_step(group, held, device)
                 self._kernel(device)([self._slice(p) for p in held], step)
 
@@ -47,7 +48,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, state in state_dict["state"].items():
             p = parameters[number]
-            self.state[p] = {name: value.to(_local(p).device, copy=True) for name, value in state.items()}
+            self.state[p] = {name: value.to(local_part(p).device, copy=True) for name, value in state.items()}
 
     def _make_step(self, group: dict[str, Any], parameters: list[Tensor], device: torch.device) -> Step:
         """The step's scalars: computed on the device, where only the step count is known."""
@@ -66,7 +67,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         assert gradient is not None
         if parameter not in self._places:
             self._places[parameter] = _place(parameter)
-        parts = [_local(tensor).view(-1) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        parts = [local_part(tensor).view(-1) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
         return Slice(parts[0], parts[1], parts[2], parts[3], self._keys[parameter], *self._places[parameter])
 
     @staticmethod
@@ -79,17 +80,13 @@ class RoundedAdamW(torch.optim.Optimizer):
         return adamw_triton.update
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _place(parameter: Tensor) -> tuple[int, int, int]:
     """`first`, `columns` and `gap` of a `Slice`: where this rank's part lies in a whole parameter of one or two dims."""
     shape, offsets = tuple(parameter.shape), (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
         local, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         shape = tuple(local)
-        assert _local(parameter).shape == torch.Size(shape), (parameter.shape, shape)
+        assert local_part(parameter).shape == torch.Size(shape), (parameter.shape, shape)
     whole, columns = parameter.shape[-1], shape[-1]
     assert 1 <= parameter.dim() <= 2, parameter.shape
     first = offsets[-1] + (offsets[0] * whole if parameter.dim() == 2 else 0)

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from parallel.activation_checkpoint import recompute
-from parallel.fsdp import set_last_micro_batch
+from parallel.fsdp import local_part, set_last_micro_batch
 from train.step import Batch, count_targets, summed
 
 
@@ -62,7 +61,7 @@ def parameters_not_finite(model: nn.Module) -> tuple[str, ...]:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether everything that this rank holds of them is finite. Waits for the device, once, and makes no copies."""
-    held = [local for x in tensors if (local := _local(x.detach())).numel() and local.is_floating_point()]
+    held = [local for x in tensors if (local := local_part(x.detach())).numel() and local.is_floating_point()]
     largest = torch._foreach_norm(held, float("inf")) if held else []
     return all(bool(torch.stack(of_device).isfinite().all()) for of_device in _by_device(largest))
 
@@ -103,7 +102,7 @@ class _Watch:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         self.look(f"the input of {name}", tensors)
         for x in tensors:
-            self._look_at_gradient(f"the gradient of the input of {name}", x, _local)
+            self._look_at_gradient(f"the gradient of the input of {name}", x, local_part)
         for weight, p in module.named_parameters(recurse=False):
             self._look_at_gradient(f"the gradient of {name}.{weight} (or its square)", p, _square)
 
@@ -134,14 +133,11 @@ def _eager(model: nn.Module) -> Iterator[None]:
             del module.forward, module.saved_ops
 
 
-def _local(x: Tensor) -> Tensor:
-    """This rank's part."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _square(gradient: Tensor) -> Tensor:
     """The square of the norm of this rank's part, which clipping needs to be finite too."""
-    return _local(gradient).detach().norm().square()
+    return local_part(gradient).detach().norm().square()
 
 
 def _by_device(values: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import torch
 
-from models.llama import Llama, LlamaConfig
+from models.llama import Llama, LlamaConfig, block_linears
 from parallel.activation_checkpoint import recompute
+from parallel.float8_rules import count_float8
 from parallel.plan import Plan, TensorPlan, UnitPlan
 from parallel.planner.eager import Subject
 from parallel.planner.one_rank import apply_as_one_rank
 from parallel.planner.trace import trace_module
 from parallel.planner.work import ModelWork, ModuleWork
+from parallel.tensor import gather_in_float8
 from train.work_cache import remember
 
-BLOCK = "layers.0"  # stands for every block
+BLOCKS = "layers."
+BLOCK = f"{BLOCKS}0"  # stands for every block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class _Case:
     attention: str
     loss_chunk_tokens: int
     fused_projections: bool
+    float8_tokens: tuple[str, ...]
     frozen: tuple[str, ...]
     document_mask: bool
 
@@ -51,13 +55,17 @@ def trace_model(
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
     for name in plan.modules:
-        unit, kind = unit_of[name], BLOCK if name.startswith("layers.") else name
+        unit, kind = unit_of[name], BLOCK if name.startswith(BLOCKS) else name
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
         key = (kind, unit.param_dtype, unit.compiled, unit.activation_checkpoint, unit.saved_ops, unit.activation_budget, fixed)
         if key not in alike:
             case = _make_case(config, plan, unit, kind, seq_len)
             alike[key] = _trace(dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK), folder)
         modules[name] = alike[key]
+    if in_float8 := count_float8(plan, block_linears(config)):
+        blocks = {id(work): work for name, work in modules.items() if name.startswith(BLOCKS)}
+        multiplied = {key: dataclasses.replace(work, float8=in_float8) for key, work in blocks.items()}
+        modules = {name: multiplied.get(id(work), work) for name, work in modules.items()}
     if config.tie_embeddings:  # one weight, whose gradient begins in the head
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
     tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
@@ -74,12 +82,13 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         styles=tuple(plan.tensor.styles.items()),
         dtype=unit.param_dtype,
         compiled=unit.compiled and module != "tok_embeddings" and plan.compile.backend != "eager",
-        activation_checkpoint=unit.activation_checkpoint,
+        activation_checkpoint="none" if unit.activation_checkpoint == "offload" else unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same
         loss_chunk_tokens=plan.loss_chunk_tokens,
         fused_projections=plan.fused_projections,
+        float8_tokens=plan.float8.tokens,
         frozen=(),
         document_mask=False,
     )
@@ -101,6 +110,7 @@ def _build(case: _Case, sequences: int) -> Subject:
         torch.set_default_dtype(torch.float32)
     model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
     apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
+    gather_in_float8(model, case.float8_tokens, dict(case.styles))
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; frozen, it is known as such by its share that is trained.
     for name in case.frozen if case.module != "tok_embeddings" else ():

@@ -67,7 +67,8 @@ class ModuleWork:
     """One module on one tp rank: its number of parameters, its two phases, the bytes that the forward `keeps` for the
     backward (with its input, where it needs that), and those of its `output`.
 
-    `weights`: rows, and values of a row, of each of its parameters, in its own order: sharding deals out rows.
+    `weights`: rows, and values of a row, of each of its parameters, in its own order: sharding deals out rows. `float8`: how
+    many of the parameters are multiplied in float8.
     """
 
     parameters: int
@@ -76,6 +77,12 @@ class ModuleWork:
     keeps: Linear
     output: Linear
     weights: tuple[tuple[int, int], ...] = ()
+    float8: int = 0
+
+    @property
+    def float8_share(self) -> float:
+        """Of the products with weights what is in float8."""
+        return self.float8 / max(1, sum(rows * values for rows, values in self.weights if values > 1))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from parallel.fsdp import local_part
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -70,7 +72,7 @@ def _own_shard(tensor: Tensor) -> Shard:
     if not isinstance(tensor, DTensor):
         return Shard(tensor, (0,) * tensor.dim())
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local()
+    local = local_part(tensor)
     assert local.shape == torch.Size(shape), (local.shape, shape)
     return Shard(local, tuple(offsets))
 
