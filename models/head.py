@@ -8,14 +8,7 @@ from torch import Tensor, nn
 
 from models.chunked_loss import linear_cross_entropy
 from models.loss import SplitCrossEntropySum, cross_entropy_sum
-
-
-class Output(nn.Linear):
-    """Projection to logits, h[B, T, D] -> [B, T, V]."""
-
-    def matrix(self) -> Tensor:
-        """The weight[V, D] as a plain tensor: a sharding puts a rank's own share in its place."""
-        return self.weight
+from models.projections import Projection
 
 
 class LinearCrossEntropySum(nn.Module):
@@ -34,7 +27,7 @@ class LinearCrossEntropySum(nn.Module):
         """From now on the output makes the `rank`-th share of the logits of the process group's ranks."""
         self.group_name, self.rank = group_name, rank
 
-    def forward(self, h_BTD: Tensor, output: Output, targets_BT: Tensor) -> Tensor:
+    def forward(self, h_BTD: Tensor, output: Projection, targets_BT: Tensor) -> Tensor:
         """h[B, T, D], targets[B, T] -> the whole sum, a float32 scalar, the same on every rank of the group."""
         training = torch.is_grad_enabled()
         z_loss = self.z_loss if training else 0.0
@@ -56,7 +49,7 @@ class Head(nn.Module):
     def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(dim, norm_eps)
-        self.output = Output(dim, vocab_size, bias=False)
+        self.output = Projection(dim, vocab_size, bias=False)
         self.loss = LinearCrossEntropySum()
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:

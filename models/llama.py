@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models.attention import CausalAttention, Documents, within_documents
 from models.head import Head
+from models.projections import Projection, project_as_one
 from models.rope import apply_rope, rope_tables
 from models.rope_scaling import RopeScaling, check_scaling
 
@@ -96,37 +97,43 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with RoPE: x[B, T, D] -> [B, T, D]."""
+    """Grouped-query self-attention with RoPE: x[B, T, D] -> [B, T, D]. `fused`: queries, keys and values by one product."""
+
+    fused = False
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         kv_dim = config.n_kv_heads * config.head_dim
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wq = Projection(config.dim, config.dim, bias=False)
+        self.wk = Projection(config.dim, kv_dim, bias=False)
+        self.wv = Projection(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
         self.inner = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents = None) -> Tensor:
-        q_BTNH, k_BTKH, v_BTKH = (
-            rearrange(w(x), "B T (heads H) -> B T heads H", H=self.head_dim) for w in (self.wq, self.wk, self.wv)
-        )
-        q_BTNH, k_BTKH = apply_rope(q_BTNH, cos, sin), apply_rope(k_BTKH, cos, sin)
+        projections = self.wq, self.wk, self.wv
+        projected = project_as_one(x, projections) if self.fused else (w(x) for w in projections)
+        q_BTNH, k_BTKH, v_BTKH = (rearrange(y, "B T (heads H) -> B T heads H", H=self.head_dim) for y in projected)
+        # Only the values are kept for the backward as they are: apart, so that they do not keep the others.
+        q_BTNH, k_BTKH, v_BTKH = apply_rope(q_BTNH, cos, sin), apply_rope(k_BTKH, cos, sin), v_BTKH.contiguous()
         return self.wo(rearrange(self.inner(q_BTNH, k_BTKH, v_BTKH, documents), "B T N H -> B T (N H)"))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), x[B, T, D] -> [B, T, F] -> [B, T, D]."""
+    """SwiGLU: w2(silu(w1 x) * w3 x), x[B, T, D] -> [B, T, F] -> [B, T, D]. `fused`: w1 and w3 by one product."""
+
+    fused = False
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = Projection(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w3 = Projection(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = project_as_one(x, (self.w1, self.w3)) if self.fused else (self.w1(x), self.w3(x))
+        return self.w2(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -170,6 +177,7 @@ class Llama(nn.Module):
         the same input are one product."""
         for block in self.layers:
             block.attention.inner.kernel = attention  # type: ignore[union-attr]
+            block.attention.fused = block.feed_forward.fused = fused_projections  # type: ignore[union-attr]
         self.head.loss.chunk_tokens = loss_chunk_tokens
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, first_BT: Tensor | None = None) -> Tensor:

@@ -4,23 +4,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.async_tp import use_async_tp
 from parallel.compile_budget import budget_backend
 from parallel.config import CompileConfig
 from parallel.plan import Plan
 
 
-def apply_compile(model: nn.Module, plan: Plan) -> None:
+def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
     """Compile every module of the plan's compiled units in place, as one graph each (fullgraph).
 
     Blocks of equal shape share one compiled graph, so compile time does not grow with depth. `module.compile`
     keeps parameter names, where `torch.compile(module)` would prefix them. The embedding stays eager: it is one
-    look-up.
+    look-up. `tp`: the axis.
     """
     config = plan.compile
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     if config.enabled and config.backend == "inductor":
         _trust_the_cpu()
+        if plan.async_tp:
+            use_async_tp(tp.get_group().group_name)
     kinds = {(unit.activation_checkpoint, unit.saved_ops, unit.activation_budget) for unit in plan.units}
     # Blocks treated differently are graphs of the same code, which dynamo would take for recompilations without end.
     torch._dynamo.config.recompile_limit += len(kinds)

@@ -7,16 +7,20 @@ from pathlib import Path
 
 import torch
 
+from parallel.async_tp import check_async_tp
 from parallel.config import CompileConfig
 from parallel.plan import Plan, PlanError
 
 DEFAULT_CACHE = "~/.cache/meshwright/compile"
 
 
-def check_compiler(plan: Plan, device_type: str) -> None:
-    """Raise PlanError where inductor would fail for want of a compiler or of Python's headers."""
+def check_compiler(plan: Plan, device_type: str, processes_here: int) -> None:
+    """Raise PlanError where inductor would fail for want of a compiler, of Python's headers or of what async tp needs.
+    `processes_here`: of this node."""
     if not plan.compile.enabled or plan.compile.backend != "inductor":
         return
+    if plan.async_tp:
+        check_async_tp(plan.mesh.tp, device_type, processes_here)
     missing = _missing_for_cpu() if device_type == "cpu" else _missing_for_gpu()
     if not missing and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing = "the headers of this Python (Python.h)"

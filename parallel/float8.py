@@ -23,8 +23,6 @@ LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies float8 (torch._scaled_mm):
 
 def check_float8(plan: Float8Plan, device: torch.device) -> None:
     """Raise PlanError unless this machine can multiply as the plan says. A CPU emulates it."""
-    if plan.recipe == "none":
-        return
     _import_torchao()
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         raise PlanError(f"parallel.float8.recipe={plan.recipe} needs a GPU of compute capability {_version(LEAST_CAPABILITY)} or "

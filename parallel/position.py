@@ -18,6 +18,7 @@ from parallel.plan import Plan
 
 UNIT_LABEL = re.compile(r"FSDP::\w+ \(([\w.]+)")  # as in "FSDP::all_gather (layers.3)"; of several modules, the first
 OPTIMIZER_LABEL = "Optimizer.step"
+SEND_LABEL = "Offload::send"  # of activation_offload.py
 
 
 class Position:

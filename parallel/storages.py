@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from parallel.fsdp import local_part
 from parallel.memory_by_kind import MemoryByKind
 from parallel.plan import Plan
-from parallel.position import OPTIMIZER_LABEL, Position
+from parallel.position import OPTIMIZER_LABEL, SEND_LABEL, Position
 
 REDUCE_LABEL = "FSDP::post_backward_reduce"
 BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)
@@ -66,6 +66,8 @@ class StorageTracker:
     def see(self, result: Any) -> None:
         """Take in what came of an operation."""
         self._follow_backward()
+        if self._position.label == SEND_LABEL:
+            return  # copies in host memory
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = _local(tensor).untyped_storage()

@@ -25,7 +25,6 @@ from tools.command import EXIT_INTERRUPTED, format_table, natural, positive
 from tools.convert_hf import config_text
 from tools.generate import add_tokenizer_option, find_model_tokenizer
 from tools.whole_weights import find_newest
-from train.attention_kernel import attention_here, check_attention
 from train.build import build_model
 from train.checkpoint.manifest import MANIFEST
 from train.config import USER_ERRORS, Config, ConfigError, parse_config
@@ -42,7 +41,7 @@ from train.evaluation import Score, score_sets
 from train.hf_folder import CONFIG, open_folder
 from train.init_from import Weights, find_weights, load_weights
 from train.place import Place, choose_device, read_place
-from train.planning import plan_run
+from train.plan_here import plan_here
 from train.runtime import start_process
 
 PROG = "tools.eval"
@@ -113,10 +112,9 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place:
     subject = find_subject(options, overrides)
     config = subject.config
     device, device_name = choose_device(config.run, place)
-    plan = plan_run(config, place.world_size, place.local_world_size, attention_here(config, device, device_name))
-    check_attention(config, plan, device.type)
+    plan = plan_here(config, place, device, device_name)
     use_cache_folder(plan.compile)
-    check_compiler(plan, device.type)
+    check_compiler(plan, device.type, place.local_world_size)
     check_data(config.data, config.model.vocab_size)
     start_process(config.run, place, device)
     corpus = load_together(config.data, place, None)

@@ -17,6 +17,7 @@ from models.llama import Llama
 from models.rope import rope_tables
 from tools.command import run_tool
 from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
+from train.best_dtype import dtype_here
 from train.config import Config, ConfigError
 from train.data.config import DataConfig, DataError
 from train.data.sources import find_files
@@ -128,7 +129,8 @@ def load_model(checkpoint: Path, config: Config, device: torch.device) -> Llama:
         weights["head.output.weight"] = weights["tok_embeddings.weight"]
     with torch.device("meta"):
         model = Llama(config.model)
-    dtype = getattr(torch, config.parallel.param_dtype) if device.type == "cuda" else torch.float32
+    asked = dtype_here(device) if config.parallel.param_dtype == "auto" else config.parallel.param_dtype
+    dtype = getattr(torch, asked) if device.type == "cuda" else torch.float32
     model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
     tables = rope_tables(model.config.head_dim, model.config.max_seq_len, model.config.rope_theta, model.config.rope_scaling)
     model.cos_TH, model.sin_TH = (table.to(device) for table in tables)

@@ -7,6 +7,7 @@ import torch
 from models.attention import HALF_ON_GPUS, KERNELS, WITHIN_DOCUMENTS
 from parallel.plan import Plan, PlanError
 from parallel.planner.hardware import Hardware, find_hardware
+from train.best_dtype import best_dtype, dtype_here
 from train.config import Config
 
 HOPPER = (9, 0)  # CUDA compute capability
@@ -18,7 +19,7 @@ def best_attention(config: Config, hardware: Hardware | None) -> str:
     """The attention kernel that `auto` means on such devices: the fastest that can; None is a CPU."""
     if hardware is None or hardware.cores:
         return "cpu"
-    return _first_able(hardware.attention_kernels, config)
+    return _first_able(hardware.attention_kernels, config, best_dtype(hardware))
 
 
 def attention_here(config: Config, device: torch.device, device_name: str) -> str:
@@ -27,7 +28,8 @@ def attention_here(config: Config, device: torch.device, device_name: str) -> st
         return "cpu"
     if kind := find_hardware(device_name):
         return best_attention(config, kind)
-    return _first_able(ON_HOPPER if torch.cuda.get_device_capability(device) >= HOPPER else ON_OLDER, config)
+    kernels = ON_HOPPER if torch.cuda.get_device_capability(device) >= HOPPER else ON_OLDER
+    return _first_able(kernels, config, dtype_here(device))
 
 
 def check_attention(config: Config, plan: Plan, device_type: str) -> None:
@@ -45,8 +47,9 @@ def check_attention(config: Config, plan: Plan, device_type: str) -> None:
                         "plan anew, with tools.plan --gpu KIND")  # fmt: skip
 
 
-def _first_able(kernels: Iterable[str], config: Config) -> str:
-    apart, dtypes = config.data.document_mask, {config.parallel.param_dtype}
+def _first_able(kernels: Iterable[str], config: Config, best: str) -> str:
+    """`best`: the dtype that auto is."""
+    apart, dtypes = config.data.document_mask, {best if config.parallel.param_dtype == "auto" else config.parallel.param_dtype}
     return next((name for name in kernels if _suits(name, "cuda", apart, dtypes)), "flex" if apart else "efficient")
 
 

@@ -12,11 +12,12 @@ from parallel.planner.costs import step_times
 from parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from parallel.planner.reasons import give_reasons
 from parallel.planner.search import Machines
-from train.attention_kernel import check_attention
+from train.best_dtype import dtype_here
 from train.choose import choose_plan
 from train.config import Config
 from train.host_memory import device_memory_bytes
 from train.place import Place
+from train.plan_here import check_here
 from train.predict import Prediction, predict, trace_run
 
 
@@ -35,14 +36,17 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
     """Plan for as many processes as there are, on this kind of device with what memory it has. Raises PlanError for a device
     that no file in configs/hardware describes, and if nothing fits."""
     kind = _find_kind(device, device_name)
-    on_device = config
+    asked = config.parallel
+    if asked.param_dtype == "auto":
+        asked = dataclasses.replace(asked, param_dtype=dtype_here(device))
     if kind.cores:  # its rates are of one core, and what cpu_offload keeps in host memory is on the device
         kind = dataclasses.replace(kind, cores=min(os.cpu_count() or 1, place.local_world_size * torch.get_num_threads()))
-        on_device = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cpu_offload=False))
+        asked = dataclasses.replace(asked, cpu_offload=False)
+    on_device = dataclasses.replace(config, parallel=asked)
     machines = Machines(kind, place.local_world_size, device_memory_bytes(device, place))
     choice = choose_plan(on_device, place.world_size, machines)
     plan = choice.best.plan
-    check_attention(config, plan, device.type)
+    check_here(config, plan, device)
     predicted = predict(config, plan, machines.hardware, place.local_world_size)
     times = step_times(plan, trace_run(config, plan), machines.hardware, place.local_world_size)
     said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))

@@ -8,6 +8,7 @@ from parallel.memory_by_kind import GIB
 from parallel.plan import PlanError
 from parallel.planner.search import Choice, Machines, frugal, search
 from train.attention_kernel import best_attention
+from train.best_dtype import best_dtype
 from train.config import Config
 from train.fits import MAX_PROCESSES, halvings
 from train.planning import make_job, model_units
@@ -40,7 +41,8 @@ def describe_choices(choices: Mapping[str, object]) -> str:
 
 
 def _make_job(config: Config, world_size: int, machines: Machines) -> Job:
-    return make_job(config, world_size, min(machines.gpus_per_node, world_size), best_attention(config, machines.hardware))
+    kind, per_node = machines.hardware, min(machines.gpus_per_node, world_size)
+    return make_job(config, world_size, per_node, best_attention(config, kind), best_dtype(kind))
 
 
 def _fits_somehow(config: Config, gpus: int, machines: Machines, seq_len: int) -> bool:

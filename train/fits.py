@@ -23,7 +23,8 @@ def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: st
     if needed.peak_bytes <= available_bytes:
         return needed
     kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in needed.at_peak.gib().items() if gib > 0.05)
-    fits = _nearest_that_fit(config, plan.mesh.world_size, available_bytes)
+    parallel = dataclasses.replace(config.parallel, param_dtype=plan.units[0].param_dtype)  # what auto is here
+    fits = _nearest_that_fit(dataclasses.replace(config, parallel=parallel), plan.mesh.world_size, available_bytes)
     raise PlanError(f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
                     f"{available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
                     + "\n".join(f"  Fits: {way}." for way in fits))  # fmt: skip

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.async_tp import describe_async_tp
 from parallel.compile_check import describe_cache
+from parallel.plan import Plan
 from parallel.recompile import RecompileGuard
 from train.checkpoint.folder import SaveError
 from train.checkpoint.manifest import Position
@@ -57,7 +59,7 @@ class Run:
     recompiles: RecompileGuard
     finite: FiniteGuard
     total_steps: int
-    attention: str  # the kernel that the plan names
+    plan: Plan
 
 
 def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) -> Position:
@@ -134,7 +136,7 @@ def _watch_kernels(run: Run) -> Callable[[], AbstractContextManager[None]]:
     """What stands around every step: on rank 0 of GPUs, which choose among kernels behind a name, a look at what they ran."""
     if run.device.type != "cuda" or dist.get_rank() or run.config.profile.start:
         return nullcontext
-    return KernelCheck(run.attention, run.device, run.screen.line).watching
+    return KernelCheck(run.plan.attention, run.device, run.screen.line).watching
 
 
 def _stop_agreed(run: Run) -> bool:
@@ -156,6 +158,8 @@ def _after_first_step(run: Run) -> None:
     """Everything is compiled now: say where from, give back what it took, and listen for what should not come."""
     if told := describe_cache():
         run.screen.line(told)
+    if run.plan.async_tp:
+        run.screen.line(describe_async_tp(run.plan))
     return_free_memory()
     run.recompiles.arm()
 

@@ -24,8 +24,8 @@ from parallel.planner.memory import usable_bytes
 from parallel.recompile import RecompileGuard
 from parallel.strategy import describe_strategy
 from train import VERSION
-from train.attention_kernel import attention_here, check_attention
 from train.auto import choose_here
+from train.best_dtype import describe_dtype
 from train.build import build_model
 from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import SaveError, list_checkpoints, refuse_newer
@@ -50,7 +50,7 @@ from train.metrics import Metrics, Throughput
 from train.nonfinite import FiniteGuard, NonFiniteError
 from train.optim import build_optimizer
 from train.place import Place, choose_device, read_place
-from train.planning import plan_run
+from train.plan_here import plan_here
 from train.restarts import check_crash_loop
 from train.runtime import start_process
 from train.status import read_status
@@ -129,12 +129,11 @@ def _plan(config: Config, place: Place, screen: Screen) -> Planned:
         start_process(config.run, place, device)  # one process plans for all: they must not differ
         screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
-        check_compiler(chosen.plan, device.type)
+        check_compiler(chosen.plan, device.type, place.local_world_size)
         return Planned(device, device_name, chosen.plan, chosen.peak_bytes, chosen.predicted, chosen.said)
-    plan = plan_run(config, place.world_size, place.local_world_size, attention_here(config, device, device_name))
-    check_attention(config, plan, device.type)
+    plan = plan_here(config, place, device, device_name)
     use_cache_folder(plan.compile)
-    check_compiler(plan, device.type)
+    check_compiler(plan, device.type, place.local_world_size)
     return Planned(device, device_name, plan, _check_memory(config, plan, place, device, device_name))
 
 
@@ -183,7 +182,7 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
                   lambda: device_memory_bytes(torch.device("cpu"), place))  # fmt: skip
     finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
     the_run = Run(config, folder, device, model, optimizer, corpus, sequences, order, shape, group, metrics, saver, screen, stop,
-                  watchdog, RecompileGuard(plan.compile), finite, total_steps, plan.attention)  # fmt: skip
+                  watchdog, RecompileGuard(plan.compile), finite, total_steps, plan)  # fmt: skip
     return _train(the_run, journal, start)
 
 
@@ -241,6 +240,7 @@ def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Confi
     plan, plural = planned.plan, "es" if place.world_size > 1 else ""
     screen.line(f"meshwright {VERSION}, Python {platform.python_version()}, torch {torch.__version__}")
     screen.line(f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU threads each")
+    screen.lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
     parameters = count_parameters(config.model).total
     screen.line(f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for training")
     if config.parallel.strategy:

@@ -1,13 +1,13 @@
 """The process: its threads, its device's settings and its process group."""
 
 import logging
-import os
 from dataclasses import astuple
 from datetime import timedelta
 
 import torch
 
 from train.allocator import use_expandable_segments
+from train.cores import usable_cores
 from train.meeting import join
 from train.place import Place
 from train.run_config import RunConfig
@@ -26,8 +26,8 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
         torch.cuda.set_device(device)
     else:  # it warns of a CUDA toolkit without a GPU, which is no fault here
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.threads or max(1, cores // place.local_world_size))
+    # OMP_NUM_THREADS does not count: torchrun sets it to 1 where nobody else has.
+    torch.set_num_threads(config.threads or max(1, usable_cores() // place.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     join(backend, group_timeout(config), alone=not place.under_torchrun and place.world_size == 1)
     torch.manual_seed(config.seed)

@@ -6,7 +6,8 @@ from math import gcd
 
 from parallel.plan import MeshPlan, Plan, UnitPlan, regathered
 from parallel.planner.hardware import Hardware, share_at
-from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes
+from parallel.planner.offload import copy_times
+from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.work import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
 
 FLOAT32_ATTENTION = "efficient"  # the one fused kernel of GPUs that takes float32, so the best one there
@@ -87,12 +88,11 @@ def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: i
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
     hidden = ASYNC_TP_HIDDEN if plan.async_tp else 0.0
-    matmul_dtype = "float8" if plan.float8.linears else ""
-    times: dict[tuple[int, str], ModuleTimes] = {}  # blocks are one and the same work: each is looked at once
-    keys = {name: (id(work.modules[name]), "" if name == work.logits else matmul_dtype) for name in plan.modules}
+    times: dict[int, ModuleTimes] = {}  # blocks are one and the same work: each is looked at once
+    keys = {name: id(work.modules[name]) for name in plan.modules}
     for name, key in keys.items():
         if key not in times:
-            times[key] = _module_times(work.modules[name], plan.micro_batch_size, device, groups["tp"], key[1], hidden)
+            times[key] = _module_times(work.modules[name], plan.micro_batch_size, device, groups["tp"], hidden)
     modules = {name: times[key] if work.has_backward((name,)) else times[key].forward_only() for name, key in keys.items()}
     units: dict[tuple[object, ...], UnitTimes] = {}  # units alike are looked at once too
     kinds = {unit.name: _unit_kind(unit, work) for unit in plan.units}
@@ -105,6 +105,7 @@ def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: i
         optimizer_s=_optimizer_s(plan, work, device),
         overlaps=hardware.overlaps,
         slowdown=hardware.slowdown,
+        host_s=copy_times(plan, work, device),
     )
 
 
@@ -139,35 +140,32 @@ def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> floa
     return flops / (hardware.peak_tflops[operation.dtype] * 1e12 * share)
 
 
-def _module_times(module: ModuleWork, micro_batch_size: int, hardware: Hardware, tp: Group,
-                  matmul_dtype: str, hidden: float) -> ModuleTimes:  # fmt: skip
+def _module_times(module: ModuleWork, micro_batch_size: int, hardware: Hardware, tp: Group, hidden: float) -> ModuleTimes:
     phases = (module.forward, module.backward)
-    computing = [_phase_s(phase, micro_batch_size, hardware, matmul_dtype) for phase in phases]
-    sending = [_collectives_s(phase, micro_batch_size, hardware, tp, matmul_dtype) * (1 - hidden) for phase in phases]
+    computing = [_phase_s(phase, micro_batch_size, hardware, module.float8_share) for phase in phases]
+    sending = [_collectives_s(phase, micro_batch_size, hardware, tp) * (1 - hidden) for phase in phases]
     return ModuleTimes(computing[0], sending[0], computing[1], sending[1])
 
 
-def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, matmul_dtype: str) -> float:
-    """Seconds of computing."""
-    seconds = 0.0
-    for operation in phase.operations:
-        if operation.kind == "matmul" and matmul_dtype:
-            seconds += operation_s(replace(operation, dtype=matmul_dtype), micro_batch_size, hardware)
-            seconds += traffic_s(FLOAT8_CASTING * operation.bytes.at(micro_batch_size), hardware)
-        elif operation.kind != "collective":
-            seconds += operation_s(operation, micro_batch_size, hardware)
-    return seconds
-
-
-def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: Group, matmul_dtype: str) -> float:
-    """Seconds of the tensor-parallel collectives. What products in float8 read is gathered in it, a byte a number."""
+def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, float8_share: float) -> float:
+    """Seconds of computing, with a share of the products in float8."""
     seconds = 0.0
     for operation in phase.operations:
         if operation.kind == "collective":
-            narrow = matmul_dtype and operation.name == "all_gather"
-            full_bytes = operation.bytes.at(micro_batch_size) / (DTYPE_BYTES[operation.dtype] if narrow else 1)
-            seconds += collective_s(operation.name, full_bytes, tp, hardware)
+            continue
+        share = float8_share if operation.kind == "matmul" else 0.0
+        if share:
+            cast_s = traffic_s(FLOAT8_CASTING * operation.bytes.at(micro_batch_size), hardware)
+            dtype = "float8" if "float8" in hardware.matmul else operation.dtype  # emulated
+            seconds += share * (operation_s(replace(operation, dtype=dtype), micro_batch_size, hardware) + cast_s)
+        seconds += (1 - share) * operation_s(operation, micro_batch_size, hardware)
     return seconds
+
+
+def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: Group) -> float:
+    """Seconds of the tensor-parallel collectives."""
+    return sum(collective_s(operation.name, operation.bytes.at(micro_batch_size), tp, hardware)
+               for operation in phase.operations if operation.kind == "collective")  # fmt: skip
 
 
 def _unit_kind(unit: UnitPlan, work: ModelWork) -> tuple[object, ...]:
@@ -184,7 +182,9 @@ def _unit_times(unit: UnitPlan, plan: Plan, work: ModelWork, hardware: Hardware,
     shard, replicate = groups["dp_shard"], groups["dp_replicate"]
     parameters = sum(work.modules[name].parameters for name in unit.modules)
     trained = trained_parameters(unit.modules, work)
-    held, sent = parameters * DTYPE_BYTES[unit.param_dtype], trained * DTYPE_BYTES[unit.reduce_dtype]
+    narrower = sum(work.modules[name].float8 for name in unit.modules) * plan.float8.all_gather
+    held = parameters * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
+    sent = trained * DTYPE_BYTES[unit.reduce_dtype]
     cast_s = traffic_s((parameters * DTYPE_BYTES[plan.storage_dtype] + held) / shard.size, hardware)
     size = unit.reshard_after_forward
     again = regathered(unit) and work.has_backward(unit.modules)

@@ -76,9 +76,14 @@ class KernelGraph:
 
     def size(self, node: Node) -> Linear:
         """Bytes of a storage."""
-        if node.all_input_nodes and (source := node.all_input_nodes[0]) in self._opened:
-            return self._opened[source].results[node.args[1]]  # type: ignore[index]
-        return self._scale(_bytes(node), node in self._fixed)
+        return self._opened_size(node) or self._scale(_bytes(node), node in self._fixed)
+
+    def _opened_size(self, node: Node) -> Linear | None:
+        """Bytes of what an opened operator returns, alone or as one of several; None for every other node."""
+        source, place = (node.args[0], node.args[1]) if _name(node) == "getitem" else (node, 0)
+        if source not in self._opened or isinstance(node.meta["val"], tuple):
+            return None
+        return self._opened[source].results[place]  # type: ignore[index]
 
     def _scale(self, amount: float, fixed: bool) -> Linear:
         return Linear(amount, 0.0) if fixed else Linear(0.0, amount / self._micro_batch_size)
@@ -96,8 +101,8 @@ class KernelGraph:
     def _is_fixed(self, node: Node) -> bool:
         """Whether a result's size does not depend on the micro batch: made of such only, or summed over the tokens."""
         sources, name = self._sources(node), _name(node)
-        if sources and sources[0] in self._opened:
-            return not self.size(node).per_sequence
+        if size := self._opened_size(node):
+            return not size.per_sequence
         fixed = [source in self._fixed for source in sources]
         if name in PRODUCTS and len(sources) >= 2:
             return not any(fixed)  # activations times activations: the gradient of a weight

@@ -56,6 +56,8 @@ class Hardware:
         memory_efficiency: share of the memory's bandwidth that other operations reach
         operation_s: seconds that every operation takes beyond its work
         node, network: the links
+        host_gb_s: what copies between device and host memory reach, each way, 10^9 bytes per second
+        host_memory_gib: of host memory what each device can fill beside its own; 0 where there is none beside, as on a CPU
         overlaps: whether collectives run beside computation (streams on a GPU), or stop it (gloo on a CPU)
         slowdown: share of its speed that computation loses while a collective runs beside it
         reserved_share, reserved_gib: share of the peak that the allocator reserves beyond it, and what the process takes
@@ -78,6 +80,8 @@ class Hardware:
     operation_s: float
     node: Link
     network: Link
+    host_gb_s: float
+    host_memory_gib: float
     overlaps: bool
     slowdown: float
     reserved_share: float
@@ -202,7 +206,7 @@ class _Reader:
 
     def check(self, kind: Hardware) -> list[str]:
         """What is wrong between keys, or with a value that must be above 0."""
-        for key in ("memory_gib", "memory_gb_s", "memory_efficiency"):
+        for key in ("memory_gib", "memory_gb_s", "memory_efficiency", "host_gb_s"):
             if not getattr(kind, key):
                 self.mistakes.append(f"{key} must be above 0")
         self.mistakes += [f"{place}.gb_s must be above 0" for place in ("node", "network") if not getattr(kind, place).gb_s]

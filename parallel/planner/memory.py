@@ -13,6 +13,7 @@ from operator import attrgetter
 from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
 from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
 from parallel.planner.hardware import Hardware
+from parallel.planner.offload import sent_blocks
 from parallel.planner.work import DTYPE_BYTES, Linear, ModelWork, total
 
 
@@ -43,6 +44,9 @@ class _Walk:
         self._all_reduced = 0  # sums over replicas, where they are not the gradient: until the end of the backward
         self._kept = Linear()  # activations that the backward will need
         self._passing = Linear()  # between two modules: hidden states, or their gradient
+        self._shares: dict[int, int] = {}
+        self._place = {name: place for place, name in enumerate(plan.modules)}
+        self._behind = {after: name for name, after in sent_blocks(plan, work).items()}  # block -> the one sent before it
         self._stored_bytes = DTYPE_BYTES[plan.storage_dtype]
         trained = sum(map(self._trained_share, plan.modules))
         self._params = sum(map(self._share, plan.modules)) * self._stored_bytes
@@ -68,7 +72,9 @@ class _Walk:
             yield self._moment(name, live)
         self._passing = module.output
         if self._work.has_backward((name,)):
-            self._kept = total((self._kept, module.keeps))
+            self._keep(module.keeps)
+        if name in self._behind:
+            self._keep(self._work.modules[self._behind[name]].keeps.times(-1))
         if name in self._last and regathered(unit):
             del self._gathered[unit.name]
             if type(reshard := unit.reshard_after_forward) is int:
@@ -78,7 +84,9 @@ class _Walk:
         unit, module = self._unit_of[name], self._work.modules[name]
         if name in self._last:
             yield from self._gather(unit, "backward")
-        self._kept = total((self._kept, module.keeps.times(-1)))
+        if name in self._behind:
+            self._keep(self._work.modules[self._behind[name]].keeps)
+        self._keep(module.keeps.times(-1))
         for live in module.backward.live:
             yield self._moment(name, live)
         self._passing = self._input(name)
@@ -87,6 +95,11 @@ class _Walk:
         if name in self._first_backward:
             del self._gathered[unit.name]
             yield from self._reduce(unit)
+
+    def _keep(self, more: Linear) -> None:
+        """Activations that the backward will need, on the device. What a block sends to host memory is there until the next
+        block's forward has ended, and comes back as that one's backward begins."""
+        self._kept = total((self._kept, more))
 
     def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryByKind]:
         """A unit's parameters, unless they are there: a buffer is filled, copied out, and kept for a while or freed."""
@@ -151,7 +164,7 @@ class _Walk:
 
     def _input(self, name: str) -> Linear:
         """What a module takes from the one before it."""
-        place = self._plan.modules.index(name)
+        place = self._place[name]
         return self._work.modules[self._plan.modules[place - 1]].output if place else Linear()
 
     def _trained(self, name: str) -> int:
@@ -161,7 +174,10 @@ class _Walk:
     def _share(self, name: str) -> int:
         """Of a module's parameters what one rank holds: some rows of each, the last ones padded."""
         module, shards = self._work.modules[name], self._plan.mesh.dp_shard
-        return sum(-(-rows // shards) * values for rows, values in module.weights or ((module.parameters, 1),))
+        if id(module) not in self._shares:  # blocks are one and the same work
+            weights = module.weights or ((module.parameters, 1),)
+            self._shares[id(module)] = sum(-(-rows // shards) * values for rows, values in weights)
+        return self._shares[id(module)]
 
     def _trained_share(self, name: str) -> int:
         """Of a module's gradients what one rank holds."""
@@ -169,7 +185,9 @@ class _Walk:
 
     def _whole(self, unit: UnitPlan) -> int:
         """Bytes of a unit's gathered parameters."""
-        return sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard * DTYPE_BYTES[unit.param_dtype]
+        narrower = sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
+        whole = sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard
+        return whole * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
 
     def _buffer(self, unit: UnitPlan) -> int:
         """Bytes that a unit is gathered through: none where there is nothing to gather."""
@@ -190,6 +208,9 @@ def least_bytes(plan: Plan, work: ModelWork) -> int:
     """What a rank needs at least, known without a walk: its shards, and what the whole forward keeps."""
     parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
     trained = sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules) / plan.mesh.dp_shard
-    kept = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in plan.modules if work.has_backward((name,)))
+    sent = sent_blocks(plan, work)
+    kept = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in plan.modules
+               if work.has_backward((name,)) and name not in sent)  # fmt: skip
     stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
     return int((0 if plan.cpu_offload else stored) + kept)
+

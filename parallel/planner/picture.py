@@ -24,6 +24,7 @@ COLORS = {
     "all_gather": "#009e73",
     "reduce_scatter": "#e69f00",
     "all_reduce": "#cc79a7",
+    "offload": "#8c6d31",
     EXPOSED: "#d55e00",
 }
 DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED})  # colours on which words are white
@@ -35,6 +36,7 @@ ROWS = {  # lane -> row of the picture
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
+    "offload": "host memory",
 }
 
 

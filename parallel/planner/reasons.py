@@ -6,10 +6,12 @@ from typing import Any
 
 from parallel.memory_by_kind import GIB
 from parallel.plan import regathered
+from parallel.planner.flow import OFFLOAD
 from parallel.planner.search import EQUAL, Candidate, Choice, Machines
-from parallel.planner.streams import StepTimes
+from parallel.planner.step_times import StepTimes
 
-CHOICES = ("tp", "dp_shard", "activation_checkpoint", "reshard_after_forward", "prefetch", "micro_batch_size")
+CHOICES = ("tp", "dp_shard", "activation_checkpoint", "checkpointed_blocks", "reshard_after_forward", "prefetch",
+           "micro_batch_size")  # fmt: skip
 MILLI = 1e3
 MOST_COMPARED = 3  # other values of one choice
 
@@ -17,7 +19,9 @@ MOST_COMPARED = 3  # other values of one choice
 def give_reasons(choice: Choice, machines: Machines, times: StepTimes) -> list[str]:
     """One sentence for memory, one for communication, and one for each choice that had an alternative: what the nearest
     other value would have cost. `times`: of the best plan."""
-    return [_memory(choice, machines), *_tie(choice), *_communication(choice.best, times), *_alternatives(choice, machines)]
+    best = choice.best
+    return [_memory(choice, machines), *_tie(choice), *_communication(best, times), *_host_memory(best, times),
+            *_alternatives(choice, machines)]  # fmt: skip
 
 
 def _tie(choice: Choice) -> Iterator[str]:
@@ -40,7 +44,8 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
     unit = best.plan.units[len(best.plan.units) // 2]
     parts, alone = times.units[unit.name], [times.modules[name] for name in unit.modules]
     forward, backward = sum(m.forward_s for m in alone), sum(m.backward_s for m in alone)
-    exposed = best.timeline.exposed_s / best.timeline.step_s
+    waited = best.timeline.exposed_s - best.timeline.exposed_by_lane.get(OFFLOAD, 0.0)
+    exposed = waited / best.timeline.step_s
     if best.plan.mesh.dp_shard > 1:
         sending = parts.regather_s * regathered(unit) + parts.scatter_s
         hides = "can hide all of it" if max(parts.gather_s / forward, sending / backward) <= 1 else "cannot hide all of it"
@@ -57,17 +62,32 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
         yield f"{exposed:.1%} of the step waits for communication"
 
 
+def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
+    """Whether sending activations to host memory and fetching them hides behind computing."""
+    if not any(times.host_s.values()):
+        return
+    assert best.timeline is not None
+    name, copy_s = next(iter(times.host_s.items()))
+    alone = times.modules[name]
+    share = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0) / best.timeline.step_s
+    yield (f"offload: what {name} keeps is copied in {copy_s * MILLI:.1f} ms each way, beside {alone.forward_s * MILLI:.1f} ms "
+           f"of forward and {alone.backward_s * MILLI:.1f} ms of backward: {best.host_bytes / GIB:.1f} GiB are in host memory, "
+           f"and {share:.1%} of the step waits for it")  # fmt: skip
+
+
 def _alternatives(choice: Choice, machines: Machines) -> Iterator[str]:
     for key in CHOICES:
         said = [_compare(other, key, choice.best, machines) for other in _same_but_for(choice, key)]
         if said:
-            yield f"{key}={_word(choice.best.choices[key])}: " + "; ".join(said)
+            fewest = "no fewer fit; " if key == "checkpointed_blocks" and _is_part(choice.best) else ""
+            yield f"{key}={_word(choice.best.choices[key])}: {fewest}" + "; ".join(said)
 
 
 def _same_but_for(choice: Choice, key: str) -> list[Candidate]:
-    """Plans that differ from the best in one choice, or for the tp degree in what follows from it too: the best of each
-    value. Fitting ones come first, and those nearest to what was chosen."""
+    """Plans that differ from the best in one choice, and in what follows from it: the best of each value. Fitting ones come
+    first, and those nearest to what was chosen. From any choice follows for how many blocks memory is too small."""
     free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(key, {key})
+    free = free if key == "checkpointed_blocks" else free | {"checkpointed_blocks"}
     found: dict[Any, Candidate] = {}
     for candidate in (*choice.fitting, *choice.slower, *choice.too_large):
         if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
@@ -83,6 +103,8 @@ def _distance(value: Any, chosen: Any) -> float:
 
 def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
     value = _word(other.choices[key])
+    if key == "activation_checkpoint" and _is_part(other):
+        value += f" of {other.choices['checkpointed_blocks']} blocks"
     if other.timeline is None and other.needed_bytes <= machines.available_bytes:
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:
@@ -90,6 +112,11 @@ def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) ->
     ratio = other.rate() / best.rate() - 1
     pace = "is as fast" if abs(ratio) < 0.0005 else f"is {abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"
     return f"{value} {pace} and needs {_gib(other)}"
+
+
+def _is_part(candidate: Candidate) -> bool:
+    """Whether some blocks are treated otherwise than others."""
+    return len({unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}) > 1
 
 
 def _gib(candidate: Candidate) -> str:

@@ -4,27 +4,27 @@ What the config gives a value stays as it is; what it leaves at `auto` is tried 
 """
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from parallel.config import ParallelConfig
 from parallel.make_plan import Job, make_plan
-from parallel.memory_by_kind import StepMemory
+from parallel.memory_by_kind import GIB, StepMemory
 from parallel.plan import ModelUnits, Plan, PlanError
+from parallel.planner.combinations import CHECKPOINTING, CHOICES, combinations, with_choices
 from parallel.planner.costs import step_times
+from parallel.planner.fewest_blocks import Bounds, part_s, smallest
 from parallel.planner.hardware import Hardware
-from parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes
+from parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes, usable_bytes
+from parallel.planner.offload import host_bytes
 from parallel.planner.streams import simulate_step
 from parallel.planner.timeline import Timeline
 from parallel.planner.work import ModelWork
 from parallel.selective import op_mistakes
-from parallel.strategy import STRATEGIES, strategy_settings
 
-CHECKPOINTING = ("none", "selective", "full")
-PREFETCH = (1, 2)  # units ahead; 0 shows every all-gather
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # where nothing says how many sequences a rank gets
-MOST_SEQUENCES = 64  # of a micro batch
+PART_OF_THE_BLOCKS = ("selective", "full", "offload")  # what is tried for the fewest blocks that fit, too
+ALL_BLOCKS = 1_000_000  # more than any model has
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
 JUDGED = 12  # plans that are timed in full though a faster one is known, for the list of runners-up
 NEAREST = 24  # plans whose memory is gone through where none fits, to find the one that needs least
@@ -44,21 +44,25 @@ class Candidate:
     """One legal plan.
 
     Args:
-        choices: what was tried, by key: tp, dp_replicate, dp_shard, activation_checkpoint, reshard_after_forward, prefetch,
-            micro_batch_size
+        choices: what was tried, by key: tp, dp_replicate, dp_shard, activation_checkpoint, checkpointed_blocks (how many of
+            the blocks; 0 with none), reshard_after_forward, prefetch, micro_batch_size
         plan: all of it
         least_s: seconds of a step that waits for nothing
         needed_bytes: memory of one rank, the allocator's included; at least, where that is too much already
+        host_bytes: of what it keeps in host memory
         memory: by kind, None where it was clear without
         timeline: a step; None for a plan that does not fit, or that would be slower at best
+        at_least: fewer blocks cannot fit, but these may not either: how many do is still to be found
     """
 
     choices: Mapping[str, Any]
     plan: Plan
     least_s: float
     needed_bytes: int
+    host_bytes: int = 0
     memory: StepMemory | None = None
     timeline: Timeline | None = None
+    at_least: bool = False
 
     def rate(self) -> float:
         """Sequences per second, of all ranks."""
@@ -85,129 +89,185 @@ def search(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machin
     error: then `fitting` is empty."""
     if config.activation_checkpoint == "auto" and (mistakes := op_mistakes(config.selective_policy, model.attention_ops)):
         raise PlanError("\n".join(mistakes))
-    candidates = sorted(_legal(config, model, job, machines, trace), key=lambda c: (-c.rate(), _complexity(c)))
-    fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
-    slower: list[Candidate] = []
-    best_rate = 0.0
-    for candidate in candidates:
-        if candidate.needed_bytes > machines.available_bytes:
-            too_large.append(candidate)
-        elif candidate.rate() < best_rate * (1 - EQUAL) and len(fitting) >= JUDGED:
-            slower.append(candidate)
-        else:
-            judged = _judge(candidate, machines, trace(candidate.plan))
-            (fitting if judged.timeline else too_large).append(judged)
-            best_rate = max(best_rate, judged.rate() if judged.timeline else 0.0)
-    too_large.sort(key=_needed)
-    if not fitting:
-        nearest = [candidate if candidate.memory else _judge(candidate, machines, trace(candidate.plan))
-                   for candidate in too_large[:NEAREST]]  # fmt: skip
-        too_large = sorted(nearest, key=_needed) + too_large[NEAREST:]
-    return Choice(tuple(_ranked(fitting)), tuple(too_large), tuple(slower))
+    found = _Search(config, model, job, machines, trace)
+    for candidate in sorted(found.legal(), key=lambda c: (-c.rate(), _complexity(c))):
+        found.take(candidate)
+    found.too_large.sort(key=_needed)
+    if not found.fitting:
+        nearest = [candidate if candidate.memory else found.judge(candidate) for candidate in found.too_large[:NEAREST]]
+        found.too_large[:NEAREST] = sorted(nearest, key=_needed)
+    return Choice(tuple(_ranked(found.fitting)), tuple(found.too_large), tuple(found.slower))
 
 
 def frugal(config: ParallelConfig, job: Job) -> tuple[ParallelConfig, Job]:
     """The same with the keys left open, all but the tp degree, set to what needs least memory."""
-    least = {"dp_replicate": 1, "activation_checkpoint": "full", "reshard_after_forward": True, "forward_prefetch": 1,
-             "backward_prefetch": 1}  # fmt: skip
+    least: dict[str, Any] = {"dp_replicate": 1, "activation_checkpoint": "full", "reshard_after_forward": True,
+                             "forward_prefetch": 1, "backward_prefetch": 1}  # fmt: skip
+    if config.activation_checkpoint != "none":
+        least["checkpointed_blocks"] = ALL_BLOCKS
     closed: dict[str, Any] = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
     micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
     return dataclasses.replace(config, **closed), dataclasses.replace(job, micro_batch_size=micro_batch_size)
 
 
-def _legal(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machines,
-           trace: Callable[[Plan], ModelWork]) -> Iterator[Candidate]:  # fmt: skip
-    """All legal plans, with what can be said of them at once."""
-    mistakes: list[PlanError] = []
-    found = False
-    bounds: dict[tuple[Any, ...], tuple[float, int]] = {}  # resharding and prefetching change neither
-    for choices in _combinations(config, job, machines.gpus_per_node):
-        try:
-            tried, tried_job = _with_choices(config, job, choices)
-            plan = make_plan(tried, model, tried_job)
-        except PlanError as error:
-            mistakes.append(error)
-            continue
-        found = True
-        key = tuple(value for name, value in choices.items() if name not in ("reshard_after_forward", "prefetch"))
-        if key not in bounds:
-            work = trace(plan)
-            times = step_times(plan, work, machines.hardware, machines.gpus_per_node)
-            bounds[key] = times.busy_s(plan.accumulation), least_bytes(plan, work)
-        yield Candidate(choices, plan, *bounds[key])
-    if not found:
-        raise mistakes[0]
+class _Search:
+    """All legal plans, and what has become of those that were looked at."""
+
+    def __init__(self, config: ParallelConfig, model: ModelUnits, job: Job, machines: Machines,
+                 trace: Callable[[Plan], ModelWork]) -> None:  # fmt: skip
+        self.fitting: list[Candidate] = []
+        self.too_large: list[Candidate] = []
+        self.slower: list[Candidate] = []
+        self._config, self._model, self._job, self._machines, self._trace = config, model, job, machines, trace
+        self._bounds: dict[tuple[Any, ...], Bounds] = {}  # resharding and prefetching change none
+        self._fewest: dict[tuple[Any, ...], int] = {}  # blocks, with the frugal way to gather
+        self._keeps_all: set[tuple[Any, ...]] = set()  # choices with which nothing has to be recomputed or sent away
+        self._best_rate = 0.0
+
+    def legal(self) -> Iterator[Candidate]:
+        """All legal plans: with every block treated alike, or as many as the config says, and with as few as could fit."""
+        mistakes: list[PlanError] = []
+        found = False
+        for choices in combinations(self._config, self._job, self._machines.gpus_per_node):
+            try:
+                plan = self._plan(choices)
+            except PlanError as error:
+                mistakes.append(error)
+                continue
+            for candidate in (self._alike(choices, plan), self._fewest_blocks(choices, plan)):
+                if candidate and (mistake := self._host_mistake(candidate)):
+                    mistakes.append(mistake)
+                elif candidate:
+                    found = True
+                    yield candidate
+        if not found:
+            raise mistakes[0]
+
+    def take(self, candidate: Candidate) -> None:
+        """Put a candidate where it belongs, after judging it if it can be the best. The fastest bound must come first."""
+        if not candidate.at_least and candidate.needed_bytes > self._machines.available_bytes:
+            self.too_large.append(candidate)
+        elif self._is_slower(candidate):
+            self.slower.append(candidate)
+        elif not candidate.at_least:
+            judged = self.judge(candidate)
+            (self.fitting if judged.timeline else self.too_large).append(judged)
+            self._best_rate = max(self._best_rate, judged.rate() if judged.timeline else 0.0)
+            if judged.timeline and candidate.choices["activation_checkpoint"] == "none":
+                self._keeps_all.add(_but_checkpointing(candidate.choices))
+        elif _but_checkpointing(candidate.choices) not in self._keeps_all and (settled := self._settle(candidate)):
+            self.take(settled)
+
+    def judge(self, candidate: Candidate) -> Candidate:
+        """The candidate with its memory and, if it fits, its step."""
+        plan, machines = candidate.plan, self._machines
+        work = self._trace(plan)
+        memory = predict_step_memory(plan, work)
+        needed = reserved_bytes(memory, machines.hardware)
+        judged = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
+        if needed > machines.available_bytes:
+            return judged
+        times = step_times(plan, work, machines.hardware, machines.gpus_per_node)
+        return dataclasses.replace(judged, timeline=simulate_step(plan, times))
+
+    def _is_slower(self, candidate: Candidate) -> bool:
+        return candidate.rate() < self._best_rate * (1 - EQUAL) and len(self.fitting) >= JUDGED
+
+    def _plan(self, choices: Mapping[str, Any]) -> Plan:
+        config, job = with_choices(self._config, self._job, choices)
+        return make_plan(config, self._model, job)
+
+    def _blocks(self, plan: Plan) -> int:
+        """Units that activation checkpointing can be for."""
+        return sum(self._model.checkpointed.issuperset(unit.modules) for unit in plan.units)
+
+    def _alike(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
+        """The candidate of a plan that was made with these choices."""
+        asked, blocks = self._config.checkpointed_blocks, self._blocks(plan)
+        treated = 0 if choices["activation_checkpoint"] == "none" else blocks if asked == "auto" else min(asked, blocks)
+        return self._candidate({**choices, "checkpointed_blocks": treated}, plan)
+
+    def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
+        bounds = self._look(choices, plan)
+        in_order = {name: choices[name] for name in CHOICES}
+        return Candidate(in_order, plan, bounds.least_s, bounds.needed_bytes, bounds.host_bytes)
+
+    def _look(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
+        key = (*_but_how_gathered(choices), choices["checkpointed_blocks"])
+        if key not in self._bounds:
+            work = self._trace(plan)
+            times = step_times(plan, work, self._machines.hardware, self._machines.gpus_per_node)
+            self._bounds[key] = Bounds(times, times.busy_s(plan.accumulation), least_bytes(plan, work), host_bytes(plan, work))
+        return self._bounds[key]
+
+    def _fewest_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate | None:
+        """The same for fewer blocks: as many as are needed at least, if what blocks keep were all there is. None where that is
+        all of them, or where the config says how many, or how. Its plan is that of all blocks."""
+        mode, blocks = choices["activation_checkpoint"], self._blocks(plan)
+        if mode not in PART_OF_THE_BLOCKS or self._config.checkpointed_blocks != "auto" or blocks < 2:
+            return None
+        treated = self._look({**choices, "checkpointed_blocks": blocks}, plan)
+        keeping = {**choices, "activation_checkpoint": "none", "checkpointed_blocks": 0}
+        kept = self._bounds.get((*_but_how_gathered(keeping), 0)) or self._look(keeping, self._plan(keeping))
+        excess = kept.needed_bytes - self._machines.available_bytes
+        share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / blocks)
+        if (count := math.ceil(share * blocks)) >= blocks:
+            return None
+        in_order = {name: choices.get(name, count) for name in CHOICES}
+        least_s = part_s(kept, treated, share, plan.accumulation)
+        needed = min(kept.needed_bytes, self._machines.available_bytes)
+        return Candidate(in_order, plan, least_s, needed, at_least=True)
+
+    def _settle(self, candidate: Candidate) -> Candidate | None:
+        """The candidate with the fewest blocks that fit: the fewer, the more memory. None where all are needed, which is a
+        candidate of its own, or do not do, or where host memory is too small."""
+        key, blocks = _but_how_gathered(candidate.choices), self._blocks(candidate.plan)
+        needs: dict[int, int] = {}
+
+        def with_blocks(count: int) -> Candidate:
+            choices = {**candidate.choices, "checkpointed_blocks": count}
+            return self._candidate(choices, self._plan(choices))
+
+        def fits(count: int) -> bool:
+            plan = with_blocks(count).plan
+            memory = predict_step_memory(plan, self._trace(plan))
+            needs[count] = memory.peak_bytes
+            return reserved_bytes(memory, self._machines.hardware) <= self._machines.available_bytes
+
+        # Gathering otherwise than asked first never needs less memory, so never fewer blocks.
+        least = max(candidate.choices["checkpointed_blocks"], self._fewest.get(key, 0))
+        if least >= blocks or self._is_slower(with_blocks(least)):
+            return with_blocks(least) if least < blocks else None
+        count = blocks
+        if fits(blocks - 1):
+            room = usable_bytes(self._machines.available_bytes, self._machines.hardware) - needs[blocks - 1]
+            keeping = (*_but_how_gathered({**candidate.choices, "activation_checkpoint": "none"}), 0)
+            saved = max(1, (self._bounds[keeping].needed_bytes - self._bounds[*key, blocks].needed_bytes) / blocks)
+            count = smallest(least, blocks - 1, blocks - 1 - int(room / saved), fits)
+        self._fewest.setdefault(key, count)
+        if count == blocks:
+            return None
+        settled = with_blocks(count)
+        return None if self._host_mistake(settled) else settled
+
+    def _host_mistake(self, candidate: Candidate) -> PlanError | None:
+        kind = self._machines.hardware
+        if candidate.choices["activation_checkpoint"] != "offload" or candidate.host_bytes <= kind.host_memory_gib * GIB:
+            return None
+        return PlanError(f"parallel.activation_checkpoint=offload would keep {candidate.host_bytes / GIB:.1f} GiB of each "
+                         f"process in host memory, which has {kind.host_memory_gib:g} GiB for it (host_memory_gib in "
+                         f"configs/hardware/{kind.name}.yaml): offload fewer blocks (parallel.checkpointed_blocks), or use full")
 
 
-def _with_choices(config: ParallelConfig, job: Job, choices: Mapping[str, Any]) -> tuple[ParallelConfig, Job]:
-    """Config and job with the choices in their keys."""
-    keys = {key: value for key, value in choices.items() if key not in ("prefetch", "micro_batch_size")}
-    keys |= {key: choices["prefetch"] for key in ("forward_prefetch", "backward_prefetch") if getattr(config, key) == "auto"}
-    job = dataclasses.replace(job, micro_batch_size=choices["micro_batch_size"])
-    return dataclasses.replace(config, plan="manual", **keys), job
+def _but_how_gathered(choices: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The choices but for resharding and prefetching, and the number of blocks."""
+    without = ("reshard_after_forward", "prefetch", "checkpointed_blocks")
+    return tuple(value for key, value in choices.items() if key not in without)
 
 
-def _combinations(config: ParallelConfig, job: Job, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of processes."""
-    for tp in _degrees(config.tp, min(gpus_per_node, job.world_size)):
-        for replicate, shard, reshards in _data_parallel(config, job, tp):
-            prefetches = _prefetches(config, shard)
-            modes, sizes = _options(config.activation_checkpoint, CHECKPOINTING), _micro_batches(job, replicate * shard)
-            for checkpointing, reshard, prefetch, micro in itertools.product(modes, reshards, prefetches, sizes):
-                yield {"tp": tp, "dp_replicate": replicate, "dp_shard": shard, "activation_checkpoint": checkpointing,
-                       "reshard_after_forward": reshard, "prefetch": prefetch, "micro_batch_size": micro}  # fmt: skip
-
-
-def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
-    """Depths to try: one where nothing is gathered, or where both directions are given."""
-    if "auto" not in (config.forward_prefetch, config.backward_prefetch):
-        return (f"{config.forward_prefetch}/{config.backward_prefetch}",)
-    return PREFETCH if shard > 1 else PREFETCH[:1]
-
-
-def _data_parallel(config: ParallelConfig, job: Job, tp: int) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-    """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one is named, but
-    for what the config says otherwise, which `make_plan` refuses."""
-    if config.strategy in STRATEGIES:
-        own = strategy_settings(config, max(tp, 1), job.world_size, job.gpus_per_node)
-        asked = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
-        replicate, shard = (own[key] if value in ("auto", -1) else value for key, value in asked.items())
-        yield replicate, shard, _options(config.reshard_after_forward, (own.get("reshard_after_forward", True),))
-        return
-    for replicate in _degrees(config.dp_replicate, job.world_size):
-        left = max(1, job.world_size // max(tp * replicate, 1))
-        shard = left if config.dp_shard in ("auto", -1) else config.dp_shard
-        yield replicate, shard, _options(config.reshard_after_forward, (True,) if shard == 1 else (True, False))
-
-
-def _options(asked: Any, all_of_them: tuple[Any, ...]) -> tuple[Any, ...]:
-    return all_of_them if asked == "auto" else (asked,)
-
-
-def _degrees(asked: Any, most: int) -> list[int]:
-    return [n for n in range(1, most + 1) if most % n == 0] if asked == "auto" else [asked]
-
-
-def _micro_batches(job: Job, data_parallel: int) -> list[Any]:
-    """Sizes to try: those that divide a rank's share of the global batch."""
-    if job.micro_batch_size != "auto":
-        return [job.micro_batch_size]
-    if job.global_batch_size == -1:
-        return list(MICRO_BATCHES)
-    share = job.global_batch_size // max(data_parallel, 1)
-    return [n for n in range(1, min(share, MOST_SEQUENCES) + 1) if share % n == 0] or [1]
-
-
-def _judge(candidate: Candidate, machines: Machines, work: ModelWork) -> Candidate:
-    """The candidate with its memory and, if it fits, its step."""
-    memory = predict_step_memory(candidate.plan, work)
-    needed = reserved_bytes(memory, machines.hardware)
-    judged = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
-    if needed > machines.available_bytes:
-        return judged
-    times = step_times(candidate.plan, work, machines.hardware, machines.gpus_per_node)
-    return dataclasses.replace(judged, timeline=simulate_step(candidate.plan, times))
+def _but_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The choices but for what is done with activations."""
+    return tuple(value for key, value in choices.items() if key not in ("activation_checkpoint", "checkpointed_blocks"))
 
 
 def _needed(candidate: Candidate) -> int:
@@ -223,8 +283,9 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[Any, ...]:
-    """What is simpler sorts first: fewer axes, less recomputing, the defaults, and small micro batches."""
+    """What is simpler sorts first: fewer axes, less recomputing, blocks alike, the defaults, and small micro batches."""
     c = candidate.choices
-    return (c["tp"] > 1, c["dp_replicate"] > 1, CHECKPOINTING.index(c["activation_checkpoint"]) if c["activation_checkpoint"]
-            in CHECKPOINTING else len(CHECKPOINTING), c["reshard_after_forward"] is not True, str(c["prefetch"]), c["tp"],
-            c["dp_replicate"], c["micro_batch_size"])  # fmt: skip
+    mode, kinds = c["activation_checkpoint"], {unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}
+    return (c["tp"] > 1, c["dp_replicate"] > 1, CHECKPOINTING.index(mode) if mode in CHECKPOINTING else len(CHECKPOINTING),
+            len(kinds), c["reshard_after_forward"] is not True, str(c["prefetch"]), c["tp"], c["dp_replicate"],
+            c["checkpointed_blocks"], c["micro_batch_size"])  # fmt: skip

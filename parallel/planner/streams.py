@@ -2,60 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 
 from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
-from parallel.planner.flow import COMPUTE, STREAMS, Task, find_waits, run_tasks
+from parallel.planner.flow import COMPUTE, OFFLOAD, STREAMS, Task, find_waits, run_tasks
+from parallel.planner.step_times import StepTimes
 from parallel.planner.timeline import EXPOSED, Event, Round, Timeline
 
 Ahead = Mapping[tuple[str, str], Sequence[UnitPlan]]  # name of a unit, phase -> units whose all-gathers it starts ahead
 SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatters share
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """Seconds that the collectives of one FSDP unit take alone: its all-gather in the forward and in the backward (which can
-    be over a smaller group), the copies out of the gathered buffer and into the reduced one, the reduce-scatter, and the
-    all-reduce over dp_replicate. 0 where there is none."""
-
-    gather_s: float
-    regather_s: float
-    copy_out_s: float
-    copy_in_s: float
-    scatter_s: float
-    all_reduce_s: float
-
-
-@dataclass(frozen=True)
-class ModuleTimes:
-    """Seconds of one module's forward and backward for one micro batch: computing (recomputation included), and the
-    tensor-parallel collectives in between, which nothing hides."""
-
-    forward_s: float
-    forward_tp_s: float
-    backward_s: float
-    backward_tp_s: float
-
-    def forward_only(self) -> "ModuleTimes":
-        """The same where the backward ends before it."""
-        return ModuleTimes(self.forward_s, self.forward_tp_s, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Everything that takes time in a step, by name of unit and module, of one rank. `optimizer_s`: norm and update.
-    `overlaps` and `slowdown`: as in Hardware."""
-
-    units: Mapping[str, UnitTimes]
-    modules: Mapping[str, ModuleTimes]
-    optimizer_s: float
-    overlaps: bool
-    slowdown: float
-
-    def busy_s(self, micro_batches: int) -> float:
-        """Seconds of a step that waits for no gather and no reduction."""
-        computing = sum(m.forward_s + m.forward_tp_s + m.backward_s + m.backward_tp_s for m in self.modules.values())
-        return micro_batches * computing + self.optimizer_s
 
 
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
@@ -95,6 +51,7 @@ class _Launches:
     - All-gathers and reduce-scatters over dp_shard go through one NCCL communicator, which runs one at a time in the order
       of launching, whatever their streams (FSDPModule.set_separate_reduce_scatter_group, which is off, says so). That is why
       a backward without prefetching gathers a unit only after the reduction of the one before.
+    - What a block sends to host memory: `_send`; back: `_fetch` (parallel/activation_offload.py).
     - Parameters of a unit are freed after its backward in every micro batch, so each of them gathers all again.
     """
 
@@ -106,6 +63,8 @@ class _Launches:
         for module in plan.modules:
             self._modules.setdefault(self._owner[module].name, []).append(module)
         self._ahead = ahead
+        self._behind = {after: name for name, after in pairwise(times.host_s)}  # block -> the one sent before it
+        self._copies: dict[str, int] = {}  # block -> its last copy to or from host memory
         self._last: dict[str, int] = {}  # task of each stream, and of SHARD_CHANNEL
         self._waits: list[int] = []  # of the next task on the compute stream
         self._gather_after: list[int] = []  # events that the all-gather stream waits for
@@ -123,6 +82,7 @@ class _Launches:
             if module == modules[0]:
                 self._gather(unit, "forward")
             self._compute(module, "forward")
+            self._send(module)
             if module == modules[-1] and regathered(unit):
                 self._gathered.discard(unit.name)
                 self._resharded.add(unit.name)
@@ -135,6 +95,7 @@ class _Launches:
             modules = self._modules[unit.name]
             if module == modules[-1]:
                 self._gather(unit, "backward")
+            self._fetch(module)
             self._compute(module, "backward")
             if module == modules[0]:
                 self._reduce(unit, all_reduce)
@@ -200,6 +161,26 @@ class _Launches:
             self._scatter = reduced
         if unit_times.all_reduce_s and all_reduce:
             self._collective("all_reduce", unit, "backward", unit_times.all_reduce_s, [reduced])
+
+    def _send(self, module: str) -> None:
+        """After a block's forward: wait for what the block before it has sent, whose memory is freed, and send its own."""
+        if module in self._behind:
+            self._waits.append(self._copies[self._behind[module]])
+        if self._times.host_s.get(module):
+            self._copy(module, "send", "forward")
+
+    def _fetch(self, module: str) -> None:
+        """Before a block's backward: wait for what was fetched for it, and start to fetch the next block's."""
+        if self._times.host_s.get(module):
+            self._waits.append(self._copies[module])
+        if module in self._behind:
+            self._copy(self._behind[module], "fetch", "backward")
+
+    def _copy(self, module: str, work: str, phase: str) -> None:
+        """A copy behind what has been computed so far."""
+        after = [*self._waits, self._last[COMPUTE]]
+        self._copies[module] = self._add(OFFLOAD, work, self._owner[module].name, module, phase, self._times.host_s[module],
+                                         after, channel="")  # fmt: skip
 
     def _finish(self) -> None:
         """The compute stream waits for all streams; the next forward's all-gathers wait for it."""

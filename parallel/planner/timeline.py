@@ -13,6 +13,7 @@ LANES = {  # in the order in which they are shown -> what they are called there
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
+    "offload": "host memory",
 }
 TRACE_COLORS = {EXPOSED: "terrible", "tp": "bad"}  # of Chrome's trace viewer; Perfetto chooses by name
 
@@ -22,9 +23,9 @@ class Event:
     """One bar of one lane. Seconds count from the start of the step.
 
     Args:
-        lane: compute, tp, all_gather, reduce_scatter, all_reduce; or exposed: the compute stream stands and waits
+        lane: compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed: the compute stream stands and waits
         work: in compute forward, backward, copy_out, copy_in or optimizer; in exposed the lane that is waited for;
-            elsewhere the lane
+            elsewhere the lane (in offload send or fetch)
         unit: whose parameters or gradients, or that of the module; "" for the optimizer
         module: what is computed; "" where it is the unit as a whole
         phase: forward, backward, optimizer
@@ -57,7 +58,8 @@ class Round:
 @dataclass(frozen=True)
 class Timeline:
     """A simulated step: `step_s` is `compute_s`, when the compute stream works (copies and the optimizer too, and as slow
-    as they are beside collectives), and `exposed_s`, when it waits for a collective or runs a tensor-parallel one.
+    as they are beside collectives), and `exposed_s`, when it waits for a collective or for host memory, or runs a
+    tensor-parallel collective.
 
     `exposed_by_lane` and `exposed_by_unit` say how much of `exposed_s` each lane and unit is waited for, 0 left out. If what
     is waited for itself waits, for the link or in a queue, whatever is in flight at that time counts.

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from parallel.plan import Plan
-from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes
+from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.timeline import Timeline
 
 NOTHING = UnitTimes(0, 0, 0, 0, 0, 0)

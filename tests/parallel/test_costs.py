@@ -31,6 +31,7 @@ MACHINE = Hardware(
     attention_forward={"bfloat16": 0.5, "float32": 0.5}, attention_backward={"bfloat16": 0.25, "float32": 0.25},
     attention_kernels={"best": 1.0, "slow": 0.5},
     memory_efficiency=0.5, operation_s=1e-6, node=Link(100.0, 1e-6, SHARES), network=Link(10.0, 1e-3, SHARES),
+    host_gb_s=20.0, host_memory_gib=100.0,
     overlaps=True, slowdown=0.1, reserved_share=0.0, reserved_gib=0.0, cores=0, fitted=(),
 )  # fmt: skip
 GB = 1e9

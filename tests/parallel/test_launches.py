@@ -9,7 +9,8 @@ import pytest
 from parallel.collectives import Collective
 from parallel.plan import Plan
 from parallel.planner.flow import Task, find_waits, run_tasks
-from parallel.planner.streams import ModuleTimes, StepTimes, UnitTimes, launch_tasks, simulate_step, start_ahead
+from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
+from parallel.planner.streams import launch_tasks, simulate_step, start_ahead
 from parallel.planner.timeline import LANES, Timeline
 from tests.parallel.plans import change, make_model, plan_of
 from tests.simulated import TINY, in_words, simulated

@@ -11,6 +11,7 @@ from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
 from parallel.plan import ModelUnits, Plan
 from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes
+from parallel.planner.offload import host_bytes, sent_blocks
 from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
 from tests.parallel.plans import change
 from tests.simulated import simulated
@@ -184,6 +185,28 @@ def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
     assert dataclasses.replace(three, activations=one.activations, logits=one.logits) == one
 
 
+def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() -> None:
+    """Five blocks, all with offload: the last one's stay. In the last forward what the one before keeps is still on its way; in
+    the last backward, and in each before the first, what the next one needs is there already."""
+    work, keys = make_work(n_blocks=5), {"n_blocks": 5, "activation_checkpoint": "offload"}
+    plan = make(2, **keys)
+    assert sent_blocks(plan, work) == {f"layers.{i}": f"layers.{i + 1}" for i in range(4)}
+    assert host_bytes(plan, work) == 4 * KEPT
+    assert predict(2, work=work, **keys).memory.activations == 5 + KEPT + 300, "as in two blocks that keep all"
+    kept = predict(2, work=work, n_blocks=5).memory.activations
+    assert kept == 5 + 4 * KEPT + 300
+    assert predict(2, work=work, **keys, checkpointed_blocks=3).memory.activations == kept - 2 * KEPT
+    assert predict(2, work=make_work(n_blocks=5, passing=900), **keys).memory.activations == 5 + KEPT + 900, "in a forward"
+
+
+def test_what_is_sent_needs_no_backward_of_its_own() -> None:
+    work = dataclasses.replace(make_work(n_blocks=5), trained={"embed": 0.0, "layers.0": 0.0})
+    plan = make(2, n_blocks=5, activation_checkpoint="offload")
+    assert host_bytes(plan, work) == 3 * KEPT
+    offloaded = make(2, n_blocks=5, activation_checkpoint="offload", cpu_offload=True)
+    assert host_bytes(offloaded, make_work(n_blocks=5)) == 4 * KEPT + 4 * (EMBEDDING + 5 * BLOCK + HEAD) * 4 // 2
+
+
 IN_THE_HEADS_BACKWARD = MemoryByKind(unsharded=4000 + 1600, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000)
 
 
@@ -286,9 +309,8 @@ def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> No
     assert reserved_bytes(memory, hardware) == 12 * GIB
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, {"cpu_offload": True}, {"reshard_after_forward": False}, {"dp_replicate": 2}, STORED], ids=str
-)
+@pytest.mark.parametrize("keys", [{}, {"cpu_offload": True}, {"reshard_after_forward": False}, {"dp_replicate": 2}, STORED,
+                                  {"activation_checkpoint": "offload"}], ids=str)  # fmt: skip
 def test_the_least_is_never_more_than_the_peak(keys: dict[str, Any]) -> None:
     for micro in (1, 3, 9):
         plan = make(4, micro, **keys)
@@ -301,13 +323,15 @@ SMALL = ("--model.dim=256", "--model.n_layers=3", "--model.n_heads=4", "--model.
 STORAGE, MOMENTS, REDUCED = ("--parallel.storage_dtype=bfloat16", "--optim.state_dtype=bfloat16",
                              "--parallel.reduce_dtype=bfloat16")  # fmt: skip
 ACCUMULATED = "--train.global_batch_size=32"
+OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "--train.seq_len=512"]
 
 
 @pytest.mark.parametrize(
     ("world_size", "keys"),
     [(4, [MOMENTS]), (4, [STORAGE]), (4, [STORAGE, MOMENTS, ACCUMULATED]), (1, [STORAGE, MOMENTS]), (1, [REDUCED]),
      (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]), (4, [STORAGE, "--parallel.strategy=ddp"]),
-     (4, [REDUCED, "--parallel.strategy=ddp"]), (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"])],
+     (4, [REDUCED, "--parallel.strategy=ddp"]), (4, OFFLOADED),
+     (4, [*OFFLOADED, "--parallel.tp=2"]), (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"])],
     ids=str,
 )  # fmt: skip
 def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:

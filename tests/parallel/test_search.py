@@ -20,8 +20,8 @@ from parallel.planner.streams import simulate_step
 from parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
-KEPT = {"none": 4 * GIB, "selective": 2 * GIB, "full": GIB // 8}  # of a block, per sequence
-AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0}  # of a forward, in the backward
+KEPT = {"none": 4 * GIB, "selective": 2 * GIB, "full": GIB // 8, "offload": 4 * GIB}  # of a block, per sequence
+AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0, "offload": 0.0}  # of a forward, in the backward
 
 
 def module(plan: Plan, parameters: int, mode: str) -> ModuleWork:
@@ -108,15 +108,15 @@ def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
     assert {c.choices[key] for c in (*choice.fitting, *choice.too_large)} == {value}
     plan = choice.best.plan
     assert getattr(plan.mesh, key, value) == value
-    if key == "activation_checkpoint":
-        assert {u.activation_checkpoint for u in plan.units[1:-1]} == {value}
+    if key == "activation_checkpoint":  # how many blocks is left open, and as few as can be are the fastest
+        assert [u.activation_checkpoint for u in plan.units[1:-1]] == [value] + ["none"] * (BLOCKS - 1)
 
 
 def test_a_strategy_stays_as_it_is_and_leaves_the_rest_open() -> None:
     choice = find(16, machines(500), strategy="hybrid_shard")
     tried = [*choice.fitting, *choice.slower]
     assert {(c.plan.mesh.dp_replicate, c.plan.mesh.dp_shard * c.plan.mesh.tp) for c in tried} == {(2, 8)}
-    assert {c.choices["activation_checkpoint"] for c in tried} == {"none", "selective", "full"}
+    assert {c.choices["activation_checkpoint"] for c in tried} == set(KEPT)
 
 
 def test_prefetch_and_micro_batch_can_be_fixed_too() -> None:
@@ -142,7 +142,7 @@ def test_tp_stays_within_a_node() -> None:
 def test_a_tie_goes_to_the_simpler_plan() -> None:
     """On one GPU resharding and prefetching make no difference."""
     best = find(1, machines(500), micro=1).best
-    assert best.choices == {"tp": 1, "dp_replicate": 1, "dp_shard": 1, "activation_checkpoint": "none",
+    assert best.choices == {"tp": 1, "dp_replicate": 1, "dp_shard": 1, "activation_checkpoint": "none", "checkpointed_blocks": 0,
                             "reshard_after_forward": True, "prefetch": 1, "micro_batch_size": 1}  # fmt: skip
 
 
@@ -208,6 +208,60 @@ def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
     assert min(c.needed_bytes for c in least.fitting) <= min(needed)
 
 
+@pytest.mark.parametrize("gib", [20, 24, 30, 36, 44])
+@pytest.mark.parametrize("mode", ["selective", "full", "offload"])
+def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mode: str, gib: float) -> None:
+    """On one GPU of 8, with the rest closed; the fastest of all numbers, and all of them, within a tie."""
+    here, closed = machines(gib), {"tp": 1, "dp_replicate": 1, "reshard_after_forward": True, "forward_prefetch": 1,
+                                   "backward_prefetch": 1, "activation_checkpoint": mode}  # fmt: skip
+    every = {count: find(8, here, micro=1, **closed, checkpointed_blocks=count) for count in range(1, BLOCKS + 1)}
+    fits = [count for count, choice in every.items() if choice.fitting]
+    found = find(8, here, micro=1, **closed)
+    assert bool(found.fitting) == bool(fits)
+    if fits:
+        assert fits == list(range(fits[0], BLOCKS + 1)), "the fewer, the more memory"
+        tried = {c.choices["checkpointed_blocks"] for c in found.fitting}
+        assert tried == {fits[0], BLOCKS}
+        assert found.best.rate() >= max(every[count].best.rate() for count in fits) * (1 - EQUAL)
+
+
+def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> None:
+    here = machines(28)
+    choice = find(8, here, micro=1, tp=1, dp_replicate=1)
+    count = choice.best.choices["checkpointed_blocks"]
+    assert 0 < count < BLOCKS
+    treated = [unit.activation_checkpoint != "none" for unit in choice.best.plan.units[1:-1]]
+    assert treated == [True] * count + [False] * (BLOCKS - count)
+    mode = choice.best.choices["activation_checkpoint"]
+    alike = next(c for c in choice.fitting if c.choices == choice.best.choices | {"checkpointed_blocks": BLOCKS})
+    assert choice.best.rate() > alike.rate() * (1 + EQUAL)
+    said = next(line for line in reasons(choice, here) if line.startswith("checkpointed_blocks="))
+    slower = f"{1 - alike.rate() / choice.best.rate():.1%}"
+    assert said == (f"checkpointed_blocks={count}: no fewer fit; {BLOCKS} is {slower} slower and needs "
+                    f"{alike.needed_bytes / GIB:.1f} GiB"), mode  # fmt: skip
+
+
+def test_offload_needs_host_memory() -> None:
+    """Of 6 blocks 5 are sent, 20 GiB: too much for 16, and so is any number that spares enough; on a CPU there is none."""
+    closed = {"tp": 1, "activation_checkpoint": "offload", "checkpointed_blocks": BLOCKS}
+    host = {gib: dataclasses.replace(machines(40).hardware, host_memory_gib=gib) for gib in (16.0, 21.0)}
+    best = find(8, dataclasses.replace(machines(40), hardware=host[21.0]), micro=1, **closed).best
+    assert best.host_bytes == (BLOCKS - 1) * KEPT["offload"]
+    with pytest.raises(PlanError, match=r"offload would keep 20\.0 GiB of each process in host memory, which has 16 GiB"):
+        find(8, dataclasses.replace(machines(40), hardware=host[16.0]), micro=1, **closed)
+    some = find(8, dataclasses.replace(machines(500), hardware=host[16.0]), micro=1, **closed | {"checkpointed_blocks": 5}).best
+    assert some.host_bytes == 4 * KEPT["offload"]
+
+
+def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:
+    for rate, offloaded in ((5000.0, True), (5.0, False)):
+        here = dataclasses.replace(machines(26), hardware=dataclasses.replace(machines().hardware, host_gb_s=rate))
+        choice = find(8, here, micro=1, tp=1, dp_replicate=1)
+        assert (choice.best.choices["activation_checkpoint"] == "offload") == offloaded
+        text = "\n".join(reasons(choice, here))
+        assert ("GiB are in host memory" in text) == offloaded
+
+
 def reasons(choice: Choice, here: Machines) -> list[str]:
     plan = choice.best.plan
     return give_reasons(choice, here, step_times(plan, trace(plan), here.hardware, here.gpus_per_node))
@@ -225,8 +279,9 @@ def test_reasons_give_figures_that_are_true() -> None:
     needs = re.findall(r"(none|selective|full) needs (?:at least )?([\d.]+) GiB of 60.0", checkpointing)
     assert needs, checkpointing
     for mode, gib in needs:
-        plans = [c for c in choice.too_large if c.choices | {"activation_checkpoint": ""} ==
-                 choice.best.choices | {"activation_checkpoint": ""} and c.choices["activation_checkpoint"] == mode]  # fmt: skip
+        free = {"activation_checkpoint": "", "checkpointed_blocks": 0}
+        plans = [c for c in choice.too_large if c.choices | free == choice.best.choices | free
+                 and c.choices["activation_checkpoint"] == mode]  # fmt: skip
         assert [f"{c.needed_bytes / GIB:.1f}" for c in plans] == [gib]
 
 

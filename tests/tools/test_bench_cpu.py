@@ -1,4 +1,4 @@
-"""tools.bench cpu, compile and scale, each at a tiny size, and the arithmetic of their figures."""
+"""tools.bench cpu and compile, each at a tiny size, and the arithmetic of their figures."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from tools.bench.cpu_rates import Allowed, add_up, measure_here, step_products
 from tools.bench.peers import OURS, Contender, make_spreads, run_what_runs
 from tools.bench.processes import BenchError, descendant_age_s
 from tools.bench.startup import split_start
-from train.config import ConfigError, parse_config
+from train.config import parse_config
 
 Output = pytest.CaptureFixture[str]
 LINES = "echo BENCH startup_to_first_step_s=5; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
@@ -146,23 +146,3 @@ def test_starts_are_compared_within_rounds() -> None:
     assert cold["ours_over_peer"]["a"] == 0.625
     assert cold["median"][OURS] == {"launcher_s": None, "total_s": 5.0}
     assert cold["spread_s"] == {OURS: 6.0, "a": 2.0}
-
-
-def test_scale_has_both_ways_at_every_number_of_gpus(capsys: Output) -> None:
-    keys = ["--parallel.activation_checkpoint=none", "--parallel.compile.enabled=false", "--train.micro_batch_size=1",
-            "--train.seq_len=64", "--train.global_batch_size=-1"]  # fmt: skip
-    main(["scale", "--config=llama_debug", "--gpus=8..16", "--gpu=h200", *keys, "--json"])
-    figures = json.loads(capsys.readouterr().out)["figures"]
-    assert figures["predicted"] is True
-    assert figures["hardware_file"] == "h200"
-    for way in ("planner", "fsdp"):
-        assert [row["gpus"] for row in figures[way]] == [8, 16]
-        assert all(0 < row["mfu_causal"] < row["mfu"] < 1 and 0 <= row["exposed_share"] < 1 for row in figures[way])
-    assert all(row["choices"]["tp"] == row["choices"]["dp_replicate"] == 1 for row in figures["fsdp"])
-    chosen, alone = (figures[way][1]["tokens_per_s_per_gpu"] for way in ("planner", "fsdp"))
-    assert chosen >= alone
-
-
-def test_scale_leaves_the_plan_to_the_planner() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.plan"):
-        main(["scale", "--parallel.plan=manual"])

@@ -1,5 +1,6 @@
 """tools.bench gpu on a CPU, tiny: every part works, a call goes on with the last one's record, a failure costs one case."""
 
+import dataclasses
 import gzip
 import json
 import time
@@ -15,10 +16,11 @@ from tools.bench import record
 from tools.bench.__main__ import main
 from tools.bench.gpu import find_machine, in_turns, run_cases
 from tools.bench.gpu_cases import TORCHTITAN, Case, PeerRun, make_cases
+from tools.bench.gpu_curves import Curves, compare_losses, measure_curves
 from tools.bench.gpu_parts import PARTS
 from tools.bench.gpu_peers import measure_peer
 from tools.bench.gpu_record import open_record
-from tools.bench.gpu_shapes import LLAMA_8B, TINY, EndToEnd
+from tools.bench.gpu_shapes import LLAMA_8B, TENSORWISE, TINY, VARIANTS, EndToEnd
 from tools.bench.gpu_text import part_table, summary
 from tools.bench.kernel_table import Event, classify, covered, own_seconds, table_of
 from tools.bench.peer_torchtitan import prepare, read_log
@@ -136,7 +138,13 @@ def test_the_8b_cases_begin_with_the_whole_model_and_cover_what_was_asked() -> N
     assert len({case.name for case in cases}) == len(cases)
     assert runs[0] == EndToEnd(32, 1, 1, "none", "bfloat16", "bfloat16")
     assert {run.layers for run in runs} == {4, 8, 16, 32}
-    assert {run.checkpoint for run in runs} == {"none", "full", "selective"}
+    assert {run.checkpoint for run in runs} == {"none", "full", "selective", "offload"}
+    assert {run.variant for run in runs} == set(VARIANTS)
+    for variant in ("", TENSORWISE):  # at every depth, three times
+        alike = [case for case in cases if case.work == EndToEnd(case.work.layers if isinstance(case.work, EndToEnd) else 0, 1, 1,
+                                                                 "none", "bfloat16", "bfloat16", variant)]  # fmt: skip
+        repeated = {case.work.layers for case in alike if isinstance(case.work, EndToEnd) and case.repeats == 3}
+        assert repeated == {4, 8, 16, 32}
     assert {(run.storage, run.state) for run in runs} >= {("float32", "float32"), ("float32", "bfloat16")}
     assert set(PARTS) <= {case.name for case in cases}
     rivals = {case.work.rival for case in cases if isinstance(case.work, PeerRun)}
@@ -144,6 +152,22 @@ def test_the_8b_cases_begin_with_the_whole_model_and_cover_what_was_asked() -> N
     turns = [turn for turn, _ in in_turns(cases)]
     assert turns == sorted(turns)
     assert turns[-1] == 2
+
+
+def test_curves_are_compared_in_means_and_step_by_step() -> None:
+    apart = compare_losses([5.0] * 60 + [4.0] * 60, [5.0] * 60 + [4.5] + [4.0] * 59)
+    assert apart["largest_of_a_step"] == 0.5
+    assert apart["largest_difference"] == pytest.approx(0.5 / 50)
+    assert (apart["last_difference"], apart["last_mean"], apart["steps"]) == (0.0, [4.0, 4.0], 120)
+
+
+def test_the_losses_of_two_runs_are_measured(tmp_path: Path) -> None:
+    plain = EndToEnd(1, 1, 1, "none", "float32", "float32")
+    work = Curves(dataclasses.replace(plain, variant="joined projections"), plain, 3)
+    keys = [*EAGER, *write_text(tmp_path), "--run.device=cpu"]
+    figures = measure_curves(tmp_path, work, TINY, keys, 1, lambda: None)
+    assert figures["steps"] == 3
+    assert figures["first"][0] == pytest.approx(figures["first"][1], abs=1e-3)
 
 
 def test_repeats_spread_between_runs_and_one_run_within() -> None:

@@ -39,7 +39,8 @@ sys.exit(code)
 """
 FIGURES = {"peak_memory_gib", "reserved_gib", "memory", "memory_at_peak", "step_time_s", "compute_s", "exposed_comm_s",
            "exposed_share", "exposed_by_lane_s", "tokens_per_s_per_gpu", "mfu", "mfu_causal", "fits"}  # fmt: skip
-CHOICES = {"tp", "dp_replicate", "dp_shard", "activation_checkpoint", "reshard_after_forward", "prefetch", "micro_batch_size"}
+CHOICES = {"tp", "dp_replicate", "dp_shard", "activation_checkpoint", "checkpointed_blocks", "reshard_after_forward", "prefetch",
+           "micro_batch_size"}  # fmt: skip
 
 
 def document(capsys: Output, *arguments: str) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def test_people_get_reasons_figures_and_runners_up(capsys: Output) -> None:
         assert words in text
     runners_up = text.split("runners-up:\n")[1].split("\n\n")[0].splitlines()[1:]
     assert 0 < len(runners_up) <= 5
-    without_prefetch = [tuple(cell for i, cell in enumerate(line.split()[:7]) if i != 5) for line in runners_up]
+    without_prefetch = [tuple(cell for i, cell in enumerate(line.split()[:8]) if i != 6) for line in runners_up]
     assert len(set(without_prefetch)) == len(runners_up)
 
 

@@ -16,6 +16,7 @@ def test_the_table_of_speed_is_that_of_the_code(row: list[str]) -> None:
     key, _, default, _, test, _ = row
     value = reduce(getattr, key.strip("`").split("."), Config())
     said = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    said = f"[{', '.join(value)}]" if isinstance(value, tuple) else said
     assert default.startswith(f"`{said}`")
     assert test.startswith("none") or (ROOT / test.strip("`")).is_file()
 

@@ -54,6 +54,8 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
         "memory_efficiency": _memory_efficiency(stamp, found, copy),
         "node": Noted(*_node(stamp, fit_link(found.timings))),
         "network": _taken_over("network", base),
+        "host_gb_s": Noted(copy / 1e9, "memory_gb_s: a copy from memory to memory"),
+        "host_memory_gib": Noted(0.0, "a CPU's memory is the host's"),
         "overlaps": Noted(False, "gloo's threads take the cores from the computation"),
         "slowdown": Noted(0.0, "nothing runs beside a collective"),
         "reserved_share": Noted(0.0, "the C allocator gives back what is freed"),
@@ -66,8 +68,8 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
 def gpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
     """A GPU: shares of the base's peaks are measured, and the links within the node where it has several."""
     stamp, curves = _stamp(machine), product_curves(found.compute)
-    taken_over = ("memory_gb_s", "peak_tflops", "attention_kernels", "node", "network", "overlaps", "slowdown", "reserved_share",
-                  "cores")  # fmt: skip
+    taken_over = ("memory_gb_s", "peak_tflops", "attention_kernels", "node", "network", "host_gb_s", "host_memory_gib",
+                  "overlaps", "slowdown", "reserved_share", "cores")  # fmt: skip
     values = {key: _taken_over(key, base) for key in taken_over}
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     values |= {

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from models.attention import KERNELS, CausalAttention, within_documents
-from models.head import LinearCrossEntropySum, Output
+from models.head import LinearCrossEntropySum
 from models.llama import Llama, init_weights
+from models.projections import Projection
 from parallel.memory_by_kind import GIB
 from tools.bench.attention import Shape
 from tools.bench.calibrate_compute import attention_work, copy_rate
@@ -92,7 +93,7 @@ def measure_head_and_loss(shape: GpuShape, device: torch.device) -> Figures:
 
 
 def _time_loss(chunk_tokens: int, backend: str, shape: GpuShape, device: torch.device) -> Figures:
-    output = Output(shape.dim, shape.vocab_size, bias=False, device=device, dtype=torch.bfloat16)
+    output = Projection(shape.dim, shape.vocab_size, bias=False, device=device, dtype=torch.bfloat16)
     loss, h = LinearCrossEntropySum(), draw((1, shape.seq_len, shape.dim), "bfloat16", device).requires_grad_()
     loss.chunk_tokens = chunk_tokens
     targets = torch.randint(0, shape.vocab_size, (1, shape.seq_len), device=device)

@@ -16,6 +16,7 @@ from parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from parallel.planner.memory import usable_bytes
 from tools.bench import peer_torchtitan
 from tools.bench.gpu_cases import ACCELERATE, TORCHTITAN, Case, PeerRun
+from tools.bench.gpu_curves import Curves, measure_curves
 from tools.bench.gpu_peers import missing_packages
 from tools.bench.gpu_shapes import STEPS_PER_REPORT, EndToEnd, GpuShape
 from tools.bench.kernel_table import table_of
@@ -63,10 +64,13 @@ def setup_of(machine: Machine, work: EndToEnd, profiled: bool = False) -> Setup:
     return Setup(1, machine.threads, keys, STEPS_PER_REPORT)
 
 
-def config_of(machine: Machine, work: EndToEnd | PeerRun | str) -> dict[str, Any]:
+def config_of(machine: Machine, work: EndToEnd | PeerRun | Curves | str) -> dict[str, Any]:
     """What the record says was run. Raises what a wrong config raises."""
     if isinstance(work, EndToEnd):
         return config_to_record(resolve(setup_of(machine, work)))
+    if isinstance(work, Curves):
+        return {name: config_to_record(resolve(setup_of(machine, run))) | {"steps": work.steps}
+                for name, run in (("run", work.run), ("beside", work.beside))}  # fmt: skip
     if isinstance(work, PeerRun):
         return {"peer": work.peer, "layers": work.layers, "checkpoint": work.checkpoint, "rival": work.rival.name,
                 "shape": dataclasses.asdict(machine.shape)}  # fmt: skip
@@ -86,6 +90,9 @@ def measure_case(case: Case, machine: Machine, end_at: float) -> dict[str, Any]:
             return measure_end_to_end(folder, case.work, case.profiled, machine, look)
         if isinstance(case.work, PeerRun):
             return measure_peer(folder, case.work, machine, look)
+        if isinstance(case.work, Curves):
+            keys = [f"--run.device={machine.device}", *machine.overrides]
+            return measure_curves(folder, case.work, machine.shape, keys, machine.threads, look)
         return run_worker(folder, case.work, [], machine, {}, look)
 
 

@@ -25,6 +25,7 @@ class GpuShape:
     layers: tuple[int, int, int, int]
     backend: str
     loss_chunk_tokens: int
+    float8_min_dim: int
     budget_s: float
 
     def model(self, layers: int) -> LlamaConfig:
@@ -33,15 +34,24 @@ class GpuShape:
 
 
 # Llama 3 8B (arXiv 2407.21783, table 3); chunks of 2,048 tokens keep the head's products at full speed.
-LLAMA_8B = GpuShape("8b", 4096, 32, 8, 14336, 128256, 8192, (4, 8, 16, 32), "inductor", 2048, 1.0)
-TINY = GpuShape("tiny", 32, 4, 2, 64, 264, 64, (1, 1, 1, 2), "aot_eager", 16, 0.02)
+LLAMA_8B = GpuShape("8b", 4096, 32, 8, 14336, 128256, 8192, (4, 8, 16, 32), "inductor", 2048, 1024, 1.0)
+TINY = GpuShape("tiny", 32, 4, 2, 64, 264, 64, (1, 1, 1, 2), "aot_eager", 16, 16, 0.02)
 SHAPES = {shape.name: shape for shape in (LLAMA_8B, TINY)}
+TENSORWISE = "float8 tensorwise"
+# What is switched on beside the rest of a run, by its name.
+VARIANTS = {
+    "": (),
+    TENSORWISE: ("--parallel.float8.recipe=tensorwise",),
+    "float8 rowwise": ("--parallel.float8.recipe=rowwise",),
+    "joined projections": ("--parallel.fused_projections=true",),
+    "half recomputed": ("--parallel.checkpointed_blocks={half}",),
+}
 
 
 @dataclass(frozen=True)
 class EndToEnd:
     """A run of train.main: an optimizer step is `accumulation` x `micro_batch` sequences. `storage`: dtype of the parameters
-    that are kept; `state`: of the optimizer's moments. Computation is in bfloat16."""
+    that are kept; `state`: of the optimizer's moments; `variant`: one of VARIANTS. Computation is in bfloat16."""
 
     layers: int
     accumulation: int
@@ -49,20 +59,24 @@ class EndToEnd:
     checkpoint: str
     storage: str
     state: str
+    variant: str = ""
 
     @property
     def name(self) -> str:
         short = {"float32": "fp32", "bfloat16": "bf16"}
         batch = f"{self.accumulation} x {self.micro_batch}"
-        return f"{self.layers} layers, {batch}, {self.checkpoint}, weights {short[self.storage]}, moments {short[self.state]}"
+        more = f", {self.variant}" if self.variant else ""
+        dtypes = f"weights {short[self.storage]}, moments {short[self.state]}"
+        return f"{self.layers} layers, {batch}, {self.checkpoint}, {dtypes}{more}"
 
     def keys(self, shape: GpuShape) -> list[str]:
         """Config keys of train.main."""
+        more = [key.format(half=max(1, self.layers // 2)) for key in VARIANTS[self.variant]]
         return [*COMMON, *model_keys(shape, self.layers), f"--train.micro_batch_size={self.micro_batch}",
                 f"--train.global_batch_size={self.micro_batch * self.accumulation}",
                 f"--parallel.activation_checkpoint={self.checkpoint}", f"--parallel.storage_dtype={self.storage}",
                 f"--optim.state_dtype={self.state}", f"--parallel.compile.backend={shape.backend}",
-                f"--train.steps={STEPS}"]  # fmt: skip
+                f"--parallel.float8.min_dim={shape.float8_min_dim}", *more, f"--train.steps={STEPS}"]  # fmt: skip
 
 
 def model_keys(shape: GpuShape, layers: int) -> Sequence[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tools.bench.gpu_cases import PARTS, Case, PeerRun
+from tools.bench.gpu_curves import Curves
 from tools.bench.gpu_shapes import EndToEnd
 from tools.bench.kernel_table import table_text
 from tools.bench.run import MFUS, spread
@@ -30,6 +31,7 @@ def gpu_text(figures: Mapping[str, Any], cases: Sequence[Case]) -> str:
     parts += _peers_table([case for case in measured if isinstance(case.work, PeerRun)], found)
     parts += [f"{case.name}\n{part_table(case.name, found[case.name]['runs'][-1])}" for case in measured if case.name in PARTS]
     parts += [f"{case.name}\n{table_text(found[case.name]['runs'][-1]['kernels'])}" for case in measured if case.profiled]
+    parts += [_curves_text(case.name, found[case.name]["runs"][-1]) for case in measured if isinstance(case.work, Curves)]
     parts += ["\n".join(_missing(cases, found))]
     return "\n\n".join(part for part in parts if part)
 
@@ -66,6 +68,12 @@ def _peers_table(cases: Sequence[Case], found: Mapping[str, Any]) -> list[str]:
         gib = theirs["peak_memory_gib"] or theirs["reserved_memory_gib"]
         rows.append((case.name, *_rate_cells(theirs), _cell(gib, ".1f"), _cell(ratio, ".3f"), case.work.rival.name))
     return [format_table(head, rows)] if rows else []
+
+
+def _curves_text(name: str, figures: Mapping[str, Any]) -> str:
+    run, beside = figures["last_mean"]
+    return (f"{name}\nat the end {run:.4f} beside {beside:.4f} nats; apart by {figures['last_difference']:.4f} there, by "
+            f"{figures['largest_difference']:.4f} at most (means of 50 steps)")  # fmt: skip
 
 
 def part_table(part: str, figures: Mapping[str, Any]) -> str:

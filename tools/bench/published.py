@@ -119,7 +119,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
             "parallel.activation_checkpoint": run.activation_checkpoint, "parallel.selective_policy": "half_matmul",
             "parallel.compile.enabled": str(run.compile).lower(), "parallel.loss_chunk_tokens": 0, "train.seq_len": run.seq_len,
             "parallel.async_tp": str(run.async_tp).lower(), "parallel.float8.recipe": FLOAT8[run.matmul_dtype],
-            "parallel.float8.all_gather": str(run.matmul_dtype != "bf16").lower(),
+            "parallel.float8.all_gather": str(run.matmul_dtype != "bf16").lower(), "parallel.float8.min_dim": 16,
             "train.micro_batch_size": run.micro_batch, "train.global_batch_size": sequences}  # fmt: skip
     config = parse_config([*CONFIGS[run.model], *(f"--{key}={value}" for key, value in keys.items())])
     plan = plan_run(config, run.n_gpus, run.gpus_per_node)

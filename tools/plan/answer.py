@@ -16,6 +16,7 @@ from parallel.planner.reasons import give_reasons
 from parallel.planner.search import Candidate, Choice, Machines
 from parallel.strategy import describe_strategy
 from train.attention_kernel import best_attention, check_attention
+from train.best_dtype import best_dtype
 from train.choose import choose_plan, fewest_gpus
 from train.config import Config, ConfigError
 from train.fits import MAX_PROCESSES, check_fits
@@ -32,6 +33,10 @@ class Place:
     gpus: int
     gpus_per_node: int
     hardware: Hardware | None
+
+    def best(self, config: Config) -> tuple[str, str]:
+        """The attention kernel and the dtype that auto is there, as `plan_run` takes them."""
+        return best_attention(config, self.hardware), best_dtype(self.hardware)
 
     def machines(self) -> Machines:
         """For the planner. Processes on a CPU share its memory."""
@@ -89,7 +94,7 @@ def answer(config: Config, place: Place) -> Answer:
         times = step_times(plan, trace_run(config, plan), machines.hardware, place.gpus_per_node)
         reasons = give_reasons(choice, machines, times)
     else:
-        plan = plan_run(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
+        plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
         advice = [*advise(plan, place.gpus_per_node), *unused_keys(config.parallel)]
     if place.hardware:
         check_attention(config, plan, "cpu" if place.hardware.cores else "cuda")
@@ -123,7 +128,7 @@ def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -
 
 def _fits(config: Config, place: Place) -> bool:
     try:
-        plan = plan_run(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
+        plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
     except PlanError:
         return False
     machines = place.machines()

@@ -12,7 +12,6 @@ from parallel.planner.search import search
 from tools.command import format_table
 from tools.plan.answer import DAY_S, Place, needed_words
 from tools.plan.text import seconds
-from train.attention_kernel import best_attention
 from train.choose import describe_choices
 from train.config import Config, ConfigError
 from train.fits import MAX_PROCESSES
@@ -69,7 +68,7 @@ def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: H
 def _chosen(config: Config, place: Place) -> Row:
     """What the planner chooses there."""
     machines = place.machines()
-    job = make_job(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
+    job = make_job(config, place.gpus, place.gpus_per_node, *place.best(config))
     try:
         choice = search(config.parallel, model_units(config.model), job, machines, lambda plan: trace_run(config, plan))
     except PlanError as error:
@@ -85,7 +84,7 @@ def _chosen(config: Config, place: Place) -> Row:
 def _asked(config: Config, place: Place) -> Row:
     """What the config asks for, if it can be and fits."""
     try:
-        plan = plan_run(config, place.gpus, place.gpus_per_node, best_attention(config, place.hardware))
+        plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
     except PlanError as error:
         return Row(place.gpus, reason=_first_line(error))
     row, available = _predicted(config, place, plan), place.machines().available_bytes

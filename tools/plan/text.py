@@ -15,6 +15,7 @@ from train.predict import Prediction
 RUNNERS_UP = 5
 TOO_LARGE = 3
 CHOICES = {"tp": "tp", "dp_replicate": "dp_replicate", "dp_shard": "dp_shard", "activation_checkpoint": "checkpointing",
+           "checkpointed_blocks": "blocks",
            "reshard_after_forward": "reshard", "prefetch": "prefetch", "micro_batch_size": "micro batch"}  # fmt: skip
 
 

@@ -1,0 +1,29 @@
+"""With projections of the same input by one product every mesh still trains the model of one plain eager process."""
+
+import pytest
+
+from tests.distributed.parity import Job, Result, check_compiled, check_parity, plain_run, run_jobs
+from tests.launch import EAGER, write_text
+
+FUSED, TP, AOT = "--parallel.fused_projections=true", "--parallel.tp=2", "--parallel.compile.backend=aot_eager"
+JOBS = {
+    "eager-tp": Job(2, [*EAGER, TP, FUSED], 0),
+    "aot-tp-full": Job(2, [AOT, TP, FUSED, "--parallel.activation_checkpoint=full", "--parallel.sequence_parallel=false"], 2),
+    "inductor-fsdp-selective": Job(2, [FUSED, "--parallel.activation_checkpoint=selective"], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def trained(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return run_jobs(JOBS, data, tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_one_product_trains_the_same_model(name: str, trained: dict[str, Result], data: list[str]) -> None:
+    check_parity(trained[name], plain_run(JOBS[name], data))
+    check_compiled(trained[name], JOBS[name].graphs)

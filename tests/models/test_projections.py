@@ -1,0 +1,153 @@
+"""Projections of the same input by one product: the same results and gradients, fewer products, and nothing more kept."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.llama import Block, Llama, LlamaConfig, init_weights
+from parallel.mesh import build_mesh, data_parallel_group
+from parallel.planner.eager import Subject
+from parallel.planner.trace import trace_module
+from tests.launch import TINY
+from train.build import build_model
+from train.config import parse_config
+from train.optim import build_optimizer
+from train.place import Place
+from train.planning import plan_run
+from train.runtime import start_process
+from train.step import Batch, train_step
+from train.work import trace_model
+
+CONFIG = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=97, max_seq_len=32)
+FUSED = "--parallel.fused_projections=true"
+BLOCK_PRODUCTS = {False: 7 + 14, True: 4 + 8}  # forward and backward
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    start_process(parse_config([]).run, Place(0, 1, 0, 1, False), torch.device("cpu"))
+    yield
+    dist.destroy_process_group()
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def make_model(fused: bool, attention: str = "cpu") -> Llama:
+    model = Llama(CONFIG)
+    init_weights(model, 0)
+    model.choose_kernels(attention, 0, fused)
+    return model
+
+
+def loss_and_gradients(fused: bool, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> tuple[Tensor, dict[str, Tensor | None]]:
+    model = make_model(fused).to(dtype)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    tokens_BT, targets_BT = (torch.randint(97, (3, 32), generator=generator) for _ in range(2))
+    loss = model(tokens_BT, targets_BT)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "frozen", [(), ("layers.0.attention.wk.weight",), tuple(f"layers.0.feed_forward.w{n}.weight" for n in (1, 3))]
+)
+def test_loss_and_gradients_are_those_of_separate_products(frozen: tuple[str, ...]) -> None:
+    (loss, grads), (other_loss, others) = (loss_and_gradients(fused, torch.float32, frozen) for fused in (True, False))
+    torch.testing.assert_close(loss, other_loss, rtol=1e-6, atol=0)
+    for name, grad in grads.items():
+        assert (grad is None) == (name in frozen)
+        if grad is not None:
+            other = others[name]
+            assert other is not None
+            assert (grad - other).norm() < 1e-5 * other.norm(), name
+
+
+def test_in_bfloat16_they_are_off_by_roundings() -> None:
+    (_, grads), (_, others) = (loss_and_gradients(fused, torch.bfloat16) for fused in (True, False))
+    for name, grad in grads.items():
+        other = others[name]
+        assert grad is not None
+        assert other is not None
+        assert (grad - other).norm() < 0.03 * other.norm(), name
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused: bool) -> None:
+    """The real thing, sharded by FSDP2, eager: 12 products a block instead of 21, and the head's 3."""
+    config = parse_config([*TINY, "--parallel.compile.enabled=false", *([FUSED] if fused else [])])
+    plan = plan_run(config, 1)
+    assert plan.fused_projections == fused
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, torch.device("cpu"))
+    tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
+    with Products() as products:
+        train_step(model, build_optimizer(model, config.optim), [Batch(tokens_BT, tokens_BT)], 1.0, data_parallel_group(mesh))
+    assert products.count == config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
+    assert set(dict(model.named_parameters())) == set(dict(Llama(config.model).named_parameters())), "names are as ever"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_compiled_graph_has_four_products_forward_and_eight_backward(tp: int) -> None:
+    counts = []
+    for keys in ([], [FUSED]):
+        config = parse_config([*TINY, f"--parallel.tp={tp}", *keys])
+        block = trace_model(config.model, plan_run(config, tp), 32).modules["layers.0"]
+        counts.append([sum(o.kind == "matmul" for o in phase.operations) for phase in (block.forward, block.backward)])
+    assert counts == [[7, 14], [4, 8]]
+
+
+def build_block(fused: bool) -> Callable[[int], Subject]:
+    def build(sequences: int) -> Subject:
+        x = torch.ones(sequences, 32, CONFIG.dim, requires_grad=True).clone()
+        return Subject(make_model(fused).layers[0], (x,), tuple(torch.ones(32, CONFIG.head_dim) for _ in range(2)))
+
+    return build
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_nothing_more_is_kept_for_the_backward(compiled: bool) -> None:
+    """Neither the joined weights, nor queries and keys beside the values: by the compiler's graphs, or autograd's own."""
+    separate, fused = (trace_module(build_block(fused), compiled).keeps for fused in (False, True))
+    assert fused == separate
+
+
+def test_autograd_holds_no_more_memory() -> None:
+    """Storages of the tensors that a real block saves, those of its weights apart."""
+    held = []
+    for fused in (False, True):
+        block = make_model(fused).layers[0]
+        assert isinstance(block, Block)
+        weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor, weights: set[int] = weights, storages: dict[int, int] = storages) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        x = torch.randn(2, 32, CONFIG.dim, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = block(x, *(torch.ones(32, CONFIG.head_dim) for _ in range(2)))
+        held.append(sum(storages.values()))
+        del y
+    assert held[1] <= held[0]
+
+

@@ -1,0 +1,95 @@
+"""What `parallel.param_dtype: auto` becomes: bfloat16 where the device multiplies it faster."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.plan import Plan
+from parallel.planner.hardware import load_hardware
+from tests.launch import EAGER, TINY, run, write_text
+from tools.plan.__main__ import main as plan_main
+from train.attention_kernel import best_attention
+from train.best_dtype import FAST_ON_CPUS, best_dtype, cpu_dtype, describe_dtype, dtype_here, gpu_dtype
+from train.config import parse_config
+from train.place import Place
+from train.plan_here import plan_here
+from train.planning import plan_run
+
+AUTO = "--parallel.param_dtype=auto"
+CPU = torch.device("cpu")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def dtypes(plan: Plan) -> set[str]:
+    return {unit.param_dtype for unit in plan.units}
+
+
+def test_a_gpu_kind_takes_bfloat16_and_a_cpu_the_faster_one() -> None:
+    for kind in load_hardware().values():
+        faster = kind.peak_tflops["bfloat16"] > kind.peak_tflops["float32"]
+        assert best_dtype(kind) == ("bfloat16" if faster else "float32")
+        assert faster or kind.cores
+    assert best_dtype(None) == "float32", "nothing is known of it"
+
+
+@pytest.mark.skipif(not CPUINFO.is_file(), reason="only Linux lists the instructions of the CPU in a file")
+def test_this_cpu_takes_bfloat16_if_the_kernel_reports_instructions_for_it() -> None:
+    """Linux's names: amx_bf16 and avx512_bf16 on x86, bf16 on Arm."""
+    flags = set(CPUINFO.read_text().split())
+    expected = "bfloat16" if flags & FAST_ON_CPUS.keys() and torch.backends.mkldnn.is_available() else "float32"
+    assert dtype_here(CPU) == expected
+    said = describe_dtype(CPU)
+    assert said.startswith(f"param_dtype: auto is {expected}: ")
+    assert expected == "float32" or any(name in said for key, name in FAST_ON_CPUS.items() if key in flags)
+
+
+@pytest.mark.parametrize(("reported", "expected"), [
+    ({"avx2": True, "avx512_f": True}, "float32"), ({"avx512_bf16": True}, "bfloat16"), ({"amx_bf16": True}, "bfloat16"),
+    ({"amx_bf16": False, "avx512_bf16": False}, "float32"), ({"neon": True, "bf16": False}, "float32"),
+    ({"neon": True, "bf16": True}, "bfloat16"),
+])  # fmt: skip
+def test_other_cpus(reported: dict[str, bool], expected: str) -> None:
+    dtype, why = cpu_dtype(reported, onednn=True)
+    assert dtype == expected
+    assert ("multiplies it faster" in why) == (expected == "bfloat16")
+    assert cpu_dtype(reported, onednn=False)[0] == "float32", "nothing uses the instructions"
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_gpus_from_ampere_on_take_bfloat16(capability: tuple[int, int], expected: str) -> None:
+    dtype, why = gpu_dtype(capability)
+    assert dtype == expected
+    assert f"{capability[0]}.{capability[1]}" in why
+
+
+def test_a_plan_here_has_this_devices_dtype_and_a_dtype_that_is_named_stays() -> None:
+    place = Place(0, 1, 0, 1, False)
+    assert dtypes(plan_here(parse_config([*TINY, AUTO]), place, CPU, "CPU")) == {dtype_here(CPU)}
+    for dtype in ("float32", "bfloat16"):
+        config = parse_config([*TINY, f"--parallel.param_dtype={dtype}"])
+        assert dtypes(plan_here(config, place, CPU, "CPU")) == {dtype}
+    assert dtypes(plan_run(parse_config([*TINY, AUTO]), 1)) == {"float32"}, "of a machine of which nothing is known"
+
+
+def test_attention_in_auto_is_what_bfloat16_has() -> None:
+    h200 = load_hardware()["h200"]
+    assert best_attention(parse_config([AUTO]), h200) == best_attention(parse_config(["--parallel.param_dtype=bfloat16"]), h200)
+    assert best_attention(parse_config([]), h200) == "efficient"
+
+
+@pytest.mark.parametrize("plan", ["manual", "auto"])
+def test_the_plan_tool_takes_bfloat16_for_a_gpu(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["--train.global_batch_size=-1", "--model.n_layers=1", *EAGER, f"--parallel.plan={plan}"]
+    plan_main(["--config=llama_debug", "--gpus=2", "--gpu=h200", *keys, "--json"])
+    units = json.loads(capsys.readouterr().out)["plan"]["units"]
+    assert {unit["param_dtype"] for unit in units} == {"bfloat16"}
+
+
+def test_a_run_says_what_auto_has_become(tmp_path: Path) -> None:
+    result = run(1, *TINY, *EAGER, *write_text(tmp_path), AUTO, "--train.steps=1", "--train.eval_every=0", "--checkpoint.every=0",
+                 f"--run.dir={tmp_path / 'run'}")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(describe_dtype(CPU)) == 1
+    assert f"param_dtype: {dtype_here(CPU)}" in (tmp_path / "run" / "plan.yaml").read_text()

@@ -1,0 +1,72 @@
+"""How many threads a process computes with, and that their number changes nothing but the order of sums."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from train.cores import usable_cores
+from train.place import Place
+from train.run_config import RunConfig
+from train.runtime import start_process
+
+
+def write_system(folder: Path, siblings: dict[int, str], quota: str = "") -> Path:
+    """A /sys that says which hardware threads share a core, and a container's quota."""
+    for cpu, text in siblings.items():
+        topology = folder / f"devices/system/cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{text}\n")
+    (folder / "fs/cgroup").mkdir(parents=True)
+    if quota:
+        (folder / "fs/cgroup/cpu.max").write_text(f"{quota}\n")
+    return folder
+
+
+EIGHT = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}  # 4 cores of 2 threads, numbered as Linux does on x86
+
+
+@pytest.mark.parametrize(
+    ("siblings", "quota", "cpus", "cores"),
+    [
+        (EIGHT, "", range(8), 4),
+        (EIGHT, "", (0, 4), 1),
+        (EIGHT, "", (1, 2, 5), 2),
+        ({}, "", range(3), 3),
+        (EIGHT, "max 100000", range(8), 4),
+        (EIGHT, "200000 100000", range(8), 2),
+        (EIGHT, "150000 100000", range(8), 2),
+        (EIGHT, "50000 100000", range(8), 1),
+        (EIGHT, "900000 100000", range(8), 4),
+    ],
+)
+def test_cores_are_counted_once_and_within_a_containers_quota(siblings, quota, cpus, cores, tmp_path) -> None:
+    assert usable_cores(write_system(tmp_path, siblings, quota), cpus) == cores
+
+
+@pytest.mark.parametrize("processes", [1, 2, 64])
+def test_processes_share_the_cores_whatever_torchrun_says(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    try:
+        start_process(RunConfig(), Place(0, 1, 0, processes, under_torchrun=False), torch.device("cpu"))
+        dist.destroy_process_group()
+        assert torch.get_num_threads() == max(1, usable_cores() // processes)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_thread_and_two_train_the_same_model(tmp_path: Path) -> None:
+    """Losses to 1e-5 nats over 6 steps. Tensors of more than 32,768 values, which is where torch begins to share the work."""
+    wide = [*TINY, *write_text(tmp_path), *EAGER, "--model.dim=128", "--train.seq_len=128", "--train.micro_batch_size=4",
+            "--train.steps=6", "--train.eval_every=0", "--checkpoint.every=0", "--metrics.tensorboard=false"]  # fmt: skip
+    losses = []
+    for threads in (1, 2):
+        result = run(1, *wide, f"--run.threads={threads}", f"--run.dir={tmp_path / str(threads)}")
+        assert result.returncode == 0, result.stderr
+        assert f"{threads} CPU threads each" in result.stdout
+        losses.append([row["loss"] for row in read_metrics(tmp_path / str(threads)).values()])
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5, rel=0)
