@@ -235,25 +235,33 @@ def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
     assert times.backward_tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
 
 
-def test_float8_is_for_the_products_of_the_blocks() -> None:
+def float8_work(share: float) -> ModelWork:
+    """Of 1,000 parameters of products a share is in float8; a block multiplies, and the head does the same."""
     product = [operation("matmul", flops=100 * GB, moved=0.1 * GB)]
-    plain, float8 = (step_times(plan_of(8), work_of(product), MACHINE, 8, matmul_dtype=d).modules for d in ("", "float8"))
-    assert float8["head"] == plain["head"]
-    assert plain["layers.0"].forward_s == pytest.approx(1e-3 + 1e-6)
-    assert float8["layers.0"].forward_s == pytest.approx(0.5e-3 + FLOAT8_CASTING * 0.1 / 500 + 1e-6)
+    plain = work_of(product)
+    block = dataclasses.replace(plain.modules["layers.0"], weights=((10, 100), (50, 1)), float8=round(1000 * share))
+    return dataclasses.replace(plain, modules={name: block if name.startswith("layers.") else work
+                                               for name, work in plain.modules.items()})  # fmt: skip
 
 
-def test_float8_is_gathered_a_byte_a_number() -> None:
-    sent = [operation("collective", "all_gather", moved=GB)]
-    summed = [operation("collective", "reduce_scatter", moved=GB)]
-    times = step_times(plan_of(8, tp=8), work_of(sent, summed), MACHINE, 8, matmul_dtype="float8").modules["layers.0"]
-    assert times.forward_tp_s == pytest.approx(collective_s("all_gather", GB / 2, Group(8, 8, 1), MACHINE))
-    assert times.backward_tp_s == pytest.approx(collective_s("reduce_scatter", GB, Group(8, 8, 1), MACHINE))
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_float8_is_for_the_products_of_the_blocks_that_are_in_it(share: float) -> None:
+    times = step_times(plan_of(8), float8_work(share), MACHINE, 8).modules
+    in_float8_s = 0.5e-3 + 1e-6 + FLOAT8_CASTING * 0.1 / 500
+    assert times["head"].forward_s == pytest.approx(1e-3 + 1e-6)
+    assert times["layers.0"].forward_s == pytest.approx(share * in_float8_s + (1 - share) * (1e-3 + 1e-6))
+
+
+def test_a_device_without_float8_emulates_it() -> None:
+    without = dataclasses.replace(MACHINE, matmul={d: rates for d, rates in MACHINE.matmul.items() if d != "float8"})
+    slower = step_times(plan_of(8), float8_work(1.0), without, 8).modules["layers.0"].forward_s
+    assert slower == pytest.approx(1e-3 + 1e-6 + FLOAT8_CASTING * 0.1 / 500)
 
 
 def test_async_tp_hides_part_of_the_collectives() -> None:
     work = work_of([operation("collective", "all_gather", moved=GB)])
-    plain, hidden = (step_times(plan_of(8, tp=8), work, MACHINE, 8, async_tp=a).modules["head"] for a in (False, True))
+    plan = plan_of(8, tp=8)
+    plain, hidden = (step_times(dataclasses.replace(plan, async_tp=a), work, MACHINE, 8).modules["head"] for a in (False, True))
     assert hidden.forward_tp_s == pytest.approx(plain.forward_tp_s * (1 - ASYNC_TP_HIDDEN))
 
 
