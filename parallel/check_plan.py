@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parallel import rules
+from parallel.async_tp_rules import async_tp_mistakes
 from parallel.compile_budget import budget_mistakes
 from parallel.config import ParallelConfig
 from parallel.float8_rules import float8_mistakes
@@ -28,7 +29,8 @@ def check_plan(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> 
     model_mistakes = _model_mistakes(plan, model)
     mistakes += model_mistakes
     if not model_mistakes:  # the rest asks for the units' order, and names modules
-        mistakes += rules.async_tp_mistakes(plan, "") + float8_mistakes(plan, model, "float8: ")
+        mistakes += async_tp_mistakes(plan, "") if plan.async_tp else []
+        mistakes += float8_mistakes(plan, model, "float8: ")
         mistakes += _all_units_mistakes(plan, model)
         mistakes += _dtype_chain_mistakes(plan) + _style_mistakes(plan, model, seq_len)
     if mistakes:

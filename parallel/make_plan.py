@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallel import rules
+from parallel.async_tp_rules import async_tp_mistakes
 from parallel.compile_budget import budget_mistakes
-from parallel.config import ParallelConfig
+from parallel.config import Float8Config, ParallelConfig
 from parallel.float8_rules import float8_mistakes, make_float8, name_mistakes
-from parallel.plan import AXES, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
+from parallel.plan import AXES, NO_FLOAT8, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.selective import blocks_of_every, op_mistakes, saved_ops
 from parallel.strategy import resolve_strategy
 from parallel.tensor import split_styles
@@ -70,12 +71,16 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
         loss_chunk_tokens=_loss_chunk(config, micro_batch_size * job.seq_len, mesh.tp),
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
-        float8=make_float8(config.float8, model, tensor, mesh.tp),
+        float8=NO_FLOAT8 if config.float8 == Float8Config() else make_float8(config.float8, model, tensor, mesh.tp),
         compile=config.compile,
         modules=tuple(model.modules),
         units=_make_units(config, model, job),
     )
-    if mistakes := rules.async_tp_mistakes(plan, "parallel.") + float8_mistakes(plan, model, "parallel.float8."):
+    if plan.async_tp:
+        mistakes += async_tp_mistakes(plan, "parallel.")
+    if plan.float8 != NO_FLOAT8:
+        mistakes += float8_mistakes(plan, model, "parallel.float8.")
+    if mistakes:
         raise PlanError("\n".join(mistakes))
     return plan
 

@@ -91,6 +91,9 @@ class Float8Plan:
     tokens: tuple[str, ...]
 
 
+NO_FLOAT8 = Float8Plan("none", (), False, ())
+
+
 @dataclass(frozen=True)
 class UnitPlan:
     """One FSDP unit: the modules whose parameters are gathered together, and how they are treated.

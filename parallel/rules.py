@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from parallel.compile_budget import SAVING_BACKENDS
 from parallel.config import CompileConfig
-from parallel.plan import DTYPES, ModelUnits, Plan
+from parallel.plan import DTYPES, ModelUnits
 
 LEAST_CHUNK_TOKENS = 64  # of the loss
 USUAL_BACKENDS = (*SAVING_BACKENDS, "aot_eager", "eager")  # known without asking torch, which takes seconds
@@ -49,22 +49,6 @@ def kernel_mistakes(attention: str, loss_chunk_tokens: int, gathered: bool, mode
     if loss_chunk_tokens and gathered:
         mistakes.append(f"{place}loss_chunk_tokens={loss_chunk_tokens} is for logits that stay split over tp: use 0, or "
                         "loss_parallel=true")  # fmt: skip
-    return mistakes
-
-
-def async_tp_mistakes(plan: Plan, place: str) -> list[str]:
-    """Inductor cuts collectives up beside products, and only those that gather or scatter tokens."""
-    if not plan.async_tp:
-        return []
-    mistakes = []
-    if plan.mesh.tp == 1:
-        mistakes.append(f"{place}async_tp=true, but tp=1 has no collectives: use false, or tp > 1")
-    elif not plan.tensor.sequence_parallel:
-        mistakes.append(f"{place}async_tp=true needs sequence_parallel=true, whose gathers and scatters stand beside products: "
-                        "an all-reduce cannot be cut up so")  # fmt: skip
-    if not plan.compile.enabled or plan.compile.backend != "inductor":
-        mistakes.append(f"{place}async_tp=true is done by inductor, and blocks are not compiled by it: use "
-                        "compile.backend=inductor, or async_tp=false")  # fmt: skip
     return mistakes
 
 

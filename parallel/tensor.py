@@ -27,8 +27,8 @@ and DeviceMesh. Our attention for CPUs is not random; on a GPU the random state 
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from parallel.float8_tokens import gather_in_float8, gather_narrow
 from parallel.plan import Plan, TensorPlan
 
 TOKENS, CHANNELS = 1, 2  # dims of x[B, T, D]
@@ -63,7 +64,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
 
     apply_styles(model, plan.tensor, axis, share)
-    gather_in_float8(model, plan.float8.tokens, plan.tensor.styles)
+    if plan.float8.tokens:
+        gather_in_float8(model, plan.float8.tokens, plan.tensor.styles)
 
 
 def apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]) -> None:
@@ -84,15 +86,6 @@ def apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: 
         module.weight = split[whole]
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
-
-
-def gather_in_float8(model: nn.Module, patterns: Sequence[str], styles: Mapping[str, str]) -> None:
-    """Have modules of these patterns gather in float8: norms their output; rowwise linears, in the backward, its gradient, which
-    needs the wider range."""
-    for name, module in model.named_modules() if patterns else ():
-        if pattern := next((p for p in patterns if fnmatch.fnmatchcase(name, p)), ""):
-            dtype = "float8_e4m3fn" if styles[pattern] == "sequence" else "float8_e5m2"
-            module.tensor_axis = replace(module.tensor_axis, gather_dtype=dtype)  # type: ignore[arg-type]
 
 
 def find_style(plan: TensorPlan, module: str) -> str:
@@ -124,20 +117,9 @@ def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     if axis.gather_dtype:
-        return _gather_narrow(x, axis, dim)
+        return gather_narrow(x, axis.group_name, axis.degree, dim, axis.gather_dtype)
     gathered = _wait(_c10d.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group_name))
     return torch.cat(gathered.chunk(axis.degree), dim)
-
-
-def _gather_narrow(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """In float8, with one scale for the tokens of all ranks: products in float8 would round them to just that."""
-    dtype = getattr(torch, axis.gather_dtype)
-    most = torch.finfo(dtype).max
-    largest = _wait(_c10d.all_reduce(x.abs().amax().float(), "max", axis.group_name))
-    scale = most / largest.clamp(min=1e-12)  # as torchao's EPS
-    sent = (x.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
-    gathered = _wait(_c10d.all_gather_into_tensor(sent.contiguous(), axis.degree, axis.group_name))
-    return (torch.cat(gathered.chunk(axis.degree), dim).view(dtype).float() / scale).to(x.dtype)
 
 
 def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:

@@ -9,7 +9,7 @@ from tests.launch import EAGER, ROOT, TINY, run, write_text
 from train.config import parse_config
 from train.data.tokens import load_corpus
 
-MAX_LINES = 2620
+MAX_LINES = 2720
 MESH = ["--parallel.dp_shard=2", "--parallel.tp=2", "--train.steps=2"]
 # Dynamo reads a compiled module's functions instead of calling them: the eager run shows those.
 MODES = {"eager": EAGER, "compiled": ["--parallel.compile.backend=aot_eager"]}

@@ -9,12 +9,12 @@ import torch
 from models.llama import Llama, LlamaConfig, block_linears
 from parallel.activation_checkpoint import recompute
 from parallel.float8_rules import count_float8
+from parallel.float8_tokens import gather_in_float8
 from parallel.plan import Plan, TensorPlan, UnitPlan
 from parallel.planner.eager import Subject
 from parallel.planner.one_rank import apply_as_one_rank
 from parallel.planner.trace import trace_module
 from parallel.planner.work import ModelWork, ModuleWork
-from parallel.tensor import gather_in_float8
 from train.work_cache import remember
 
 BLOCKS = "layers."
@@ -110,7 +110,8 @@ def _build(case: _Case, sequences: int) -> Subject:
         torch.set_default_dtype(torch.float32)
     model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
     apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
-    gather_in_float8(model, case.float8_tokens, dict(case.styles))
+    if case.float8_tokens:
+        gather_in_float8(model, case.float8_tokens, dict(case.styles))
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; frozen, it is known as such by its share that is trained.
     for name in case.frozen if case.module != "tok_embeddings" else ():
