@@ -18,7 +18,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.float8.linears:
         from parallel.float8 import apply_float8
 
-        apply_float8(model, plan.float8, mesh.device_type)
+        apply_float8(model, plan, mesh.device_type)
     apply_tensor_parallel(model, plan, mesh["tp"])
     apply_activation_checkpoint(model, plan)
     apply_compile(model, plan, mesh["tp"])

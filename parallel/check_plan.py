@@ -16,6 +16,7 @@ from parallel.plan import ACTIVATION_CHECKPOINTS, AXES, DTYPES, ModelUnits, Plan
 from parallel.selective import op_mistakes, saved_ops
 from parallel.tensor import STYLES, find_style, split_styles
 
+_CHOOSE_LINEARS = (("float8", "linears"), ("float8", "min_dim"))
 _OF_ALL_UNITS = ("cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens", "fused_projections", "async_tp")
 
 
@@ -54,7 +55,9 @@ def key_mistakes(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[
     sections: dict[str, object] = {"compile": plan.compile, "float8": plan.float8}
     for section, whole in sections.items():
         for key, asked in vars(getattr(config, section)).items():
-            if asked != getattr(getattr(default, section), key) and asked != (value := getattr(whole, key, "no such key")):
+            if (section, key) in _CHOOSE_LINEARS:  # a file has the linears that they chose
+                continue
+            if asked != getattr(getattr(default, section), key) and asked != (value := getattr(whole, key)):
                 mistakes.append(f"parallel.{section}.{key}={_word(asked)}, but the plan file {config.plan} has {_word(value)}: "
                                 f"{way_out}")  # fmt: skip
     return mistakes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.plan import Float8Plan, PlanError
+from parallel.plan import Float8Plan, Plan, PlanError
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies float8 (torch._scaled_mm): Ada, Hopper and newer
 
@@ -29,26 +29,28 @@ def check_float8(plan: Float8Plan, device: torch.device) -> None:
                         f"more, and {torch.cuda.get_device_name(device)} has {_version(found)}: use none")  # fmt: skip
 
 
-def apply_float8(model: nn.Module, plan: Float8Plan, device_type: str) -> None:
+def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
     """Give the plan's linears products in float8, in place, before anything else is done to the model. Raises PlanError where
     torchao is not installed, and if a pattern meets no linear."""
-    found = dict.fromkeys(plan.linears, 0)
+    found = dict.fromkeys(plan.float8.linears, 0)
 
     def chosen(module: nn.Module, name: str) -> bool:
-        pattern = next((p for p in plan.linears if fnmatch.fnmatchcase(name, p)), None)
+        pattern = next((p for p in found if fnmatch.fnmatchcase(name, p)), None)
         if pattern is not None:
             found[pattern] += 1
         return pattern is not None
 
     convert, recipes = _import_torchao()
-    config = replace(recipes(plan.recipe), emulate=device_type == "cpu", enable_fsdp_float8_all_gather=plan.all_gather)
+    # Padded where the tokens of a micro batch, which the gradient of a weight sums over, are no multiple of 16.
+    config = replace(recipes(plan.float8.recipe), emulate=device_type == "cpu", pad_inner_dim=True,
+                     enable_fsdp_float8_all_gather=plan.float8.all_gather)  # fmt: skip
     convert(model, config=config, module_filter_fn=chosen)
     if missed := [pattern for pattern, times in found.items() if not times]:
         raise PlanError(f"float8: linears: {missed[0]} meets no linear of this model")
     for module in model.modules():
         if hasattr(module, "linear_mm_config"):
             module.product = MethodType(_product, module)  # type: ignore[assignment]
-    if plan.all_gather:
+    if plan.float8.all_gather and not plan.cpu_offload:  # FSDP2 copies a weight to the device without its scale
         model.after_optimizer_step = MethodType(_scale_weights, model)  # type: ignore[assignment]
 
 

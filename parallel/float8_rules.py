@@ -29,10 +29,11 @@ def _gathered_tokens(chosen: Collection[str], model: ModelUnits, tensor: TensorP
     return (*norms, *(pattern for pattern in chosen if tensor.styles.get(pattern) == "rowwise"))
 
 
-def name_mistakes(patterns: Iterable[str], model: ModelUnits, place: str) -> list[str]:
-    """Patterns that are the name of nothing."""
-    return [f"{place}linears: {pattern} is the name of no linear in a block. There are {', '.join(model.linears)}"
-            for pattern in patterns if not _matching([pattern], model)]  # fmt: skip
+def key_mistakes(asked: Float8Config, model: ModelUnits, place: str) -> list[str]:
+    """Patterns that are the name of nothing, and a size that is none."""
+    mistakes = [f"{place}min_dim={asked.min_dim} must be at least 1"] if asked.min_dim < 1 else []
+    return mistakes + [f"{place}linears: {pattern} is the name of no linear in a block. There are {', '.join(model.linears)}"
+            for pattern in asked.linears if not _matching([pattern], model)]  # fmt: skip
 
 
 def float8_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:

@@ -11,7 +11,7 @@ from parallel import rules
 from parallel.async_tp_rules import async_tp_mistakes
 from parallel.compile_budget import budget_mistakes
 from parallel.config import Float8Config, ParallelConfig
-from parallel.float8_rules import float8_mistakes, make_float8, name_mistakes
+from parallel.float8_rules import float8_mistakes, key_mistakes, make_float8
 from parallel.plan import AXES, NO_FLOAT8, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
 from parallel.selective import blocks_of_every, op_mistakes, saved_ops
 from parallel.strategy import resolve_strategy
@@ -114,7 +114,7 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: Job) -> list[s
         if (value := getattr(config, key)) != "auto" and value < 0:
             mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")
     if config.checkpointed_blocks != "auto":
-        mistakes += _checkpointed_blocks_mistakes(config.checkpointed_blocks, config.activation_checkpoint)
+        mistakes += _blocks_mistakes(config.checkpointed_blocks, config.activation_checkpoint, len(model.checkpointed))
     if config.unit_min_params < 0:
         mistakes.append(f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more")
     for part in config.tp_parts:
@@ -130,13 +130,13 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: Job) -> list[s
     if config.activation_checkpoint == "budget":
         mistakes += budget_mistakes(config.activation_budget, config.compile.enabled, config.compile.backend, "parallel.")
     if config.float8.recipe != "none":
-        mistakes += name_mistakes(config.float8.linears, model, "parallel.float8.")
+        mistakes += key_mistakes(config.float8, model, "parallel.float8.")
     return mistakes + rules.compile_mistakes(config.compile, "parallel.compile.")
 
 
-def _checkpointed_blocks_mistakes(blocks: int, mode: str) -> list[str]:
-    if blocks < 0:
-        return [f"parallel.checkpointed_blocks={blocks} must be auto (all) or a number of blocks"]
+def _blocks_mistakes(blocks: int, mode: str, there_are: int) -> list[str]:
+    if not 0 <= blocks <= there_are:
+        return [f"parallel.checkpointed_blocks={blocks} must be auto (all) or a number of blocks: there are {there_are}"]
     if mode in ("auto", "none"):
         return [f"parallel.checkpointed_blocks={blocks} is for an activation_checkpoint, which is {mode}: name one, or use auto"]
     return []

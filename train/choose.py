@@ -47,8 +47,8 @@ def _make_job(config: Config, world_size: int, machines: Machines) -> Job:
 
 def _fits_somehow(config: Config, gpus: int, machines: Machines, seq_len: int) -> bool:
     """Whether a plan that spends as little memory as it can fits on so many GPUs, with sequences of `seq_len` tokens."""
-    parallel, job = frugal(config.parallel, _make_job(config, gpus, machines))
     model = model_units(config.model)
+    parallel, job = frugal(config.parallel, _make_job(config, gpus, machines), len(model.checkpointed))
     try:
         choice = search(parallel, model, dataclasses.replace(job, seq_len=seq_len), machines,
                         lambda plan: trace_run(config, plan).shortened(seq_len))  # fmt: skip

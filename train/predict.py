@@ -11,7 +11,7 @@ from models.cost import flops_per_token
 from models.llama import Llama, LlamaConfig
 from parallel.compile_check import cache_folder
 from parallel.memory_by_kind import StepMemory
-from parallel.plan import Plan
+from parallel.plan import Plan, PlanError
 from parallel.planner.costs import step_times
 from parallel.planner.hardware import Hardware
 from parallel.planner.memory import predict_step_memory, reserved_bytes
@@ -47,6 +47,10 @@ class Prediction:
 
 def predict(config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
     """Memory and time of the run that `config` describes under `plan`, on machines of that kind."""
+    if plan.float8.linears and not hardware.cores and "float8" not in hardware.matmul:
+        recipe = f"parallel.float8.recipe={plan.float8.recipe}"
+        raise PlanError(f"{recipe}: {hardware.name} does not multiply float8 (GPUs of compute "
+                        "capability 8.9 and more do): use none")  # fmt: skip
     work = trace_run(config, plan)
     memory = predict_step_memory(plan, work)
     timeline = simulate_step(plan, step_times(plan, work, hardware, gpus_per_node))

@@ -24,7 +24,6 @@ from parallel.planner.work import ModelWork
 from parallel.selective import op_mistakes
 
 PART_OF_THE_BLOCKS = ("selective", "full", "offload")  # what is tried for the fewest blocks that fit, too
-ALL_BLOCKS = 1_000_000  # more than any model has
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
 JUDGED = 12  # plans that are timed in full though a faster one is known, for the list of runners-up
 NEAREST = 24  # plans whose memory is gone through where none fits, to find the one that needs least
@@ -99,12 +98,12 @@ def search(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machin
     return Choice(tuple(_ranked(found.fitting)), tuple(found.too_large), tuple(found.slower))
 
 
-def frugal(config: ParallelConfig, job: Job) -> tuple[ParallelConfig, Job]:
-    """The same with the keys left open, all but the tp degree, set to what needs least memory."""
+def frugal(config: ParallelConfig, job: Job, blocks: int) -> tuple[ParallelConfig, Job]:
+    """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of the model."""
     least: dict[str, Any] = {"dp_replicate": 1, "activation_checkpoint": "full", "reshard_after_forward": True,
                              "forward_prefetch": 1, "backward_prefetch": 1}  # fmt: skip
     if config.activation_checkpoint != "none":
-        least["checkpointed_blocks"] = ALL_BLOCKS
+        least["checkpointed_blocks"] = blocks
     closed: dict[str, Any] = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
     micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
     return dataclasses.replace(config, **closed), dataclasses.replace(job, micro_batch_size=micro_batch_size)

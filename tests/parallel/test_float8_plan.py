@@ -16,7 +16,7 @@ from parallel.planner.memory import predict_step_memory
 from tools.simulate import simulate_run
 from train.config import parse_config
 from train.planning import model_units, plan_run
-from train.predict import trace_run
+from train.predict import predict, trace_run
 
 TENSORWISE = "--parallel.float8.recipe=tensorwise"
 SENT = "--parallel.float8.all_gather=true"
@@ -83,6 +83,7 @@ def test_tokens_in_it_are_half_the_bytes_of_bfloat16() -> None:
     (["--parallel.float8.recipe=rowwise", "--parallel.param_dtype=float32"], ["rowwise gives bfloat16", "use bfloat16"]),
     ([TENSORWISE, SENT, "--parallel.reshard_after_forward=2"], ["within smaller groups"]),
     ([TENSORWISE, "--parallel.fused_projections=true"], ["scales each weight", "use one of the two"]),
+    ([TENSORWISE, "--parallel.float8.min_dim=0"], ["min_dim=0 must be at least 1"]),
     ([SENT], ["recipe=none has no linears and sends nothing in float8"]),
 ])  # fmt: skip
 def test_what_cannot_be_in_float8_is_refused_with_a_way_out(arguments, words) -> None:
@@ -113,7 +114,7 @@ def test_a_plan_file_says_it_and_is_checked(tmp_path: Path) -> None:
 def test_a_config_beside_a_plan_file_must_not_say_other_than_it(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan_8b(TENSORWISE)))
     beside = [*LLAMA_8B, "--parallel.param_dtype=bfloat16", f"--parallel.plan={tmp_path / 'plan.yaml'}"]
-    plan_run(parse_config([*beside, TENSORWISE]), 8)
+    plan_run(parse_config([*beside, TENSORWISE, "--parallel.float8.min_dim=16"]), 8)  # which chose some, that the file has
     with pytest.raises(PlanError, match=r"parallel.float8.recipe=rowwise, but the plan file .* has tensorwise"):
         plan_run(parse_config([*beside, "--parallel.float8.recipe=rowwise"]), 8)
 
@@ -136,6 +137,12 @@ def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
     _, sent_unit, sent_bytes = judged(TENSORWISE, SENT)
     assert 0.45 * plain_unit.gather_s < sent_unit.gather_s < 0.6 * plain_unit.gather_s
     assert plain_bytes - sent_bytes >= 218_103_808, "of each of a block's product weights one of two bytes"
+
+
+def test_a_kind_of_gpu_that_has_no_float8_is_refused_in_planning() -> None:
+    config = parse_config([*LLAMA_8B, TENSORWISE])
+    with pytest.raises(PlanError, match="a100-80gb does not multiply float8"):
+        predict(config, plan_run(config, 8), load_hardware()["a100-80gb"], 8)
 
 
 def test_a_gpu_that_has_no_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
 
 def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
     config, job = ParallelConfig(**BF16), Job(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
-    closed, one = frugal(config, job)
+    closed, one = frugal(config, job, BLOCKS)
     least = search(closed, MODEL, one, machines(500), trace)
     everything = find(8, machines(500))
     needed = [c.needed_bytes for c in (*everything.fitting, *everything.too_large)]
