@@ -1,4 +1,4 @@
-"""What compiling needs from the machine, where its graphs are kept, and what it has compiled."""
+"""What compiling needs from the machine, where its graphs are kept, and how many there are."""
 
 import os
 import shutil
@@ -60,18 +60,6 @@ def use_cache_folder(config: CompileConfig) -> None:
         why = f"cannot make this folder ({error.strerror}): name another"
         raise PlanError(f"parallel.compile.cache_dir={folder}: {why}") from None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # inductor reads it from the environment alone
-
-
-def describe_cache() -> str:
-    """One line on the compiled graphs of this process so far: from the cache, or compiled anew; "" if there are none."""
-    counters = torch._dynamo.utils.counters["inductor"]
-    hits, misses = counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
-    bypassed = counters["fxgraph_cache_bypass"]
-    if not hits + misses + bypassed:
-        return ""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return f"compile cache {cache_dir()}: {hits} graphs found there, {misses + bypassed} compiled anew"
 
 
 def count_compiled_graphs() -> int:

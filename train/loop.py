@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.async_tp import describe_async_tp
-from parallel.compile_check import describe_cache
+from parallel.compile_report import describe_compiling
 from parallel.plan import Plan
 from parallel.recompile import RecompileGuard
 from train.checkpoint.folder import SaveError
@@ -31,7 +31,7 @@ from train.kernel_check import KernelCheck
 from train.metrics import Metrics
 from train.nonfinite import FiniteGuard
 from train.optim import learning_rate, set_learning_rate
-from train.profiling import StepProfiler
+from train.profiling import Profiled, StepProfiler
 from train.step import train_step
 from train.stop import PeerLostError, Stop
 from train.watchdog import Watchdog
@@ -70,7 +70,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     """
     config, position, stopping = run.config, start, False
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
-    profiler = StepProfiler(config.profile, run.folder / "profile", dist.get_rank() == 0, run.screen.line)
+    profiler = StepProfiler(config.profile, run.folder / "profile", Profiled(run.model, run.plan, run.device), run.screen.line)
     garbage = Garbage(config.train.gc_every)
     watching = _watch_kernels(run)
     run.stop.begin()
@@ -83,8 +83,8 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
             step = now.step
             run.watchdog.enter("first step" if position is start else "step", step)
             set_learning_rate(run.optimizer, lr := learning_rate(config.optim, step, run.total_steps))
-            data = loader.next()
             profiler.before_step(step)
+            data = loader.next()
             with watching():
                 result = train_step(run.model, run.optimizer, data.micro_batches, config.train.grad_clip, run.data_parallel)
             run.metrics.step_done(data.wait_s)
@@ -96,7 +96,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
             position = now
             run.screen.step_done(step)
             if (trace := profiler.after_step(step)) is not None:
-                run.screen.line(f"profile: {trace}")
+                run.screen.line(f"profile: {trace}; python -m tools.trace {run.folder}")
 
             _hear_saver(run, step, on_progress)
             stopping = _stop_agreed(run)
@@ -156,7 +156,7 @@ def _end_saving(run: Run, step: int, on_progress: Callable[[int], None]) -> None
 
 def _after_first_step(run: Run) -> None:
     """Everything is compiled now: say where from, give back what it took, and listen for what should not come."""
-    if told := describe_cache():
+    if told := describe_compiling():
         run.screen.line(told)
     if run.plan.async_tp:
         run.screen.line(describe_async_tp(run.plan))

@@ -1,74 +1,176 @@
-"""A window of steps through torch's profiler, as a Chrome trace."""
+"""A window of steps through torch's profiler: a Chrome trace of each profiled rank, which `tools.trace` explains."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from parallel.compile_report import compiled_graphs
 from parallel.one_line import one_line
+from parallel.plan import Plan
 from train.bounds import bounded
+from train.ending import say_error
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to profile.
+    """Which steps to profile, into run.dir/profile/step-START; python -m tools.trace RUN explains what is there.
 
     Args:
         start: first optimizer step of the profiled window; 0 is never
         steps: length of the window, in optimizer steps
+        all_ranks: profile every rank, not only the first: shows who waits for whom
+        stacks: note where in Python each operator was called; slows the profiled steps
+        memory: on a GPU, a snapshot of its memory at the end of the window, with what allocated it, for
+            pytorch.org/memory_viz; on a CPU, allocations in the trace
     """
 
     start: int = bounded(0, low=0)
     steps: int = bounded(3, low=1)
+    all_ranks: bool = False
+    stacks: bool = False
+    memory: bool = False
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What is profiled, and on what."""
+
+    model: nn.Module
+    plan: Plan
+    device: torch.device
 
 
 ERROR_SHOWN = 300  # characters of what the profiler or the disk said
+HISTORY_ENTRIES = 1_000_000  # allocations that a snapshot remembers, the last ones
 
 
 class StepProfiler:
-    """Profiles rank 0 from `start` on; with start 0 it does nothing and costs nothing.
+    """Profiles a window of steps on rank 0 or on all; with start 0 it does nothing and costs nothing.
 
-    An error of the profiler, or a folder that cannot be written, ends the profile and not the run: `warn` hears one line.
+    The profiler is warmed up during the step before the window. An error of the profiler, or a folder that cannot be written,
+    ends the profile and not the run: `warn` hears one line.
     """
 
-    def __init__(self, config: ProfileConfig, folder: Path, enabled: bool, warn: Callable[[str], None]) -> None:
-        self._config, self._folder = config, folder
-        self._last = config.start + config.steps - 1
-        self._enabled, self._warn = enabled and config.start > 0, warn
+    def __init__(self, config: ProfileConfig, folder: Path, subject: Profiled, warn: Callable[[str], None]) -> None:
+        self._config, self._subject, self._warn = config, subject, warn
+        self._folder = folder / f"step-{config.start:08d}"
+        self._rank = dist.get_rank()
+        enabled = config.start > 0 and (config.all_ranks or self._rank == 0)
+        self._first, self._last = (config.start, config.start + config.steps - 1) if enabled else (0, 0)
         self._profile: torch.profiler.profile | None = None
+        self._step: torch.profiler.record_function | None = None
+        self._names: list[RemovableHandle] = []
+        self._recording = False
 
     def before_step(self, step: int) -> None:
-        """Called before every optimizer step, counted from 1."""
-        if self._enabled and step == self._config.start:
-            try:
-                profile = torch.profiler.profile()
-                profile.start()
-                self._profile = profile
-            except (OSError, RuntimeError) as error:
-                self._give_up(error)
+        """Called before every optimizer step, counted from 1, and before its data."""
+        if step <= self._last:
+            with self._giving_up():
+                self._before(step)
 
     def after_step(self, step: int) -> Path | None:
-        """Called after every step; returns the trace's path when it has just been written, else None."""
-        if self._profile is None or step < self._last:
-            return None
-        return self.close()
+        """Called after every step; returns the folder of the traces when this rank's has just been written, else None."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+        return self.close() if step == self._last else None
 
     def close(self) -> Path | None:
-        """End a window that is still open, writing what it has; None where nothing could be written."""
+        """End a window that is still open, writing what it has; None where nothing could be written, or there is none."""
         profile, self._profile = self._profile, None  # first: whatever goes wrong, it is over
         if profile is None:
             return None
-        path = self._folder / f"trace-step-{self._config.start:08d}.json.gz"
-        try:
-            profile.stop()
+        written = None
+        with self._giving_up():
+            if not self._recording:  # the run ends while the profiler warms up: it does not like to be dropped
+                profile.start_trace()
+                profile.stop_trace()
+                return None
+            self._wait_for_device()
+            profile.stop_trace()
             self._folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:
-            self._give_up(error)
-            return None
-        return path
+            _write_whole(self._path("json.gz"), lambda path: profile.export_chrome_trace(str(path)))
+            self._write_memory()
+            _write_whole(self._path("compile.json"), lambda path: path.write_text(_compile_report()))
+            written = self._folder
+        self._end()
+        return written
 
-    def _give_up(self, error: Exception) -> None:
-        said = one_line(f"{type(error).__name__}: {error}", ERROR_SHOWN)
-        self._warn(f"warning: no profile from step {self._config.start} in {self._folder}, the run goes on ({said})")
+    def _before(self, step: int) -> None:
+        if self._profile is None and step in (self._first - 1, self._first):
+            self._profile = torch.profiler.profile(record_shapes=True, with_stack=self._config.stacks,
+                                                   profile_memory=self._config.memory)  # fmt: skip
+            self._profile.prepare_trace()
+        if self._profile is not None and step == self._first:
+            from parallel.unit_names import name_units
+
+            self._wait_for_device()  # what still runs was launched before the window
+            if self._remembers:
+                torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
+            self._names = name_units(self._subject.model, self._subject.plan)
+            self._profile.start_trace()
+            self._profile.add_metadata_json("meshwright", json.dumps(self._facts()))
+            self._recording = True
+        if self._recording:
+            self._step = torch.profiler.record_function(f"ProfilerStep#{step}")  # the name that other tools look for
+            self._step.__enter__()
+
+    def _facts(self) -> Mapping[str, Any]:
+        """What a trace says of the run that it is of."""
+        device = self._subject.device
+        return {"rank": self._rank, "world_size": dist.get_world_size(), "first_step": self._first,
+                "steps": self._config.steps, "device_type": device.type, "torch": torch.__version__,
+                "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}  # fmt: skip
+
+    @property
+    def _remembers(self) -> bool:
+        return self._config.memory and self._subject.device.type == "cuda"
+
+    def _write_memory(self) -> None:
+        if self._remembers:
+            _write_whole(self._path("memory.pickle"), lambda path: torch.cuda.memory._dump_snapshot(str(path)))
+
+    def _path(self, ending: str) -> Path:
+        return self._folder / f"rank-{self._rank}.{ending}"
+
+    def _wait_for_device(self) -> None:
+        if self._subject.device.type == "cuda":
+            torch.cuda.synchronize(self._subject.device)
+
+    def _end(self) -> None:
+        """Leave nothing behind."""
+        for handle in self._names:
+            handle.remove()
+        if self._recording and self._remembers:
+            torch.cuda.memory._record_memory_history(None)
+        self._profile, self._step, self._names, self._recording, self._last = None, None, [], False, 0
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            said = one_line(f"{type(error).__name__}: {error}", ERROR_SHOWN)
+            words = f"warning: no profile from step {self._first} in {self._folder}, the run goes on ({said})"
+            self._warn(words) if self._rank == 0 else say_error(f"rank {self._rank}: {words}")
+            self._end()
+
+
+def _compile_report() -> str:
+    return json.dumps([asdict(graph) | {"total_s": graph.total_s} for graph in compiled_graphs()], indent=1)
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """A file that is there as a whole or not at all."""
+    partial = path.with_name(f".{path.name}")  # the ending tells the profiler whether to compress
+    write(partial)
+    os.replace(partial, path)

@@ -103,7 +103,7 @@ def profiled(on_cpu, tmp_path_factory) -> list[dict]:
     result = run(1, *TINY, *on_cpu[1], *keys, "--run.device=cuda", f"--train.steps={STEPS}",
                  "--checkpoint.every=0", f"--run.dir={folder}", timeout_s=300)  # fmt: skip
     assert result.returncode == 0, result.stderr
-    (trace,) = (folder / "profile").iterdir()
+    (trace,) = (folder / "profile").glob("*/rank-0.json.gz")
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         return json.load(file)["traceEvents"]
 

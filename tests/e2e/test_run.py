@@ -262,12 +262,3 @@ def test_without_a_compiler_the_message_names_both_ways_out(data, tmp_path):
     assert "g++" in result.stderr
     assert "--parallel.compile.enabled=false" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_a_profile_window_is_a_trace_that_names_the_units(data, tmp_path):
-    import gzip
-
-    folder = tmp_path / "run"
-    assert run(1, *arguments(folder, data, *EAGER, "--train.steps=4", "--profile.start=2", "--profile.steps=2")).returncode == 0
-    (trace,) = (folder / "profile").glob("*.json.gz")
-    assert "FSDP::pre_forward (layers.0)" in gzip.decompress(trace.read_bytes()).decode()

@@ -1,11 +1,108 @@
-"""A window of profiled steps, and what becomes of a run whose profile cannot be made."""
+"""A window of profiled steps: what its traces name, what it costs when it is off, and a profile that cannot be made."""
 
+import gzip
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from train.profiling import ProfileConfig, StepProfiler
+from parallel.mesh import build_mesh, data_parallel_group
+from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from train.build import build_model
+from train.config import parse_config
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.profiling import ProfileConfig, Profiled, StepProfiler
+from train.step import Batch, train_step
+
+UNITS = ["tok_embeddings", "layers.0", "layers.1", "head"]
+AOT = "--parallel.compile.backend=aot_eager"
+RUNS = {"compiled": (2, [AOT, "--profile.all_ranks=true"]),
+        "eager-recomputed": (2, [*EAGER, "--parallel.activation_checkpoint=full"]),
+        "joined": (1, [*EAGER, "--parallel.unit_min_params=20000", "--train.freeze=[tok_embeddings.*]"])}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def profiled_run(name: str, data: list[str], folder: Path) -> Path:
+    processes, keys = RUNS[name]
+    window = ["--train.steps=5", "--profile.start=3", "--profile.steps=2", "--metrics.every=1", "--metrics.tensorboard=false"]
+    batch = ["--train.micro_batch_size=1", "--train.global_batch_size=4"]
+    result = run(processes, *TINY, *data, *keys, *window, *batch, f"--run.dir={folder}")
+    assert result.returncode == 0, result.stderr
+    assert f"profile: {folder / 'profile' / 'step-00000003'}" in result.stdout
+    assert [row["recompiles"] for step, row in read_metrics(folder).items() if step] == [0] * 5
+    return folder / "profile" / "step-00000003"
+
+
+def annotations(trace: Path) -> list[dict]:
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
+
+
+def test_every_rank_names_every_units_work_and_communication_also_compiled(data: list[str], tmp_path: Path) -> None:
+    folder = profiled_run("compiled", data, tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "rank-0.compile.json", "rank-0.json.gz", "rank-1.compile.json", "rank-1.json.gz"]  # fmt: skip
+    for rank in (0, 1):
+        found = annotations(folder / f"rank-{rank}.json.gz")
+        counts = Counter(event["name"] for event in found)
+        assert [counts[f"ProfilerStep#{step}"] for step in (2, 3, 4, 5)] == [0, 1, 1, 0]
+        for unit in UNITS:  # two steps of two micro batches
+            for name in (f"{unit} forward", f"{unit} backward", f"FSDP::all_gather_copy_out ({unit})",
+                         f"FSDP::post_backward_reduce ({unit})"):  # fmt: skip
+                assert counts[name] >= 4, name
+            assert counts[f"{unit} forward"] == counts[f"{unit} backward"] == 4
+        about = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["meshwright"]
+        assert (about["rank"], about["world_size"], about["first_step"], about["steps"]) == (rank, 2, 3, 2)
+    graphs = json.loads((folder / "rank-0.compile.json").read_text())
+    assert len(graphs) >= 2
+    assert all("forward (" in graph["function"] and graph["total_s"] > 0 for graph in graphs)
+
+
+def test_a_units_range_lies_behind_its_gathering_and_before_its_reduction(data: list[str], tmp_path: Path) -> None:
+    found = annotations(profiled_run("eager-recomputed", data, tmp_path) / "rank-0.json.gz")
+    words = [e["name"] for e in found if re.search(r"layers\.1|layers\.0 ", e["name"]) and "prefetch" not in e["name"]]
+    words = [re.sub(r"FSDP::(\w+) \(.*\)", r"\1", word) for word in words]
+    assert words[: words.index("layers.0 backward") + 1] == [
+        "all_gather", "layers.0 forward", "pre_forward", "all_gather_copy_out", "layers.1 forward", "post_forward",
+        "all_gather", "pre_backward", "all_gather_copy_out", "layers.1 backward", "post_backward_accumulate",
+        "post_backward_reshard", "post_backward_rs_wait", "post_backward_reduce", "layers.0 backward"]  # fmt: skip
+    ends = {e["name"]: e["ts"] + e["dur"] for e in reversed(found)}
+    starts = {e["name"]: e["ts"] for e in reversed(found)}
+    assert ends["layers.1 forward"] <= starts["FSDP::post_forward (layers.1)"]
+    assert ends["layers.1 backward"] <= starts["FSDP::post_backward_accumulate (layers.1)"]
+
+
+def test_a_frozen_embedding_has_no_backward_and_joined_modules_have_their_units_name(data: list[str], tmp_path: Path) -> None:
+    found = annotations(profiled_run("joined", data, tmp_path) / "rank-0.json.gz")
+    counts = Counter(e["name"] for e in found if e["name"].endswith(("forward", "backward")))
+    (joined,) = {name.removesuffix(" forward") for name in counts if name.startswith("layers") and name.endswith("forward")}
+    assert counts[f"{joined} forward"] == counts[f"{joined} backward"] == 2 * counts["head forward"] == 16
+    assert counts["tok_embeddings backward"] == 0
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def profiler(config: ProfileConfig, folder: Path, said: list[str]) -> StepProfiler:
+    subject = Profiled(torch.nn.Linear(2, 2), SimpleNamespace(units=()), torch.device("cpu"))
+    return StepProfiler(config, folder, subject, said.append)
 
 
 def steps(profiler: StepProfiler, count: int) -> list[Path]:
@@ -17,19 +114,61 @@ def steps(profiler: StepProfiler, count: int) -> list[Path]:
     return [trace for trace in [*traces, profiler.close()] if trace]
 
 
-def test_a_window_becomes_one_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("start", "count"), [(1, 4), (2, 4), (4, 4), (3, 9)])
+def test_a_window_becomes_one_trace_also_where_the_run_ends_in_it(alone, start: int, count: int, tmp_path: Path) -> None:
     said: list[str] = []
-    (trace,) = steps(StepProfiler(ProfileConfig(2, 2), tmp_path / "profile", True, said.append), 4)
-    assert trace.stat().st_size > 0
+    (folder,) = steps(profiler(ProfileConfig(start, 2), tmp_path / "profile", said), count)
+    (trace,) = folder.glob("*.json.gz")
+    names = [e["name"] for e in annotations(trace)]
+    assert names == [f"ProfilerStep#{step}" for step in range(start, min(start + 1, count) + 1)]
     assert said == []
 
 
+def test_a_run_that_ends_before_the_window_has_no_profile(alone, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert steps(profiler(ProfileConfig(4, 2), tmp_path / "profile", said), 3) == []
+    assert said == []
+    assert not (tmp_path / "profile").exists()
+
+
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_folder_that_cannot_be_made_is_one_warning(count: int, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_warning(alone, count: int, tmp_path: Path) -> None:
     """After the window, and where the loop ends inside it."""
     (tmp_path / "profile").write_text("a file")
     said: list[str] = []
-    assert steps(StepProfiler(ProfileConfig(2, 2), tmp_path / "profile", True, said.append), count) == []
+    assert steps(profiler(ProfileConfig(2, 2), tmp_path / "profile", said), count) == []
     (warning,) = said
-    for words in ("no profile from step 2", str(tmp_path / "profile"), "FileExistsError", "the run goes on"):
+    for words in ("no profile from step 2", str(tmp_path / "profile"), "NotADirectoryError", "the run goes on"):
         assert words in warning
+
+
+def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_smallest_step(alone, tmp_path: Path) -> None:
+    """Calls of Python and C functions, not time. The step is eager, of two blocks and one micro batch."""
+    config = parse_config([*TINY, *EAGER])
+    plan, device = plan_run(config, 1), torch.device("cpu")
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, device)
+    optimizer, tokens = build_optimizer(model, config.optim), torch.zeros(1, 32, dtype=torch.int64)
+    off = StepProfiler(config.profile, tmp_path, Profiled(model, plan, device), print)
+
+    def step(number: int) -> None:
+        train_step(model, optimizer, [Batch(tokens, tokens)], 1.0, data_parallel_group(mesh))
+
+    def profiled(number: int) -> None:
+        off.before_step(number)
+        off.after_step(number)
+
+    step(1)
+    in_step, in_profiler = count_calls(lambda: step(2)), count_calls(lambda: profiled(2))
+    assert 2 <= in_profiler < in_step / 1000
+
+
+def count_calls(work: Callable[[], None]) -> int:
+    """Without `work` itself."""
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(calls) - 2  # `work`, and the end of counting

@@ -1,0 +1,75 @@
+"""What compiling has cost this process: by graph, by stage, and what the cache had."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One graph, and the seconds of each stage; where the cache had it, what finding it took.
+
+    Args:
+        function: what was compiled, with its file and line
+        phase: "forward", in which eager backends count the backward too; "backward" where that was compiled later
+        dynamo_s: reading Python and making guards
+        autograd_s: AOT autograd, which traces forward and backward and splits them
+        inductor_s: inductor with the compilers that it calls; 0 of other backends
+    """
+
+    function: str
+    phase: str
+    dynamo_s: float
+    autograd_s: float
+    inductor_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.dynamo_s + self.autograd_s + self.inductor_s
+
+
+def compiled_graphs() -> list[CompiledGraph]:
+    """The graphs of this process so far, in order: the last 64, of which dynamo keeps notes."""
+    names: dict[str, str] = {}  # a backward's note does not tell its function, but the compilation that it belongs to
+    return [_compiled_graph(note, names) for note in torch._dynamo.utils.get_compilation_metrics()]
+
+
+def _compiled_graph(note: Any, names: dict[str, str]) -> CompiledGraph:
+    if note.co_name:
+        names[str(note.compile_id)] = f"{note.co_name} ({Path(note.co_filename or '').name}:{note.co_firstlineno})"
+    name = names.get(str(note.compile_id), "")
+    # Each stage's time contains those of the stages that it calls.
+    dynamo_s, autograd_s, inductor_s = (
+        (microseconds or 0) / 1e6
+        for microseconds in (note.dynamo_cumulative_compile_time_us or note.duration_us,
+                             note.aot_autograd_cumulative_compile_time_us,
+                             note.inductor_cumulative_compile_time_us)
+    )  # fmt: skip
+    if not note.dynamo_cumulative_compile_time_us:  # a backward that is compiled in the backward: dynamo has no part in it
+        return CompiledGraph(name, "backward", 0.0, max(dynamo_s - inductor_s, 0.0), inductor_s)
+    return CompiledGraph(name, "forward", dynamo_s - autograd_s, max(autograd_s - inductor_s, 0.0), inductor_s)
+
+
+def describe_compiling() -> str:
+    """One line on the compiled graphs of this process so far: what they took, and where they come from; "" if there are none."""
+    graphs = compiled_graphs()
+    if not graphs:
+        return ""
+    stages = {"dynamo": sum(graph.dynamo_s for graph in graphs), "AOT autograd": sum(graph.autograd_s for graph in graphs),
+              "inductor": sum(graph.inductor_s for graph in graphs)}  # fmt: skip
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items() if seconds)
+    return f"compiling took {sum(stages.values()):.1f} s ({parts}){_describe_cache()}"
+
+
+def _describe_cache() -> str:
+    """Graphs of inductor: from the cache, or compiled anew."""
+    counters = torch._dynamo.utils.counters["inductor"]
+    hits, misses = counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
+    bypassed = counters["fxgraph_cache_bypass"]
+    if not hits + misses + bypassed:
+        return ""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return f"; compile cache {cache_dir()}: {hits} graphs found there, {misses + bypassed} compiled anew"
