@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def device_memory_bytes(device: torch.device, place: Place) -> int:
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():  # a container's own limit
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return free // place.local_world_size
+
+
+def peak_resident_bytes() -> int:
+    """The most that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def return_free_memory() -> None:

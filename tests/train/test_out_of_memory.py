@@ -1,0 +1,85 @@
+"""A run whose memory really ends, and what the planner says would free most."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from parallel.planner.hardware import load_hardware
+from tests.launch import EAGER, ROOT, TINY, environment, read_status, write_text
+from train.config import parse_config
+from train.out_of_memory import is_out_of_memory
+from train.planning import plan_run
+from train.predict import predict_memory
+from train.savings import largest_savings
+
+# Step 2 may take as much memory as the process has, and a little more.
+LIMITED = """
+import resource, sys
+import train.loop as loop
+from train.step import train_step
+steps = []
+def limited(*arguments):
+    steps.append(1)
+    if len(steps) == 2:
+        pages = int(open("/proc/self/statm").read().split()[5])  # data and stack
+        resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
+    try:
+        return train_step(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+loop.train_step = limited
+from train.main import main
+main(sys.argv[1:])
+"""
+BATCH = ["--train.micro_batch_size=2048", "--train.global_batch_size=2048", "--parallel.loss_chunk_tokens=0"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's data is Linux's")
+def test_a_run_that_runs_out_of_memory_says_where_it_went_and_what_would_help(tmp_path) -> None:
+    data = write_text(tmp_path)
+    arguments = [*TINY, *EAGER, *BATCH, *data, "--train.steps=3", "--metrics.tensorboard=false", f"--run.dir={tmp_path / 'run'}"]
+    line = [sys.executable, "-c", LIMITED, *arguments]
+    result = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    said = result.stderr[result.stderr.index("OutOfMemory: ") :].splitlines()
+    assert "rank 0 ran out of memory" in said[0]
+    assert "you tried to allocate" in said[0]
+    assert re.match(r"  resident, in GiB: params 0\.00, optimizer 0\.00, process at its peak \d+\.\d\d$", said[1])
+    assert re.match(r"  predicted \d+\.\d\d GiB at the peak, in GiB: params .*, activations .*, logits ", said[2])
+    helps = [line for line in said if line.startswith("  would help: --")]
+    assert len(helps) == 3
+    assert any("--parallel.activation_checkpoint=full" in line and "GiB less, a step takes " in line for line in helps)
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "failed"
+    assert status["reason"].startswith("OutOfMemory: rank 0 ran out of memory")
+
+
+def test_what_counts_as_running_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**62, dtype=torch.int8)
+    assert is_out_of_memory(refused.value)
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+
+
+def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
+    keys = ["--model.dim=256", "--model.n_layers=4", "--model.ffn_dim=1024", "--train.seq_len=512", "--train.micro_batch_size=4"]
+    config = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16"])
+    plan, hardware = plan_run(config, 4, attention="cudnn"), load_hardware()["h100-sxm"]
+    savings = largest_savings(config, plan, hardware, 4)
+    peak = predict_memory(config, plan).peak_bytes
+    assert len(savings) == 3
+    assert [saving.freed_bytes for saving in savings] == sorted((s.freed_bytes for s in savings), reverse=True)
+    for saving in savings:
+        changed = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16",
+                                *(f"--{key}={str(value).lower()}" for key, value in saving.keys.items())])  # fmt: skip
+        assert peak - saving.freed_bytes == predict_memory(changed, plan_run(changed, 4, attention="cudnn")).peak_bytes
+        assert saving.slower is None or saving.slower > -0.5
+    unknown = largest_savings(config, plan, None, 4)
+    assert [dataclasses.replace(saving, slower=None) for saving in savings] == unknown
