@@ -101,14 +101,20 @@ def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
     the same. So it does not matter which axes shard a gradient, where torch's own function takes gradients of one mesh only
     and reduces each apart. Norms of bfloat16 gradients are float32: in their own dtype they would keep 8 bits.
     """
+    square = square_held(parameters)
+    square += 0 * loss.to(square.device)  # 0, or not a number
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+def square_held(parameters: Sequence[Tensor]) -> Tensor:
+    """What this rank adds to the square of the norm of the parameters' gradient, a float32 scalar: summed over all ranks it is
+    that square."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [local_part(grad) for grad in grads]
     norms = torch._foreach_norm(held, 2, torch.float32)
     torch._foreach_mul_(norms, [_copies(grad) ** -0.5 for grad in grads])
-    square = torch.stack(norms).square().sum()
-    square += 0 * loss.to(square.device)  # 0, or not a number
-    dist.all_reduce(square)
-    return square.sqrt()
+    return torch.stack(norms).square().sum()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:

@@ -12,6 +12,7 @@ from parallel.planner.costs import step_times
 from parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from parallel.planner.reasons import give_reasons
 from parallel.planner.search import Machines
+from parallel.planner.timeline import Timeline
 from train.best_dtype import dtype_here
 from train.choose import choose_plan
 from train.config import Config
@@ -23,13 +24,14 @@ from train.predict import Prediction, predict, trace_run
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A plan that the planner has chosen for this machine: the figures it predicts, by their names in metrics.jsonl, and
-    what it has to say."""
+    """A plan that the planner has chosen for this machine: the figures it predicts, by their names in metrics.jsonl, what it has
+    to say, and a step."""
 
     plan: Plan
     peak_bytes: int
     predicted: Mapping[str, float]
     said: tuple[str, ...]
+    timeline: Timeline
 
 
 def choose_here(config: Config, place: Place, device: torch.device, device_name: str) -> Chosen:
@@ -51,7 +53,8 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
     times = step_times(plan, trace_run(config, plan), machines.hardware, place.local_world_size)
     said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
     figures = {"step_time_s": predicted.timeline.step_s, "peak_memory_gib": _measured_peak(predicted, device) / GIB}
-    return Chosen(dataclasses.replace(plan, cpu_offload=config.parallel.cpu_offload), predicted.memory.peak_bytes, figures, said)
+    plan = dataclasses.replace(plan, cpu_offload=config.parallel.cpu_offload)
+    return Chosen(plan, predicted.memory.peak_bytes, figures, said, predicted.timeline)
 
 
 def _find_kind(device: torch.device, device_name: str) -> Hardware:

@@ -2,14 +2,10 @@
 
 import contextlib
 import errno
-import io
 import os
-import socket
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 MAX_WAITING = 10_000  # rows kept for a file that cannot be written; a row has about a kilobyte
 _BLOCK_BYTES = 65536
@@ -107,50 +103,3 @@ def _end_of_last_line(file: int, size: int) -> int:
             return start + place + 1
         size = start
     return 0
-
-
-class Board:
-    """A TensorBoard event file with all of a row on disk as soon as it is added.
-
-    Not SummaryWriter: its thread writes up to two minutes later, all of which a kill loses, and on a full disk it dies, prints
-    a traceback, and makes the next call raise.
-    """
-
-    def __init__(self, folder: Path, trouble: Trouble, texts: Mapping[str, str], first_step: int) -> None:
-        """`texts`, by name, are shown at step 0. Of files written before, steps from `first_step` on are hidden: a resumed run
-        does them again."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-        from torch.utils.tensorboard.summary import text
-
-        now_s = time.time()
-        start = [Event(wall_time=now_s, file_version="brain.Event:2"),
-                 Event(wall_time=now_s, step=first_step, session_log=SessionLog(status=SessionLog.START)),
-                 *(Event(wall_time=now_s, summary=text(k, f"```\n{v}\n```")) for k, v in texts.items())]  # fmt: skip
-        name = f"events.out.tfevents.{now_s:017.6f}.{socket.gethostname()}.{os.getpid()}"  # read in the order of names
-        self._file = LogFile(folder / name, trouble, _records(start))
-
-    def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Add scalars and texts, by name, of a step."""
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from torch.utils.tensorboard.summary import text
-
-        # One event for all scalars: an event each, as SummaryWriter does it, takes three times as long.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        summaries = [Summary(value=values), *(text(name, t) for name, t in texts.items())]
-        self._file.append(_records(Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries))
-
-    def close(self) -> None:
-        """Try once more to write what waits."""
-        self._file.close()
-
-
-def _records(events: Iterable[Any]) -> bytes:
-    """Events in the framing that TensorBoard reads."""
-    from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-
-    buffer = io.BytesIO()
-    writer = RecordWriter(buffer)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return buffer.getvalue()

@@ -81,6 +81,9 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
         while position.step < run.total_steps and not stopping:
             now = _next_position(run, position)
             step = now.step
+            ended = step == run.total_steps
+            evaluating = _due(step, config.train.eval_every, ended)
+            run.metrics.before_step(reporting := _due(step, config.metrics.every, ended) or evaluating)
             run.watchdog.enter("first step" if position is start else "step", step)
             set_learning_rate(run.optimizer, lr := learning_rate(config.optim, step, run.total_steps))
             profiler.before_step(step)
@@ -100,9 +103,6 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
 
             _hear_saver(run, step, on_progress)
             stopping = _stop_agreed(run)
-            ended = step == run.total_steps
-            evaluating = _due(step, config.train.eval_every, ended)
-            reporting = _due(step, config.metrics.every, ended) or evaluating
             saving = _due(step, config.checkpoint.every, ended or stopping)
             if reporting or saving:
                 run.metrics.pause()

@@ -11,7 +11,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from models.cost import flops_per_token
 from models.size import count_parameters
 from parallel.advice import advise, unused_keys
 from parallel.compile_check import check_compiler, use_cache_folder
@@ -21,11 +20,14 @@ from parallel.plan import Plan
 from parallel.plan_file import plan_to_table, plan_to_yaml
 from parallel.planner.hardware import find_hardware
 from parallel.planner.memory import usable_bytes
+from parallel.planner.timeline import Timeline
 from parallel.recompile import RecompileGuard
 from parallel.strategy import describe_strategy
 from train import VERSION
 from train.auto import choose_here
 from train.best_dtype import describe_dtype
+from train.board import Outcome
+from train.board_facts import describe_run
 from train.build import build_model
 from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import SaveError, list_checkpoints, refuse_newer
@@ -46,9 +48,10 @@ from train.host_memory import device_memory_bytes
 from train.init_from import find_weights, load_weights, say_start
 from train.journal import Journal
 from train.loop import Run, train_loop
-from train.metrics import Metrics, Throughput
+from train.metrics import Metrics
 from train.nonfinite import FiniteGuard, NonFiniteError
 from train.optim import build_optimizer
+from train.out_of_memory import OutOfMemory, explaining_out_of_memory
 from train.place import Place, choose_device, read_place
 from train.plan_here import plan_here
 from train.restarts import check_crash_loop
@@ -56,15 +59,16 @@ from train.runtime import start_process
 from train.status import read_status
 from train.stop import PeerLostError, Stop, as_lost_peer
 from train.take_folder import take_folder
+from train.throughput import make_throughput
 from train.together import from_main, with_restarts_of_all
 from train.watchdog import Watchdog
 
-EXPLAINED = (SaveError, NonFiniteError, PeerLostError)  # failures of which the message says all: no traceback
+EXPLAINED = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)  # failures of which the message says all: no traceback
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Where a run computes and how, the bytes a process needs; and where the planner has chosen, its figures and reasons."""
+    """Where a run computes and how, the bytes a process needs; and where the planner chose, its figures, reasons and step."""
 
     device: torch.device
     device_name: str
@@ -72,6 +76,7 @@ class Planned:
     needed_bytes: int
     predicted: Mapping[str, float] = dataclasses.field(default_factory=dict)
     said: tuple[str, ...] = ()
+    timeline: Timeline | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -130,7 +135,7 @@ def _plan(config: Config, place: Place, screen: Screen) -> Planned:
         screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
         check_compiler(chosen.plan, device.type, place.local_world_size)
-        return Planned(device, device_name, chosen.plan, chosen.peak_bytes, chosen.predicted, chosen.said)
+        return Planned(device, device_name, chosen.plan, chosen.peak_bytes, chosen.predicted, chosen.said, chosen.timeline)
     plan = plan_here(config, place, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, place.local_world_size)
@@ -175,9 +180,11 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
 
     shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
     order, group = SampleOrder(corpus.sources, sequences, config.run.seed), data_parallel_group(mesh)
-    metrics = Metrics(config.metrics, _throughput(config, planned), folder, device, place.is_main, planned.predicted, screen.line)
-    for name, text in texts.items():
-        metrics.add_text(name.removesuffix(".yaml"), text)
+    throughput = make_throughput(config, plan, planned.device_name)
+    metrics = Metrics(config.metrics, throughput, folder, device, place.is_main, planned.predicted, screen.line)
+    metrics.watch_gradients(model, plan, optimizer)
+    data = (corpus.description, total_steps)
+    metrics.show(describe_run(config, plan, planned.device_name, data, planned.said, planned.timeline))
     saver = Saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts,
                   lambda: device_memory_bytes(torch.device("cpu"), place))  # fmt: skip
     finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
@@ -189,13 +196,16 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
 def _train(run: Run, journal: Journal, start: Position) -> bool:
     """The loop, with status.json telling at any moment how it stands; True if it was stopped early."""
     run.screen.start_progress(start.step, run.total_steps)
+    outcome: Outcome = "failed"
     try:
-        reached = train_loop(run, start, journal.reached)
+        with explaining_out_of_memory(run.config, run.plan, run.device, run.optimizer, run.folder / "profile"):
+            reached = train_loop(run, start, journal.reached)
+        stopped = reached.step < run.total_steps
+        outcome = "stopped" if stopped else "finished"
     finally:
         run.screen.close()
-        run.metrics.close()
-    stopped = reached.step < run.total_steps
-    journal.ended("stopped" if stopped else "finished", reached.step, run.stop.reason or "" if stopped else "")
+        run.metrics.close(outcome)
+    journal.ended(outcome, reached.step, run.stop.reason or "" if stopped else "")
     if told := run.metrics.compare_with_predicted():
         run.screen.line(told)
     run.screen.line(_last_words(run, reached, stopped))
@@ -269,19 +279,6 @@ def _total_steps(config: Config, corpus: Corpus, sequences: SequenceShape, plan:
     if not config.train.epochs:
         return config.train.steps
     return max(1, int(config.train.epochs * sum(counts)) // plan.global_batch_size)
-
-
-def _throughput(config: Config, planned: Planned) -> Throughput:
-    seq_len, plan = config.train.seq_len, planned.plan
-    hardware = find_hardware(planned.device_name)
-    dtype = plan.units[0].param_dtype
-    return Throughput(
-        tokens_per_step=plan.global_batch_size * seq_len,
-        flops_per_token=flops_per_token(config.model, seq_len, "full"),
-        flops_per_token_causal=flops_per_token(config.model, seq_len, "causal"),
-        world_size=plan.mesh.world_size,
-        peak_flops=hardware.peak_tflops[dtype] * 1e12 if hardware else None,
-    )
 
 
 def _last_words(run: Run, reached: Position, stopped: bool) -> str:

@@ -1,6 +1,5 @@
 """What a run reports: metrics.jsonl, TensorBoard, the progress line. The only place that waits for the device."""
 
-import resource
 import statistics
 import sys
 import time
@@ -11,10 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from parallel.compile_check import count_compiled_graphs
+from parallel.plan import Plan
+from train.board import Outcome, Shown
+from train.board_tags import PREDICTED, UNIT_NORMS
 from train.bounds import bounded
 from train.evaluation import Score, mean_loss
+from train.gradient_norms import GradientNorms
+from train.host_memory import peak_resident_bytes
 from train.row_files import RowFiles
 from train.spikes import Spike, SpikeDetector
 from train.step import StepResult
@@ -29,10 +34,12 @@ class MetricsConfig:
     Args:
         every: optimizer steps between reports; 0 is never
         tensorboard: write TensorBoard files into run.dir/tb
+        gradient_norms: at every report, the norm of each FSDP unit's gradient
     """
 
     every: int = bounded(10, low=0)
     tensorboard: bool = True
+    gradient_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,26 @@ class Metrics:
 
     def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool,
                  predicted: Mapping[str, float], warn: Callable[[str], None] = _to_stderr) -> None:  # fmt: skip
-        self._throughput, self._device = throughput, device
+        self._config, self._throughput, self._device = config, throughput, device
         self._spikes = SpikeDetector()
         self._rows = RowFiles(folder, config.tensorboard, warn) if is_main else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
         self._predicted = dict(predicted)  # by the name of the figure
+        rates = self._rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
+        self._predicted_row = {f"{PREDICTED}{name}": value for name, value in {**predicted, **rates}.items()}
+        self._norms: GradientNorms | None = None
         self._reported: list[dict[str, float]] = []  # the same figures, of each report
+
+    def watch_gradients(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+        """Have every report say the norm of each unit's gradient, if the config asks for it."""
+        if self._config.gradient_norms:
+            self._norms = GradientNorms(model, plan, optimizer)
+
+    def before_step(self, reported: bool) -> None:
+        """Say whether the next step will be reported; every rank says the same."""
+        if self._norms is not None:
+            self._norms.want(reported)
 
     def step_done(self, data_wait_s: float) -> None:
         """Count a step; after the first of this process the compiled graphs are all there should ever be."""
@@ -103,7 +123,9 @@ class Metrics:
         row |= {"peak_memory_gib": memory_gib, "reserved_memory_gib": reserved_gib}
         row |= {"data_wait_s": wait_s, "recompiles": int(most_recompiles)}
         row |= used
-        row |= {f"predicted_{name}": value for name, value in self._predicted.items()}
+        row |= self._predicted_row
+        if self._norms is not None:
+            row[UNIT_NORMS] = self._norms.take()
         texts = {}
         if (spike := self._spikes.add(loss)) is not None:
             row["loss_spike"] = spike.deviations
@@ -133,10 +155,15 @@ class Metrics:
                 for name, value in self._predicted.items())  # fmt: skip
         return f"predicted against measured: {', '.join(told)}"
 
-    def add_text(self, name: str, text: str) -> None:
-        """Show a text, such as the config, in TensorBoard, from the first row on."""
+    def show(self, shown: Shown) -> None:
+        """What TensorBoard shows of the run, from the first row on."""
         if self._rows is not None:
-            self._rows.add_text(name, text)
+            self._rows.show(shown)
+
+    def add_image(self, step: int, name: str, png: bytes) -> None:
+        """Show an image, a PNG file's bytes, in TensorBoard; nothing on ranks that write nothing."""
+        if self._rows is not None:
+            self._rows.add_image(step, name, png)
 
     def later(self, job: Callable[[], None]) -> None:
         """Have something done once all rows so far are written: by the thread that writes them, or here on ranks without one."""
@@ -147,10 +174,10 @@ class Metrics:
         if self._rows is not None:
             self._rows.flush()
 
-    def close(self) -> None:
-        """Write what has not been written yet."""
+    def close(self, outcome: Outcome | None = None) -> None:
+        """Write what has not been written yet, and how the run has ended."""
         if self._rows is not None:
-            self._rows.close()
+            self._rows.close(outcome)
 
     def _rates(self, step_time_s: float) -> dict[str, float]:
         t = self._throughput
@@ -188,5 +215,5 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
     """Peak of allocated and of reserved memory on a GPU; of the process's resident memory, twice, on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
+    resident = peak_resident_bytes() / GIB
     return resident, resident

@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.log_files import MAX_WAITING, Board, LogFile, Trouble
+from train.board import Board, Outcome, Shown
+from train.board_tags import UNIT_NORMS, UNIT_NORMS_TAG, scalars_of
+from train.log_files import MAX_WAITING, LogFile, Trouble
 from train.store_link import Errands
 
 HANGS_S = 5.0  # a disk that has not taken a row for so long is no longer waited for
@@ -26,19 +28,25 @@ class RowFiles:
         self._file = LogFile(folder / "metrics.jsonl", self._trouble)
         self._board_folder = folder / "tb" if tensorboard else None
         self._board: Board | None = None  # opened by the first row: importing TensorBoard would delay the first step
-        self._texts: dict[str, str] = {}
+        self._shown, self._images = Shown(), dict[str, Callable[[], bytes]]()
         self._thread, self._sent = Errands("metrics"), deque[Future[None]]()
         self._moved_s = time.monotonic()  # when something was last seen done
         self._hangs, self._lost = False, 0
         self.later(lambda: self._file.append(b""))  # so that one hears early if that cannot be
 
-    def add_text(self, name: str, text: str) -> None:
-        """Show a text in TensorBoard, from the first row on."""
-        self._texts[name] = text
+    def show(self, shown: Shown) -> None:
+        """What TensorBoard shows of the run, from the first row on."""
+        self._shown, self._images = shown, dict(shown.images)
+
+    def add_image(self, step: int, name: str, png: bytes) -> None:
+        """Have an image, a PNG file's bytes, written for TensorBoard."""
+        self.later(partial(self._write_image, step, name, lambda: png))
 
     def write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         """Have a row written, and texts of its step; neither may be changed any more."""
         self.later(partial(self._write, row, texts))
+        while self._images:  # after the first row, which need not wait for them
+            self.later(partial(self._write_image, 0, *self._images.popitem()))
 
     def later(self, job: Callable[[], None]) -> None:
         """Have something done after all rows so far. Raises what a job before this one has raised."""
@@ -55,10 +63,10 @@ class RowFiles:
                 self._sent[0].exception(HANGS_S)
             self._look()
 
-    def close(self) -> None:
-        """Write all that can be written, what failed before included."""
+    def close(self, outcome: Outcome | None) -> None:
+        """Write all that can be written, what failed before included, and how the run has ended, if it has begun."""
         self.later(self._file.close)
-        self.later(lambda: self._board.close() if self._board is not None else None)
+        self.later(partial(self._close_board, outcome))
         self.flush()
         self._thread.close(0.0 if self._hangs else HANGS_S)
         if lacking := len(self._sent) + self._lost:
@@ -77,9 +85,30 @@ class RowFiles:
                        "wait in memory")  # fmt: skip
 
     def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.append(json.dumps(finite).encode() + b"\n")  # JSON has no NaN: null
+        self._file.append(json.dumps(_finite(row)).encode() + b"\n")
         if self._board_folder is not None:
-            self._board = self._board or Board(self._board_folder, self._trouble, self._texts, row["step"])
-            scalars = {name: value for name, value in row.items() if name != "step" and not isinstance(value, str)}
-            self._board.add(row["step"], scalars, texts)
+            norms = [norm for norm in row.get(UNIT_NORMS, {}).values() if math.isfinite(norm)]
+            self._opened(self._board_folder, row["step"]).add(row["step"], scalars_of(row), texts, {UNIT_NORMS_TAG: norms})
+
+    def _write_image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
+        if self._board_folder is not None:
+            self._opened(self._board_folder, step).add_image(step, name, make())
+
+    def _opened(self, folder: Path, first_step: int | None) -> Board:
+        self._board = self._board or Board(folder, self._trouble, self._shown, first_step)
+        return self._board
+
+    def _close_board(self, outcome: Outcome | None) -> None:
+        """A run that failed before its first row has its place among the others all the same."""
+        if self._board_folder is not None and (self._board is not None or outcome == "failed"):
+            board = self._opened(self._board_folder, None)
+            board.close()
+            if outcome is not None:
+                board.end(outcome)
+
+
+def _finite(value: Any) -> Any:
+    """As JSON has it, which knows no NaN: null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

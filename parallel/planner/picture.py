@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width, to_svg
 from parallel.planner.timeline import EXPOSED, Event, Timeline, describe
+from parallel.planner.zoom import zoom_window
 
 WIDTH = 1240
 LEFT, RIGHT = 118, 24  # margins beside the lanes: their names are on the left
 LANE_HEIGHT, LANE_GAP = 26, 5
 AXIS_HEIGHT = 24
-ZOOMED_UNITS = 4
 THIN, INVISIBLE = 1.5, 0.05  # pixels: thinner bars that nearly touch are painted as one; as thin, not at all
-SMALL, BODY, LARGE = 11, 12, 19  # font sizes
+CELL = 1.0  # pixels: of thin bars in so much there is one, as wide as all of them
+SMALLEST, SMALL, BODY, LARGE = 9, 11, 12, 19  # font sizes
 INK, FAINT, GRID, PAPER, MARK = "#1a1a1a", "#595959", "#e3e3e3", "#f6f6f6", "#ececec"
 # The palette of Okabe and Ito (2008), which colour-blind people can tell apart; exposed time alone is vermilion.
 COLORS = {
@@ -74,21 +75,26 @@ def draw_timeline(timeline: Timeline, title: str) -> Picture:
     start_s, end_s, units = zoom_window(timeline)
     zoom = Panel(whole.bottom + AXIS_HEIGHT + 62, start_s, end_s, rows)
     shapes: list[Shape] = [
-        Text(LEFT, 34, title, _title_size(title), INK, bold=True),
+        one_line(34, title, LARGE, bold=True),
         Text(LEFT, 57, facts(timeline), BODY + 1, INK),
-        *_legend(timeline, 78),
+        *legend(timeline.events, 78),
         *_funnel(whole, zoom),
-        *_phases(timeline, whole),
-        *_panel(timeline.events, whole, named=False),
+        *phases(timeline, whole),
+        *paint_panel(timeline.events, whole, named=False),
         Text(LEFT, zoom.top - 13, f"Backward of {units}", BODY + 1, INK, bold=True),
-        *_panel(timeline.events, zoom, named=True),
+        *paint_panel(timeline.events, zoom, named=True),
     ]
     return Picture(WIDTH, round(zoom.bottom + AXIS_HEIGHT + 18), tuple(shapes))
 
 
-def _title_size(title: str) -> float:
-    """So that it fits beside the margins; bold letters are wider."""
-    return LARGE * min(1.0, (WIDTH - LEFT - RIGHT) / (1.1 * text_width(title or " ", LARGE)))
+def one_line(y: float, words: str, size: float, bold: bool = False) -> Text:
+    """Words over the lanes, as small as they must be to fit beside the margins; where that is too small, their middle is left
+    out. Bold letters are wider."""
+    room = (WIDTH - LEFT - RIGHT) / (1.1 if bold else 1.0)
+    if text_width(words, SMALLEST) > room:
+        half = int(room / text_width("m", SMALLEST)) // 2 - 2
+        words = f"{words[:half]} … {words[-half:]}"
+    return Text(LEFT, y, words, size * min(1.0, room / text_width(words or " ", size)), INK, bold=bold)
 
 
 def facts(timeline: Timeline) -> str:
@@ -101,39 +107,25 @@ def facts(timeline: Timeline) -> str:
 
 
 def in_ms(seconds: float) -> str:
-    """As "1,234 ms" or "1.23 ms": three digits or more."""
+    """As "1,234 ms" or "1.23 ms": three digits or more; "0.012 ms"."""
     ms = seconds * 1000
-    return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f} ms"
+    return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 3 if 0 < ms < 0.1 else 2}f} ms"
 
 
-def zoom_window(timeline: Timeline) -> tuple[float, float, str]:
-    """Start, end and names of a few units in the middle of the last backward; of all of it if it is short."""
-    backward = [event for event in timeline.events if event.lane == "compute" and event.work == "backward"]
-    if not backward:
-        return 0.0, timeline.step_s, "nothing"
-    last = [event for event in backward if event.micro_batch == backward[-1].micro_batch]
-    units = list(dict.fromkeys(event.unit for event in last))
-    first = max((len(units) - ZOOMED_UNITS) // 2, 0)
-    shown = units[first : first + ZOOMED_UNITS]
-    inside = [event for event in last if event.unit in (shown[0], shown[-1])]
-    names = shown[0] if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
-    # A little of the neighbours, so that waits before the first unit show.
-    margin_s = 0.08 * (inside[-1].end_s - inside[0].start_s)
-    return max(inside[0].start_s - margin_s, 0.0), min(inside[-1].end_s + margin_s, timeline.step_s), names
-
-
-def _legend(timeline: Timeline, y: float) -> Iterator[Shape]:
-    used = {_kind(event) for event in timeline.events}
+def legend(events: Iterable[Event], y: float) -> Iterator[Shape]:
+    """The colours that the events have."""
+    used = {kind_of(event) for event in events}
+    words = {kind: LEGEND.get(kind, ROWS.get(kind, kind)) for kind in COLORS if kind in used}
+    widths = [17 + text_width(name, BODY) for name in words.values()]
+    gap = min(20.0, (WIDTH - LEFT - RIGHT - sum(widths)) / max(len(widths) - 1, 1))
     x = float(LEFT)
-    for kind in COLORS:
-        if kind in used:
-            words = LEGEND.get(kind, ROWS.get(kind, kind))
-            yield rectangle(x, y, 12, 12, COLORS[kind])
-            yield Text(x + 17, y + 10.5, words, BODY, INK)
-            x += 17 + text_width(words, BODY) + 20
+    for (kind, name), width in zip(words.items(), widths, strict=True):
+        yield rectangle(x, y, 12, 12, COLORS[kind])
+        yield Text(x + 17, y + 10.5, name, BODY, INK)
+        x += width + gap
 
 
-def _kind(event: Event) -> str:
+def kind_of(event: Event) -> str:
     """The event's key of COLORS."""
     if event.lane != "compute":
         return event.lane
@@ -149,11 +141,18 @@ def _funnel(whole: Panel, zoom: Panel) -> Iterator[Shape]:
     yield rectangle(LEFT, zoom.top - 32, WIDTH - RIGHT - LEFT, zoom.bottom - zoom.top + 32, PAPER)
 
 
-def _phases(timeline: Timeline, panel: Panel) -> Iterator[Shape]:
+def phases(timeline: Timeline, panel: Panel) -> Iterator[Shape]:
     """Over the strip, what each stretch of it is, where the words fit."""
+    return name_stretches(_stretches(timeline), panel)
+
+
+def name_stretches(stretches: Iterable[tuple[str, float, float]], panel: Panel) -> Iterator[Shape]:
+    """A line with words over each: words, start, end."""
     y = panel.top - 12
-    for words, start_s, end_s in _stretches(timeline):
+    for words, start_s, end_s in stretches:
         left, right = panel.x(start_s), panel.x(end_s)
+        if right - left < INVISIBLE:
+            continue
         yield rectangle(left + 0.5, y, max(right - left - 1, 0.5), 1.5, FAINT)
         if text_width(words, SMALL) < right - left:
             yield Text((left + right) / 2, y - 5, words, SMALL, FAINT, "middle")
@@ -175,7 +174,7 @@ def _stretches(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
     yield name, start_s, end_s
 
 
-def _panel(events: Iterable[Event], panel: Panel, named: bool) -> Iterator[Shape]:
+def paint_panel(events: Iterable[Event], panel: Panel, named: bool) -> Iterator[Shape]:
     """Lanes, their names, the time axis, and a bar per event that falls into the panel."""
     for row in panel.rows:
         y = panel.y(row)
@@ -190,10 +189,12 @@ def _axis(panel: Panel) -> Iterator[Shape]:
     first = -int(-panel.start_s // step_s)
     for number in range(first, int(panel.end_s / step_s) + 1):
         x = panel.x(number * step_s)
-        digits = 0 if step_s >= 1e-3 else 2
+        digits = 0 if step_s >= 1e-3 else 2 if step_s >= 1e-5 else 3
         yield rectangle(x - 0.5, panel.top - 3, 1, panel.bottom - panel.top + 4, GRID)
-        yield Text(x, panel.bottom + 14, f"{number * step_s * 1000:,.{digits}f}", SMALL, FAINT, "middle")
-    yield Text(LEFT - 10, panel.bottom + 14, "ms", SMALL, FAINT, "end")
+        words = f"{number * step_s * 1000:,.{digits}f}"
+        inside = min(x, WIDTH - 4 - text_width(words, SMALL) / 2)
+        yield Text(inside, panel.bottom + 14, words, SMALL, FAINT, "middle")
+    yield Text(LEFT - 40, panel.bottom + 14, "ms", SMALL, FAINT, "end")
 
 
 def nice_step(length_s: float) -> float:
@@ -211,8 +212,8 @@ def _bars(events: Iterable[Event], panel: Panel, named: bool) -> Iterator[Shape]
         y, width = panel.y(ROWS[bar.event.lane]), bar.right - bar.left
         gap = 1.0 if width >= 4 else 0.5 if width >= 2 else 0.0
         foot = LANE_GAP - 1 if bar.kind == EXPOSED and not named else 0
-        about = f"{describe(bar.event)}: {in_ms(bar.event.seconds)}" if named else ""
-        yield rectangle(bar.left, y, width - gap, LANE_HEIGHT + foot, COLORS[bar.kind], about)
+        about = f"{describe(bar.event)}: {in_ms(bar.event.seconds)}" + (f" and {bar.more} more" if bar.more else "")
+        yield rectangle(bar.left, y, width - gap, LANE_HEIGHT + foot, COLORS[bar.kind], about if named else "")
         if named:
             yield from _bar_name(bar, y)
 
@@ -225,22 +226,39 @@ class _Bar:
     kind: str
     left: float
     right: float
+    more: int = 0
 
 
 def _merged(events: Iterable[Event], panel: Panel) -> list[_Bar]:
     bars: list[_Bar] = []
     last: dict[tuple[str, str], _Bar] = {}  # by lane and kind
+    for bar in _cells(events, panel):
+        lane, width = bar.event.lane, bar.right - bar.left
+        before = last.get((lane, bar.kind))
+        if before and width < THIN and bar.left - before.right < width / 20:
+            before.right, before.more = bar.right, before.more + bar.more + 1
+        elif lane != "compute" or width > INVISIBLE:
+            # Only in the compute lane would a widened bar hide another.
+            bar.right = max(bar.right, bar.left + (THIN / 3 if lane != "compute" else 0))
+            bars.append(bar)
+            last[lane, bar.kind] = bar
+    return bars
+
+
+def _cells(events: Iterable[Event], panel: Panel) -> list[_Bar]:
+    """A bar per event; events of one kind within one pixel share one, as wide as they are together. So a measured step of very
+    many events is no larger a picture, and what was busy half of the time is half painted."""
+    bars: list[_Bar] = []
+    last: dict[tuple[str, str], _Bar] = {}
     for event in events:
         if event.end_s <= panel.start_s or event.start_s >= panel.end_s:
             continue
-        bar = _Bar(event, _kind(event), panel.x(event.start_s), panel.x(event.end_s))
-        before = last.get((event.lane, bar.kind))
-        width = bar.right - bar.left
-        if before and width < THIN and bar.left - before.right < width / 2:
-            before.right = bar.right
-        elif event.lane != "compute" or width > INVISIBLE:
-            # Only in the compute lane would a widened bar hide another.
-            bar.right = max(bar.right, bar.left + (THIN / 3 if event.lane != "compute" else 0))
+        bar = _Bar(event, kind_of(event), panel.x(event.start_s), panel.x(event.end_s))
+        cell = last.get((event.lane, bar.kind))
+        if cell and cell.left <= bar.left and bar.right < (cell.left // CELL + 1) * CELL:
+            cell.right = min(cell.right + bar.right - bar.left, max(cell.right, bar.right))
+            cell.more += 1
+        else:
             bars.append(bar)
             last[event.lane, bar.kind] = bar
     return bars

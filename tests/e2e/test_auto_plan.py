@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from parallel.plan_file import load_plan
 from tests.launch import EAGER, TINY, run, write_text
+from train.board_tags import tag_of
 
 FIGURES = ("step_time_s", "peak_memory_gib")
 
@@ -27,7 +28,8 @@ def test_a_run_plans_for_itself_and_compares_itself_with_the_prediction(tmp_path
     assert all(value > 0 for value in predicted.values())
     board = EventAccumulator(str(folder / "tb")).Reload()
     for name in FIGURES:
-        assert board.Scalars(f"predicted_{name}")[-1].value == pytest.approx(predicted[name], rel=1e-6)
+        assert board.Scalars(tag_of(f"predicted_{name}"))[-1].value == pytest.approx(predicted[name], rel=1e-6)
+    assert board.Images("predicted_step")
     last = next(line for line in result.stdout.splitlines() if line.startswith("predicted against measured: "))
     measured_s = statistics.median(row["step_time_s"] for row in rows[1:])
     off = predicted["step_time_s"] / measured_s - 1

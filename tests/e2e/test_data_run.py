@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run
 from tests.train.texts import train_bpe
+from train.board_tags import tag_of
 from train.data.store import MANIFEST
 
 VOCABULARY = ["--model.vocab_size=640"]
@@ -89,7 +90,7 @@ def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(
     assert 0 < row["epoch/code"] < row["epoch/web"] * 3
     board = EventAccumulator(str(whole / "tb")).Reload()
     for key in ("eval/wiki/bits_per_byte", "sequences/web", "epoch/code", "eval_loss"):
-        assert board.Scalars(key)[-1].value == pytest.approx(row[key], rel=1e-6)
+        assert board.Scalars(tag_of(key))[-1].value == pytest.approx(row[key], rel=1e-6)
 
 
 def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninterrupted_run(whole, stores, tmp_path):

@@ -16,6 +16,7 @@ import torch
 
 from parallel.plan_file import load_plan
 from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run, write_text
+from train.board_tags import tag_of
 from train.config import load_config
 from train.data.tokens import load_corpus
 
@@ -80,9 +81,9 @@ def test_tensorboard_reads_what_metrics_jsonl_says(data, tmp_path):
     board.Reload()
     rows = read_metrics(folder)
     for name in (*CURVE, "tokens_per_s", "step_time_s", "data_wait_s", "peak_memory_gib", "recompiles"):
-        shown = {event.step: event.value for event in board.Scalars(name)}
+        shown = {event.step: event.value for event in board.Scalars(tag_of(name))}
         assert shown == pytest.approx({step: row[name] for step, row in rows.items() if name in row}, rel=1e-6)
-    texts = [board.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode() for name in ("config", "plan")]
+    texts = [board.Tensors(name)[0].tensor_proto.string_val[0].decode() for name in ("config", "plan")]
     assert "global_batch_size: 8" in texts[0]
     assert "dp_shard: 1" in texts[1]
 

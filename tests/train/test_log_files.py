@@ -20,9 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, write_text
 from train import row_files
+from train.board import Board, Shown
 from train.checkpoint.folder import list_checkpoints
 from train.evaluation import Score
-from train.log_files import MAX_WAITING, Board, LogFile, Trouble
+from train.log_files import MAX_WAITING, LogFile, Trouble
 from train.metrics import Metrics, MetricsConfig, Throughput
 
 ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
@@ -111,7 +112,7 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
 
 
 def read_board(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    return EventAccumulator(str(folder), size_guidance=dict.fromkeys(("scalars", "tensors", "images", "histograms"), 0)).Reload()
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -120,24 +121,26 @@ def steps_of(folder: Path) -> list[int]:
 
 def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_steps_done_again(tmp_path: Path) -> None:
     trouble = Trouble(lambda line: pytest.fail(line))
-    first = Board(tmp_path, trouble, {"config": "a: 1"}, 1)
+    first = Board(tmp_path, trouble, Shown({"config": "a: 1"}), 1)
     for step in range(1, 6):
         first.add(step, {"loss": step / 2, "lr": 1.0}, {})
         assert steps_of(tmp_path) == list(range(1, step + 1))
-    again = Board(tmp_path, trouble, {}, 4)
+    again = Board(tmp_path, trouble, Shown(), 4)
     again.add(4, {"loss": 9.0}, {"note": "seen again"})
     read = read_board(tmp_path)
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 9.0)]
-    (config,), (note,) = read.Tensors("config/text_summary"), read.Tensors("note/text_summary")
-    assert config.tensor_proto.string_val == [b"```\na: 1\n```"]
+    (config,), (note,) = read.Tensors("config"), read.Tensors("note")
+    assert config.tensor_proto.string_val == [b"a: 1"]
     assert (note.step, note.tensor_proto.string_val) == (4, [b"seen again"])
 
 
 def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(tmp_path: Path) -> None:
     warnings: list[str] = []
-    board = Board(tmp_path, Trouble(warnings.append), {}, 0)
-    with full_at(1000):
-        for step in range(40):
+    board = Board(tmp_path, Trouble(warnings.append), Shown(), 0)
+    board.add(0, {"loss": 1.0}, {})
+    (file,) = tmp_path.iterdir()
+    with full_at(file.stat().st_size + 800):
+        for step in range(1, 40):
             board.add(step, {"loss": 1.0, "lr": 2.0}, {})
         here = steps_of(tmp_path)
         assert 0 < len(here) < 40
@@ -150,13 +153,17 @@ def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(t
 
 KILLED = """
 import sys, pathlib, itertools
-from train.log_files import Board, LogFile, Trouble
+from train.board import Board, Shown
+from train.board_hparams import HParams
+from train.log_files import LogFile, Trouble
 folder = pathlib.Path(sys.argv[1])
 trouble = Trouble(print)
-log, board = LogFile(folder / "log", trouble), Board(folder / "tb", trouble, {}, 0)
+shown = Shown({"config": "a: 1"}, {}, HParams({"optim.lr": 0.5}, frozenset()))
+log, board = LogFile(folder / "log", trouble), Board(folder / "tb", trouble, shown, 0)
 for step in itertools.count():
     log.append(b"%d\\n" % step)
-    board.add(step, {"loss": 1.0}, {})
+    board.add(step, {"loss": 1.0}, {"note": "so"}, {"spread": [1.0, 2.0]})
+    board.add_image(step, "picture", b"\\x89PNG\\r\\n\\x1a\\n" + bytes(16) + b"x" * 5000)
     print(step, flush=True)
 """
 
@@ -169,7 +176,11 @@ def test_every_row_that_was_written_outlives_a_kill(tmp_path: Path) -> None:
         child.send_signal(signal.SIGKILL)
         last = max([last, *(int(line) for line in child.stdout if line.endswith("\n"))])
     assert (tmp_path / "log").read_bytes().splitlines()[: last + 1] == [b"%d" % step for step in range(last + 1)]
-    assert steps_of(tmp_path / "tb")[: last + 1] == list(range(last + 1))
+    board = read_board(tmp_path / "tb")
+    for shown in (board.Scalars("loss"), board.Images("picture"), board.Histograms("spread"), board.Tensors("note")):
+        assert [event.step for event in shown][: last + 1] == list(range(last + 1))
+    assert board.Tensors("custom_scalars__config__")
+    assert "_hparams_/session_start_info" in board.PluginTagToContent("hparams")
 
 
 def open_metrics(folder: Path, warnings: list[str]) -> Metrics:
@@ -189,7 +200,7 @@ def test_metrics_of_a_run_without_a_folder_warn_once_and_are_all_there_when_it_c
     metrics.log_eval(3, {"a": Score(1.0, 1, 1.0)})
     metrics.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
-    assert [event.step for event in read_board(tmp_path / "run" / "tb").Scalars("eval_loss")] == [0, 1, 2, 3]
+    assert [event.step for event in read_board(tmp_path / "run" / "tb").Scalars("loss/eval")] == [0, 1, 2, 3]
     assert len(warnings) == 2
 
 
@@ -235,7 +246,7 @@ def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(tmp_path: Pat
     metrics.log_eval(10, {"a": Score(1.0, 1, 1.0)})
     metrics.close()
     assert steps_in(tmp_path) == list(range(11))
-    assert [event.step for event in read_board(tmp_path / "tb").Scalars("eval_loss")] == list(range(11))
+    assert [event.step for event in read_board(tmp_path / "tb").Scalars("loss/eval")] == list(range(11))
     assert len(warnings) == 1
 
 

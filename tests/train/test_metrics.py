@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.launch import read_status
+from train.board import Shown
 from train.bounds import check_bounds
 from train.evaluation import Score
 from train.metrics import Metrics, MetricsConfig, Throughput
@@ -73,15 +74,18 @@ def test_on_ranks_that_write_nothing_what_is_to_come_later_comes_at_once(tmp_pat
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path, is_main=False)
     metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
-    metrics.add_text("config", "text")
-    metrics.close()
+    metrics.show(Shown({"config": "text"}))
+    metrics.add_image(1, "image", b"")
+    metrics.close("finished")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_tensorboard_there_is_only_the_json_file(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path)
-    metrics.add_text("config", "text")
-    metrics.close()
+    metrics.show(Shown({"config": "text"}, {"image": lambda: b""}))
+    metrics.add_image(1, "image", b"")
+    metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
+    metrics.close("failed")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

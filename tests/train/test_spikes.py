@@ -90,10 +90,10 @@ def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(one_process, t
     assert [row["step"] for row in rows if "loss_spike" in row] == [31]
     assert rows[30]["loss_spike"] == pytest.approx(30, rel=0.3)
     board = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0}).Reload()
-    (text,) = board.Tensors("loss_spikes/text_summary")
+    (text,) = board.Tensors("loss_spikes")
     said = text.tensor_proto.string_val[0].decode()
     assert text.step == 31
     for words in ("step 31: loss 4.0000, usually 2.4", "grad_norm 1.25", "lr 0.0003", "epoch 0.75", "data_hash ab12"):
         assert words in said
-    assert [event.step for event in board.Scalars("loss_spike")] == [31]
-    assert len(board.Scalars("loss")) == 33
+    assert [event.step for event in board.Scalars("loss/spike")] == [31]
+    assert len(board.Scalars("loss/train")) == 33

@@ -1,0 +1,41 @@
+"""A run of train.main with a slow unit and a late all-gather, for test_trace_run.py. Arguments: those of train.main.
+
+The forward of SLOW sleeps. Parameters are gathered asynchronously, as on a GPU (over gloo FSDP2 waits in each launch), and each
+unit starts the next one's gather in its forward, but for the one before LATE.
+"""
+
+import sys
+import time
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+import train.main
+from models.llama import Llama
+from train.build import build_model
+from train.config import parse_config
+from train.ending import exit_process
+from train.place import read_place
+
+SLOW, LATE, BEFORE_LATE = "layers.2", "layers.4", "layers.3"
+SLEEP_S = 0.1
+
+
+def build_slowed(*arguments: Any) -> Llama:
+    """The model of the plan, and what is wrong with it."""
+    model = build_model(*arguments)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._set_unshard_async_op(True)
+    before = model.get_submodule(BEFORE_LATE)
+    assert isinstance(before, FSDPModule)
+    before.set_modules_to_forward_prefetch([])
+    model.get_submodule(f"{SLOW}.attention").register_forward_pre_hook(lambda module, inputs: time.sleep(SLEEP_S))
+    return model
+
+
+if __name__ == "__main__":
+    place = read_place()
+    train.main.build_model = build_slowed
+    train.main.run(parse_config(sys.argv[1:]), place)
+    exit_process(place, 0)

@@ -1,0 +1,208 @@
+"""TensorBoard's page as TensorBoard itself reads it: tags, charts, texts, pictures, and the rows of the HParams tab."""
+
+import io
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2
+
+from parallel.planner.hardware import load_hardware
+from tests.launch import EAGER, TINY
+from train.board import Outcome, Shown
+from train.board_facts import describe_run, first_keys, hparams_of
+from train.board_hparams import COMPARED, HParams
+from train.board_layout import CHARTS
+from train.board_tags import TAGS, scalars_of, tag_of
+from train.config import Config, parse_config
+from train.evaluation import Score
+from train.metrics import Metrics, MetricsConfig, Throughput
+from train.planning import plan_run
+from train.predict import predict
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of what TensorBoard's server has copied of html5lib
+    from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+    from tensorboard.plugins.hparams import backend_context, list_session_groups
+    from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
+
+STATUSES = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
+CPU = "CPU (no GPU)"
+
+
+class Page:
+    """What TensorBoard's own code makes of a folder of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs = EventMultiplexer(size_guidance={"tensors": 0, "scalars": 0}).AddRunsFromDirectory(str(folder)).Reload()
+        self.context = TBContext(logdir=str(folder), data_provider=MultiplexerDataProvider(self.runs, str(folder)),
+                                 plugin_name_to_instance={})  # fmt: skip
+
+    def layout(self) -> dict[str, Any]:
+        return json.loads(CustomScalarsPlugin(self.context).layout_impl(RequestContext(), ""))
+
+    def lines(self, run: str, expression: str) -> set[str]:
+        """Tags that a chart with this expression shows."""
+        self.context.plugin_name_to_instance["scalars"] = ScalarsPlugin(self.context)
+        return set(CustomScalarsPlugin(self.context).scalars_impl(RequestContext(), run, expression, "")["tag_to_events"])
+
+    def hparams(self) -> tuple[Any, dict[str, Any]]:
+        """The columns, and by name the rows."""
+        plugin = backend_context.Context(self.context)
+        request = api_pb2.ListSessionGroupsRequest(allowed_statuses=STATUSES, slice_size=100)
+        groups = list_session_groups.Handler(RequestContext(), plugin, "", request).run().session_groups
+        nothing = list_session_groups.provider.ListHyperparametersResult(hyperparameters=[], session_groups=[])
+        content = plugin.hparams_metadata(RequestContext(), "")
+        columns = plugin.experiment_from_metadata(RequestContext(), "", True, content, nothing)
+        return columns, {group.name: group for group in groups}
+
+
+def board_of(folder: Path, shown: Shown, steps: range, outcome: Outcome | None, loss: float = 1.0) -> None:
+    """A run, or a part of one, that is evaluated at some steps."""
+    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+    metrics = Metrics(MetricsConfig(), throughput, folder, torch.device("cpu"), True, {})
+    metrics.show(shown)
+    for step in steps:
+        metrics.log_eval(step, {"held_out": Score(loss, 1, 1.0)})
+    metrics.close(outcome)
+
+
+def with_lr(lr: float) -> Shown:
+    values = {"optim.lr": lr, "parallel.plan": "manual", "data.packing": True, "train.steps": 10.0}
+    return Shown({"config": "a: 1"}, {}, HParams(values, frozenset({"optim.lr"})))
+
+
+def test_what_is_predicted_stands_beside_what_is_measured_and_every_figure_has_a_group() -> None:
+    tags = [tag_of(name) for name in TAGS]
+    assert len(set(tags)) == len(tags)
+    assert all(len(tag.split("/")) == 2 for tag in tags)
+    assert tag_of("predicted_peak_memory_gib") == "memory/peak_gib_predicted"
+    assert tag_of("eval/held_out/loss") == "eval/held_out/loss"
+    assert (tag_of("epoch/wiki"), tag_of("sequences/wiki")) == ("data/epoch/wiki", "data/sequences/wiki")
+    assert tag_of("something_new") == "other/something_new"
+    row = {"step": 3, "loss": 2.0, "data_hash": "ab", "recompiles": 0, "unit_grad_norms": {"layers.0": 1.5}}
+    assert scalars_of(row) == {"loss/train": 2.0, "speed/recompiles": 0, "gradient_norm/layers.0": 1.5}
+
+
+def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path) -> None:
+    figures = [*TAGS, "predicted_step_time_s", "predicted_peak_memory_gib", "predicted_tokens_per_s_per_gpu", "predicted_mfu"]
+    metrics = Metrics(MetricsConfig(), Throughput(1, 1.0, 1.0, 1, None), tmp_path / "tb", torch.device("cpu"), True, {})
+    row = dict.fromkeys(figures, 1.0) | {"step": 1, "eval/a/loss": 1.0, "eval/a/bits_per_byte": 1.0}
+    metrics._write(row | {"unit_grad_norms": {"head": 1.0, "layers.0": math.nan}}, {})
+    metrics.close()
+    page = Page(tmp_path)
+    shown = {category["title"]: category for category in page.layout()["category"]}
+    assert list(shown) == list(CHARTS)
+    assert shown["More"]["closed"]
+    lines = {chart["title"]: set().union(*(page.lines("tb/tb", tag) for tag in chart["multiline"]["tag"]))
+             for category in shown.values() for chart in category["chart"]}  # fmt: skip
+    assert list(lines.values()) == [
+        {"loss/train", "loss/eval"},
+        {"speed/tokens_per_s_per_gpu", "speed/tokens_per_s_per_gpu_predicted"},
+        {"memory/peak_gib", "memory/peak_gib_predicted", "memory/reserved_gib"},
+        {"speed/mfu", "speed/mfu_causal", "speed/mfu_predicted"},
+        {"speed/step_time_s", "speed/step_time_s_predicted", "data/wait_s"},
+        {"optimizer/grad_norm"},
+        {"optimizer/lr"},
+        {"eval/a/loss"},
+        {"eval/a/bits_per_byte"},
+        {"gradient_norm/head", "gradient_norm/layers.0"},
+    ]
+    (spread,) = page.runs.Tensors("tb/tb", "gradient_norm")
+    assert page.runs.SummaryMetadata("tb/tb", "gradient_norm").plugin_data.plugin_name == "histograms"
+    assert spread.step == 1
+
+
+def test_runs_are_rows_that_compare_and_a_chart_that_they_share_is_shown_once(tmp_path: Path) -> None:
+    for name, lr in (("a", 0.5), ("b", 0.25)):
+        board_of(tmp_path / name, with_lr(lr), range(3), "finished", loss=lr)
+    page = Page(tmp_path)
+    columns, rows = page.hparams()
+    assert {name: dict(row.hparams)["optim.lr"].number_value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}
+    assert rows["a/tb"].hparams["parallel.plan"].string_value == "manual"
+    assert rows["a/tb"].hparams["data.packing"].bool_value
+    assert {name: row.metric_values[0].value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}, "the loss, eval"
+    assert [row.sessions[0].status for row in rows.values()] == [api_pb2.STATUS_SUCCESS] * 2
+    assert [metric.name.tag for metric in columns.metric_infos] == list(COMPARED)
+    assert columns.hparam_infos[0].name == "optim.lr", "what is asked for comes first"
+    assert len(page.layout()["category"][0]["chart"]) == len(CHARTS["Overview"])
+
+
+def test_a_resumed_run_is_one_row_whose_end_is_its_last(tmp_path: Path) -> None:
+    def status() -> int:
+        _, rows = Page(tmp_path).hparams()
+        (row,) = rows.values()
+        (session,) = row.sessions
+        return session.status
+
+    board_of(tmp_path / "run", with_lr(0.5), range(3), None)  # as a kill leaves it
+    assert status() == api_pb2.STATUS_UNKNOWN
+    board_of(tmp_path / "run", with_lr(0.5), range(3), "failed")
+    assert status() == api_pb2.STATUS_FAILURE
+    board_of(tmp_path / "run", with_lr(0.5), range(2, 4), "stopped")
+    assert status() == api_pb2.STATUS_UNKNOWN
+    board_of(tmp_path / "run", with_lr(0.5), range(4, 6), "finished")
+    assert status() == api_pb2.STATUS_SUCCESS
+    board_of(tmp_path / "run", with_lr(0.5), range(0), "failed")  # before its first row: nothing that is there is hidden
+    assert status() == api_pb2.STATUS_FAILURE
+    assert [event.step for event in Page(tmp_path).runs.Tensors("run/tb", "loss/eval")] == list(range(6))
+
+
+def test_a_run_that_failed_before_its_first_row_has_one_all_the_same(tmp_path: Path) -> None:
+    board_of(tmp_path / "run", with_lr(0.5), range(0), "failed")
+    _, rows = Page(tmp_path).hparams()
+    assert rows["run/tb"].sessions[0].status == api_pb2.STATUS_FAILURE
+    assert rows["run/tb"].hparams["optim.lr"].number_value == 0.5
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return parse_config([*TINY, *EAGER, "--parallel.tp=2", "--run.dir=runs/tiny"])
+
+
+def test_a_run_shows_facts_plan_and_the_predicted_step(config: Config, tmp_path: Path) -> None:
+    plan = plan_run(config, 2)
+    timeline = predict(config, plan, load_hardware()["cpu"], 2).timeline
+    shown = describe_run(config, plan, CPU, ("1,000 tokens", 350), ("tp=2: faster",), timeline)
+    board_of(tmp_path / "run", shown, range(2), "finished")
+    page = Page(tmp_path)
+    texts = {name: page.runs.Tensors("run/tb", name)[0].tensor_proto.string_val[0].decode()
+             for name in ("about", "config", "plan", "planner")}  # fmt: skip
+    for words in ("350 steps of 256 tokens", "1,000 tokens", f"2 x {CPU}", "tp 2", "2 layers"):
+        assert words in texts["about"]
+    assert "n_layers: 2" in texts["config"]
+    assert texts["planner"] == "- tp=2: faster"
+    (picture,) = page.runs.Tensors("run/tb", "predicted_step")
+    width, height, png = picture.tensor_proto.string_val
+    assert Image.open(io.BytesIO(png)).size == (int(width), int(height))
+    assert int(width) > 2000
+    _, rows = page.hparams()
+    assert rows["run/tb"].hparams["parallel.tp"].number_value == 2
+    titles = [chart["title"] for chart in page.layout()["category"][0]["chart"]]
+    assert not any("MFU" in title for title in titles), "of a CPU there is none"
+
+
+def test_the_row_says_what_the_plan_is_where_the_config_leaves_it_open(config: Config) -> None:
+    values = hparams_of(config, plan_run(config, 4), CPU)
+    assert (values["parallel.dp_shard"], values["parallel.tp"], values["train.micro_batch_size"]) == (2, 2, 2)
+    assert values["parallel.activation_checkpoint"] == "none"
+    assert values["parallel.reshard_after_forward"] == "true (3 of 4 units)"
+    assert values["optim.betas"] == "0.9, 0.95"
+    assert values["run.processes"] == 4
+    other = hparams_of(parse_config([*TINY, "--parallel.strategy=no_shard", "--data.source=x"]), plan_run(config, 2), CPU)
+    assert {name: type(value) is str for name, value in values.items()} == {name: type(v) is str for name, v in other.items()}
+
+
+def test_keys_of_the_command_line_come_first() -> None:
+    values = {"optim.lr": 1.0, "train.steps": 5, "parallel.tp": 1}
+    assert first_keys(values, ["--config=a", "--train.steps=5", "--run.dir=x"]) == {"train.steps"}
+    assert first_keys(values, ["--run.dir=x"]) == {"optim.lr", "parallel.tp"}

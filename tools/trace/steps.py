@@ -1,0 +1,114 @@
+"""A profiled step of one rank as what computed, what was in flight, and what was waited for; alike for CPU and GPU.
+
+Times are whole nanoseconds of the trace's own clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tools.trace.spans import Interval, clip, subtract, union
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something that computed. `work`, `unit` and `phase` as in parallel.planner.timeline.Event."""
+
+    start_ns: int
+    end_ns: int
+    work: str
+    unit: str
+    phase: str
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective in flight from `start_ns` to `end_ns`.
+
+    Args:
+        lane: tp, all_gather, reduce_scatter, all_reduce or offload
+        axis: of the mesh, "" where the trace does not tell
+        issued_ns: when the CPU launched it
+        blocking: the thread that launched it stood until it was over
+        bytes: of its larger side, 0 where the trace does not tell
+        during: the unit whose turn it was on the CPU when it was launched, "" before all
+    """
+
+    lane: str
+    axis: str
+    unit: str
+    phase: str
+    micro_batch: int
+    issued_ns: int
+    start_ns: int
+    end_ns: int
+    blocking: bool
+    bytes: int
+    during: str
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Computing stood before a unit's gathered parameters from `needed_ns` on, and went on at `served_ns`."""
+
+    unit: str
+    phase: str
+    micro_batch: int
+    needed_ns: int
+    served_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRun:
+    """A unit's own forward or backward."""
+
+    unit: str
+    phase: str
+    micro_batch: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank.
+
+    Args:
+        works, transfers, runs, needs: in the order of their starts
+        host: when nothing computed nor was in flight because the next thing had not been launched
+    """
+
+    number: int
+    rank: int
+    start_ns: int
+    end_ns: int
+    works: Sequence[Work]
+    transfers: Sequence[Transfer]
+    runs: Sequence[UnitRun]
+    needs: Sequence[Need]
+    host: Sequence[Interval]
+
+    @property
+    def length_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+    @cached_property
+    def computing(self) -> list[Interval]:
+        """When something computed."""
+        return union(clip(((work.start_ns, work.end_ns) for work in self.works), self.start_ns, self.end_ns))
+
+    @cached_property
+    def in_flight(self) -> list[Interval]:
+        """When a collective was in flight."""
+        return union(clip(((t.start_ns, t.end_ns) for t in self.transfers), self.start_ns, self.end_ns))
+
+    @cached_property
+    def exposed(self) -> list[Interval]:
+        """When a collective was in flight and nothing computed."""
+        return subtract(self.in_flight, self.computing)
+
+
+def is_gather(transfer: Transfer) -> bool:
+    """Whether it brings a unit's parameters."""
+    return transfer.lane == "all_gather" and bool(transfer.unit)

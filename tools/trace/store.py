@@ -1,0 +1,188 @@
+"""What is needed of a trace, in compact columns: one pass over a file of any size, a few percent of its size in memory."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.trace.labels import Label, counts_as_compute, find_collective, is_wait, launched_collective, parse_label, step_number
+from tools.trace.read import Trace
+from tools.trace.spans import Interval
+from train.data.config import DataError
+
+DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+LAUNCHING = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
+LAUNCHES = ("Launch", "Memcpy", "Memset")  # parts of the names of calls that put something on a stream
+KERNEL, COLLECTIVE, HOST_COPY = range(3)
+WIDTHS = {  # bytes of an element, by the name that c10d gives a dtype
+    "Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Byte": 1, "Char": 1, "Bool": 1, "Int": 4, "Long": 8,
+    "Float8_e4m3fn": 1, "Float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A collective's launch by an operator of c10d, or one on a thread of gloo's own that carries it out."""
+
+    thread: int
+    collective: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a kernel of NCCL says of itself."""
+
+    collective: str
+    group: str
+    bytes: int
+
+
+class Columns:
+    """Start and end of many spans, in two arrays."""
+
+    def __init__(self) -> None:
+        self.start_ns, self.end_ns = array("q"), array("q")
+
+    def add(self, start_ns: int, end_ns: int) -> None:
+        self.start_ns.append(start_ns)
+        self.end_ns.append(end_ns)
+
+    def covers(self, start_ns: int, end_ns: int) -> bool:
+        """Whether the last one added does: it is the parent, and counts whole."""
+        return bool(self.end_ns) and self.start_ns[-1] <= start_ns and end_ns <= self.end_ns[-1]
+
+    def intervals(self) -> Iterator[Interval]:
+        return zip(self.start_ns, self.end_ns, strict=True)
+
+
+class Kernels(Columns):
+    """What ran on a GPU: besides when, on which stream, launched by which call (`correlation`), and KERNEL, COLLECTIVE or
+    HOST_COPY."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream, self.correlation, self.kind = array("q"), array("q"), array("b")
+        self.sent: dict[int, Sent] = {}  # by index, of collectives
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+class Calls(Columns):
+    """Calls that launch something: on which thread, and `correlation`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread, self.correlation = array("q"), array("q")
+
+
+@dataclass
+class Store:
+    """One rank's trace. `operators`, `waits`: spans on each CPU thread that are work, and that wait."""
+
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)
+    steps: list[tuple[int, int, int]] = field(default_factory=list)  # number, start, end
+    labels: list[Label] = field(default_factory=list)
+    operators: dict[int, Columns] = field(default_factory=dict)
+    waits: dict[int, Columns] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+    carried: list[Launch] = field(default_factory=list)  # gloo's
+    kernels: Kernels = field(default_factory=Kernels)
+    calls: Calls = field(default_factory=Calls)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What train.profiling says of the run."""
+        facts: dict[str, Any] = self.header.get("meshwright") or {}
+        return facts
+
+    @property
+    def rank(self) -> int:
+        return int((self.facts or self.header.get("distributedInfo") or {}).get("rank", 0))
+
+    @property
+    def device_type(self) -> str:
+        return str(self.facts.get("device_type") or ("cuda" if len(self.kernels) else "cpu"))
+
+
+def load_store(path: Path) -> Store:
+    """Read a trace. Raises DataError: broken, or without a profiled step in it."""
+    store, trace = Store(path), Trace(path)
+    for event in trace.events():
+        if event.get("ph") == "X":
+            try:
+                _add(store, event, str(event.get("cat", "")))
+            except (KeyError, TypeError, ValueError, OverflowError):
+                raise DataError(f"{path}: an event of no kind that torch's profiler writes: {str(event)[:200]}") from None
+    store.header = trace.header
+    store.steps.sort(key=lambda step: step[1])
+    if not store.steps:
+        raise DataError(f'{path}: no step in it: there is no annotation "ProfilerStep#N", as train.main makes with '
+                        "--profile.start=N")  # fmt: skip
+    return store
+
+
+def _add(store: Store, event: dict[str, Any], category: str) -> None:
+    if category == "cpu_op":
+        _add_operator(store, event, event["name"])
+    elif category == "user_annotation":
+        _add_annotation(store, event, event["name"])
+    elif category in DEVICE_WORK:
+        _add_kernel(store.kernels, event, category)
+    elif category in LAUNCHING and any(part in event["name"] for part in LAUNCHES):
+        store.calls.add(*_span(event))
+        store.calls.thread.append(int(event["tid"]))
+        store.calls.correlation.append(int(event["args"]["correlation"]))
+
+
+def _span(event: dict[str, Any]) -> Interval:
+    """Kineto writes microseconds with three digits behind the point."""
+    start_ns = round(event["ts"] * 1000)
+    return start_ns, start_ns + round(event["dur"] * 1000)
+
+
+def _add_operator(store: Store, event: dict[str, Any], name: str) -> None:
+    thread, (start_ns, end_ns) = int(event["tid"]), _span(event)
+    if is_wait(name):
+        store.waits.setdefault(thread, Columns()).add(start_ns, end_ns)
+    elif counts_as_compute(name):
+        columns = store.operators.setdefault(thread, Columns())
+        if not columns.covers(start_ns, end_ns):  # a file lists parents before their children
+            columns.add(start_ns, end_ns)
+    if collective := launched_collective(name):
+        store.launches.append(Launch(thread, collective, start_ns, end_ns))
+
+
+def _add_annotation(store: Store, event: dict[str, Any], name: str) -> None:
+    start_ns, end_ns = _span(event)
+    if (number := step_number(name)) is not None:
+        store.steps.append((number, start_ns, end_ns))
+    elif name.startswith("gloo:"):
+        collective = find_collective(name) or name
+        store.carried.append(Launch(int(event["tid"]), collective, start_ns, end_ns))
+    elif label := parse_label(name):
+        store.labels.append(Label(int(event["tid"]), *label, start_ns, end_ns))
+
+
+def _add_kernel(kernels: Kernels, event: dict[str, Any], category: str) -> None:
+    name, args = event["name"], event.get("args", {})
+    kind = KERNEL
+    if name.startswith("nccl"):
+        kind = COLLECTIVE
+        kernels.sent[len(kernels)] = _sent(name, args)
+    elif category == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+        kind = HOST_COPY
+    kernels.add(*_span(event))
+    kernels.stream.append(int(args.get("stream", event.get("tid", 0))))
+    kernels.correlation.append(int(args.get("correlation", 0)))
+    kernels.kind.append(kind)
+
+
+def _sent(name: str, args: dict[str, Any]) -> Sent:
+    elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
+    collective = find_collective(str(args.get("Collective name", ""))) or find_collective(name) or "all_reduce"
+    return Sent(collective, str(args.get("Process Group Name", "")), elements * WIDTHS.get(str(args.get("dtype", "")), 0))
