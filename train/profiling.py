@@ -18,6 +18,7 @@ from parallel.one_line import one_line
 from parallel.plan import Plan
 from train.bounds import bounded
 from train.ending import say_error
+from train.place import read_place
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class StepProfiler:
         """What a trace says of the run that it is of."""
         device = self._subject.device
         return {"rank": self._rank, "world_size": dist.get_world_size(), "first_step": self._first,
-                "steps": self._config.steps, "device_type": device.type, "torch": torch.__version__,
+                "local_world_size": read_place().local_world_size, "steps": self._config.steps,
+                "device_type": device.type, "torch": torch.__version__,
                 "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}  # fmt: skip
 
     @property

@@ -198,10 +198,10 @@ def test_lanes_are_compared():
 
 
 def test_a_finished_run_is_predicted(sharded_run):
-    predicted = predict_run(sharded_run, "CPU (no GPU)")
+    predicted = predict_run(sharded_run, "CPU (no GPU)", 2)
     assert predicted.step_s == pytest.approx(predicted.compute_s + predicted.exposed_s)
     assert {event.unit for event in predicted.events if event.lane == "all_gather"} >= {"layers.0", "layers.1"}
-    on_gpus = predict_run(sharded_run, "NVIDIA H200")
+    on_gpus = predict_run(sharded_run, "NVIDIA H200", 8)
     assert on_gpus.step_s < predicted.step_s / 5
 
 
@@ -210,16 +210,16 @@ def test_a_run_with_fewer_threads_is_predicted_slower(tied_run, tmp_path):
     config = (fewer / "config.yaml").read_text()
     (fewer / "config.yaml").write_text(config.replace("threads: 0", "threads: 1"))
     assert "threads: 0" in config
-    assert predict_run(fewer, "CPU").compute_s > 1.2 * predict_run(tied_run, "CPU").compute_s
+    assert predict_run(fewer, "CPU", 1).compute_s > 1.2 * predict_run(tied_run, "CPU", 1).compute_s
 
 
 def test_what_cannot_be_predicted_says_why(sharded_run, tmp_path):
     with pytest.raises(DataError, match="no file in configs/hardware describes 'Grapefruit 9'"):
-        predict_run(sharded_run, "Grapefruit 9")
+        predict_run(sharded_run, "Grapefruit 9", 8)
     with pytest.raises(DataError, match=r"has no config\.yaml"):
-        predict_run(tmp_path, "CPU")
+        predict_run(tmp_path, "CPU", 1)
     for name in ("config.yaml", "plan.yaml"):
         shutil.copy(sharded_run / name, tmp_path)
     (tmp_path / "plan.yaml").write_text("mesh: 3")
     with pytest.raises(DataError, match=r"cannot be predicted: plan file .*plan\.yaml"):
-        predict_run(tmp_path, "CPU")
+        predict_run(tmp_path, "CPU", 1)

@@ -84,7 +84,8 @@ def compare_with_plan(found: Answer, measured: Timeline) -> AgainstPlan:
     if found.run is None:
         return AgainstPlan(None, "the trace does not lie in the folder of its run", ())
     try:
-        predicted = predict_run(found.run, str(found.facts.get("device_name", "")))
+        per_node = int(found.facts.get("local_world_size", found.facts.get("world_size", 1)))
+        predicted = predict_run(found.run, str(found.facts.get("device_name", "")), per_node)
     except DataError as error:
         return AgainstPlan(None, str(error), ())
     return AgainstPlan(predicted, "", compare_lanes(predicted, measured))

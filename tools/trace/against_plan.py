@@ -35,7 +35,6 @@ from train.config import Config, load_config
 from train.data.config import DataError
 from train.predict import predict
 
-GPUS_PER_NODE = 8  # as tools.plan takes it: a run does not note on how many nodes it was
 WORDS_HEIGHT, PHASES_HEIGHT = 24, 24  # pixels over a panel for its line of figures, and for the names of phases
 COMPUTE_KINDS = ("forward", "backward", "copies", "optimizer")
 LINK_LANES = ("tp", "all_gather", "reduce_scatter", "all_reduce", "offload")
@@ -54,17 +53,15 @@ class LaneRow:
     ratio: float | None
 
 
-def predict_run(run: Path, device_name: str) -> Timeline:
+def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timeline:
     """A step of the run in this folder as the planner expects it, by its config.yaml and plan.yaml.
 
-    `device_name`: what torch calls the device that it ran on. A GPU's node is taken to have 8, the fewest where there are
-    fewer; a CPU's processes share one machine. Raises DataError that says why nothing can be predicted.
+    `device_name`: what torch calls the device that it ran on. Raises DataError that says why nothing can be predicted.
     """
     config, plan = _read_run(run)
     hardware = _hardware_of(device_name, config, plan, run)
-    nodes_gpus = plan.mesh.world_size if hardware.cores else min(plan.mesh.world_size, GPUS_PER_NODE)
     try:
-        return predict(config, plan, hardware, nodes_gpus).timeline
+        return predict(config, plan, hardware, processes_per_node).timeline
     except ValueError as error:
         raise DataError(f"{run}: this run cannot be predicted: {error}") from None
 

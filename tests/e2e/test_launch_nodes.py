@@ -1,0 +1,129 @@
+"""configs/launch/nodes.sh on two "nodes": network namespaces with a cable between them, two processes each, HSDP over both."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from parallel.plan_file import load_plan
+from tests.e2e.faults import FOR_EVER, LIMIT_S, check_stopped, steps_of, tiny
+from tests.launch import ROOT, environment, read_status, write_text
+from tools.bench.launched import any_lives, children
+
+FIRST = "10.77.0.1"
+
+
+def why_not() -> str:
+    """Why this machine can make no two nodes; "" if it can."""
+    missing = [name for name in ("unshare", "nsenter", "ip", "getent") if not shutil.which(name)]
+    if missing:
+        return f"needs {', '.join(missing)} (Debian: util-linux, iproute2)"
+    cable = ["unshare", "-rn", "ip", "link", "add", "node1", "type", "veth", "peer", "name", "node2"]
+    made = subprocess.run(cable, capture_output=True, check=False)
+    return f"no network namespaces with a cable here: {made.stderr.decode().strip()}" if made.returncode else ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+class Nodes:
+    """Both nodes of a run in `folder`."""
+
+    def __init__(self, folder: Path, process: "subprocess.Popen[bytes]") -> None:
+        self.folder, self.process = folder, process
+
+    def torchrun(self, node: int) -> int:
+        """Its process id."""
+        return int((self.folder / f"{node}.pid").read_text())
+
+    def screen(self, node: int) -> str:
+        """What it has printed."""
+        return (self.folder / f"{node}.txt").read_text()
+
+    def code(self, node: int) -> int:
+        """Its exit code."""
+        return int((self.folder / f"{node}.code").read_text())
+
+    def wait_for_step(self, step: int) -> None:
+        """Until it is in metrics.jsonl."""
+        self.wait_for(lambda: max(steps_of(self.folder / "run"), default=0) >= step)
+
+    def wait_for(self, happened: Callable[[], object]) -> None:
+        """Until it has happened; an AssertionError with both screens if it does not."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not happened():
+            assert self.process.poll() is None, self.screen(1) + self.screen(2)
+            assert time.monotonic() < deadline_s, self.screen(1) + self.screen(2)
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        for node in (1, 2):
+            if (self.folder / f"{node}.pid").exists():
+                pid = self.torchrun(node)
+                kill([*children(pid), pid])
+        self.process.wait(LIMIT_S)
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        if any_lives([pid]):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def two_nodes(folder: Path, *arguments: str) -> Iterator[Nodes]:
+    command = ["configs/launch/nodes.sh", FIRST, "2", "llama_debug.yaml", *arguments, f"--run.dir={folder / 'run'}"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = subprocess.Popen(["unshare", "-rn", "tests/launch_files/two_nodes.sh", str(folder), *command], cwd=ROOT,
+                               env=environment(PATH=path, PET_NPROC_PER_NODE="2"), start_new_session=True)  # fmt: skip
+    nodes = Nodes(folder, process)
+    try:
+        yield nodes
+    finally:
+        nodes.end()
+
+
+def hsdp(folder: Path) -> list[str]:
+    return tiny(write_text(folder), "--checkpoint.every=5", "--parallel.dp_replicate=2")
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(tmp_path):
+    arguments = hsdp(tmp_path)
+    with two_nodes(tmp_path, *arguments) as nodes:
+        nodes.wait_for_step(3)
+        os.kill(nodes.torchrun(2), signal.SIGTERM)
+        nodes.wait_for(lambda: (tmp_path / "2.code").exists() and read_status(tmp_path / "run")["state"] == "stopped")
+        nodes.wait_for(lambda: not children(nodes.torchrun(1)))  # its torchrun waits 300 s for the other one, deaf to SIGTERM
+    mesh = load_plan(tmp_path / "run/plan.yaml").mesh
+    assert (mesh.dp_replicate, mesh.dp_shard) == (2, 2)
+    stopped = check_stopped(tmp_path / "run", "signal SIGTERM")
+    # Kubernetes must not take a pod that was told to go for one that has done its work.
+    assert nodes.code(2) != 0
+    last = arguments.index(f"--train.steps={FOR_EVER}")
+    arguments[last] = f"--train.steps={stopped + 3}"
+    with two_nodes(tmp_path, *arguments) as nodes:
+        nodes.process.wait(2 * LIMIT_S)
+    assert (nodes.code(1), nodes.code(2)) == (0, 0), nodes.screen(1) + nodes.screen(2)
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["step"], status["resumed_from"]) == ("finished", stopped + 3, stopped)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_gone_is_said_on_the_other(tmp_path):
+    with two_nodes(tmp_path, *hsdp(tmp_path)) as nodes:
+        nodes.wait_for_step(6)
+        gone = nodes.torchrun(2)
+        kill([gone, *children(gone)])
+        nodes.wait_for(lambda: "PeerLostError: a process of this run has died" in nodes.screen(1))
+        time.sleep(float(os.environ.get("KEEP", "0")))
+        print(nodes.screen(1)[-3000:])
+    assert "and the same command goes on" in nodes.screen(1)

@@ -1,0 +1,124 @@
+"""configs/launch/slurm.sh on a real Slurm of this machine alone, with two nodes, which are two daemons.
+
+Needs Debian's slurm-wlm and munge (apt-get install slurm-wlm munge), not configured: the test brings its own configuration.
+"""
+
+import getpass
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.faults import rows, steps_of, tiny
+from tests.launch import ROOT, environment, read_status, write_text
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "sinfo")
+PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+LIMIT_S = 300.0  # a job that is queued again waits two minutes (slurmctld's delay), and the machine may be busy
+MISSING = [name for name in NEEDED if not shutil.which(name, path=PATH)]
+CONFIGURATION = """
+ClusterName=one
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+ReturnToService=2
+SelectType=select/cons_tres
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_1} CPUs={cores}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_2} CPUs={cores}
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    bool(MISSING), reason=f"needs {', '.join(MISSING)} (Debian: slurm-wlm, munge)")]  # fmt: skip
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def wait(happened: Callable[[], object], say: Callable[[], str]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < deadline_s, say()
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """A cluster that is up; the environment that its commands need."""
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "n1", "n2"):
+        (folder / name).mkdir()
+    key = folder / "key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    port, port_1, port_2 = free_ports(3)
+    config = folder / "slurm.conf"
+    config.write_text(CONFIGURATION.format(host=socket.gethostname(), user=getpass.getuser(), folder=folder, port=port,
+                                           port_1=port_1, port_2=port_2, cores=os.cpu_count()))  # fmt: skip
+    env = environment(PATH=PATH, SLURM_CONF=str(config), PET_NPROC_PER_NODE="1")
+    munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge",
+              f"--pid-file={folder}/munge.pid", f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"]  # fmt: skip
+    named = ["-D", "-f", str(config)]
+    commands = [munged, ["slurmctld", *named], ["slurmd", *named, "-N", "n1"], ["slurmd", *named, "-N", "n2"]]
+    daemons = []
+    try:
+        for i, command in enumerate(commands):
+            with (folder / f"{i}.log").open("wb") as log:
+                daemons.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            time.sleep(1)
+        states = ["sinfo", "--noheader", "--format=%T %D"]
+        wait(lambda: ask(states, env).strip() == "idle 2", lambda: "".join(p.read_text() for p in folder.glob("*.log")))
+        yield env
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(30)
+
+
+def ask(command: list[str], env: dict[str, str]) -> str:
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_at_the_time_limit_it_saves_is_queued_again_and_goes_on(slurm, tmp_path):
+    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    arguments = tiny(write_text(tmp_path), "--checkpoint.every=100000", f"--run.dir={folder}")
+    # The first start is told to stop by scontrol, not by a time limit, which counts in minutes; the script hears the same signal.
+    sbatch = ["sbatch", "--parsable", "--gpus-per-node=0", "--time=10", f"--output={output}", "configs/launch/slurm.sh"]
+    job = ask([*sbatch, "llama_debug.yaml", *arguments], slurm).strip()
+    try:
+        wait(lambda: max(steps_of(folder), default=0) >= 3, lambda: output.read_text() if output.exists() else job)
+        ask(["scancel", "--batch", "--signal=USR1", job], slurm)
+        wait(lambda: ": queued again\n" in output.read_text(), output.read_text)
+        assert "2 processes" in output.read_text()
+        stopped = read_status(folder)
+        assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
+        ask(["scontrol", "update", f"JobId={job}", "StartTime=now"], slurm)
+        wait(lambda: max(row["step"] for row in rows(folder)) > stopped["step"], output.read_text)
+        assert read_status(folder)["resumed_from"] == stopped["step"]
+        assert "Restarts=1" in ask(["scontrol", "show", "job", job], slurm)
+    finally:
+        ask(["scancel", job], slurm)
+        wait(lambda: not ask(["squeue", "--noheader"], slurm).strip(), lambda: ask(["squeue"], slurm))

@@ -1,0 +1,186 @@
+"""The rules of tools.doctor on machines made up, and its looking at this one."""
+
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, environment
+from tools.doctor.environment import judge_environment
+from tools.doctor.facts import Check, Facts, Folder, Gpu, Machine, Software, Unknown, find
+from tools.doctor.judge import find_slow_pairs, judge
+from tools.doctor.machine import find_cgroup_limit, find_filesystem, folder_bytes, look_at_run_folder, nearest_existing
+from tools.doctor.software import find_library, is_bundled, parse_gpus, strip_colours
+from tools.doctor.text import format_report
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", 79.6, "Enabled", 1980, 1980, 700, 700)
+NO_GPU = Software(torch_cuda="13.0")
+GOOD = Facts(Software(torch_cuda="13.0", gpus_of_torch=2), Machine(cores=16), (H100, H100))
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47
+GPU1\tNV18\t X \tPHB\tSYS\t0-47
+GPU2\tSYS\tPHB\t X \tSYS\t48-95
+
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def software(**changes: object) -> Facts:
+    return dataclasses.replace(GOOD, software=dataclasses.replace(GOOD.software, **changes))
+
+
+def machine(**changes: object) -> Facts:
+    return dataclasses.replace(GOOD, machine=dataclasses.replace(GOOD.machine, **changes))
+
+
+def facts(**changes: object) -> Facts:
+    return dataclasses.replace(GOOD, **changes)
+
+
+def test_a_good_machine_has_no_findings():
+    assert judge(GOOD) == []
+    assert "nothing will fail or be slow" in format_report(GOOD, [])
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "words"),
+    [
+        (software(torch_cuda="", gpus_of_torch=0), "fails", "a build for CPUs"),
+        (software(gpus_of_torch=0, versions={"driver": "470.1"}), "fails", "cannot use them with driver 470.1"),
+        (facts(software=NO_GPU, environment={"CUDA_VISIBLE_DEVICES": ""}), "fails", "hides them"),
+        (software(compiler=Unknown("No working C++ compiler")), "fails", "No working C++ compiler"),
+        (software(python_headers=False), "fails", "Python.h"),
+        (facts(compiled=Check(failed="it broke")), "fails", "torch.compile does not work here: it broke"),
+        (facts(all_reduce=Check(failed="refused")), "fails", "refused"),
+        (facts(run_folder=Folder("/data/runs", writable=False)), "fails", "/data/runs cannot be written"),
+        (facts(run_folder=Folder("runs", free_gib=0.5)), "fails", "0.50 GiB free"),
+        (facts(run_folder=Folder("runs", write_mb_s=50.0)), "slow", "50 MB/s, flushed, so 16 GB of a checkpoint take 5.3"),
+        (facts(cache_folder=Folder("cache", writable=False)), "fails", "compile cache cache cannot be written"),
+        (facts(cache_folder=Folder("cache", filesystem="nfs4")), "slow", "is on nfs4"),
+        (machine(open_files=64), "fails", "ulimit -n is 64"),
+        (machine(memlock_kib=64, infiniband=("mlx5_0",)), "fails", "ulimit -l is 64 KiB, and InfiniBand (mlx5_0)"),
+        (machine(shm_gib=0.0625), "fails", "/dev/shm has 64 MiB"),
+        (machine(cgroup_gib=2.0), "slow", "2.0 GiB of memory"),
+        (machine(cores=3), "slow", "3 cores for 2 GPUs"),
+        (machine(addresses=("127.0.1.1",)), "note", "127.0.1.1: no other machine reaches gloo there"),
+        (machine(addresses=Unknown("Name or service not known")), "slow", "Name or service not known"),
+        (software(cudnn_loaded="/usr/lib/libcudnn.so.9", cudnn_bundled=False), "slow", "/usr/lib/libcudnn.so.9"),
+        (facts(gpus=(H100, dataclasses.replace(H100, power_limit_w=500))), "slow", "GPU 1 may take 500 W of its 700 W"),
+        (facts(topology=strip_colours(TOPOLOGY)), "slow", "no NVLink between GPU0-GPU2 (SYS), GPU1-GPU2 (PHB)"),
+        (software(missing_packages=("datasets",)), "note", "not installed: datasets"),
+        (facts(environment={"NCCL_P2P_DISABLE": "1"}), "slow", "NCCL_P2P_DISABLE=1 sends between GPUs"),
+    ],
+)
+def test_each_fault_is_named_with_its_value_and_a_remedy(broken, kind, words):
+    (found,) = judge(broken)
+    assert found.kind == kind
+    assert words in found.what
+    assert found.remedy
+
+
+def test_what_is_unknown_is_no_fault():
+    unknown = Unknown("not allowed")
+    known = ("hostname", "addresses", "infiniband")
+    nothing = {field.name: unknown for field in dataclasses.fields(Machine) if field.name not in known}
+    assert judge(Facts(Software(gpus_of_torch=unknown), Machine(**nothing), unknown, unknown)) == []
+
+
+def test_memlock_and_shm_matter_where_they_are_used():
+    assert judge(machine(memlock_kib=64)) == []
+    alone = dataclasses.replace(machine(shm_gib=0.0625), gpus=(), software=Software())
+    assert [one.kind for one in judge(alone)] == ["note"]
+
+
+def test_the_most_important_comes_first():
+    both = dataclasses.replace(machine(open_files=64, addresses=("127.0.1.1",)), environment={"CUDA_LAUNCH_BLOCKING": "1"})
+    assert [one.kind for one in judge(both)] == ["fails", "slow", "note"]
+
+
+def test_switches_that_are_off_are_no_fault():
+    assert not list(judge_environment({"NCCL_P2P_DISABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}))
+    assert list(judge_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}))
+
+
+def test_the_drivers_table_is_read_with_gaps():
+    whole = "NVIDIA H100 80GB HBM3, 81559, Enabled, 345, 1980, 700.00, 700.00"
+    text = f"{whole}\nTesla T4, [N/A], [N/A], 300, [Unknown Error], 70, 70\nbroken\n"
+    first, second = parse_gpus(text)
+    assert (first.name, round(first.memory_gib, 1), first.ecc) == ("NVIDIA H100 80GB HBM3", 79.6, "Enabled")
+    assert (first.sm_clock_mhz, first.max_sm_clock_mhz) == (345, 1980)
+    assert (second.memory_gib, second.ecc, second.max_sm_clock_mhz, second.power_limit_w) == (None, None, None, 70)
+    assert find_slow_pairs("garbage\nGPU0 X") == []
+
+
+def test_the_library_in_memory_is_found():
+    maps = "7f00-7f01 r-xp 0 08:01 5   /opt/cuda/lib64/libcudnn.so.9\n7f02-7f03 rw-p 0 00:00 0\n"
+    assert find_library(maps, "libcudnn") == "/opt/cuda/lib64/libcudnn.so.9"
+    assert find_library(maps, "libnccl") == ""
+    assert not is_bundled("/opt/cuda/lib64/libcudnn.so.9")
+
+
+def test_folders_are_looked_at_for_real(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(1000))
+    assert folder_bytes(tmp_path) == 1000
+    assert nearest_existing(tmp_path / "not/yet") == tmp_path
+    found = look_at_run_folder(tmp_path / "not/yet")
+    assert found.writable
+    assert found.write_mb_s > 1
+    assert found.free_gib > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"], "nothing is left behind"
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/a / ext4 rw 0 0\nhost:/x {tmp_path} nfs4 rw 0 0\n")
+    assert find_filesystem(tmp_path, mounts) == "nfs4"
+
+
+@pytest.mark.parametrize(("name", "text", "gib"), [("memory.max", "max", None), ("memory.max", str(2**31), 2.0),
+                                                   ("memory/memory.limit_in_bytes", str(2**63 - 4096), None)])  # fmt: skip
+def test_cgroup_limits(name, text, gib, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    assert find_cgroup_limit(tmp_path) == gib
+
+
+def test_whatever_goes_wrong_is_why_it_is_unknown():
+    assert str(find(lambda: Path("/not/there").read_text())).startswith("unknown ([Errno 2]")
+    assert find(lambda: 3) == 3
+
+
+def doctor(*arguments: str, limit_files: int = 0, **env: str) -> "subprocess.CompletedProcess[str]":
+    def limit() -> None:
+        if limit_files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    return subprocess.run([sys.executable, "-m", "tools.doctor", *arguments], cwd=ROOT, env=environment(**env), preexec_fn=limit,
+                          capture_output=True, text=True, check=False, timeout=300)  # fmt: skip
+
+
+def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
+    done = doctor("--json", f"--run_dir={tmp_path}", limit_files=64, CXX="/nonexistent", NCCL_DEBUG="INFO")
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    found = [(one["kind"], one["what"]) for one in report["findings"]]
+    assert any(kind == "fails" and what.startswith("no C++ compiler") for kind, what in found)
+    assert any(kind == "fails" and what.startswith("ulimit -n is 64") for kind, what in found)
+    assert any(kind == "note" and what.startswith("NCCL_DEBUG=INFO") for kind, what in found)
+    assert report["facts"]["compiled"]["failed"]
+    assert report["facts"]["environment"]["CXX"] == "/nonexistent"
+    assert "GB/s, gloo" in report["facts"]["all_reduce"]["said"] or report["facts"]["all_reduce"]["failed"]
+    assert report["facts"]["machine"]["cores"] >= 1
+
+
+@pytest.mark.slow
+def test_this_machine_as_it_is(tmp_path):
+    done = doctor(f"--run_dir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("versions", "C++ compiler", "MB/s flushed", "to compile; a product", "16 MiB over two processes", "/dev/shm"):
+        assert words in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "Exit code 0" in doctor("-h").stdout.replace("\n", " ")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,75 @@
+"""Tried for real, in processes of their own: a compiled product, and two processes that reduce together."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from parallel.one_line import one_line
+from tools.doctor.facts import Check
+
+LIMIT_S = 120.0  # a busy machine; without work elsewhere it is a few seconds
+MODULE = "tools.doctor.check_worker"
+
+
+class Trial:
+    """A check under way: its processes, and what they print."""
+
+    def __init__(self, kind: str, environments: Sequence[Mapping[str, str]]) -> None:
+        self._outputs: list[IO[str]] = [tempfile.TemporaryFile("w+") for _ in environments]  # noqa: SIM115  # _read closes them
+        command = [sys.executable, "-m", MODULE, kind]
+        self._processes = [subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+                                            stdout=output, stderr=subprocess.STDOUT)
+                           for environment, output in zip(environments, self._outputs, strict=True)]  # fmt: skip
+
+    def result(self) -> Check:
+        """Wait for it. What the first process that failed said last is why."""
+        try:
+            for process in self._processes:
+                process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return Check(failed=f"no end within {LIMIT_S:g} s")
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.wait()
+        texts = [_read(output) for output in self._outputs]
+        for process, text in zip(self._processes, texts, strict=True):
+            if process.returncode:
+                return Check(failed=_last_words(text) or f"exit code {process.returncode}")
+        return Check(said=json.loads(texts[0].splitlines()[-1])["said"])
+
+
+
+def try_compile(folder: Path) -> Trial:
+    """A small product, compiled anew: its compiler's files go into `folder`."""
+    anew = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
+    return Trial("compile", [anew])
+
+
+def try_all_reduce() -> Trial:
+    """Over gloo, or NCCL where there are two GPUs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    return Trial("all_reduce", [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)])
+
+
+def _read(output: IO[str]) -> str:
+    with output:
+        output.seek(0)
+        return output.read()
+
+
+def _last_words(text: str) -> str:
+    """The last line that names an error, or the last at all."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "InvalidCxxCompiler"))]
+    return one_line((named or lines or [""])[-1], 300)

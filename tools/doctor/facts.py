@@ -1,0 +1,113 @@
+"""What is known of a machine: plain data, so that the rules about it can be tried on machines that are not there."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from parallel.one_line import one_line
+
+MAX_WHY = 200  # characters of why something is unknown
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What could not be found out, and why."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"unknown ({self.why})"
+
+
+def find(look: Callable[[], T]) -> T | Unknown:
+    """What `look` finds, or why not: a report must not end because one thing in it cannot be had."""
+    try:
+        return look()
+    except Exception as error:
+        return Unknown(one_line(str(error), MAX_WHY) or type(error).__name__)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver sees it; what it does not tell is None. Clocks: now, and the most it can. Power: the limit set, and
+    the one it came with."""
+
+    name: str
+    memory_gib: float | None = None
+    ecc: str | None = None
+    sm_clock_mhz: float | None = None
+    max_sm_clock_mhz: float | None = None
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder in use. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in it."""
+
+    path: str
+    writable: bool = True
+    free_gib: float | Unknown = Unknown("not looked")
+    filesystem: str | Unknown = Unknown("not looked")
+    size_gib: float | Unknown = Unknown("not looked")
+    write_mb_s: float | Unknown = Unknown("not measured")
+
+
+@dataclass(frozen=True)
+class Software:
+    """Versions by name, "" for what is not installed; what torch can use; which cuDNN is in memory; how code is compiled."""
+
+    versions: Mapping[str, str | Unknown] = field(default_factory=dict)
+    missing_packages: tuple[str, ...] = ()
+    torch_cuda: str = ""  # the CUDA that torch was built for, "" for a CPU build
+    gpus_of_torch: int | Unknown = 0
+    cudnn_loaded: str | Unknown = ""  # path of the library, "" without a GPU
+    cudnn_bundled: bool = True  # whether that is the one that came with torch
+    compiler: str | Unknown = "g++"
+    python_headers: bool = True
+    bfloat16: str | Unknown = ""  # whether auto computes in it, and why
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory in GiB, cores, limits. memlock_kib, open_files: None is unlimited; cgroup_gib: None is no limit."""
+
+    memory_gib: float | Unknown = 64.0
+    available_gib: float | Unknown = 64.0
+    cgroup_gib: float | Unknown | None = None
+    cores: int | Unknown = 8  # physical ones that this process may use
+    threads: int | Unknown = 8  # hardware threads that it may use
+    memlock_kib: int | Unknown | None = None
+    open_files: int | Unknown | None = None
+    shm_gib: float | Unknown = 32.0
+    hostname: str = "node"
+    addresses: tuple[str, ...] | Unknown = ("10.0.0.1",)  # what the host's own name resolves to
+    interfaces: tuple[str, ...] | Unknown = ()
+    infiniband: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something tried for real: what came out, in words, or why it failed."""
+
+    said: str = ""
+    failed: str = ""
+
+    def __str__(self) -> str:
+        return f"FAILED: {self.failed}" if self.failed else self.said
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it."""
+
+    software: Software = Software()
+    machine: Machine = Machine()
+    gpus: tuple[Gpu, ...] | Unknown = ()
+    topology: str | Unknown = ""  # nvidia-smi topo -m
+    run_folder: Folder = Folder("runs")
+    cache_folder: Folder = Folder("cache")
+    environment: Mapping[str, str] = field(default_factory=dict)
+    compiled: Check = Check()
+    all_reduce: Check = Check()

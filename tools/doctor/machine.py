@@ -1,0 +1,153 @@
+"""The machine: memory, cores, limits, network, and the folders that a run writes to."""
+
+import math
+import os
+import resource
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from tools.doctor.facts import Folder, Machine, find
+from train.cores import usable_cores
+
+GIB = 2**30
+WRITTEN_BYTES = 256 * 2**20
+CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and 1, below /sys/fs/cgroup
+NO_LIMIT_BYTES = 2**60  # cgroup 1 says "no limit" by a number near 2^63
+
+
+def look_at_machine() -> Machine:
+    """Everything of it; what cannot be found out is Unknown."""
+    return Machine(
+        memory_gib=find(lambda: read_meminfo("MemTotal")),
+        available_gib=find(lambda: read_meminfo("MemAvailable")),
+        cgroup_gib=find(find_cgroup_limit),
+        cores=find(usable_cores),
+        threads=find(lambda: len(os.sched_getaffinity(0))),
+        memlock_kib=find(lambda: soft_limit(resource.RLIMIT_MEMLOCK, 1024)),
+        open_files=find(lambda: soft_limit(resource.RLIMIT_NOFILE, 1)),
+        shm_gib=find(lambda: shutil.disk_usage("/dev/shm").free / GIB),
+        hostname=socket.gethostname(),
+        addresses=find(lambda: tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}))),
+        interfaces=find(look_at_interfaces),
+        infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
+    )
+
+
+def read_meminfo(name: str) -> float:
+    """GiB. Raises OSError or LookupError where Linux's /proc/meminfo does not say."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    found = {line.split(":")[0]: line.split()[1] for line in lines}
+    return int(found[name]) * 1024 / GIB
+
+
+def find_cgroup_limit(system: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Of memory, in GiB; None without one."""
+    for name in CGROUP_FILES:
+        path = system / name
+        if path.is_file() and (text := path.read_text(encoding="ascii").strip()).isdecimal():
+            return int(text) / GIB if int(text) < NO_LIMIT_BYTES else None
+    return None
+
+
+def soft_limit(kind: int, unit: int) -> int | None:
+    """A limit of this process in `unit`s; None is unlimited."""
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit // unit
+
+
+def look_at_interfaces(system: Path = Path("/sys/class/net")) -> tuple[str, ...]:
+    """Network interfaces that are up but the loopback, with their speed where they know it."""
+    found = []
+    for folder in sorted(system.iterdir()):
+        state = _read(folder / "operstate")
+        if folder.name != "lo" and state in ("up", "unknown"):
+            speed = _read(folder / "speed")
+            found.append(f"{folder.name} ({int(speed) / 1000:g} Gb/s)" if speed.isdecimal() else folder.name)
+    return tuple(found)
+
+
+def look_at_run_folder(asked: Path) -> Folder:
+    """Where runs go, made or not; measured by a file that is flushed to the disk."""
+    folder = nearest_existing(asked)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return _folder(asked, writable=False)
+    return _folder(asked, rate=True)
+
+
+def look_at_cache_folder(asked: Path) -> Folder:
+    """Where compiled graphs lie, and how much of them."""
+    writable = os.access(nearest_existing(asked), os.W_OK | os.X_OK)
+    return _folder(asked, writable, size=True)
+
+
+def _folder(asked: Path, writable: bool = True, rate: bool = False, size: bool = False) -> Folder:
+    here, plain = nearest_existing(asked), Folder(str(asked))
+    return Folder(
+        str(asked), writable,
+        free_gib=find(lambda: shutil.disk_usage(here).free / GIB),
+        filesystem=find(lambda: find_filesystem(here)),
+        size_gib=find(lambda: folder_bytes(asked) / GIB) if size else plain.size_gib,
+        write_mb_s=find(lambda: measure_write(here)) if rate else plain.write_mb_s,
+    )  # fmt: skip
+
+
+def nearest_existing(path: Path) -> Path:
+    """The folder itself, or the first above it that exists: on the same disk, with the same rights to make it."""
+    path = path.expanduser().absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def find_filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Type of the file system it is on: that of the longest mount point above it. Raises OSError without /proc."""
+    lines = (line.split() for line in mounts.read_text(encoding="utf-8").splitlines())
+    above = [(len(point), kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(_unescaped(point))]
+    return max(above, key=lambda one: one[0])[1]  # of several at one point the first is found: they are rare
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in it; what vanishes meanwhile does not count."""
+    return sum(_sizes(os.walk(folder)))
+
+
+def measure_write(folder: Path) -> float:
+    """10^6 bytes per second of a file of 256 MiB, flushed to the disk. Raises OSError, also where there is too little room."""
+    if shutil.disk_usage(folder).free < 4 * WRITTEN_BYTES:
+        raise OSError("less than 1 GiB is free")
+    path, block = folder / f".doctor-{secrets.token_hex(8)}", os.urandom(2**22)  # a disk may compress what repeats in small
+    start_s = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            for _ in range(math.ceil(WRITTEN_BYTES / len(block))):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return WRITTEN_BYTES / (time.perf_counter() - start_s) / 1e6
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _sizes(walk: Iterable[tuple[str, list[str], list[str]]]) -> Iterable[int]:
+    for folder, _, names in walk:
+        for name in names:
+            try:
+                yield os.lstat(os.path.join(folder, name)).st_size
+            except OSError:
+                continue
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _unescaped(mount_point: str) -> str:
+    """Spaces in a mount point are \\040 there (fstab(5))."""
+    return mount_point.replace("\\040", " ")
