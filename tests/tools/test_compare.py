@@ -1,0 +1,187 @@
+"""tools/compare: whether two runs are the same training, on runs written by hand and on real ones."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.planner.shapes import Polygon, Text
+from tests.launch import EAGER, TINY, run, write_text
+from tests.tools.sweeps import row, write_run
+from tools.compare.__main__ import main
+from tools.compare.bands import BFLOAT16, BITWISE, FLOAT32, own_band
+from tools.compare.comparison import Comparison, compare_runs
+from tools.compare.picture import draw_comparisons
+from tools.compare.text import as_json, as_text
+from tools.run_folder import changed_keys, flatten, read_run
+from train.config import ConfigError
+
+MIXED = {"parallel": {"param_dtype": "bfloat16"}}
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "a", [row(step) for step in range(1, 11)], config={"optim": {"lr": 0.1}})
+
+
+def beside(first: Path, rows: Sequence[dict[str, Any]], config: dict[str, Any] | None = None, state: str = "finished",
+           **status: Any) -> Comparison:  # fmt: skip
+    other = write_run(first.with_name("b"), rows, state, config, **status)
+    return compare_runs(read_run(first), read_run(other))
+
+
+def moved(step: int, loss: float = 0.0, norm: float = 0.0, **more: Any) -> list[dict[str, Any]]:
+    """The first run's rows, from a step on with another loss and gradient norm."""
+    rows = [row(n) for n in range(1, 11)]
+    return [one | {"loss": one["loss"] + loss, "grad_norm": one["grad_norm"] * (1 + norm), **more} if one["step"] >= step else one
+            for one in rows]  # fmt: skip
+
+
+def test_equal_runs_are_the_same_bit_for_bit(first: Path) -> None:
+    found = beside(first, moved(11))
+    assert (found.same, found.band, found.steps) == (True, BITWISE, tuple(range(1, 11)))
+    assert found.verdict == "the same training bit for bit, at 10 steps"
+    assert [curve.first for curve in found.curves] == [None, None]
+    assert found.data == "the same sequences at all 10 steps that are in both and have a data_hash"
+
+
+@pytest.mark.parametrize(("loss", "norm", "config", "band"), [
+    (1e-15, 0, None, FLOAT32),
+    (4.9e-5, 0, None, FLOAT32),
+    (0, 0.9e-5, None, FLOAT32),
+    (5.1e-5, 0, None, None),
+    (0, 1.1e-5, None, None),
+    (5.1e-5, 0, MIXED, BFLOAT16),
+    (0, 0.04, MIXED, BFLOAT16),
+    (0.021, 0, MIXED, None),
+    (0, 0.043, MIXED, None),
+])  # fmt: skip
+def test_the_narrowest_band_that_explains_the_difference(loss: float, norm: float, config: Any, band: Any, first: Path) -> None:
+    found = beside(first, moved(4, loss, norm), config)
+    assert (found.band, found.same) == (band, band is not None)
+    changed = next(curve for curve in found.curves if curve.first)
+    assert changed.first is not None
+    assert (changed.key, changed.first[0]) == ("loss" if loss else "grad_norm", 4)
+    assert changed.beyond == (None if band else 4)
+
+
+def test_the_largest_difference_and_the_step_from_which_the_band_is_left_are_exact(first: Path) -> None:
+    rows = moved(11)
+    rows[2]["loss"] += 2**-20
+    rows[6]["loss"] -= 0.25
+    found = beside(first, rows)
+    (loss, norm) = found.curves
+    assert loss.first == (3, rows[2]["loss"] - 2**-20, rows[2]["loss"])
+    assert loss.largest == (7, pytest.approx(0.25, abs=1e-15))
+    assert (loss.beyond, norm.beyond, norm.first) == (7, None, None)
+    assert found.verdict.startswith("different: at step 7 loss is not within float32 re-ordering noise (5e-05); furthest apart")
+    assert any(note.startswith("until then they are alike, at 6 steps, up to step 6") for note in found.notes)
+
+
+def test_other_data_is_another_training_however_alike_the_curves_are(first: Path) -> None:
+    found = beside(first, moved(5, data_hash="ff"))
+    assert (found.same, found.band, found.other_data) == (False, None, 5)
+    assert found.verdict == "different: they read other data, at step 5 at the latest"
+    assert beside(first, [{key: value for key, value in one.items() if key != "data_hash"} for one in moved(11)]).same
+
+
+def test_a_loss_that_is_not_finite_is_alike_only_where_both_are(first: Path) -> None:
+    rows = [one | ({"loss": None} if one["step"] > 7 else {}) for one in moved(11)]
+    found = beside(first, rows)
+    assert not found.same
+    assert found.curves[0].largest == (8, math.inf)
+    assert "has a loss that is not finite at 3 steps, first at step 8" in as_text(found)
+    assert as_json(found)["curves"]["loss"]["largest_difference"] is None
+    json.dumps(as_json(found), allow_nan=False)
+    again = write_run(first.with_name("c"), rows)
+    assert compare_runs(read_run(again), read_run(first.with_name("b"))).same
+
+
+def test_only_steps_in_both_are_compared_and_the_last_row_of_a_step_counts(first: Path) -> None:
+    rows = [row(2), row(4), row(6, 99.0), row(6), row(8), row(12)]
+    found = beside(first, rows, state="running", resumed_from=4)
+    assert (found.same, found.steps) == (True, (2, 4, 6, 8))
+    text = as_text(found)
+    assert "b is running at step 12" in text
+    assert "b went on from the checkpoint of step 4" in text
+    assert "b did 1 reported steps again, differently at 1 of them, first at step 6" in text
+    assert "a has 6 reported steps that are not compared" in text
+
+
+def test_runs_without_a_common_step_are_a_mistake(first: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no step is in both: .*10 steps, 1 to 10, .*no step"):
+        compare_runs(read_run(first), read_run(write_run(tmp_path / "b", [])))
+    with pytest.raises(ConfigError, match="no such folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_config_differences_are_in_words_and_other_versions_keys_are_none() -> None:
+    old = {"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "model": {"rope": None}, "gone": {"key": 1}, "train": {"freeze": []}}
+    new = {"optim": {"lr": 0.1, "betas": (0.9, 0.99)}, "model": {"rope": {"factor": 8.0}}, "train": {"freeze": (), "new": 2}}
+    changed = changed_keys(flatten(old), flatten(new))
+    assert changed == {"optim.betas": ([0.9, 0.95], (0.9, 0.99)), "model.rope.factor": (None, 8.0)}
+    assert changed_keys({"a": 1}, {"a": 1.0}) == {}
+    assert changed_keys({"a": 1}, {"a": True}) == {"a": (1, True)}
+
+
+def test_a_band_of_ones_own_and_a_last_step_to_look_at(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = moved(6, loss=0.01)
+    write_run(first.with_name("b"), rows)
+    a, b = str(first), str(first.with_name("b"))
+    assert own_band(0.01, 0).tolerances["loss"].width(-3.0) == pytest.approx(0.03)
+    main([a, b, "--atol=0.011"])
+    assert capsys.readouterr().out.startswith("the same training within rtol 0, atol 0.011, at 10 steps")
+    main([a, b, "--until=5"])
+    assert capsys.readouterr().out.startswith("the same training bit for bit, at 5 steps")
+    with pytest.raises(SystemExit) as ended:
+        main([a, b, "--rtol=1e-3"])
+    assert ended.value.code == 1
+
+
+def test_each_of_several_runs_is_compared_with_the_first(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same, other = write_run(first.with_name("same"), moved(11)), write_run(first.with_name("other"), moved(3, loss=1.0))
+    with pytest.raises(SystemExit) as ended:
+        main([str(first), str(same), str(other), "--json"])
+    assert ended.value.code == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["same"], [each["same"] for each in document["comparisons"]]) == (False, [True, False])
+    assert document["comparisons"][1]["curves"]["loss"]["first_difference"]["step"] == 3
+    with pytest.raises(ConfigError, match="at least two"):
+        main([str(first)])
+
+
+def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tmp_path: Path) -> None:
+    found = beside(first, moved(4, loss=0.5, norm=1e-6))
+    picture = draw_comparisons([found])
+    words = [shape.words for shape in picture.shapes if isinstance(shape, Text)]
+    assert found.verdict[:40] in words[0]
+    assert {"loss: distance from the first", "grad_norm: distance from the first", "0", "1e-1"} <= set(words)
+    shapes = [shape for shape in picture.shapes if isinstance(shape, Polygon)]
+    assert sum(shape.about == str(first) for shape in shapes) == 2, "the first run's curve in both columns"
+    assert all(-1 <= x <= picture.width + 1 and 0 <= y <= picture.height for shape in shapes for x, y in shape.corners)
+    main([str(first), str(first), "--picture", str(tmp_path / "same.svg")])
+    assert "none at any step that is in both" in (tmp_path / "same.svg").read_text()
+    main([str(first), str(first), "--picture", str(tmp_path / "same.png")])
+    assert (tmp_path / "same.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_real_runs_on_two_meshes_are_the_same_training_and_another_seed_is_not(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    arguments = [*TINY, *EAGER, *data, "--train.steps=8", "--train.eval_every=0", "--checkpoint.every=0",
+                 "--parallel.param_dtype=float32", "--metrics.tensorboard=false"]  # fmt: skip
+    for name, processes, more in (("one", 1, []), ("two", 2, ["--parallel.tp=2"]), ("seed", 1, ["--run.seed=1"])):
+        done = run(processes, "--config=llama_debug.yaml", *arguments, *more, f"--run.dir={tmp_path / name}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two, seed = (read_run(tmp_path / name) for name in ("one", "two", "seed"))
+    found = compare_runs(one, two)
+    assert (found.same, found.band) == (True, FLOAT32), found.verdict
+    assert {"mesh: tp 1 -> 2", "batch: micro_batch_size 2 -> 2"} & set(found.plan) == {"mesh: tp 1 -> 2"}
+    assert "parallel.tp: auto -> 2" in found.config
+    assert compare_runs(one, one).band == BITWISE
+    other = compare_runs(one, seed)
+    assert other.verdict == "different: they read other data, at step 1 at the latest"
+    assert re.search(r"tokens/s +[\d,]+ +[\d,]+ +\d", as_text(found))

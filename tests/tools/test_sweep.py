@@ -1,0 +1,162 @@
+"""tools/sweep, for real: runs through the real trainer that finish, fail, are refused, are interrupted and are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
+from tests.tools.sweeps import Page
+from tools.bench.launched import any_lives, children
+from train.checkpoint.folder import list_checkpoints, step_of
+
+LIMIT_S = 240.0
+SPEC = {"config": "llama_debug.yaml", "processes": 1}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Config keys of a tiny eager run."""
+    pairs = (argument[2:].partition("=") for argument in [*TINY, *EAGER, *write_text(tmp_path_factory.mktemp("data"))])
+    keys = {key: yaml.safe_load(value) for key, _, value in pairs}
+    return {**keys, "train.eval_every": 0, "metrics.tensorboard": False, "optim.lr": 0.003}
+
+
+def write(folder: Path, **spec: Any) -> Path:
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({**SPEC, "folder": str(folder / "study"), **spec}, sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def swept(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """One sweep of four runs: two meshes, one that fails, one whose plan is refused."""
+    folder = tmp_path_factory.mktemp("swept")
+    two = {"processes": 2, "profile.start": 6, "profile.steps": 2}
+    runs = {"one": {}, "two": two, "broken": {"data.source": "nowhere"}, "impossible": {"parallel.tp": 3}}
+    overrides = {**keys, "train.steps": 8, "checkpoint.every": 0}
+    done = run(1, str(write(folder, overrides=overrides, runs=runs)), module="tools.sweep", timeout_s=LIMIT_S)
+    return folder, done
+
+
+def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, Any]) -> None:
+    folder, done = swept
+    study = folder / "study"
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [read_status(study / name)["state"] for name in ("one", "two")] == ["finished", "finished"]
+    assert len(read_metrics(study / "two")) == 8
+    assert "2 processes" in (study / "two" / "output.txt").read_text()
+    document = json.loads((study / "report.json").read_text())
+    states = {each["name"]: each["state"] for each in document["runs"]}
+    assert states == {"one": "finished", "two": "finished", "broken": "failed", "impossible": "refused"}
+    reasons = {each["name"]: each["reason"] for each in document["runs"]}
+    assert reasons["broken"].startswith("DataError: data.source=nowhere"), reasons
+    assert reasons["impossible"].startswith("PlanError: parallel"), reasons
+    assert document["runs"][0]["device"] == "CPU (no GPU)"
+
+
+def test_without_a_terminal_each_run_is_told_in_plain_lines(swept: tuple[Path, Any]) -> None:
+    folder, done = swept
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"[1/4] one: started, its output is in {folder / 'study' / 'one' / 'output.txt'}"
+    assert lines[1].startswith("[1/4] one: finished, step 8 of 8, loss ")
+    assert any(line.startswith("[3/4] broken: failed, step 0 of 8: DataError") for line in lines)
+    assert lines[-1] == f"2 finished, 1 failed, 1 refused. report: {folder / 'study' / 'report.html'}"
+    assert "\x1b" not in done.stdout
+
+
+def test_the_page_of_real_runs_stands_alone_and_has_what_was_predicted_and_profiled(swept: tuple[Path, Any]) -> None:
+    folder, _ = swept
+    page = Page((folder / "study" / "report.html").read_text())
+    assert [cells[0] for cells in page.rows] == ["run", "one", "two", "broken", "impossible"]
+    document = json.loads((folder / "study" / "report.json").read_text())
+    predicted = document["runs"][1]["predicted"]
+    assert predicted.keys() == {"step_time_s", "peak_memory_gib"}
+    assert abs(predicted["peak_memory_gib"]["error"]) < 0.5
+    assert [each.get("exposed_share") is not None for each in document["runs"]] == [False, True, False, False]
+    assert 0 < document["runs"][1]["exposed_share"] < 1
+
+
+def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_if_asked(swept: tuple[Path, Any]) -> None:
+    folder, _ = swept
+    study = folder / "study"
+    before = {name: (study / name / "output.txt").read_bytes() for name in ("one", "two", "broken")}
+    again = run(1, str(folder / "study.yaml"), module="tools.sweep", timeout_s=LIMIT_S)
+    assert again.returncode == 1
+    assert {name: (study / name / "output.txt").read_bytes() for name in before} == before
+    assert "(--retry-failed starts it again)" in again.stdout
+    retried = run(1, str(folder / "study.yaml"), "--retry-failed", "--json", module="tools.sweep", timeout_s=LIMIT_S)
+    assert (study / "one" / "output.txt").read_bytes() == before["one"]
+    assert (study / "broken" / "output.txt").read_bytes() == 2 * before["broken"]
+    assert [each["state"] for each in json.loads(retried.stdout)["runs"]][2:] == ["failed", "refused"]
+    assert "[3/4] broken: failed" in retried.stderr
+
+
+def test_a_changed_spec_is_refused_before_anything_runs(swept: tuple[Path, Any]) -> None:
+    folder, _ = swept
+    changed = run(1, str(folder / "study.yaml"), "--override", "train.grad_clip=0.5", module="tools.sweep", timeout_s=LIMIT_S)
+    assert changed.returncode == 2
+    assert "one: train.grad_clip: 1.0 -> 0.5" in changed.stderr
+    assert "Traceback" not in changed.stderr
+
+
+@contextmanager
+def sweeping(path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A sweep that is under way; at the end nothing of it is left."""
+    process = subprocess.Popen([sys.executable, "-m", "tools.sweep", str(path)], cwd=ROOT, env=environment(), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    try:
+        yield process
+    finally:
+        for pid in family(process.pid):
+            if any_lives([pid]):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    return [pid, *(below for child in children(pid) for below in family(child))]
+
+
+def wait(process: "subprocess.Popen[str]", happened: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not happened():
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(keys: dict[str, Any], tmp_path: Path) -> None:
+    """First Ctrl-C: the run saves and both stop. Then SIGKILL to all of it. Then the same command finishes."""
+    overrides = {**keys, "train.steps": 80, "checkpoint.every": 10, "checkpoint.keep": 2}
+    path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
+    with sweeping(path) as sweep:
+        wait(sweep, lambda: list_checkpoints(folder / "checkpoints"))
+        os.kill(sweep.pid, signal.SIGINT)
+        told = sweep.communicate(timeout=LIMIT_S)[0]
+    assert sweep.returncode == 130, told
+    assert "interrupted: the same command goes on" in told
+    stopped = read_status(folder)
+    assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
+    assert max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
+    assert stopped["step"] < 60, "it went on to its end before it was interrupted"
+    with sweeping(path) as sweep:
+        wait(sweep, lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"])
+        for pid in family(sweep.pid):
+            os.kill(pid, signal.SIGKILL)
+    assert read_status(folder)["state"] == "running", "nobody was left to write another word"
+    done = run(1, str(path), module="tools.sweep", timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_status(folder)["resumed_from"] >= stopped["step"]
+    assert sorted(read_metrics(folder)) == list(range(1, 81))
+    assert (folder / "output.txt").read_text().count("+ ") == 3

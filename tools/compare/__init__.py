@@ -1,0 +1,1 @@
+"""`python -m tools.compare A B`: whether runs are the same training, and where they begin to differ."""

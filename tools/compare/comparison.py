@@ -1,0 +1,179 @@
+"""Two runs beside each other: data, curves, configs and plans, and one sentence that says whether they are the same training."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.compare.bands import CURVES, Band, Tolerance, bands_for, distance, narrowest
+from tools.plan.diff import diff_plans, in_words
+from tools.run_figures import Figures, figures_of
+from tools.run_folder import RunFolder, changed_keys, series
+from tools.sweep.spec import value_text
+from train.config import ConfigError
+
+
+@dataclass(frozen=True)
+class CurveDifference:
+    """One curve of both runs, at the steps that both report.
+
+    Args:
+        steps: how many those are
+        first: the first step at which they differ at all, with both values; None where none does
+        largest: at which step, and how much at most, in the curve's unit; infinite where only one is finite
+        beyond: the first step outside the widest band that would do; None where there is none
+        tolerance: that band's
+    """
+
+    key: str
+    steps: int
+    first: tuple[int, float, float] | None
+    largest: tuple[int, float]
+    beyond: int | None
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What there is to say of two runs.
+
+    Args:
+        verdict: one line
+        same: within a band that explains it
+        band: the narrowest that holds all curves; None: none does, or the data is not the same
+        steps: that both report
+        data: in words; `other_data`: the first step at which they read other sequences, None where none is known
+        config, plan, notes: lines
+    """
+
+    a: RunFolder
+    b: RunFolder
+    verdict: str
+    same: bool
+    band: Band | None
+    bands: tuple[Band, ...]
+    steps: tuple[int, ...]
+    curves: tuple[CurveDifference, ...]
+    data: str
+    other_data: int | None
+    figures: tuple[Figures, Figures]
+    config: tuple[str, ...]
+    plan: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def compare_runs(a: RunFolder, b: RunFolder, bands: Sequence[Band] | None = None, until: int | None = None) -> Comparison:
+    """`bands`: from narrow to wide, instead of those that suit the runs' dtypes; `until`: the last step to look at. Raises
+    ConfigError where no step is in both."""
+    steps = tuple(step for step in a.steps if step in set(b.steps) and (until is None or step <= until))
+    if not steps:
+        raise ConfigError(f"no step is in both: {a.folder} reports {_steps_words(a)}, {b.folder} {_steps_words(b)}. Compare runs "
+                          "whose metrics.every have steps in common")  # fmt: skip
+    bands = tuple(bands or bands_for(a, b))
+    other_data, data = _compare_data(a, b, steps)
+    pairs = {key: _pairs(a, b, key, until) for key in CURVES}
+    pairs = {key: found for key, found in pairs.items() if found}
+    curves = tuple(_difference(key, found, bands[-1].tolerances[key]) for key, found in pairs.items())
+    band = narrowest(bands, {key: [(one, other) for _, one, other in found] for key, found in pairs.items()})
+    same = band is not None and other_data is None
+    verdict = _verdict(band, bands[-1], curves, other_data, len(steps))
+    notes = (*_grown(curves, steps), *_notes(a), *_notes(b), *_unshared(a, b, steps))
+    return Comparison(a, b, verdict, same, band if same else None, bands, steps, curves, data, other_data,
+                      (figures_of(a), figures_of(b)), _config_words(a, b), _plan_words(a, b), notes)  # fmt: skip
+
+
+def _pairs(a: RunFolder, b: RunFolder, key: str, until: int | None) -> list[tuple[int, float, float]]:
+    """Step and both values, where both have one."""
+    one, other = series(a.rows, key), series(b.rows, key)
+    return [(step, one[step], other[step]) for step in one if step in other and (until is None or step <= until)]
+
+
+def _difference(key: str, pairs: Sequence[tuple[int, float, float]], tolerance: Tolerance) -> CurveDifference:
+    first = next((pair for pair in pairs if distance(*pair[1:]) > 0), None)
+    largest = max(((step, distance(one, other)) for step, one, other in pairs), key=lambda found: found[1])
+    beyond = next((step for step, one, other in pairs if not tolerance.allows(one, other)), None)
+    return CurveDifference(key, len(pairs), first, largest, beyond, tolerance)
+
+
+def _compare_data(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> tuple[int | None, str]:
+    """The first step at which they read other sequences, and the same in words."""
+    hashes = [(step, a.rows[step].get("data_hash"), b.rows[step].get("data_hash")) for step in steps]
+    known = [found for found in hashes if found[1] and found[2]]
+    if not known:
+        return None, "not compared: no step in both has a data_hash"
+    other = next((step for step, one, two in known if one != two), None)
+    if other is None:
+        return None, f"the same sequences at all {len(known)} steps that are in both and have a data_hash"
+    return other, f"other sequences at step {other}, by its data_hash" + (" (the first in both)" if other == known[0][0] else "")
+
+
+def _verdict(band: Band | None, widest: Band, curves: Sequence[CurveDifference], other_data: int | None, steps: int) -> str:
+    if other_data is not None:
+        return f"different: they read other data, at step {other_data} at the latest"
+    if band is not None:
+        most = ", ".join(f"{curve.key} {curve.largest[1]:.2g}" for curve in curves if curve.largest[1] > 0)
+        apart = f"; furthest apart: {most}" if most else ""
+        return f"the same training {band.name}, at {steps} steps{apart}"
+    worst = min((curve for curve in curves if curve.beyond is not None), key=lambda curve: curve.beyond or 0)
+    return (f"different: at step {worst.beyond} {worst.key} is not {widest.name} ({_allowed_words(worst.tolerance)}); furthest "
+            f"apart at step {worst.largest[0]}: {worst.largest[1]:.3g}")  # fmt: skip
+
+
+def _grown(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]:
+    """What to think of runs that were alike at first."""
+    beyond = min((curve.beyond for curve in curves if curve.beyond is not None), default=steps[0])
+    alike = [step for step in steps if step < beyond]
+    if not alike:
+        return []
+    return [f"until then they are alike, at {len(alike)} steps, up to step {alike[-1]}. Rounding grows so from step to step, as "
+            "fast as the training is unstable; a fault that sets in late looks the same. Runs in float32 tell the two apart: "
+            "their noise begins some thousand times smaller"]  # fmt: skip
+
+
+def _allowed_words(tolerance: Tolerance) -> str:
+    """What a tolerance says, in words."""
+    parts = [f"{tolerance.atol:g}"] if tolerance.atol or not tolerance.rtol else []
+    parts += [f"{tolerance.rtol:.2g} of its size"] if tolerance.rtol else []
+    return " + ".join(parts)
+
+
+def _config_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
+    changes = changed_keys(a.config, b.config)
+    return tuple(f"{key}: {value_text(one)} -> {value_text(other)}" for key, (one, other) in changes.items() if key != "run.dir")
+
+
+def _plan_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
+    if a.plan is not None and b.plan is not None:
+        return tuple(map(in_words, diff_plans(a.plan, b.plan)))
+    return tuple(f"{run.folder}: {run.plan_problem}" for run in (a, b) if run.plan is None)
+
+
+def _notes(run: RunFolder) -> list[str]:
+    """What to know of a run: whether it still goes, was resumed, did steps again, or has lines that cannot be read."""
+    notes, name = list[str](), run.folder
+    if run.status is None:
+        notes.append(f"{name} has no status.json")
+    elif run.status.state != "finished":
+        reason = f" ({run.status.reason})" if run.status.reason else ""
+        notes.append(f"{name} is {run.status.state} at step {run.status.step}{reason}")
+    if run.status is not None and run.status.resumed_from is not None:
+        notes.append(f"{name} went on from the checkpoint of step {run.status.resumed_from}")
+    if run.redone:
+        other = [step for step, row in run.redone.items() if any(row.get(key) != run.rows[step].get(key) for key in CURVES)]
+        told = f"differently at {len(other)} of them, first at step {other[0]}" if other else "with the same losses and norms"
+        notes.append(f"{name} did {len(run.redone)} reported steps again, {told}")
+    if run.unreadable:
+        notes.append(f"{name}/metrics.jsonl has {run.unreadable} lines that are no rows, which are left out")
+    if bad := [step for step, loss in series(run.rows, "loss").items() if not math.isfinite(loss)]:
+        notes.append(f"{name} has a loss that is not finite at {len(bad)} steps, first at step {bad[0]}")
+    return notes
+
+
+def _unshared(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> list[str]:
+    """Steps that only one has are not compared."""
+    alone = [(run, len(run.steps) - len(steps)) for run in (a, b) if len(run.steps) > len(steps)]
+    return [f"{run.folder} has {count} reported steps that are not compared (it has {_steps_words(run)})" for run, count in alone]
+
+
+def _steps_words(run: RunFolder) -> str:
+    steps = run.steps
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no step"

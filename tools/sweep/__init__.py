@@ -1,0 +1,1 @@
+"""`python -m tools.sweep SPEC.yaml`: runs that differ in a few keys, one after another, and a page that compares them."""

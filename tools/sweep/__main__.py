@@ -1,0 +1,183 @@
+"""`python -m tools.sweep SPEC.yaml`: runs that differ in a few keys, one after another, and a page that compares them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.command import EXIT_INTERRUPTED, positive, run_tool
+from tools.plan.files import write_whole
+from tools.sweep.attempt import Attempt, launched_with, state_of, write_attempt
+from tools.sweep.commands import as_lines, refuse_nodes, run_command, slurm_command
+from tools.sweep.launch import Interrupts, hear_interrupts, run_once
+from tools.sweep.page import make_page
+from tools.sweep.planned import Planned, changed_runs, check_sweep, refuse_changed
+from tools.sweep.rows import SweepReport, read_sweep, report_json
+from tools.sweep.screen import SweepScreen
+from tools.sweep.spec import Spec, read_spec
+from train.config import ConfigError, known_keys
+from train.lock import lock_folder
+
+EXIT_NOT_ALL = 1  # not every run has finished
+STUDIES = Path(__file__).parents[2] / "configs" / "experiments"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is asked for. Raises ConfigError, PlanError, DataError and LockError."""
+    options = make_parser().parse_args(arguments)
+    path = find_spec(options.spec)
+    given = {key: getattr(options, key) for key in ("config", "processes", "nodes", "folder")}
+    spec = read_spec(path, {key: value for key, value in given.items() if value is not None}, read_overrides(options.override))
+    printing = options.slurm or options.dry_run
+    planned = check_sweep(spec, here=not (printing or options.report))
+    changed = changed_runs(planned, launched_with)
+    if options.report:
+        report = write_report(path.stem, spec, planned, changed)
+        print(json.dumps(report_json(report), indent=2) if options.json else _where(spec))
+        return
+    refuse_changed(changed, spec.folder)
+    if printing:
+        print_commands(planned, options.slurm)
+        return
+    refuse_nodes(planned)
+    screen = SweepScreen(len(planned), to_stderr=options.json)
+    with _own_folder(spec.folder), hear_interrupts() as interrupts:
+        run_all(path.stem, spec, planned, options.retry_failed, interrupts, screen)
+    report = write_report(path.stem, spec, planned, {})
+    if options.json:
+        print(json.dumps(report_json(report), indent=2))
+    sys.exit(_conclude(report, spec, interrupts, screen))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The tool's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.sweep",
+        description="Run a list or grid of overrides one after another on this machine, each in a folder of its own, and compare "
+        "them in one HTML page. The same command goes on where it stopped: finished runs stay, a stopped or killed one goes on "
+        "from its checkpoint, a failed one stays as it is unless --retry-failed. Ctrl-C: the run at hand saves and stops.",
+        epilog="exit codes: 0 every run has finished or its plan is refused, 1 not so, 2 a mistake in the spec, 130 interrupted. "
+        f"The spec's keys: docs/experiments.md. Studies that come with the project: {', '.join(_studies())}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("spec", metavar="SPEC.yaml", help="the sweep: a path, or a name in configs/experiments/")
+    parser.add_argument("--config", metavar="NAME_OR_PATH", help="instead of the spec's config, in a folder of its own")
+    parser.add_argument("--processes", type=positive, metavar="N", help="of a node, for runs that do not say their own")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="of runs that do not say their own; for --slurm")
+    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of all runs; may be repeated")
+    parser.add_argument("--folder", metavar="DIR", help="where runs and report go (default: sweeps/ and the spec's name)")
+    parser.add_argument("--retry-failed", action="store_true", help="start failed runs again, from their checkpoints")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--report", action="store_true", help="start nothing: make report.html and report.json anew")
+    what.add_argument("--dry-run", action="store_true", help="start nothing: print the commands")
+    what.add_argument("--slurm", action="store_true", help="start nothing: print a Slurm job for each run that has not finished")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON document; progress goes to stderr")
+    return parser
+
+
+def find_spec(name: str) -> Path:
+    """A path as it is, or the name of a study that comes with the project. Raises ConfigError."""
+    for path in (Path(name), STUDIES / name, STUDIES / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    raise ConfigError(f"{name}: no such file, here or in configs/experiments, where there are {', '.join(_studies())}")
+
+
+def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Of --override, values as YAML has them. Raises ConfigError."""
+    overrides = dict[str, Any]()
+    for text in texts:
+        key, is_given, value = text.removeprefix("--").partition("=")
+        if not is_given or key not in known_keys():
+            raise ConfigError(f"--override {text} must be as train.steps=100: a key of a config and its value")
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            overrides[key] = value
+    return overrides
+
+
+def run_all(name: str, spec: Spec, planned: Sequence[Planned], retry_failed: bool, interrupts: Interrupts, screen: SweepScreen
+            ) -> None:  # fmt: skip
+    """Every run that is left to do, with the report made anew after each."""
+    for number, one in enumerate(planned):
+        state, reason = state_of(one.folder)
+        if one.refused:
+            one.folder.mkdir(parents=True, exist_ok=True)
+            write_attempt(one.folder, Attempt("refused", reason=one.refused))
+            screen.ended(number, one, "refused", one.refused)
+        elif state == "finished" or (state == "failed" and not retry_failed):
+            again = " (--retry-failed starts it again)" if state == "failed" else ""
+            screen.ended(number, one, state, f"before: {reason}{again}" if reason or again else "before")
+        else:
+            with screen.run(number, one) as live:
+                attempt = run_once(one, interrupts, live.watch)
+            screen.ended(number, one, attempt.state, attempt.reason)
+            write_report(name, spec, planned, {})
+        if interrupts.count:
+            return
+
+
+def print_commands(planned: Sequence[Planned], slurm: bool) -> None:
+    """What is left to do, as commands."""
+    left = [one for one in planned if not one.refused and state_of(one.folder)[0] != "finished"]
+    for one in planned:
+        if one.refused:
+            print(f"# {one.cell.name}: {one.refused.splitlines()[0]}")
+    print(as_lines((slurm_command if slurm else run_command)(one) for one in left))
+
+
+def write_report(name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]) -> SweepReport:
+    """report.html and report.json, of the runs as they are now. Raises ConfigError where they cannot be written."""
+    report = read_sweep(name, spec, planned, changed)
+    _make_folder(spec.folder)
+    write_whole(spec.folder / "report.json", (json.dumps(report_json(report), indent=2) + "\n").encode())
+    write_whole(spec.folder / "report.html", make_page(report).encode())
+    return report
+
+
+def _conclude(report: SweepReport, spec: Spec, interrupts: Interrupts, screen: SweepScreen) -> int:
+    """Last words; the exit code."""
+    states = [row.state for row in report.rows]
+    screen.line(f"{', '.join(f'{states.count(state)} {state}' for state in dict.fromkeys(states))}. {_where(spec)}")
+    if interrupts.count:
+        screen.line("interrupted: the same command goes on")
+        return EXIT_INTERRUPTED
+    if "stopped" in states:
+        screen.line("a stopped run goes on with the same command")
+    return 0 if all(state in ("finished", "refused") for state in states) else EXIT_NOT_ALL
+
+
+@contextmanager
+def _own_folder(folder: Path) -> Iterator[None]:
+    """The sweep's folder, made and taken: by one sweep at a time. Raises LockError."""
+    _make_folder(folder)
+    lock = lock_folder(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror}): take another --folder") from None
+
+
+def _where(spec: Spec) -> str:
+    return f"report: {spec.folder / 'report.html'}"
+
+
+def _studies() -> list[str]:
+    return sorted(path.name for path in STUDIES.glob("*.yaml"))
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,121 @@
+"""One run of a sweep from its start to its end, watched, and asked to save and stop when the sweep is."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+
+from parallel.plan import PlanError
+from tools.bench.launched import any_lives, children
+from tools.sweep.attempt import OUTPUT, Attempt, has_last_word, judge, now_s, output_since, write_attempt
+from tools.sweep.commands import run_command, run_environment
+from tools.sweep.planned import Planned, predict_here
+from train.config import ConfigError
+from train.lock import lock_folder
+
+POLL_S = 0.2
+LAST_S = 10.0  # that workers may take to end when their launcher has; then they are killed
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """How often this process was asked to end. The first asks the run to save and stop, the second ends it at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        self.count += 1
+
+
+@contextmanager
+def hear_interrupts() -> Iterator[Interrupts]:
+    """Signals are counted and not obeyed, until the block ends. In the main thread only."""
+    interrupts = Interrupts()
+    before = {number: signal.signal(number, interrupts.hear) for number in SIGNALS}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]) -> Attempt:
+    """Start the run, or go on with it, and wait for its end; how that was stands in its folder too. `watch` is called again and
+    again.
+
+    Raises LockError where the run is still going, as after a sweep that was killed; ConfigError for a folder that cannot be used.
+    """
+    folder = planned.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        output = (folder / OUTPUT).open("ab")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be used ({error.strerror}): take another --folder") from None
+    with output:
+        lock_folder(folder).release()
+        cell = planned.cell
+        attempt = Attempt("running", cell.processes, cell.nodes, planned.arguments, began_s=now_s(), predicted=_predict(planned))
+        write_attempt(folder, attempt)
+        command = run_command(planned)
+        output.write(f"+ {shlex.join(command)}\n".encode())
+        output.flush()
+        offset = output.tell()
+        process = subprocess.Popen(command, env=run_environment(planned), stdin=subprocess.DEVNULL, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        _wait(process, interrupts, watch)
+    state, reason = judge(folder, process.returncode, attempt.began_s, output_since(folder, offset))
+    if interrupts.count and not has_last_word(folder, attempt.began_s):
+        state, reason = "stopped", "interrupted before it could save"
+    attempt = replace(attempt, state=state, reason=reason, exit_code=process.returncode)
+    write_attempt(folder, attempt)
+    return attempt
+
+
+def _predict(planned: Planned) -> dict[str, float]:
+    """{} also where the planner cannot say: then the run will, or will do without."""
+    try:
+        return predict_here(planned)
+    except (PlanError, ConfigError):
+        return {}
+
+
+def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Callable[[], None]) -> None:
+    """Until the run has ended. Whatever ends this early, or the launcher alone, leaves nothing of it behind."""
+    told, workers = 0, set[int]()
+    try:
+        while process.poll() is None:
+            workers |= set(children(process.pid))
+            if interrupts.count > told:
+                _ask_to_end(process, first=told == 0)
+                told = interrupts.count
+            watch()
+            time.sleep(POLL_S)
+        deadline_s = time.monotonic() + LAST_S
+        while any_lives(workers) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+    finally:
+        _kill(pid for pid in (*workers, process.pid) if any_lives([pid]))
+        process.wait()
+
+
+def _ask_to_end(process: "subprocess.Popen[bytes]", first: bool) -> None:
+    """torchrun passes the first signal on; the second goes to the workers themselves, for torchrun would leave them behind."""
+    pids = [process.pid] if first else children(process.pid) or [process.pid]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+

@@ -1,0 +1,106 @@
+"""What a sweep has found, read from the folders of its runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.run_figures import PREDICTED, Figures, Rate, figures_of
+from tools.run_folder import RunFolder, read_run
+from tools.sweep.attempt import Ended, device_of, read_attempt, state_of
+from tools.sweep.planned import Planned, flat_config
+from tools.sweep.spec import LAUNCH, Spec, value_text
+from tools.sweep.traced import read_exposed
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One run.
+
+    Args:
+        varied: what differs between the sweep's runs, by key, in words
+        state, reason: how it stands
+        run: what it has left; None where it has no folder yet
+        exposed_share: of a profiled step, what waited for communication; None where none was profiled
+        steps_asked: how many steps it is to do; 0 where epochs say it
+    """
+
+    name: str
+    varied: Mapping[str, str]
+    state: Ended
+    reason: str
+    processes: int
+    run: RunFolder | None
+    figures: Figures | None
+    exposed_share: float | None
+    device: str
+    steps_asked: int
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """A sweep as it stands. `keys`: that differ between its runs."""
+
+    name: str
+    config: str
+    folder: str
+    keys: tuple[str, ...]
+    rows: tuple[ReportRow, ...]
+
+
+def read_sweep(name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]) -> SweepReport:
+    """Every run as its folder has it now. `changed`: runs that were begun with other keys than the spec has, with these."""
+    configs = [flat_config(one.config) for one in planned]
+    keys = _keys_that_differ(planned, configs)
+    rows = []
+    for one, config in zip(planned, configs, strict=True):
+        values = {key: value_text(getattr(one.cell, key) if key in LAUNCH else config.get(key)) for key in keys}
+        rows.append(_read_row(one, values, changed.get(one.cell.name, ())))
+    return SweepReport(name, spec.config, str(spec.folder), tuple(keys), tuple(rows))
+
+
+def report_json(report: SweepReport) -> dict[str, Any]:
+    """Plain data; what was not finite is null."""
+    return {"sweep": report.name, "config": report.config, "folder": report.folder, "varied": list(report.keys),
+            "runs": [_row_json(row) for row in report.rows]}  # fmt: skip
+
+
+def _keys_that_differ(planned: Sequence[Planned], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that the spec varies, and of which not all runs have one value."""
+    varied = dict.fromkeys(key for one in planned for key in one.cell.own)
+    differing = [key for key in varied if len({value_text(config.get(key)) for config in configs}) > 1]
+    return [key for key in LAUNCH if len({getattr(one.cell, key) for one in planned}) > 1] + differing
+
+
+def _read_row(one: Planned, varied: Mapping[str, str], changed: Sequence[str]) -> ReportRow:
+    run = read_run(one.folder) if one.folder.is_dir() else None
+    state, reason = state_of(one.folder)
+    if one.refused and state in ("waiting", "refused"):
+        state, reason = "refused", one.refused
+    if changed:
+        reason = "; ".join(filter(None, (f"begun with other keys than the spec has now ({', '.join(changed)})", reason)))
+    figures = figures_of(run, read_attempt(one.folder).predicted) if run else None
+    return ReportRow(one.cell.name, varied, state, reason, one.world_size, run, figures, read_exposed(one.folder),
+                     device_of(one.folder), 0 if one.config.train.epochs else one.config.train.steps)  # fmt: skip
+
+
+def _row_json(row: ReportRow) -> dict[str, Any]:
+    document: dict[str, Any] = {"name": row.name, "varied": dict(row.varied), "state": row.state, "reason": row.reason,
+                                "processes": row.processes, "device": row.device}  # fmt: skip
+    if (figures := row.figures) is None:
+        return document | {"step": 0}
+    document |= {"step": figures.step, "loss": _finite(figures.loss), "eval_loss": _finite(figures.eval_loss)}
+    for key, rate in (("tokens_per_s", figures.tokens_per_s), ("step_time_s", figures.step_time_s)):
+        document[key] = _rate_json(rate)
+    document |= {"peak_memory_gib": figures.peak_memory_gib, "mfu": figures.mfu, "exposed_share": row.exposed_share}
+    document["predicted"] = {name: {"value": figures.predicted[name], "error": _finite(figures.error_of(name))}
+                             for name in PREDICTED if name in figures.predicted}  # fmt: skip
+    return document
+
+
+def _rate_json(rate: Rate | None) -> dict[str, float] | None:
+    return None if rate is None else {"median": rate.median, "low": rate.low, "high": rate.high, "reports": rate.reports}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
