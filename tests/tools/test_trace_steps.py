@@ -93,6 +93,7 @@ CPU_EVENTS = [
     op("aten::mm", 5000, 5900),
     label("FSDP::post_backward_reduce (layers.2)", 6100, 7100),
     op(REDUCE, 6150, 6200),
+    op("aten::copy_", 6160, 6190),  # gloo's own: communication, not computing
     label("gloo:all_reduce", 6300, 7000, GLOO),
     label("FSDP::root_post_backward_callback", 7100, 7200),
     op("c10d::allreduce_", 7300, 7320),
@@ -138,8 +139,9 @@ def cuda(tmp_path: Path) -> Answer:
 
 def test_shares_of_a_step_on_a_cpu_are_exact(cpu: Answer) -> None:
     """Computing 40 + 900 + 100 + 1000 + 80 + 400 (a compiled graph without its wait) + 900 + 800; in flight 2400, of which
-    300 under layers.1's product; between launch and start 50 + 50 + 80 + 150 + 50. The rest is Python's."""
-    assert shares_us(cpu) == {"compute": 3920, "overlapped": 300, "exposed": 2100, "host": 3300, "idle": 380}
+    300 under layers.1's product, and launching 30 + 30 + 10 + 50 + 20; between there and the start 20 + 20 + 70 + 100 + 30. The rest is
+    Python's."""
+    assert shares_us(cpu) == {"compute": 3920, "overlapped": 300, "exposed": 2240, "host": 3300, "idle": 240}
     assert sum(cpu.shares.of_step().values()) == 1.0
     assert sum(cpu.shares.ns.values()) == cpu.step.length_ns == 10_000_000
 
@@ -208,7 +210,7 @@ def test_the_timeline_of_a_cpu_step(cpu: Answer) -> None:
     assert in_us(timeline, "exposed") == [
         ("all_gather", "layers.0", "forward", 200, 500), ("all_gather", "layers.1", "forward", 1700, 2700),
         ("reduce_scatter", "layers.2", "backward", 6300, 7000), ("all_reduce", "", "optimizer", 7350, 7450)]  # fmt: skip
-    assert (timeline.step_s, timeline.compute_s, timeline.exposed_s) == (0.01, 0.00422, 0.0021)
+    assert (timeline.step_s, timeline.compute_s, timeline.exposed_s) == (0.01, 0.00422, 0.00224)
     assert timeline.exposed_by_lane == pytest.approx({"all_gather": 0.0013, "reduce_scatter": 0.0007, "all_reduce": 0.0001})
 
 
@@ -277,7 +279,7 @@ def test_intervals() -> None:
 def test_only_the_operator_around_others_is_kept(tmp_path: Path) -> None:
     """What lies in it would be work twice, and memory for nothing."""
     store = load_store(write_trace(tmp_path / "cpu.json", CPU_EVENTS))
-    assert len(store.operators[MAIN].start_ns) == 8
+    assert len(store.operators[MAIN].start_ns) == 9
     assert len(store.waits[MAIN].start_ns) == 1
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from tools.trace.labels import Label
 from tools.trace.places import Place, Places
-from tools.trace.spans import Interval, subtract, union
+from tools.trace.spans import Interval, clip, subtract, union
 from tools.trace.steps import Need, Step, Transfer, UnitRun, Work
 from tools.trace.store import Columns, Launch, Store
 
@@ -23,9 +23,11 @@ def cpu_steps(store: Store) -> list[Step]:
     works = sorted(_works(store, places), key=lambda work: work.start_ns)
     transfers = sorted(_transfers(store, places), key=lambda transfer: transfer.start_ns)
     runs, needs = list(unit_runs(store.labels, places)), list(_needs(store.labels, places))
+    launching = union((launch.start_ns, launch.end_ns) for launch in store.launches)
     return [_with_host(Step(number, store.rank, start_ns, end_ns, _within(works, start_ns, end_ns),
                             _within(transfers, start_ns, end_ns), _within(runs, start_ns, end_ns),
-                            [need for need in needs if start_ns <= need.needed_ns < end_ns], ()))
+                            [need for need in needs if start_ns <= need.needed_ns < end_ns], (),
+                            clip(launching, start_ns, end_ns)))
             for number, start_ns, end_ns in store.steps]  # fmt: skip
 
 
@@ -43,9 +45,10 @@ def _within(items: Sequence[Timed], start_ns: int, end_ns: int) -> list[Timed]:
 
 
 def _works(store: Store, places: Places) -> Iterator[Work]:
-    """Each operator once, without what it waits in it."""
+    """Each operator once, without what it waits in it, nor what gloo does when something is launched."""
     for thread in places.threads & set(store.operators):
-        waits = union(store.waits.get(thread, Columns()).intervals())
+        launching = ((launch.start_ns, launch.end_ns) for launch in store.launches if launch.thread == thread)
+        waits = union([*store.waits.get(thread, Columns()).intervals(), *launching])
         done_ns = 0
         for start_ns, end_ns in sorted(store.operators[thread].intervals()):
             for piece in _without([(max(start_ns, done_ns), end_ns)], waits):

@@ -77,6 +77,7 @@ class Step:
     Args:
         works, transfers, runs, needs: in the order of their starts
         host: when nothing computed nor was in flight because the next thing had not been launched
+        launching: on a CPU: when the operators that launch collectives ran; gloo copies in them
     """
 
     number: int
@@ -88,6 +89,7 @@ class Step:
     runs: Sequence[UnitRun]
     needs: Sequence[Need]
     host: Sequence[Interval]
+    launching: Sequence[Interval] = ()
 
     @property
     def length_ns(self) -> int:
@@ -100,8 +102,9 @@ class Step:
 
     @cached_property
     def in_flight(self) -> list[Interval]:
-        """When a collective was in flight."""
-        return union(clip(((t.start_ns, t.end_ns) for t in self.transfers), self.start_ns, self.end_ns))
+        """When a collective was in flight, or being launched."""
+        spans = [*((t.start_ns, t.end_ns) for t in self.transfers), *self.launching]
+        return union(clip(spans, self.start_ns, self.end_ns))
 
     @cached_property
     def exposed(self) -> list[Interval]:
