@@ -42,6 +42,7 @@ from train.init_from import PREFIX, check_folder, weight_shapes
 from train.read_json import read_json
 
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
+SAVE_EVERY = 500  # optimizer steps, in the config of an imported model, as in the shipped ones of its size: the default is never
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
                    "chat_template.jinja", GENERATION)  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -124,6 +125,7 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
         sections["data"] = {"tokenizer": tokenizer}
     if folder.config.max_seq_len < Config().train.seq_len:
         sections["train"] = {"seq_len": folder.config.max_seq_len}
+    sections["checkpoint"] = {"every": SAVE_EVERY}
     head = (f"# The model of {folder.path}, by tools.convert_hf. Position tables are built model.max_seq_len long:\n"
             "# it may be less, down to train.seq_len.\n")  # fmt: skip
     return head + yaml.safe_dump(sections, sort_keys=False)

@@ -8,9 +8,10 @@ from pathlib import Path
 from train.checkpoint.config import CheckpointError
 from train.checkpoint.folder import list_checkpoints
 from train.console import Screen
+from train.out_of_memory import OutOfMemory
 from train.place import Place
 from train.restarts import CrashLoopError
-from train.status import FailedStarts, State, write_status
+from train.status import FailedStarts, State, read_status, write_status
 from train.stop import as_lost_peer
 
 
@@ -37,7 +38,9 @@ class Journal:
             raise
         except BaseException as error:
             lost = as_lost_peer(error)
-            self.say("failed", str(lost) if lost else f"{type(error).__name__}: {error}")
+            if not (lost and self._explained_elsewhere()):
+                words = str(lost) if lost else f"{type(error).__name__}: {error}"
+                self.say("failed", words, for_all=isinstance(error, OutOfMemory))
             raise
 
     def begin(self, resumed_from: int | None, failed: FailedStarts) -> None:
@@ -67,6 +70,12 @@ class Journal:
             if problem and not self._warned:
                 self._warned = True
                 self._screen.line(f"warning: {problem}")
+
+    def _explained_elsewhere(self) -> bool:
+        """Whether the process that is gone has said why."""
+        assert self._folder is not None
+        status = read_status(self._folder)
+        return status is not None and status.state == "failed"
 
     def _has_saved(self) -> bool:
         assert self._folder is not None

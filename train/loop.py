@@ -70,9 +70,9 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     """
     config, position, stopping = run.config, start, False
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
-    profiler = StepProfiler(config.profile, run.folder / "profile", Profiled(run.model, run.plan, run.device), run.screen.line)
-    garbage = Garbage(config.train.gc_every)
-    watching = _watch_kernels(run)
+    profiled = Profiled(run.model, run.plan, run.device, range(start.step + 1, run.total_steps + 1))
+    profiler = StepProfiler(config.profile, run.folder / "profile", profiled, run.screen.line)
+    garbage, watching = Garbage(config.train.gc_every), _watch_kernels(run)
     run.stop.begin()
     if config.train.eval_every and start.step == 0:
         run.screen.report(run.metrics.log_eval(0, _evaluate(run, 0)))

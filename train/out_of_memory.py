@@ -84,6 +84,8 @@ def _advice(config: Config, plan: Plan, device: torch.device, place: Place) -> I
         kind = load_hardware()["cpu"] if device.type == "cpu" else find_hardware(torch.cuda.get_device_name(device))
         for saving in largest_savings(config, plan, kind, place.local_world_size):
             yield f"would help: {saving.describe()}"
+        if config.parallel.plan not in ("manual", "auto"):
+            yield f"(in place of --parallel.plan={config.parallel.plan}, which decides alone: edit it, or leave it out)"
     except (RuntimeError, MemoryError) as error:
         yield f"no advice, for want of memory: {one_line(error, ERROR_SHOWN)}"
 

@@ -35,7 +35,7 @@ class ProfileConfig:
     """
 
     start: int = bounded(0, low=0)
-    steps: int = bounded(3, low=1)
+    steps: int = bounded(3, low=1, high=100)  # a trace of more fills memory, and takes minutes to write
     all_ranks: bool = False
     stacks: bool = False
     memory: bool = False
@@ -48,6 +48,7 @@ class Profiled:
     model: nn.Module
     plan: Plan
     device: torch.device
+    to_come: range  # the steps that the run will do
 
 
 ERROR_SHOWN = 300  # characters of what the profiler or the disk said
@@ -67,6 +68,10 @@ class StepProfiler:
         self._rank = dist.get_rank()
         enabled = config.start > 0 and (config.all_ranks or self._rank == 0)
         self._first, self._last = (config.start, config.start + config.steps - 1) if enabled else (0, 0)
+        if enabled and config.start not in subject.to_come:
+            steps = f"{subject.to_come.start} to {subject.to_come.stop - 1}"
+            warn(f"warning: no profile: profile.start={config.start} is none of the steps that this run does, {steps}")
+            self._last = 0
         self._profile: torch.profiler.profile | None = None
         self._step: torch.profiler.record_function | None = None
         self._names: list[RemovableHandle] = []
@@ -114,6 +119,7 @@ class StepProfiler:
         if self._profile is not None and step == self._first:
             from parallel.unit_names import name_units
 
+            self._clear_folder()
             self._wait_for_device()  # what still runs was launched before the window
             if self._remembers:
                 torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
@@ -124,6 +130,11 @@ class StepProfiler:
         if self._recording:
             self._step = torch.profiler.record_function(f"ProfilerStep#{step}")  # the name that other tools look for
             self._step.__enter__()
+
+    def _clear_folder(self) -> None:
+        """Take away what an earlier run of these steps has left, of as many ranks as it had."""
+        for old in self._folder.glob("rank-*") if self._rank == 0 else ():
+            old.unlink(missing_ok=True)
 
     def _facts(self) -> Mapping[str, Any]:
         """What a trace says of the run that it is of."""

@@ -60,22 +60,21 @@ def _estimate(config: Config, plan: Plan, hardware: Hardware | None, gpus_per_no
 
 def _changes(config: Config, plan: Plan) -> Iterator[Mapping[str, object]]:
     """Whatever may free something. Changes of one thing that free more than another of the same come alone."""
-    parallel = config.parallel
+    parallel, batch = config.parallel, {"train.global_batch_size": plan.global_batch_size}  # which some keys would change
     if parallel.activation_checkpoint != "full":
         yield {"parallel.activation_checkpoint": "full"}
     if parallel.activation_checkpoint in ("none", "offload"):
         yield {"parallel.activation_checkpoint": "selective"}
     if plan.micro_batch_size > 1 and plan.micro_batch_size % 2 == 0:
-        batch = {} if config.train.global_batch_size == -1 else {"train.global_batch_size": plan.global_batch_size}
         yield {"train.micro_batch_size": plan.micro_batch_size // 2, **batch}
     if parallel.reshard_after_forward is not True and not parallel.strategy:
         yield {"parallel.reshard_after_forward": True}
     if not plan.loss_chunk_tokens or plan.loss_chunk_tokens > LOSS_CHUNK_TOKENS:
         yield {"parallel.loss_chunk_tokens": LOSS_CHUNK_TOKENS}
     if plan.mesh.dp_replicate > 1:
-        yield {"parallel.dp_replicate": 1, "parallel.dp_shard": plan.mesh.data_parallel}
+        yield {"parallel.dp_replicate": 1, "parallel.dp_shard": plan.mesh.data_parallel, **batch}
     if plan.mesh.dp_shard % 2 == 0:
-        yield {"parallel.tp": 2 * plan.mesh.tp, "parallel.dp_shard": plan.mesh.dp_shard // 2}
+        yield {"parallel.tp": 2 * plan.mesh.tp, "parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}
     if config.optim.state_dtype == "float32":
         yield {"optim.state_dtype": "bfloat16"}
     if plan.storage_dtype == "float32":

@@ -267,8 +267,14 @@ def _cells(events: Iterable[Event], panel: Panel) -> list[_Bar]:
 def _bar_name(bar: _Bar, top: float) -> Iterator[Shape]:
     """The longest name that fits."""
     where = bar.event.module or bar.event.unit
-    for words in (describe(bar.event), where, where.rpartition(".")[2]):
+    for words in (describe(bar.event), where, _short(where)):
         if words and text_width(words, SMALL) + 6 < bar.right - bar.left:
             color = "#ffffff" if bar.kind in DARK else INK
             yield Text((bar.left + bar.right) / 2, top + LANE_HEIGHT / 2 + 4, words, SMALL, color, "middle")
             return
+
+
+def _short(where: str) -> str:
+    """A module's last name; of a unit of several the first's and the last's."""
+    names = [name.rpartition(".")[2] for name in where.split("+")]
+    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"

@@ -101,7 +101,7 @@ def alone():
 
 
 def profiler(config: ProfileConfig, folder: Path, said: list[str]) -> StepProfiler:
-    subject = Profiled(torch.nn.Linear(2, 2), SimpleNamespace(units=()), torch.device("cpu"))
+    subject = Profiled(torch.nn.Linear(2, 2), SimpleNamespace(units=()), torch.device("cpu"), range(1, 11))
     return StepProfiler(config, folder, subject, said.append)
 
 
@@ -131,6 +131,20 @@ def test_a_run_that_ends_before_the_window_has_no_profile(alone, tmp_path: Path)
     assert not (tmp_path / "profile").exists()
 
 
+def test_a_window_that_will_not_come_is_one_warning(alone, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert steps(profiler(ProfileConfig(11, 2), tmp_path / "profile", said), 3) == []
+    assert said == ["warning: no profile: profile.start=11 is none of the steps that this run does, 1 to 10"]
+
+
+def test_a_profile_of_the_same_steps_takes_the_place_of_an_older_one(alone, tmp_path: Path) -> None:
+    older = tmp_path / "profile" / "step-00000002"
+    older.mkdir(parents=True)
+    (older / "rank-7.json.gz").write_text("of a run of eight")
+    (folder,) = steps(profiler(ProfileConfig(2, 1), tmp_path / "profile", []), 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.compile.json", "rank-0.json.gz"]
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_folder_that_cannot_be_made_is_one_warning(alone, count: int, tmp_path: Path) -> None:
     """After the window, and where the loop ends inside it."""
@@ -149,7 +163,7 @@ def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config, plan, mesh, device)
     optimizer, tokens = build_optimizer(model, config.optim), torch.zeros(1, 32, dtype=torch.int64)
-    off = StepProfiler(config.profile, tmp_path, Profiled(model, plan, device), print)
+    off = StepProfiler(config.profile, tmp_path, Profiled(model, plan, device, range(1, 11)), print)
 
     def step(number: int) -> None:
         train_step(model, optimizer, [Batch(tokens, tokens)], 1.0, data_parallel_group(mesh))

@@ -1,0 +1,150 @@
+"""Every command in the README and in docs/ is run, in the order in which it stands there, in one folder, as a reader would.
+
+What a laptop cannot do is made smaller (SMALLER: fewer processes, a tiny model under the same config's name), never left
+out, but for ELSEWHERE, each with where it is run instead.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from tests.hf_models import make_hf, save_hf
+from tests.launch import ROOT, TINY, environment
+
+PAGES = ("README.md", "docs/planner.md", "docs/profiling.md", "docs/experiments.md", "docs/cluster.md", "docs/fsdp.md",
+         "docs/plan.md", "docs/speed.md", "docs/scaling.md", "docs/measured.md", "docs/faults.md", "docs/tested.md",
+         "docs/tried.md")  # fmt: skip
+ELSEWHERE = {
+    r"pytest -m 'not slow'": "this is what runs here: .ci/run starts it from the README",
+    r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
+}
+SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])
+QUICK = "--parallel.compile.enabled=false --train.steps=2 --train.eval_every=0"
+OVERRIDES = " ".join(f"--override {key[2:]}" for key in f"{SMALL} {QUICK}".split())
+SMALLER = [  # pattern, what it becomes; all that match, in this order
+    (r"^python3 -m venv .*pip install -q -e \. && ", ""),
+    (r"--nproc-per-node 8", "--standalone --nproc-per-node 2"),
+    (r"(?<!standalone )--nproc-per-node 2", "--standalone --nproc-per-node 2"),
+    (r"(train\.main .*llama_(?:1b|8b|70b|405b)\.yaml.*)", rf"\1 {SMALL} {QUICK}"),
+    (r"(train\.main .*llama_debug\.yaml.*)", rf"\1 {SMALL} --train.steps=12"),
+    (r"(train\.main .*start/config\.yaml.*)", rf"\1 {QUICK} --train.seq_len=32"),
+    (r"/data/web", "web"),
+    (r"--workers 16", "--workers 2"),
+    (r"gpus=8\.\.4096", "gpus=8..16"),
+    (r"(tools\.sweep prefetch)", rf"\1 --processes 1 {OVERRIDES}"),
+    (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
+    (r"--run_dir=/shared/runs", "--run_dir=runs"),
+]  # fmt: skip
+MAY_DIFFER = r"tools\.compare"  # exit code 1 says that two runs are not the same training
+TIMEOUT_S = 420
+
+
+def commands(page: str) -> list[str]:
+    """The lines of a page's sh blocks, without comments; those that a backslash continues as one."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in (re.sub(r"(^|\s)#\s.*", "", line).strip() for line in lines) if line]
+
+
+def smaller(command: str) -> str:
+    for pattern, replacement in SMALLER:
+        command = re.sub(pattern, replacement, command)
+    return command
+
+
+PAGE_OF = {command: Path(page).stem for page in reversed(PAGES) for command in reversed(commands(page))
+           if not any(re.search(pattern, command) for pattern in ELSEWHERE)}  # fmt: skip
+ALL = [pytest.param(command, id=f"{page}: {command[:90]}") for command, page in reversed(PAGE_OF.items())]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the pages assume a reader to have."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("configs", "tools", "parallel", "models", "train"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("docs", "web", "corpus/deep"):
+        (folder / name).mkdir(parents=True)
+    text = "\n".join(f"the square of {n} is {n * n} and its half is {n / 2}" for n in range(3000))
+    for i in range(4):
+        (folder / "web" / f"{i}.txt").write_text(text)
+    (folder / "mine.yaml").write_text("config: llama_debug.yaml\nruns: {once: {}}\noverrides:\n" + "".join(
+        f"  {key[2:].replace('=', ': ')}\n" for key in f"{SMALL} {QUICK}".split()))  # fmt: skip
+    lines = "".join(f'{{"text": "{i} {text[:4000].replace(chr(10), " ")}"}}\n' for i in range(60))
+    (folder / "wiki.jsonl").write_text(lines)
+    subprocess.run(["gzip", "-k", "wiki.jsonl"], cwd=folder, check=True)
+    (folder / "wiki.jsonl.gz").rename(folder / "corpus/deep/a.jsonl.gz")
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(text.splitlines(), trainers.BpeTrainer(vocab_size=250, special_tokens=["<unk>", "</s>"]))
+    for name in ("TOKENIZER_DIR", "HF_DIR"):
+        (folder / name).mkdir()
+        tokenizer.save(str(folder / name / "tokenizer.json"))
+        (folder / name / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    save_hf(folder / "HF_DIR", make_hf(max_position_embeddings=128))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ALL)
+def test_a_command_of_the_docs_works(command: str, place: Path) -> None:
+    env = environment(PYTHONPATH=str(ROOT), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    line = smaller(command)
+    if line.startswith("tensorboard"):
+        see_board(line, place, env)
+        return
+    shell = ["bash", "-c", line]
+    result = subprocess.run(shell, cwd=place, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    codes = (0, 1) if re.search(MAY_DIFFER, command) else (0,)
+    assert result.returncode in codes, f"{line}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
+    assert "Traceback" not in result.stderr
+    for picture in re.findall(r"--timeline docs/(\S+\.svg)", command):
+        kept = (ROOT / "docs" / picture).read_text()
+        assert (place / "docs" / picture).read_text() == kept, f"docs/{picture} is old: {command}"
+
+
+def see_board(line: str, place: Path, env: dict[str, str]) -> None:
+    """It answers with its page, and knows the run."""
+    board = subprocess.Popen(shlex.split(f"{line} --port 0"), cwd=place, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        address = next(match[0] for text in board.stderr or () if (match := re.search(r"http://\S+", text)))
+        until = time.monotonic() + 60
+        while "loss" not in (tags := read(f"{address}data/plugin/scalars/tags")) and time.monotonic() < until:
+            time.sleep(1)
+        assert "loss" in tags
+    finally:
+        board.terminate()
+        board.communicate(timeout=30)
+
+
+def read(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_every_page_is_read_and_every_link_leads_somewhere() -> None:
+    assert set(PAGES) == {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert "@@" not in text, f"{page} has a place that is still to be filled"
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for module in re.findall(r"python -m ((?:tools|train)\.\w+)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: {module}"
+        for path in re.findall(r"`((?:tests|configs|docs|tools|train|parallel|models)/[\w/.-]+\.\w+)`", text):
+            assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), f"{page}: {path}"
+
