@@ -49,6 +49,8 @@ class RunFolder:
 
 def read_run(folder: Path) -> RunFolder:
     """Read it all; what is not there is empty. Raises ConfigError where the folder is none, or config.yaml is not readable."""
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file: name the run's folder, such as {folder.parent}")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder. Name a run's folder, such as runs/llama_debug")
     rows, redone, unreadable = read_rows(folder / "metrics.jsonl")

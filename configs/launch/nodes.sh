@@ -13,6 +13,7 @@ set -euo pipefail
 
 if [ $# -lt 3 ] || [[ ! $2 =~ ^[1-9][0-9]*$ ]]; then
   echo "usage: configs/launch/nodes.sh FIRST_HOST[:PORT] NODES CONFIG [--section.key=value ...]" >&2
+  echo "CONFIG: a name in configs/, or a path; a relative path is relative to the repository's root" >&2
   exit 2
 fi
 first=${1%%:*} port=29400 nodes=$2 config=$3

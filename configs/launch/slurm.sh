@@ -5,7 +5,8 @@
 #   sbatch --nodes 16 --time 2-0 --partition gpu configs/launch/slurm.sh llama_8b.yaml --run.dir=/shared/runs/mine
 #
 # Options of sbatch before the script win over those below. The repository, its environment and run.dir lie on a file system
-# that all nodes see. Output: runs/slurm-JOB.txt (local rank 0 of every node); each rank's own: runs/logs/JOB/NODE/.
+# that all nodes see. Output: slurm-JOB.txt in the folder of submission (local rank 0 of every node); each rank's
+# own: runs/logs/JOB/NODE/.
 # At the time limit, or when preempted, it saves, is queued again under the same number and goes on; so it does after a node failed.
 # Without a time limit's or a preemption's signal a job that ends has ended: runs/.../status.json says how.
 #SBATCH --job-name=meshwright
@@ -14,7 +15,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
-#SBATCH --output=runs/slurm-%j.txt
+#SBATCH --output=slurm-%j.txt
 # --ntasks-per-node=1: one torchrun a node, which starts the processes.
 # --open-mode: a job that is queued again must not empty its own output.
 #SBATCH --open-mode=append

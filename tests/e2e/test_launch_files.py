@@ -43,6 +43,7 @@ def test_nodes_says_how_it_is_used(arguments):
     done = subprocess.run([LAUNCH / "nodes.sh", *arguments], capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 2
     assert "usage: configs/launch/nodes.sh FIRST_HOST" in done.stderr
+    assert "a relative path is relative to the repository's root" in done.stderr
 
 
 def test_the_job_refers_to_the_runtime_and_its_container(manifest):

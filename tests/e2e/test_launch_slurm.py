@@ -98,16 +98,25 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
             daemon.wait(30)
 
 
-def ask(command: list[str], env: dict[str, str]) -> str:
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+def ask(command: list[str], env: dict[str, str], folder: Path = ROOT) -> str:
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+def fresh_clone(folder: Path) -> Path:
+    """This repository, by links, without what runs have left in it."""
+    folder.mkdir()
+    for name in ("configs", "models", "parallel", "train", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
 
 
 def test_at_the_time_limit_it_saves_is_queued_again_and_goes_on(slurm, tmp_path):
-    folder, output = tmp_path / "run", tmp_path / "output.txt"
+    folder, clone = tmp_path / "run", fresh_clone(tmp_path / "clone")
     arguments = tiny(write_text(tmp_path), "--checkpoint.every=100000", f"--run.dir={folder}")
     # The first start is told to stop by scontrol, not by a time limit, which counts in minutes; the script hears the same signal.
-    sbatch = ["sbatch", "--parsable", "--gpus-per-node=0", "--time=10", f"--output={output}", "configs/launch/slurm.sh"]
-    job = ask([*sbatch, "llama_debug.yaml", *arguments], slurm).strip()
+    sbatch = ["sbatch", "--parsable", "--gpus-per-node=0", "--time=10", "configs/launch/slurm.sh"]
+    job = ask([*sbatch, "llama_debug.yaml", *arguments], slurm, clone).strip()
+    output = clone / f"slurm-{job}.txt"
     try:
         wait(lambda: max(steps_of(folder), default=0) >= 3, lambda: output.read_text() if output.exists() else job)
         ask(["scancel", "--batch", "--signal=USR1", job], slurm)

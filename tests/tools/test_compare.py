@@ -96,9 +96,18 @@ def test_a_loss_that_is_not_finite_is_alike_only_where_both_are(first: Path) -> 
     assert found.curves[0].largest == (8, math.inf)
     assert "has a loss that is not finite at 3 steps, first at step 8" in as_text(found)
     assert as_json(found)["curves"]["loss"]["largest_difference"] is None
+    assert not re.search(r"\binf\b|Rounding", as_text(found)), "that one is NaN is no rounding"
+    assert found.verdict.endswith("at step 8 only one of them is finite")
     json.dumps(as_json(found), allow_nan=False)
     again = write_run(first.with_name("c"), rows)
     assert compare_runs(read_run(again), read_run(first.with_name("b"))).same
+
+
+def test_a_curve_that_only_one_run_has_is_named_and_nothing_is_said_of_it(first: Path) -> None:
+    found = beside(first, [{key: value for key, value in one.items() if key != "grad_norm"} for one in moved(11)])
+    assert found.verdict == "the same training bit for bit in loss, at 10 steps; grad_norm is not compared"
+    assert f"grad_norm is not compared: only {first} reports it" in as_text(found)
+    assert list(as_json(found)["not_compared"]) == ["grad_norm"]
 
 
 def test_only_steps_in_both_are_compared_and_the_last_row_of_a_step_counts(first: Path) -> None:
@@ -117,6 +126,8 @@ def test_runs_without_a_common_step_are_a_mistake(first: Path, tmp_path: Path) -
         compare_runs(read_run(first), read_run(write_run(tmp_path / "b", [])))
     with pytest.raises(ConfigError, match="no such folder"):
         read_run(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a file: name the run's folder, such as .*a$"):
+        read_run(first / "metrics.jsonl")
 
 
 def test_config_differences_are_in_words_and_other_versions_keys_are_none() -> None:

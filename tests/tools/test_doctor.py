@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.launch import ROOT, environment
+from tools.doctor.__main__ import main
+from tools.doctor.checks import read_said
 from tools.doctor.environment import judge_environment
 from tools.doctor.facts import Check, Facts, Folder, Gpu, Machine, Software, Unknown, find
 from tools.doctor.judge import find_slow_pairs, judge
 from tools.doctor.machine import find_cgroup_limit, find_filesystem, folder_bytes, look_at_run_folder, nearest_existing
 from tools.doctor.software import find_library, is_bundled, parse_gpus, strip_colours
 from tools.doctor.text import format_report
+from train.config import ConfigError
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.6, "Enabled", 1980, 1980, 700, 700)
 NO_GPU = Software(torch_cuda="13.0")
@@ -54,11 +58,14 @@ def test_a_good_machine_has_no_findings():
         (software(torch_cuda="", gpus_of_torch=0), "fails", "a build for CPUs"),
         (software(gpus_of_torch=0, versions={"driver": "470.1"}), "fails", "cannot use them with driver 470.1"),
         (facts(software=NO_GPU, environment={"CUDA_VISIBLE_DEVICES": ""}), "fails", "hides them"),
-        (software(compiler=Unknown("No working C++ compiler")), "fails", "No working C++ compiler"),
+        (software(compiler=""), "fails", "no C++ compiler"),
+        (dataclasses.replace(software(compiler=""), environment={"CXX": "/no"}), "fails", "no C++ compiler: CXX=/no is none"),
+        (dataclasses.replace(software(compiler=Unknown("no")), compiled=Check(failed="full")), "fails", "not work here: full"),
         (software(python_headers=False), "fails", "Python.h"),
         (facts(compiled=Check(failed="it broke")), "fails", "torch.compile does not work here: it broke"),
         (facts(all_reduce=Check(failed="refused")), "fails", "refused"),
         (facts(run_folder=Folder("/data/runs", writable=False)), "fails", "/data/runs cannot be written"),
+        (facts(run_folder=Folder("runs", False, "full")), "fails", "runs cannot be written: full"),
         (facts(run_folder=Folder("runs", free_gib=0.5)), "fails", "0.50 GiB free"),
         (facts(run_folder=Folder("runs", write_mb_s=50.0)), "slow", "50 MB/s, flushed, so 16 GB of a checkpoint take 5.3"),
         (facts(cache_folder=Folder("cache", writable=False)), "fails", "compile cache cache cannot be written"),
@@ -74,6 +81,7 @@ def test_a_good_machine_has_no_findings():
         (facts(gpus=(H100, dataclasses.replace(H100, power_limit_w=500))), "slow", "GPU 1 may take 500 W of its 700 W"),
         (facts(topology=strip_colours(TOPOLOGY)), "slow", "no NVLink between GPU0-GPU2 (SYS), GPU1-GPU2 (PHB)"),
         (software(missing_packages=("datasets",)), "note", "not installed: datasets"),
+        (facts(environment={"OMP_NUM_THREADS": "abc"}), "slow", "OMP_NUM_THREADS=abc is no number of threads"),
         (facts(environment={"NCCL_P2P_DISABLE": "1"}), "slow", "NCCL_P2P_DISABLE=1 sends between GPUs"),
     ],
 )
@@ -103,6 +111,7 @@ def test_the_most_important_comes_first():
 
 
 def test_switches_that_are_off_are_no_fault():
+    assert not list(judge_environment({"OMP_NUM_THREADS": "4,2"}))
     assert not list(judge_environment({"NCCL_P2P_DISABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}))
     assert list(judge_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}))
 
@@ -133,6 +142,9 @@ def test_folders_are_looked_at_for_real(tmp_path):
     assert found.write_mb_s > 1
     assert found.free_gib > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"], "nothing is left behind"
+    for blocked in (tmp_path / "a", tmp_path / "a/b"):
+        found = look_at_run_folder(blocked)
+        assert (found.writable, found.problem) == (False, f"{tmp_path / 'a'} is a file, or a link to nothing")
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/a / ext4 rw 0 0\nhost:/x {tmp_path} nfs4 rw 0 0\n")
     assert find_filesystem(tmp_path, mounts) == "nfs4"
@@ -145,6 +157,29 @@ def test_cgroup_limits(name, text, gib, tmp_path):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     assert find_cgroup_limit(tmp_path) == gib
+
+
+def test_a_write_that_fails_is_why_the_folder_cannot_be_written(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        found = look_at_run_folder(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (found.writable, found.problem) == (False, "a file of 256 MB there: File too large")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_checks_result_is_its_last_line_of_json():
+    assert read_said('warning: {\n{"said": "old"}\n{"said": "fast"}\nbye\n[1]\n').said == "fast"
+    assert read_said("only words\n").failed == "it ended without a result; its last line: only words"
+
+
+def test_a_home_folder_that_nobody_has_is_a_mistake():
+    with pytest.raises(ConfigError, match="--run_dir=~nosuchuser/runs: there is no such user"):
+        main(["--run_dir=~nosuchuser/runs"])
 
 
 def test_whatever_goes_wrong_is_why_it_is_unknown():

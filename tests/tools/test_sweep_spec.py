@@ -1,6 +1,9 @@
 """tools/sweep: what a spec comes to, and that every mistake in it is found before anything starts."""
 
+import os
+import re
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import yaml
 from parallel.plan import PlanError
 from tests.tools.sweeps import write_run, write_spec
 from tools.sweep.__main__ import STUDIES, find_spec, main, read_overrides
-from tools.sweep.attempt import find_reason, judge
+from tools.sweep.attempt import Attempt, find_reason, judge, state_of, write_attempt
+from tools.sweep.launch import Interrupts, hear_interrupts, run_once
 from tools.sweep.planned import changed_runs, check_sweep, refuse_changed
 from tools.sweep.spec import Cell, make_cells, read_spec
 from train.config import ConfigError
+from train.lock import LockError, lock_folder
 
 
 def cells_of(path: Path, **changes: Any) -> list[Cell]:
@@ -60,11 +65,86 @@ def test_all_mistakes_of_a_spec_are_in_one_report(tmp_path: Path) -> None:
     ("config: llama_debug.yaml\nparallel.tp: 2", "put it under overrides"),
     ("config: llama_debug.yaml\ngrid: [1]", "grid must be a mapping"),
     ("config: [1", "line"),
+    ("config: llama_debug.yaml\ngrid: {data.source: [a, 2024-01-31]}", r"grid: data\.source=.*is a date to YAML.*quotes"),
+    ("config: llama_debug.yaml\noverrides: {data.source: 2024-01-31}", r"overrides: data\.source=2024-01-31 is a date"),
+    ("config: llama_debug.yaml\nfolder: ~nosuchuser/x", "folder=~nosuchuser/x: there is no such user"),
+    ("config: llama_debug.yaml\nseeds: [true]", "seeds=.*must be a list of different whole numbers"),
+    ("config: llama_debug.yaml\nseeds: [1]\ngrid: {run.seed: [2]}", "grid: run.seed is what seeds says"),
+    ("config: llama_debug.yaml\nseeds: [1]\nruns: {a: {run.seed: 2}}", "runs: a: run.seed is what seeds says"),
 ])  # fmt: skip
 def test_a_wrong_file_is_one_message(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_spec(tmp_path / "wrong.yaml", {}, {})
+
+
+def test_more_runs_than_a_sweep_may_have_are_counted_and_not_made(tmp_path: Path) -> None:
+    for keys, count in (({"repeat": 10**15}, 10**15), ({"grid": {key: list(range(90)) for key in
+                        ("optim.lr", "train.steps", "metrics.every", "train.seq_len", "optim.eps")}}, 90**5)):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"this sweep comes to {count} runs"):
+            cells_of(write_spec(tmp_path, **keys))
+
+
+def test_overrides_of_the_command_line_are_passed_on_as_they_stand(tmp_path: Path) -> None:
+    given = read_overrides(["data.source=2024_01", "run.seed=3"])
+    (one,) = check_sweep(read_spec(write_spec(tmp_path), {}, given), here=True)
+    assert (one.config.data.source, one.config.run.seed) == ("2024_01", 3)
+    assert "--data.source=2024_01" in one.arguments
+    with pytest.raises(ConfigError, match=r"--override: run\.seed is what seeds says"):
+        read_spec(write_spec(tmp_path, seeds=[1]), {}, given)
+
+
+def test_a_run_is_not_called_as_a_file_of_the_sweeps_folder(tmp_path: Path) -> None:
+    assert [cell.name for cell in cells_of(write_spec(tmp_path, runs={"report.html": {}, "a": {}}))] == ["report.html-2", "a"]
+
+
+def test_a_folder_is_one_specs(tmp_path: Path) -> None:
+    mine, other = write_spec(tmp_path), write_spec(tmp_path, "other", folder=str(tmp_path / "study"))
+    main([str(mine), "--report"])
+    for what in ("--report", "--dry-run"):
+        with pytest.raises(ConfigError, match=r"has the runs of the sweep study, not of other: take another --folder"):
+            main([str(other), what])
+    main([str(mine), "--report"])
+
+
+def test_what_is_left_to_do_is_neither_running_nor_failed_nor_refused_before(tmp_path: Path, capsys: Any) -> None:
+    path, study = write_spec(tmp_path, runs={"going": {}, "broken": {}, "mended": {}}), tmp_path / "study"
+    write_run(study / "going", [], "running")
+    write_run(study / "broken", [], "failed", reason="DataError: no text")
+    (study / "mended").mkdir()
+    write_attempt(study / "mended", Attempt("refused", reason="PlanError: tp"))
+    assert state_of(study / "mended") == ("waiting", "")
+    main([str(path), "--slurm"])
+    going, broken, mended = capsys.readouterr().out.splitlines()
+    assert going.startswith("# going: running, by its status.json. If it was killed: sbatch --job-name=going ")
+    assert broken == "# broken: failed: DataError: no text (--retry-failed prints it)"
+    assert mended.startswith("sbatch --job-name=mended ")
+    main([str(path), "--dry-run", "--retry-failed"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("/")[2] for line in lines] == ["going", "broken", "mended"]
+
+
+def test_what_nohup_ignores_stays_ignored_and_the_rest_is_heard() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with hear_interrupts() as interrupts:
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            assert interrupts.count == 1
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_that_trains_on_without_its_sweep_is_named_with_its_process(tmp_path: Path) -> None:
+    (one,) = check_sweep(read_spec(write_spec(tmp_path), {}, {}), here=True)
+    one.folder.mkdir(parents=True)
+    lock = lock_folder(one.folder)
+    try:
+        with pytest.raises(LockError, match=rf"run still trains.*process {os.getpid()} on.*kill that process \(SIGTERM"):
+            run_once(one, Interrupts(), lambda: None)
+    finally:
+        lock.release()
 
 
 def test_wrong_values_of_all_runs_are_in_one_report_and_nothing_is_started(tmp_path: Path) -> None:
@@ -88,11 +168,13 @@ def test_the_command_line_wins_over_the_spec_but_not_over_what_is_varied(tmp_pat
     path = write_spec(tmp_path, folder=None, grid={"parallel.tp": [1, 2]})
     spec = read_spec(path, {"config": "llama_1b.yaml", "processes": 4}, read_overrides(["train.steps=7", "optim.lr=1e-4"]))
     assert (spec.config, spec.processes, spec.folder) == ("llama_1b.yaml", 4, Path("sweeps/study-llama_1b"))
-    assert (spec.overrides["train.steps"], spec.overrides["optim.lr"]) == (7, "1e-4")
+    assert (spec.overrides["train.steps"], spec.overrides["optim.lr"]) == ("7", "1e-4")
     with pytest.raises(ConfigError, match=r"--override parallel\.tp: grid varies this key"):
         read_spec(path, {}, read_overrides(["parallel.tp=2"]))
-    with pytest.raises(ConfigError, match=r"--override train\.stepz=7 must be as train\.steps=100"):
+    with pytest.raises(ConfigError, match=r"--override train\.stepz=7: unknown key train\.stepz\. Did you mean train\.steps\?"):
         read_overrides(["train.stepz=7"])
+    with pytest.raises(ConfigError, match=r"--override train\.steps must be as train\.steps=100"):
+        read_overrides(["train.steps"])
 
 
 def test_a_run_that_was_begun_with_other_keys_is_noticed_by_its_config(tmp_path: Path) -> None:
@@ -131,7 +213,8 @@ def test_slurm_jobs_have_nodes_and_only_slurm_takes_several(tmp_path: Path, caps
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_study_plans_on_a_laptop_and_for_eight_gpus(path: Path) -> None:
     """And its head says how to run it on both."""
-    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    text = re.sub(r" \\\n# *", " ", path.read_text())  # a command may go on in the next line
+    head = [line for line in text.splitlines() if line.startswith("#")]
     assert any(f"python -m tools.sweep {path.stem}" in line and "llama" not in line for line in head)
     (large,) = [line for line in head if f"tools.sweep {path.stem} --config llama_8b.yaml --processes 8" in line]
     here = check_sweep(read_spec(find_spec(path.stem), {}, {}), here=True)

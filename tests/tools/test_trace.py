@@ -14,7 +14,7 @@ from tests.tools.test_trace_steps import CPU_EVENTS, CUDA_EVENTS, write_trace
 from tools.trace import read
 from tools.trace.__main__ import main, make_parser
 from tools.trace.find import find_traces
-from tools.trace.read import read_events, read_header
+from tools.trace.read import Trace, read_events
 from train.data.config import DataError
 
 Output = pytest.CaptureFixture[str]
@@ -43,7 +43,9 @@ def test_events_are_read_in_any_pieces(chunk: int, packed: bool, tmp_path: Path,
     path = tmp_path / "trace.json"
     path.write_bytes(gzip.compress(text) if packed else text)
     assert list(read_events(path)) == events
-    assert read_header(path) == {"first": 123456, "last": {"deep": [1]}, "number": 17}
+    trace = Trace(path)
+    assert list(trace.events()) == events
+    assert trace.header == {"first": 123456, "last": {"deep": [1]}, "number": 17}
     path.write_text(json.dumps(events))
     assert list(read_events(path)) == events
 
@@ -72,6 +74,16 @@ def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
         (lambda text: gzip.compress(text)[:60] + b"x" * 60 + gzip.compress(text)[120:], "not a whole trace"),
         (lambda text: text.replace(b"ProfilerStep#", b"Step#"), r"no step in it.*--profile\.start=N"),
         (lambda text: text.replace(b'"dur"', b'"length"'), "an event of no kind that torch's profiler writes"),
+        (lambda text: text.replace(b'"dur": 900', b'"dur": -900'), "an event of no kind that torch's profiler writes"),
+        (lambda text: text.replace(b'"aten::mm"', b"null"), "an event of no kind that torch's profiler writes"),
+        (lambda text: text.replace(b'"aten::mm"', b"5"), "an event of no kind that torch's profiler writes"),
+        (lambda text: text.replace(b'"dur": 10000', b'"dur": 0'), "step 5 takes no time"),
+        (lambda text: text.replace(b'"args": {}', b'"args": ' + b"[" * 200_000, 1), "nested too deeply at character"),
+        (lambda text: text.replace(b"1000000000000000000", b'"x"'), "baseTimeNanoseconds is 'x' in place of a whole number"),
+        (lambda text: text[:-1] + b', "meshwright": [1]}', r"meshwright is '\[1\]' in place of an object"),
+        (lambda text: text[:-1] + b', "distributedInfo": "x"}', "distributedInfo is 'x' in place of an object"),
+        (lambda text: text[:-1] + b', "distributedInfo": {"rank": null}}', "rank is 'None' in place of a whole number"),
+        (lambda text: text[:-1] + b', "meshwright": {"rank": "x"}}', "rank is 'x' in place of a whole number"),
     ],
 )
 def test_a_broken_trace_is_one_line(damage: Callable[[bytes], bytes], words: str, tmp_path: Path) -> None:
@@ -99,8 +111,8 @@ def test_json_has_all_figures(tmp_path: Path, capsys: Output) -> None:
     main([str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"trace", "device_type", "run", "rank", "ranks", "step", "step_s", "shares", "seconds", "steps",
-                          "advice", "communication", "prefetch", "slow_units", "stragglers", "clock", "kernels",
-                          "plan"}  # fmt: skip
+                          "advice", "communication", "prefetch", "slow_units", "stragglers", "clock", "left_out",
+                          "kernels", "plan"}  # fmt: skip
     assert sum(found["shares"].values()) == 1.0
     assert found["seconds"] == {"compute": 0.00392, "overlapped": 0.0003, "exposed": 0.00224, "host": 0.0033, "idle": 0.00024}
     assert (found["ranks"], found["step"], found["step_s"], found["clock"]) == ([0, 1], 5, 0.01, "one host's clock")
@@ -129,6 +141,28 @@ def test_a_gpus_trace_is_told_by_its_kernels(tmp_path: Path, capsys: Output) -> 
     main([str(write_trace(tmp_path / "trace.json", CUDA_EVENTS)), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["device_type"], [step["step_s"] for step in found["steps"]]) == ("cuda", [0.00111, 0.00019])
+
+
+@pytest.mark.parametrize("other", [{"world_size": 4}, {"first_step": 6}, {"rank": 2}])
+def test_a_trace_of_another_run_is_left_out_and_named(other: dict[str, int], tmp_path: Path, capsys: Output) -> None:
+    folder = write_profile(tmp_path, 5, ranks=2)
+    stale = f"rank-{other.get('rank', 1)}.json.gz"
+    write_trace(folder / stale, CPU_EVENTS, meshwright=FACTS | {"rank": 1} | other)
+    main([str(tmp_path)])
+    ((name, value),) = other.items()
+    why = "no rank of 2" if name == "rank" else f"{name} {value}, not {FACTS[name]}"
+    printed = capsys.readouterr().out
+    assert f"left out, of another run: {stale} ({why})" in printed.splitlines()
+    assert ("Ranks at the collectives" in printed) == (name == "rank")
+
+
+def test_a_byte_order_mark_and_half_a_surrogate_pair_do_no_harm(tmp_path: Path, capsys: Output) -> None:
+    path = write_trace(tmp_path / "trace.json", CPU_EVENTS)
+    text = path.read_bytes().replace(b"layers.2", b"layers.\\ud800").replace(b"aten::mm", b"aten::\\udfff")
+    path.write_bytes(b"\xef\xbb\xbf" + text)
+    main([str(path), f"--picture={tmp_path / 'step.svg'}"])
+    assert "aten::?" in capsys.readouterr().out
+    assert "layers.?" in (tmp_path / "step.svg").read_text()
 
 
 def test_as_a_command(tool: Tool, tmp_path: Path) -> None:

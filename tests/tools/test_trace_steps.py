@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parallel.plan import MeshPlan
 from parallel.planner.timeline import Timeline
 from tools.trace.advice import advise
 from tools.trace.answer import Answer, answer
@@ -139,8 +140,8 @@ def cuda(tmp_path: Path) -> Answer:
 
 def test_shares_of_a_step_on_a_cpu_are_exact(cpu: Answer) -> None:
     """Computing 40 + 900 + 100 + 1000 + 80 + 400 (a compiled graph without its wait) + 900 + 800; in flight 2400, of which
-    300 under layers.1's product, and launching 30 + 30 + 10 + 50 + 20; between there and the start 20 + 20 + 70 + 100 + 30. The rest is
-    Python's."""
+    300 under layers.1's product, and launching 30 + 30 + 10 + 50 + 20; between there and the start 20 + 20 + 70 + 100 + 30. The
+    rest is Python's."""
     assert shares_us(cpu) == {"compute": 3920, "overlapped": 300, "exposed": 2240, "host": 3300, "idle": 240}
     assert sum(cpu.shares.of_step().values()) == 1.0
     assert sum(cpu.shares.ns.values()) == cpu.step.length_ns == 10_000_000
@@ -260,12 +261,23 @@ def test_the_rank_that_comes_last_is_charged_with_the_others_waits() -> None:
     ranks = {0: [a_step((), [sent(10, 50), sent(60, 90, "layers.1")])],
              1: [a_step((), [sent(100, 120, "layers.0"), sent(135, 160, "layers.1")], 1)]}  # fmt: skip
     clocks = {0: Clock(1000, "a"), 1: Clock(930, "a")}
-    rows, clock = find_stragglers(ranks, clocks, on_device=False)
+    rows, clock = find_stragglers(ranks, clocks, on_device=False, mesh=None)
     assert [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows] == [(1, 1.0, 25, 0), (0, 0.0, 0, 25)]
     assert clock == "one host's clock"
-    apart, words = find_stragglers(ranks, {0: Clock(0, "a"), 1: Clock(5, "b")}, on_device=False)
+    apart, words = find_stragglers(ranks, {0: Clock(0, "a"), 1: Clock(5, "b")}, on_device=False, mesh=None)
     assert [(row.rank, row.others_waited_ns) for row in apart] == [(1, 25), (0, 0)]
     assert "aligned on the ends" in words
+
+
+def test_ranks_are_compared_with_those_they_meet_and_one_odd_step_counts_for_nothing() -> None:
+    """2 x 2: rank 1 is late to its shard group, of ranks 1 and 3, in the same place of tp; in step 1 by much, as with a
+    profiler that starts late."""
+    ranks = {rank: [replace(a_step((), [sent(10 + late * (rank == 1), 500)], rank), number=number)
+                    for number, late in enumerate((400, 30, 20), start=1)] for rank in range(4)}  # fmt: skip
+    clocks = dict.fromkeys(ranks, Clock(0, "a"))
+    rows, _ = find_stragglers(ranks, clocks, on_device=False, mesh=MeshPlan(1, 2, 2))
+    assert [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows] == [
+        (1, 1.0, 30, 0), (0, 0.0, 0, 0), (2, 0.0, 0, 0), (3, 0.0, 0, 30)]  # fmt: skip
 
 
 def test_intervals() -> None:

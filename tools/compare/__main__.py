@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 the same within the band, 1 different, 2 a mistake in what was asked. Bands: bit for bit; within "
         "float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 of its size: what every mesh is tested to, at each of ten "
         "steps); and where one of the runs computes or keeps something in bfloat16 or float8, within what that rounds (loss "
-        "0.02, gradient norm 4.2%% of its size). Noise grows with the steps, as fast as the training is unstable: --until looks "
+        "0.02, gradient norm 4.2% of its size). Noise grows with the steps, as fast as the training is unstable: --until looks "
         "at the first ones only.",
         allow_abbrev=False,
     )

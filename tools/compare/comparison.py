@@ -1,7 +1,7 @@
 """Two runs beside each other: data, curves, configs and plans, and one sentence that says whether they are the same training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.compare.bands import CURVES, Band, Tolerance, bands_for, distance, narrowest
@@ -41,6 +41,7 @@ class Comparison:
         same: within a band that explains it
         band: the narrowest that holds all curves; None: none does, or the data is not the same
         steps: that both report
+        missing: curves that one of them has and that were not compared, each with the folders that report it
         data: in words; `other_data`: the first step at which they read other sequences, None where none is known
         config, plan, notes: lines
     """
@@ -53,6 +54,7 @@ class Comparison:
     bands: tuple[Band, ...]
     steps: tuple[int, ...]
     curves: tuple[CurveDifference, ...]
+    missing: Mapping[str, str]
     data: str
     other_data: int | None
     figures: tuple[Figures, Figures]
@@ -63,7 +65,7 @@ class Comparison:
 
 def compare_runs(a: RunFolder, b: RunFolder, bands: Sequence[Band] | None = None, until: int | None = None) -> Comparison:
     """`bands`: from narrow to wide, instead of those that suit the runs' dtypes; `until`: the last step to look at. Raises
-    ConfigError where no step is in both."""
+    ConfigError where no step or no curve is in both."""
     steps = tuple(step for step in a.steps if step in set(b.steps) and (until is None or step <= until))
     if not steps:
         raise ConfigError(f"no step is in both: {a.folder} reports {_steps_words(a)}, {b.folder} {_steps_words(b)}. Compare runs "
@@ -72,12 +74,16 @@ def compare_runs(a: RunFolder, b: RunFolder, bands: Sequence[Band] | None = None
     other_data, data = _compare_data(a, b, steps)
     pairs = {key: _pairs(a, b, key, until) for key in CURVES}
     pairs = {key: found for key, found in pairs.items() if found}
+    if not pairs:
+        raise ConfigError(f"nothing to compare: no step of both {a.folder} and {b.folder} has a number for {', '.join(CURVES)}")
+    missing = _missing(a, b, pairs, until)
     curves = tuple(_difference(key, found, bands[-1].tolerances[key]) for key, found in pairs.items())
     band = narrowest(bands, {key: [(one, other) for _, one, other in found] for key, found in pairs.items()})
     same = band is not None and other_data is None
-    verdict = _verdict(band, bands[-1], curves, other_data, len(steps))
-    notes = (*_grown(curves, steps), *_notes(a), *_notes(b), *_unshared(a, b, steps))
-    return Comparison(a, b, verdict, same, band if same else None, bands, steps, curves, data, other_data,
+    verdict = _verdict(band, bands[-1], curves, other_data, len(steps), missing)
+    untold = (f"{key} is not compared: {words}" for key, words in missing.items())
+    notes = (*_grown(curves, steps), *untold, *_notes(a), *_notes(b), *_unshared(a, b, steps))
+    return Comparison(a, b, verdict, same, band if same else None, bands, steps, curves, missing, data, other_data,
                       (figures_of(a), figures_of(b)), _config_words(a, b), _plan_words(a, b), notes)  # fmt: skip
 
 
@@ -85,6 +91,16 @@ def _pairs(a: RunFolder, b: RunFolder, key: str, until: int | None) -> list[tupl
     """Step and both values, where both have one."""
     one, other = series(a.rows, key), series(b.rows, key)
     return [(step, one[step], other[step]) for step in one if step in other and (until is None or step <= until)]
+
+
+def _missing(a: RunFolder, b: RunFolder, compared: Iterable[str], until: int | None) -> dict[str, str]:
+    """Curves that were not compared although a run has them, and why."""
+    why = dict[str, str]()
+    for key in CURVES:
+        has = [run.folder for run in (a, b) if any(until is None or step <= until for step in series(run.rows, key))]
+        if has and key not in compared:
+            why[key] = f"only {has[0]} reports it" if len(has) == 1 else "no step of both has it"
+    return why
 
 
 def _difference(key: str, pairs: Sequence[tuple[int, float, float]], tolerance: Tolerance) -> CurveDifference:
@@ -106,16 +122,24 @@ def _compare_data(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> tuple[int
     return other, f"other sequences at step {other}, by its data_hash" + (" (the first in both)" if other == known[0][0] else "")
 
 
-def _verdict(band: Band | None, widest: Band, curves: Sequence[CurveDifference], other_data: int | None, steps: int) -> str:
+def _verdict(band: Band | None, widest: Band, curves: Sequence[CurveDifference], other_data: int | None, steps: int,
+             missing: Mapping[str, str]) -> str:  # fmt: skip
     if other_data is not None:
         return f"different: they read other data, at step {other_data} at the latest"
     if band is not None:
         most = ", ".join(f"{curve.key} {curve.largest[1]:.2g}" for curve in curves if curve.largest[1] > 0)
         apart = f"; furthest apart: {most}" if most else ""
-        return f"the same training {band.name}, at {steps} steps{apart}"
+        known = f" in {' and '.join(curve.key for curve in curves)}" if missing else ""
+        untold = "".join(f"; {key} is not compared" for key in missing)
+        return f"the same training {band.name}{known}, at {steps} steps{apart}{untold}"
     worst = min((curve for curve in curves if curve.beyond is not None), key=lambda curve: curve.beyond or 0)
-    return (f"different: at step {worst.beyond} {worst.key} is not {widest.name} ({_allowed_words(worst.tolerance)}); furthest "
-            f"apart at step {worst.largest[0]}: {worst.largest[1]:.3g}")  # fmt: skip
+    return (f"different: at step {worst.beyond} {worst.key} is not {widest.name} ({_allowed_words(worst.tolerance)}); "
+            f"{_furthest_words(worst)}")  # fmt: skip
+
+
+def _furthest_words(curve: CurveDifference) -> str:
+    step, most = curve.largest
+    return f"furthest apart at step {step}: {most:.3g}" if math.isfinite(most) else f"at step {step} only one of them is finite"
 
 
 def _grown(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]:
@@ -124,7 +148,10 @@ def _grown(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]
     alike = [step for step in steps if step < beyond]
     if not alike:
         return []
-    return [f"until then they are alike, at {len(alike)} steps, up to step {alike[-1]}. Rounding grows so from step to step, as "
+    until = f"until then they are alike, at {len(alike)} steps, up to step {alike[-1]}"
+    if not all(math.isfinite(curve.largest[1]) for curve in curves):  # no rounding makes one of two NaN
+        return [until]
+    return [f"{until}. Rounding grows so from step to step, as "
             "fast as the training is unstable; a fault that sets in late looks the same. Runs in float32 tell the two apart: "
             "their noise begins some thousand times smaller"]  # fmt: skip
 

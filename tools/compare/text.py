@@ -35,6 +35,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "steps": len(comparison.steps),
         "data": {"first_step_that_differs": comparison.other_data, "words": comparison.data},
         "curves": {curve.key: _curve_json(curve) for curve in comparison.curves},
+        "not_compared": dict(comparison.missing),
         "figures": {name: _figures_json(figures) for name, figures in zip("ab", comparison.figures, strict=True)},
         "config": list(comparison.config),
         "plan": list(comparison.plan),
@@ -47,8 +48,9 @@ def _curve_words(curve: CurveDifference) -> str:
         return f"{curve.key}: equal at all {curve.steps} steps"
     step, one, other = curve.first
     at, most = curve.largest
+    apart = f"by {most:.3g}" if math.isfinite(most) else "where only one is finite"
     beyond = f"; beyond the band from step {curve.beyond} on" if curve.beyond is not None else "; within the band"
-    return f"{curve.key}: first differs at step {step} ({one:.6g} and {other:.6g}), most at step {at}, by {most:.3g}{beyond}"
+    return f"{curve.key}: first differs at step {step} ({one:.6g} and {other:.6g}), most at step {at}, {apart}{beyond}"
 
 
 def _curve_json(curve: CurveDifference) -> dict[str, Any]:

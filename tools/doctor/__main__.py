@@ -19,6 +19,7 @@ from tools.doctor.judge import judge
 from tools.doctor.machine import look_at_cache_folder, look_at_machine, look_at_run_folder
 from tools.doctor.software import look_at_gpus, look_at_software, look_at_topology
 from tools.doctor.text import format_report
+from train.config import ConfigError
 
 EXIT_WILL_FAIL = 1
 
@@ -26,7 +27,7 @@ EXIT_WILL_FAIL = 1
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the report; exit code 1 if something will fail."""
     options = make_parser().parse_args(arguments)
-    facts = look(Path(options.run_dir))
+    facts = look(_run_dir(options.run_dir))
     findings = judge(facts)
     if options.json:
         found = {"facts": to_plain(facts), "findings": [dataclasses.asdict(one) for one in findings]}
@@ -49,6 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
                         help="where runs go (default runs); its disk is tried with a file of 256 MB")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the tables")
     return parser
+
+
+def _run_dir(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"--run_dir={text}: there is no such user, so no home folder of theirs") from None
 
 
 def look(run_dir: Path) -> Facts:

@@ -21,11 +21,12 @@ class Trial:
     """A check under way: its processes, and what they print."""
 
     def __init__(self, kind: str, environments: Sequence[Mapping[str, str]]) -> None:
-        self._outputs: list[IO[str]] = [tempfile.TemporaryFile("w+") for _ in environments]  # noqa: SIM115  # _read closes them
+        self._outputs, self._errors = ([_scratch() for _ in environments] for _ in range(2))
         command = [sys.executable, "-m", MODULE, kind]
-        self._processes = [subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
-                                            stdout=output, stderr=subprocess.STDOUT)
-                           for environment, output in zip(environments, self._outputs, strict=True)]  # fmt: skip
+        self._processes = [
+            subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+            for environment, output, errors in zip(environments, self._outputs, self._errors, strict=True)
+        ]
 
     def result(self) -> Check:
         """Wait for it. What the first process that failed said last is why."""
@@ -38,12 +39,21 @@ class Trial:
             for process in self._processes:
                 process.kill()
                 process.wait()
-        texts = [_read(output) for output in self._outputs]
-        for process, text in zip(self._processes, texts, strict=True):
+        texts, errors = ([_read(file) for file in files] for files in (self._outputs, self._errors))
+        for process, text in zip(self._processes, errors, strict=True):
             if process.returncode:
                 return Check(failed=_last_words(text) or f"exit code {process.returncode}")
-        return Check(said=json.loads(texts[0].splitlines()[-1])["said"])
+        return read_said(texts[0])
 
+
+def read_said(output: str) -> Check:
+    """A check's last line of JSON; libraries print what they like before and after it."""
+    for line in reversed(output.splitlines()):
+        try:
+            return Check(said=str(json.loads(line)["said"]))
+        except (ValueError, TypeError, KeyError, IndexError):
+            continue
+    return Check(failed=f"it ended without a result; its last line: {_last_words(output) or 'none'}")
 
 
 def try_compile(folder: Path) -> Trial:
@@ -60,6 +70,10 @@ def try_all_reduce() -> Trial:
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     return Trial("all_reduce", [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)])
+
+
+def _scratch() -> IO[str]:
+    return tempfile.TemporaryFile("w+", errors="replace")  # _read closes it
 
 
 def _read(output: IO[str]) -> str:

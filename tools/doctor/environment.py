@@ -1,5 +1,6 @@
 """Environment variables that change how a run behaves."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 from tools.doctor.finding import Finding, is_slow, note
@@ -29,6 +30,10 @@ def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield is_slow(f"{name}={environment[name]} {effect}", f"unset {name}")
     if environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         yield is_slow("TORCH_DISTRIBUTED_DEBUG=DETAIL compares every collective over all ranks", "unset TORCH_DISTRIBUTED_DEBUG")
+    threads = environment.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", threads):  # a list: for nested regions (OpenMP 5.2, 21.2.1)
+        yield is_slow(f"OMP_NUM_THREADS={threads} is no number of threads: OpenMP ignores it, and says so in every process",
+                      "OMP_NUM_THREADS=1, or unset it: a run's threads are run.threads")  # fmt: skip
     if environment.get("NCCL_DEBUG") in ("INFO", "TRACE"):
         yield note(f"NCCL_DEBUG={environment['NCCL_DEBUG']} prints pages", "NCCL_DEBUG=WARN names what failed")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

@@ -44,10 +44,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in use. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in it."""
+    """A folder in use. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in it. `problem`: why it is not
+    writable, where more is known than that."""
 
     path: str
     writable: bool = True
+    problem: str = ""
     free_gib: float | Unknown = Unknown("not looked")
     filesystem: str | Unknown = Unknown("not looked")
     size_gib: float | Unknown = Unknown("not looked")
@@ -64,7 +66,7 @@ class Software:
     gpus_of_torch: int | Unknown = 0
     cudnn_loaded: str | Unknown = ""  # path of the library, "" without a GPU
     cudnn_bundled: bool = True  # whether that is the one that came with torch
-    compiler: str | Unknown = "g++"
+    compiler: str | Unknown = "g++"  # "" where there is none
     python_headers: bool = True
     bfloat16: str | Unknown = ""  # whether auto computes in it, and why
 

@@ -53,8 +53,9 @@ def judge_gpus(facts: Facts) -> Iterator[Finding]:
 def judge_compiler(facts: Facts) -> Iterator[Finding]:
     """What inductor needs."""
     without = "or train without compiling: --parallel.compile.enabled=false"
-    if isinstance(facts.software.compiler, Unknown):
-        yield fails(f"no C++ compiler: {facts.software.compiler.why}",
+    if not facts.software.compiler:
+        named = f": CXX={facts.environment['CXX']} is none" if "CXX" in facts.environment else ""
+        yield fails(f"no C++ compiler{named}",
                     f"apt-get install g++, or unset CXX if it names another; {without}")  # fmt: skip
     if not facts.software.python_headers:
         yield fails("no headers of this Python (Python.h), which compiling needs", f"apt-get install python3-dev; {without}")
@@ -62,7 +63,7 @@ def judge_compiler(facts: Facts) -> Iterator[Finding]:
 
 def judge_checks(facts: Facts) -> Iterator[Finding]:
     """What was tried for real."""
-    known = isinstance(facts.software.compiler, Unknown) or not facts.software.python_headers
+    known = not facts.software.compiler or not facts.software.python_headers
     if facts.compiled.failed and not known:
         yield fails(f"torch.compile does not work here: {facts.compiled.failed}",
                     "mend what it names, or train without it: --parallel.compile.enabled=false")  # fmt: skip
@@ -75,7 +76,8 @@ def judge_folders(facts: Facts) -> Iterator[Finding]:
     """Where a run writes, and where compiled graphs lie."""
     run, cache = facts.run_folder, facts.cache_folder
     if not run.writable:
-        yield fails(f"{run.path} cannot be written", "name a folder that can: --run.dir")
+        why = f": {run.problem}" if run.problem else ""
+        yield fails(f"{run.path} cannot be written{why}", "name a folder that can: --run.dir")
     if not cache.writable:
         yield fails(f"the compile cache {cache.path} cannot be written", "name a folder that can: --parallel.compile.cache_dir")
     if isinstance(run.free_gib, float) and run.free_gib < LEAST_FREE_GIB:

@@ -8,9 +8,10 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from tools.doctor.facts import Folder, Machine, find
+from tools.doctor.facts import Folder, Machine, Unknown, find
 from train.cores import usable_cores
 
 GIB = 2**30
@@ -72,10 +73,17 @@ def look_at_interfaces(system: Path = Path("/sys/class/net")) -> tuple[str, ...]
 
 def look_at_run_folder(asked: Path) -> Folder:
     """Where runs go, made or not; measured by a file that is flushed to the disk."""
-    folder = nearest_existing(asked)
+    folder, found = nearest_existing(asked), _folder(asked)
+    if (first := _first_there(asked)) != folder:
+        return replace(found, writable=False, problem=f"{first} is a file, or a link to nothing")
     if not os.access(folder, os.W_OK | os.X_OK):
-        return _folder(asked, writable=False)
-    return _folder(asked, rate=True)
+        return replace(found, writable=False)
+    if isinstance(found.free_gib, float) and found.free_gib * GIB < 4 * WRITTEN_BYTES:
+        return replace(found, write_mb_s=Unknown("not measured: less than 1 GiB is free"))
+    try:
+        return replace(found, write_mb_s=measure_write(folder))
+    except OSError as error:
+        return replace(found, writable=False, problem=f"a file of 256 MB there: {error.strerror or error}")
 
 
 def look_at_cache_folder(asked: Path) -> Folder:
@@ -84,21 +92,28 @@ def look_at_cache_folder(asked: Path) -> Folder:
     return _folder(asked, writable, size=True)
 
 
-def _folder(asked: Path, writable: bool = True, rate: bool = False, size: bool = False) -> Folder:
+def _folder(asked: Path, writable: bool = True, size: bool = False) -> Folder:
     here, plain = nearest_existing(asked), Folder(str(asked))
     return Folder(
         str(asked), writable,
         free_gib=find(lambda: shutil.disk_usage(here).free / GIB),
         filesystem=find(lambda: find_filesystem(here)),
         size_gib=find(lambda: folder_bytes(asked) / GIB) if size else plain.size_gib,
-        write_mb_s=find(lambda: measure_write(here)) if rate else plain.write_mb_s,
     )  # fmt: skip
 
 
 def nearest_existing(path: Path) -> Path:
     """The folder itself, or the first above it that exists: on the same disk, with the same rights to make it."""
     path = path.expanduser().absolute()
-    while not path.is_dir():
+    while not os.path.isdir(path):
+        path = path.parent
+    return path
+
+
+def _first_there(path: Path) -> Path:
+    """The path itself, or the first above it at which there is anything."""
+    path = path.expanduser().absolute()
+    while not os.path.lexists(path):
         path = path.parent
     return path
 
@@ -116,9 +131,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def measure_write(folder: Path) -> float:
-    """10^6 bytes per second of a file of 256 MiB, flushed to the disk. Raises OSError, also where there is too little room."""
-    if shutil.disk_usage(folder).free < 4 * WRITTEN_BYTES:
-        raise OSError("less than 1 GiB is free")
+    """10^6 bytes per second of a file of 256 MiB, flushed to the disk. Raises OSError."""
     path, block = folder / f".doctor-{secrets.token_hex(8)}", os.urandom(2**22)  # a disk may compress what repeats in small
     start_s = time.perf_counter()
     try:

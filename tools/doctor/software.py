@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -59,10 +60,18 @@ def find_version(package: str) -> str:
 
 
 def find_compiler() -> str:
-    """The C++ compiler that inductor takes. Raises what it raises without one."""
-    from torch._inductor import cpp_builder
+    """The C++ compiler that inductor takes; "" where there is none, or $CXX names something that cannot be run. Raises what it
+    raises for any other reason."""
+    from torch._inductor import cpp_builder, exc
 
-    return str(cpp_builder.get_cpp_compiler())
+    try:
+        return str(cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        return ""
+    except OSError as error:
+        if error.filename is None or error.filename != os.environ.get("CXX"):
+            raise
+        return ""
 
 
 def find_cudnn() -> str:

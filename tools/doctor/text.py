@@ -62,7 +62,8 @@ def describe_gpu(gpu: Gpu) -> str:
 
 def compiling(facts: Facts) -> list[tuple[str, object]]:
     """What inductor needs."""
-    return [("C++ compiler", facts.software.compiler), ("Python.h", "there" if facts.software.python_headers else "missing")]
+    software = facts.software
+    return [("C++ compiler", software.compiler or "none"), ("Python.h", "there" if software.python_headers else "missing")]
 
 
 def machine(facts: Facts) -> list[tuple[str, object]]:

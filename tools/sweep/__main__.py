@@ -3,25 +3,22 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from parallel.one_line import one_line
 from tools.command import EXIT_INTERRUPTED, positive, run_tool
 from tools.plan.files import write_whole
 from tools.sweep.attempt import Attempt, launched_with, state_of, write_attempt
 from tools.sweep.commands import as_lines, refuse_nodes, run_command, slurm_command
+from tools.sweep.folder import make_folder, note_owner, own_folder, refuse_other_owner
 from tools.sweep.launch import Interrupts, hear_interrupts, run_once
 from tools.sweep.page import make_page
 from tools.sweep.planned import Planned, changed_runs, check_sweep, refuse_changed
 from tools.sweep.rows import SweepReport, read_sweep, report_json
 from tools.sweep.screen import SweepScreen
-from tools.sweep.spec import Spec, read_spec
+from tools.sweep.spec import Spec, near_key, read_spec
 from train.config import ConfigError, known_keys
-from train.lock import lock_folder
 
 EXIT_NOT_ALL = 1  # not every run has finished
 STUDIES = Path(__file__).parents[2] / "configs" / "experiments"
@@ -33,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = find_spec(options.spec)
     given = {key: getattr(options, key) for key in ("config", "processes", "nodes", "folder")}
     spec = read_spec(path, {key: value for key, value in given.items() if value is not None}, read_overrides(options.override))
+    refuse_other_owner(spec.folder, path.stem)
     printing = options.slurm or options.dry_run
     planned = check_sweep(spec, here=not (printing or options.report))
     changed = changed_runs(planned, launched_with)
@@ -42,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     refuse_changed(changed, spec.folder)
     if printing:
-        print_commands(planned, options.slurm)
+        print_commands(planned, options.slurm, options.retry_failed)
         return
     refuse_nodes(planned)
     screen = SweepScreen(len(planned), to_stderr=options.json)
-    with _own_folder(spec.folder), hear_interrupts() as interrupts:
+    with own_folder(spec.folder, path.stem), hear_interrupts() as interrupts:
         run_all(path.stem, spec, planned, options.retry_failed, interrupts, screen)
     report = write_report(path.stem, spec, planned, {})
     if options.json:
@@ -75,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--report", action="store_true", help="start nothing: make report.html and report.json anew")
     what.add_argument("--dry-run", action="store_true", help="start nothing: print the commands")
-    what.add_argument("--slurm", action="store_true", help="start nothing: print a Slurm job for each run that has not finished")
+    what.add_argument("--slurm", action="store_true", help="start nothing: print a Slurm job for each run that is left to do")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON document; progress goes to stderr")
     return parser
 
@@ -88,17 +86,16 @@ def find_spec(name: str) -> Path:
     raise ConfigError(f"{name}: no such file, here or in configs/experiments, where there are {', '.join(_studies())}")
 
 
-def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Of --override, values as YAML has them. Raises ConfigError."""
-    overrides = dict[str, Any]()
+def read_overrides(texts: Sequence[str]) -> dict[str, str]:
+    """Of --override, values as they were written: the config's parser knows their types. Raises ConfigError."""
+    overrides = dict[str, str]()
     for text in texts:
         key, is_given, value = text.removeprefix("--").partition("=")
-        if not is_given or key not in known_keys():
+        if not is_given:
             raise ConfigError(f"--override {text} must be as train.steps=100: a key of a config and its value")
-        try:
-            overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            overrides[key] = value
+        if key not in known_keys():
+            raise ConfigError(f"--override {text}: unknown key {one_line(key, 80)}. {near_key(key)}")
+        overrides[key] = value
     return overrides
 
 
@@ -123,19 +120,27 @@ def run_all(name: str, spec: Spec, planned: Sequence[Planned], retry_failed: boo
             return
 
 
-def print_commands(planned: Sequence[Planned], slurm: bool) -> None:
-    """What is left to do, as commands."""
-    left = [one for one in planned if not one.refused and state_of(one.folder)[0] != "finished"]
+def print_commands(planned: Sequence[Planned], slurm: bool, retry_failed: bool) -> None:
+    """What is left to do, as commands, and in comments why a run that has not finished is not among it."""
+    left = []
     for one in planned:
+        state, reason = state_of(one.folder)
         if one.refused:
             print(f"# {one.cell.name}: {one.refused.splitlines()[0]}")
+        elif state == "failed" and not retry_failed:
+            print(f"# {one.cell.name}: failed: {one_line(reason, 200)} (--retry-failed prints it)")
+        elif state == "running" and slurm:
+            print(f"# {one.cell.name}: running, by its status.json. If it was killed: {as_lines([slurm_command(one)])}")
+        elif state != "finished":
+            left.append(one)
     print(as_lines((slurm_command if slurm else run_command)(one) for one in left))
 
 
 def write_report(name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]) -> SweepReport:
     """report.html and report.json, of the runs as they are now. Raises ConfigError where they cannot be written."""
     report = read_sweep(name, spec, planned, changed)
-    _make_folder(spec.folder)
+    make_folder(spec.folder)
+    note_owner(spec.folder, name)
     write_whole(spec.folder / "report.json", (json.dumps(report_json(report), indent=2) + "\n").encode())
     write_whole(spec.folder / "report.html", make_page(report).encode())
     return report
@@ -151,24 +156,6 @@ def _conclude(report: SweepReport, spec: Spec, interrupts: Interrupts, screen: S
     if "stopped" in states:
         screen.line("a stopped run goes on with the same command")
     return 0 if all(state in ("finished", "refused") for state in states) else EXIT_NOT_ALL
-
-
-@contextmanager
-def _own_folder(folder: Path) -> Iterator[None]:
-    """The sweep's folder, made and taken: by one sweep at a time. Raises LockError."""
-    _make_folder(folder)
-    lock = lock_folder(folder)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made ({error.strerror}): take another --folder") from None
 
 
 def _where(spec: Spec) -> str:

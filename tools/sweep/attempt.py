@@ -69,11 +69,12 @@ def launched_with(folder: Path) -> dict[str, int]:
 
 
 def state_of(folder: Path) -> tuple[Ended, str]:
-    """How a run stands and why: by the sweep's note, and where others started it (Slurm) by its own status."""
+    """How a run stands and why: by the sweep's note, and where others started it (Slurm) by its own status. Whether its plan is
+    refused is found anew each time: one that was refused before, and no longer is, waits."""
     attempt, status = read_attempt(folder), read_status(folder)
-    if attempt.state in ("waiting", "running") and status is not None:
+    if attempt.state in ("waiting", "running", "refused") and status is not None:
         return status.state, status.reason
-    return attempt.state, attempt.reason
+    return ("waiting", "") if attempt.state == "refused" else (attempt.state, attempt.reason)
 
 
 def judge(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[Ended, str]:

@@ -17,10 +17,11 @@ from tools.sweep.attempt import OUTPUT, Attempt, has_last_word, judge, now_s, ou
 from tools.sweep.commands import run_command, run_environment
 from tools.sweep.planned import Planned, predict_here
 from train.config import ConfigError
-from train.lock import lock_folder
+from train.lock import LockError, lock_folder
 
 POLL_S = 0.2
 LAST_S = 10.0  # that workers may take to end when their launcher has; then they are killed
+TAKEN_ADVICE = ": end that run, or use another run.dir"  # a run's own, in train/lock.py: a sweep's runs have their folders
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -37,9 +38,11 @@ class Interrupts:
 
 @contextmanager
 def hear_interrupts() -> Iterator[Interrupts]:
-    """Signals are counted and not obeyed, until the block ends. In the main thread only."""
+    """Signals are counted and not obeyed, until the block ends; what nohup has set to be ignored stays so. In the main thread
+    only."""
     interrupts = Interrupts()
-    before = {number: signal.signal(number, interrupts.hear) for number in SIGNALS}
+    wanted = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupts.hear) for number in wanted}
     try:
         yield interrupts
     finally:
@@ -60,7 +63,7 @@ def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be used ({error.strerror}): take another --folder") from None
     with output:
-        lock_folder(folder).release()
+        _refuse_taken(planned)
         cell = planned.cell
         attempt = Attempt("running", cell.processes, cell.nodes, planned.arguments, began_s=now_s(), predicted=_predict(planned))
         write_attempt(folder, attempt)
@@ -77,6 +80,18 @@ def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]
     attempt = replace(attempt, state=state, reason=reason, exit_code=process.returncode)
     write_attempt(folder, attempt)
     return attempt
+
+
+def _refuse_taken(planned: Planned) -> None:
+    """LockError, with the process to end, where the run still trains."""
+    try:
+        lock_folder(planned.folder).release()
+    except LockError as error:
+        taken = str(error).removesuffix(TAKEN_ADVICE)
+        raise LockError(
+            f"{planned.cell.name} still trains, as after a sweep that was killed: {taken}. Wait for its end, or kill that "
+            "process (SIGTERM: it saves, and all of the run stops); then the same command goes on"
+        ) from None
 
 
 def _predict(planned: Planned) -> dict[str, float]:

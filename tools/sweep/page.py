@@ -168,4 +168,5 @@ def _figures(report: SweepReport) -> Iterator[str]:
 
 def _notes() -> str:
     return ('<p class="faint">Loss against time counts the steps themselves, without start, evaluations and checkpoints. '
-            "Predicted: by the planner. A cross above a curve is a step whose loss was not finite.</p>")  # fmt: skip
+            "Predicted: by the planner; figures for tiny or eager models on a CPU are outside what it is fitted for. A cross "
+            "above a curve is a step whose loss was not finite.</p>")  # fmt: skip

@@ -14,7 +14,7 @@ from parallel.memory_by_kind import GIB
 from parallel.plan import PlanError
 from parallel.planner.hardware import find_hardware, load_hardware
 from tools.run_folder import changed_keys, flatten, read_config
-from tools.sweep.spec import MAX_RUNS, Cell, Spec, make_cells, override_text, value_text
+from tools.sweep.spec import Cell, Spec, make_cells, override_text, value_text
 from train.config import (
     Config,
     ConfigError,
@@ -61,8 +61,6 @@ def check_sweep(spec: Spec, here: bool) -> list[Planned]:
     """
     find_config(spec.config)
     cells = make_cells(spec)
-    if len(cells) > MAX_RUNS:
-        raise ConfigError(f"this sweep comes to {len(cells)} runs, more than {MAX_RUNS}: take values out of its grid")
     planned, mistakes, parser = list[Planned](), dict[str, list[str]](), make_parser("tools.sweep")
     for cell in cells:
         try:

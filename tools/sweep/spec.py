@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ LAUNCH = ("processes", "nodes")  # keys of a run that are no keys of a config
 FIXED = ("run.dir", "config")  # what the sweep itself says
 MAX_RUNS = 1000  # of one sweep: more are a slip of the pen
 NAME_LETTERS = 80  # of a run's name, which is a folder's
+RESERVED = ("report.html", "report.json", "sweep.json")  # files beside the runs' folders
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
     problems += _wrong_values(data, maps)
     maps["runs"] = {str(name): flatten(keys or {}, whole=known) for name, keys in maps["runs"].items()
                     if isinstance(keys, dict | None)}  # fmt: skip
-    problems += _wrong_config_keys(maps, overrides)
+    problems += _wrong_config_keys(maps, overrides, bool(data.get("seeds")))
     if problems:
         raise ConfigError(_report(path, problems))
     given = str(changes.get("config", ""))
@@ -87,7 +89,11 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
 
 
 def make_cells(spec: Spec) -> list[Cell]:
-    """Every run of the sweep, in the order of the file: named runs, the grid with its last key fastest, seeds, repeats."""
+    """Every run of the sweep, in the order of the file: named runs, the grid with its last key fastest, seeds, repeats. Raises
+    ConfigError for more than MAX_RUNS, before any is made."""
+    count = math.prod([len(spec.runs) or 1, *map(len, spec.grid.values()), len(spec.seeds) or 1, spec.repeat])
+    if count > MAX_RUNS:
+        raise ConfigError(f"this sweep comes to {count} runs, more than {MAX_RUNS}: take values out of its grid, or lower repeat")
     cells = []
     for name, keys in spec.runs.items() or [("", {})]:
         for values in itertools.product(*spec.grid.values()):
@@ -109,8 +115,25 @@ def override_text(key: str, value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A YAML value on one line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """A YAML value on one line, also one that no config can have."""
+    return value if isinstance(value, str) else json.dumps(value) if _is_plain(value) else str(value)
+
+
+def near_key(key: str) -> str:
+    """What to say of a key that no config has: the one that was meant, or where they all are."""
+    known = known_keys()
+    same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]}?" if near else "See train.main -h."
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has it; it has no dates, which YAML makes of 2024-01-31."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _wrong_keys(data: Mapping[str, Any]) -> Iterator[str]:
@@ -130,7 +153,7 @@ def _wrong_values(data: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]
         if not _is_count(data.get(key, 1)):
             yield f"{key}={one_line(data[key], 80)} must be a whole number of at least 1"
     seeds = data.get("seeds") or []
-    if not isinstance(seeds, list) or not all(isinstance(seed, int) for seed in seeds) or len(set(seeds)) < len(seeds):
+    if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds) or len(set(seeds)) < len(seeds):
         yield f"seeds={one_line(seeds, 80)} must be a list of different whole numbers"
     for key, values in maps["grid"].items():
         if not isinstance(values, list) or not values:
@@ -140,12 +163,22 @@ def _wrong_values(data: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]
     for name, keys in maps["runs"].items():
         if not isinstance(keys, dict | None):
             yield f"runs: {name} must be a mapping of keys to values, or {{}} for the config as it is"
-    if isinstance(data.get("folder") or "", str) is False:
+    yield from _wrong_folder(data.get("folder") or "")
+
+
+def _wrong_folder(folder: Any) -> Iterator[str]:
+    if not isinstance(folder, str):
         yield "folder must be a path"
+        return
+    try:
+        Path(folder).expanduser()
+    except RuntimeError:
+        yield f"folder={one_line(folder, 80)}: there is no such user, so no home folder of theirs"
 
 
-def _wrong_config_keys(maps: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that no config has, that the sweep says itself, that two places would say, and counts that are none."""
+def _wrong_config_keys(maps: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], seeds: bool) -> Iterator[str]:
+    """Keys that no config has, that the sweep says itself, that two places would say, counts that are none, and values that
+    no config can have. `given`: --override's; `seeds`: whether there are any."""
     known = known_keys()
     runs = {f"runs: {name}": keys for name, keys in maps["runs"].items()}
     places = {"overrides": maps["overrides"], "grid": maps["grid"], **runs}
@@ -158,9 +191,11 @@ def _wrong_config_keys(maps: Mapping[str, Mapping[str, Any]], given: Mapping[str
             elif key in FIXED:
                 yield f"{place}: {key} is not for a run of a sweep: each has a folder of its own, and all have one config"
             elif key not in known:
-                same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-                near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-                yield f"{place}: unknown key {one_line(key, 80)}. {f'Did you mean {near[0]}?' if near else 'See train.main -h.'}"
+                yield f"{place}: unknown key {one_line(key, 80)}. {near_key(key)}"
+            elif not _is_plain(value):
+                yield f"{place}: {key}={one_line(value, 80)} is a date to YAML, which no key takes: put it in quotes"
+            elif key == "run.seed" and seeds:
+                yield f"{'--override' if key in given else place}: run.seed is what seeds says. Leave one of the two out"
             elif varied and key in given:
                 yield f"--override {key}: {place} varies this key. Leave one of the two out"
             elif place.startswith("runs") and key in maps["grid"]:
@@ -189,7 +224,7 @@ def _folder_name(words: str) -> str:
 
 def _with_own_names(cells: Sequence[Cell]) -> Iterator[Cell]:
     """Where names came out alike, as of values that are the same but for letters no folder can have, they are numbered."""
-    taken = set[str]()
+    taken = set(RESERVED)
     for cell in cells:
         names = itertools.chain([cell.name], (f"{cell.name}-{number}" for number in itertools.count(2)))
         name = next(name for name in names if name not in taken)

@@ -22,7 +22,7 @@ from tools.trace.kernel_rows import KernelRow
 from tools.trace.kernels import top_kernels
 from tools.trace.measured import to_timeline
 from tools.trace.roofs import Roof, find_roof
-from tools.trace.text import describe
+from tools.trace.text import describe, printable
 from train.config import ConfigError, load_config
 from train.data.config import DataError
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(json.dumps(_document(found, kernels, plan), indent=2))
     else:
-        print("\n\n".join([*describe(found), *_kernel_text(kernels), _plan_text(plan)]))
+        print(printable("\n\n".join([*describe(found), *_kernel_text(kernels), _plan_text(plan)])))
     if picture is not None:
         print(f"picture: {picture}", file=sys.stderr)
 
@@ -95,7 +95,7 @@ def draw(path: Path, found: Answer, measured: Timeline, predicted: Timeline | No
     """The step, below the predicted one if there is one."""
     title = f"{found.run.name if found.run else found.trace.name}: step {found.step.number}, rank {found.rank}"
     drawn = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
-    write_whole(path, to_svg(drawn).encode() if path.suffix == ".svg" else _png(drawn))
+    write_whole(path, to_svg(drawn).encode(errors="replace") if path.suffix == ".svg" else _png(drawn))
 
 
 def _png(picture: Picture) -> bytes:
@@ -111,7 +111,7 @@ def _find_roof(found: Answer) -> Roof | None:
     if found.run is None or not found.facts:
         return find_roof(str(found.facts.get("device_name", "")), "bfloat16")
     asked = load_config(found.run / "config.yaml").parallel.param_dtype
-    return find_roof(str(found.facts["device_name"]), "bfloat16" if asked == "auto" else asked)
+    return find_roof(str(found.facts.get("device_name", "")), "bfloat16" if asked == "auto" else asked)
 
 
 def _document(found: Answer, kernels: Sequence[KernelRow], plan: AgainstPlan) -> dict[str, Any]:

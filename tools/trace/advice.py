@@ -76,13 +76,23 @@ def _link(found: Answer) -> Iterator[Advice]:
     exposed_ns = found.shares.ns["exposed"] - sum(prefetch.saving_ns for prefetch in found.prefetch) - waited_ns
     if exposed_ns < LARGE_SHARE * found.step.length_ns or not found.communication:
         return
-    parts = [f"{row.lane} {ms(row.ns - row.hidden_ns)}" for row in found.communication if row.ns > row.hidden_ns]
+    rows = sorted(found.communication, key=lambda row: row.hidden_ns - row.ns)
+    parts = [f"{row.lane} {ms(row.ns - row.hidden_ns)}" for row in rows[:3] if row.ns > row.hidden_ns]
+    each = f" (in flight while nothing computes, waits for other ranks included: {', '.join(parts)})" if parts else ""
+    yield Advice(exposed_ns, f"{ms(exposed_ns)} of communication stay exposed{each}: {_mend_link(found, rows[0].axis)}")
+
+
+def _mend_link(found: Answer, axis: str) -> str:
+    """For communication that is most of all on this axis."""
+    if axis == "tp":
+        beside = "" if found.device_type == "cpu" else "parallel.async_tp=true, if it is off, runs it beside the products; "
+        return f"{beside}a smaller parallel.tp makes less of it"
     if any(prefetch.blocking for prefetch in found.prefetch):
-        why = "each launch waits for its end (gloo on a CPU does), so no prefetch depth hides any of it; fewer bytes do"
-    else:
-        why = ("more computing per byte hides it: a larger micro batch, HSDP (parallel.dp_replicate), "
-               "parallel.reduce_dtype=bfloat16")  # fmt: skip
-    yield Advice(exposed_ns, f"{ms(exposed_ns)} of communication stay exposed ({', '.join(parts[:3])}): {why}")
+        return "each launch waits for its end (gloo on a CPU does), so no prefetch depth hides any of it; fewer bytes do"
+    if axis == "dp_shard":
+        return ("more computing per byte hides it: a larger micro batch, HSDP (parallel.dp_replicate), "
+                "parallel.reduce_dtype=bfloat16")  # fmt: skip
+    return "more computing per byte hides it: a larger micro batch"
 
 
 def _host(found: Answer) -> Iterator[Advice]:

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parallel.plan import MeshPlan
 from tools.trace.cpu import cpu_steps
 from tools.trace.cuda import cuda_steps
-from tools.trace.find import run_of
+from tools.trace.find import find_mesh, run_of
 from tools.trace.gathers import Prefetch, judge_prefetch
+from tools.trace.header import why_apart
 from tools.trace.ranks import Clock, SlowUnit, Straggler, find_slow_units, find_stragglers
 from tools.trace.shares import Communication, Shares, median_step, split_step, sum_communication
 from tools.trace.steps import Step
@@ -25,6 +27,7 @@ class Answer:
         run: the folder it lies in, if in a run's
         facts: what train.profiling wrote about the run
         steps: of `rank`; `step` is the one of median length
+        left_out: traces of other runs that lie beside it, each with what tells them apart
         clock: how times of several ranks were brought together, "" with one
     """
 
@@ -42,6 +45,7 @@ class Answer:
     slow_units: Sequence[SlowUnit]
     stragglers: Sequence[Straggler]
     clock: str
+    left_out: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -55,30 +59,42 @@ def answer(traces: Mapping[int, Path], shown: int) -> Answer:
     """Read the traces, one after the other, and judge; `shown` is the rank whose step is looked into. Raises DataError."""
     if shown not in traces:
         raise DataError(f"--rank={shown} was not profiled: there are {', '.join(map(str, traces))}")
-    ranks, kept = dict[int, _Rank](), None
-    for rank, path in traces.items():
-        store = load_store(path)
-        steps = find_steps(store)
-        ranks[rank] = _Rank([_sent_only(step) for step in steps], _clock(store), find_slow_units(steps))
-        if rank == shown:
-            kept = store.facts, store.device_type, store.rank if len(traces) == 1 else rank, steps
-    assert kept is not None
-    facts, device_type, rank, steps = kept
-    step = median_step(steps)
-    stragglers, clock = _compare(ranks, device_type != "cpu") if len(ranks) > 1 else ([], "")
+    store = load_store(traces[shown])
+    steps, facts, device_type = find_steps(store), store.facts, store.device_type
+    rank = store.rank if len(traces) == 1 else shown
+    ranks, left_out = {shown: _of_rank(store, steps)}, list[str]()
+    for other, path in traces.items():
+        if other != shown:
+            store = load_store(path)  # in the place of the one before: one large trace at a time is in memory
+            if why := why_apart(store.facts, other, facts):
+                left_out.append(f"{path.name} ({why})")
+            else:
+                ranks[other] = _of_rank(store, find_steps(store))
+    ranks, step = dict(sorted(ranks.items())), median_step(steps)
+    mesh = find_mesh(traces[shown])
+    stragglers, clock = _compare(ranks, device_type != "cpu", mesh) if len(ranks) > 1 else ([], "")
     slow = sorted((unit for each in ranks.values() for unit in each.slow_units), key=lambda unit: unit.equals_ns - unit.ns)
-    return Answer(traces[shown], run_of(traces[shown]), facts, device_type, rank, tuple(traces), steps, step, split_step(step),
-                  sum_communication(step), judge_prefetch(step), slow, stragglers, clock)  # fmt: skip
+    return Answer(traces[shown], run_of(traces[shown]), facts, device_type, rank, tuple(ranks), steps, step, split_step(step),
+                  sum_communication(step), judge_prefetch(step), slow, stragglers, clock, left_out)  # fmt: skip
 
 
-def _compare(ranks: Mapping[int, _Rank], on_device: bool) -> tuple[list[Straggler], str]:
+def _of_rank(store: Store, steps: Sequence[Step]) -> _Rank:
+    return _Rank([_sent_only(step) for step in steps], _clock(store), find_slow_units(steps))
+
+
+def _compare(ranks: Mapping[int, _Rank], on_device: bool, mesh: MeshPlan | None) -> tuple[list[Straggler], str]:
     steps = {rank: each.steps for rank, each in ranks.items()}
-    return find_stragglers(steps, {rank: each.clock for rank, each in ranks.items()}, on_device)
+    return find_stragglers(steps, {rank: each.clock for rank, each in ranks.items()}, on_device, mesh)
 
 
 def find_steps(store: Store) -> list[Step]:
-    """The profiled steps of one rank, on whatever device it ran."""
-    return cpu_steps(store) if store.device_type == "cpu" else cuda_steps(store)
+    """The profiled steps of one rank, on whatever device it ran. Raises DataError for one that takes no time."""
+    mesh = find_mesh(store.path)
+    steps = cpu_steps(store, mesh) if store.device_type == "cpu" else cuda_steps(store, mesh)
+    for step in steps:
+        if step.length_ns <= 0:
+            raise DataError(f"{store.path}: step {step.number} takes no time, so there is nothing to share out. Profile again")
+    return steps
 
 
 def _sent_only(step: Step) -> Step:

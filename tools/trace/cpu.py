@@ -7,21 +7,22 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
+from parallel.plan import MeshPlan
+from tools.trace.axes import find_axis, find_lane
 from tools.trace.labels import Label
-from tools.trace.places import Place, Places
+from tools.trace.places import Places
 from tools.trace.spans import Interval, clip, subtract, union
 from tools.trace.steps import Need, Step, Transfer, UnitRun, Work
 from tools.trace.store import Columns, Launch, Store
 
 Timed = TypeVar("Timed", Work, Transfer, UnitRun)
-AXIS_OF_LANE = {"all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate", "tp": "tp"}
 
 
-def cpu_steps(store: Store) -> list[Step]:
-    """Every profiled step."""
+def cpu_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
+    """Every profiled step; `mesh`: the run's, where it is known."""
     places = Places(store.steps, store.labels)
     works = sorted(_works(store, places), key=lambda work: work.start_ns)
-    transfers = sorted(_transfers(store, places), key=lambda transfer: transfer.start_ns)
+    transfers = sorted(_transfers(store, places, mesh), key=lambda transfer: transfer.start_ns)
     runs, needs = list(unit_runs(store.labels, places)), list(_needs(store.labels, places))
     launching = union((launch.start_ns, launch.end_ns) for launch in store.launches)
     return [_with_host(Step(number, store.rank, start_ns, end_ns, _within(works, start_ns, end_ns),
@@ -46,7 +47,7 @@ def _within(items: Sequence[Timed], start_ns: int, end_ns: int) -> list[Timed]:
 
 def _works(store: Store, places: Places) -> Iterator[Work]:
     """Each operator once, without what it waits in it, nor what gloo does when something is launched."""
-    for thread in places.threads & set(store.operators):
+    for thread in (places.threads | store.step_threads) & set(store.operators):
         launching = ((launch.start_ns, launch.end_ns) for launch in store.launches if launch.thread == thread)
         waits = union([*store.waits.get(thread, Columns()).intervals(), *launching])
         done_ns = 0
@@ -65,24 +66,17 @@ def _without(pieces: list[Interval], waits: Sequence[Interval]) -> list[Interval
     return subtract(pieces, waits[first : bisect_left(waits, (end_ns, end_ns))]) if waits else pieces
 
 
-def _transfers(store: Store, places: Places) -> Iterator[Transfer]:
+def _transfers(store: Store, places: Places, mesh: MeshPlan | None) -> Iterator[Transfer]:
     """gloo's spans, each with the launch that it carries out; one that was launched before the profile began is left out."""
     around = _launch_labels(store.labels)
     for launch, carried in match_launches(store.launches, store.carried):
         place = places.at(launch.thread, launch.start_ns)
-        lane = find_lane(launch.collective, place)
+        axis = find_axis(launch.collective, place, mesh)
+        lane = "tp" if axis == "tp" else find_lane(launch.collective)
         inside: Label | None = _around(around.get(launch.thread, []), launch.start_ns)
-        axis = AXIS_OF_LANE[lane] if place.kind else ""
-        yield Transfer(lane, axis, place.unit if place.kind else "", place.phase, place.micro_batch, launch.start_ns,
+        yield Transfer(lane, axis, place.unit if axis else "", place.phase, place.micro_batch, launch.start_ns,
                        carried.start_ns, carried.end_ns, bool(inside and inside.end_ns >= carried.end_ns), 0,
                        places.hook(launch.thread, launch.start_ns))  # fmt: skip
-
-
-def find_lane(collective: str, place: Place) -> str:
-    """By what is done where it is launched: FSDP2's labels around its own, a unit's around those inside it."""
-    if place.kind in ("forward", "backward"):
-        return "tp"
-    return collective if collective in ("all_gather", "reduce_scatter") else "all_reduce"
 
 
 def match_launches(launches: Sequence[Launch], carried: Sequence[Launch]) -> Iterator[tuple[Launch, Launch]]:

@@ -5,20 +5,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tools.trace.cpu import AXIS_OF_LANE, find_lane
+from parallel.plan import MeshPlan
+from tools.trace.axes import find_axis, find_lane, group_axes
 from tools.trace.places import Place, Places
 from tools.trace.spans import Interval, subtract
 from tools.trace.steps import Need, Step, Transfer, UnitRun, Work
 from tools.trace.store import COLLECTIVE, KERNEL, Store
 
 Call = tuple[int, int, int]  # start, end, thread
-MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
 
 
-def cuda_steps(store: Store) -> list[Step]:
+def cuda_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
     """Every profiled step. It begins with its first kernel on the GPU and ends where the next one begins; the first one begins,
-    and the last one ends, no later and no sooner than on the CPU."""
-    device = _Device(store)
+    and the last one ends, no later and no sooner than on the CPU. `mesh`: the run's, where it is known."""
+    device = _Device(store, mesh)
     starts = [start_ns for _, start_ns, _ in store.steps]
     parts = [[i for i in range(len(device.order)) if device.step_of[i] == k] for k in range(len(starts))]
     bounds = _bounds(store, device, parts)
@@ -36,7 +36,7 @@ def _bounds(store: Store, device: "_Device", parts: Sequence[Sequence[int]]) -> 
 class _Device:
     """Kernels in the order of their starts; indices are places in that order."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, mesh: MeshPlan | None) -> None:
         kernels, calls = store.kernels, store.calls
         self._kernels = kernels
         self._store = store
@@ -51,7 +51,7 @@ class _Device:
             self.places.append(self._places.at(thread, start_ns))
             self.step_of.append(bisect_right(starts, start_ns) - 1)
         self._launched = {self.start_ns(i): self.call(i)[1] for i in reversed(range(len(self.order)))}
-        self._axes = _axes(store)
+        self._mesh, self._axes = mesh, group_axes(store)
         self._main_stream = self._busiest()
 
     def start_ns(self, i: int) -> int:
@@ -94,9 +94,8 @@ class _Device:
         lane, axis, size = "offload", "", 0
         if self._kernels.kind[at] == COLLECTIVE:
             sent = self._kernels.sent[at]
-            lane, size = find_lane(sent.collective, place), sent.bytes
-            axis = self._axes.get(sent.group, "") or (AXIS_OF_LANE[lane] if place.kind else "")
-            lane = "tp" if axis == "tp" else lane
+            axis, size = self._axes.get(sent.group) or find_axis(sent.collective, place, self._mesh), sent.bytes
+            lane, unit = "tp" if axis == "tp" else find_lane(sent.collective), place.unit if axis else ""
         return Transfer(lane, axis, unit, place.phase, place.micro_batch, issued_ns, self.start_ns(i), self.end_ns(i),
                         blocking=False, bytes=size, during=self._places.hook(self.call(i)[2], issued_ns))  # fmt: skip
 
@@ -132,10 +131,3 @@ def _unit_runs(works: Sequence[Work]) -> Iterator[UnitRun]:
             spans[key] = min(start_ns, work.start_ns), max(end_ns, work.end_ns)
     for (unit, phase, micro_batch), span in spans.items():
         yield UnitRun(unit, phase, micro_batch, *span)
-
-
-def _axes(store: Store) -> dict[str, str]:
-    """Name of a process group -> axis of the mesh, where the group is one's."""
-    groups = (store.header.get("distributedInfo") or {}).get("pg_config") or []
-    return {str(group["pg_name"]): str(group["pg_desc"]).removeprefix(MESH)
-            for group in groups if str(group.get("pg_desc", "")).startswith(MESH)}  # fmt: skip

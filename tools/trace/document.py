@@ -30,6 +30,7 @@ def make_document(found: Answer) -> dict[str, Any]:
         "slow_units": [_in_seconds(asdict(slow)) for slow in found.slow_units],
         "stragglers": [_in_seconds(asdict(rank)) for rank in found.stragglers],
         "clock": found.clock or None,
+        "left_out": list(found.left_out),
     }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from parallel.plan import MeshPlan, PlanError
+from parallel.plan_file import load_plan
 from train.data.config import DataError
 
 _RANK = re.compile(r"rank-(\d+)\.json(\.gz)?")
@@ -40,3 +42,12 @@ def run_of(trace: Path) -> Path | None:
     """The run's folder, where the trace lies in one."""
     run = trace.absolute().parent.parent.parent
     return run if (run / "plan.yaml").is_file() and (run / "config.yaml").is_file() else None
+
+
+def find_mesh(trace: Path) -> MeshPlan | None:
+    """The mesh of the run in whose folder it lies; None where there is none, or no plan that can be read."""
+    run = run_of(trace)
+    try:
+        return load_plan(run / "plan.yaml").mesh if run else None
+    except PlanError:
+        return None

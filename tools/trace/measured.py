@@ -73,7 +73,7 @@ def _rounds(events: Sequence[Event], step_s: float) -> Iterator[Round]:
     parts = defaultdict[tuple[int, bool], list[Event]](list)
     for event in events:
         parts[event.micro_batch, event.phase == "optimizer"].append(event)
-    ordered = [parts[key] for key in sorted(parts)]
+    ordered = [parts[key] for key in sorted(parts)] or [[]]  # nothing happened in the step
     starts = [0.0, *(part[0].start_s for part in ordered[1:])]
     for part, start_s, end_s in zip(ordered, starts, [*starts[1:], step_s], strict=True):
         moved = (Event(e.lane, e.work, e.unit, e.module, e.phase, 0, e.start_s - start_s, e.end_s - start_s) for e in part)

@@ -34,7 +34,7 @@ class Places:
 
     @property
     def threads(self) -> set[int]:
-        """Those that carry labels: the ones that train."""
+        """Those that carry labels."""
         return set(self._segments)
 
     def hook(self, thread: int, time_ns: int) -> str:

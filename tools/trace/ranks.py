@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from parallel.plan import AXES, MeshPlan
 from tools.trace.spans import clip, intersect, total, union
 from tools.trace.steps import Step, Transfer
 
@@ -35,8 +36,8 @@ class Straggler:
 
     Args:
         last_share: of the collectives, those that it came to last
-        others_waited_ns: a step, the mean of the other ranks' waits for it, where it was last
-        waited_ns: a step, what it waited for whoever was last
+        others_waited_ns: the mean of the other ranks' waits for it, where it was last; of a step, the median of all
+        waited_ns: what it waited for whoever was last; of a step, the median of all
     """
 
     rank: int
@@ -93,32 +94,48 @@ def _slow_of(rank: int, phase: str, units: Mapping[str, Sequence[int]]) -> list[
 
 
 def find_stragglers(
-    ranks: Mapping[int, Sequence[Step]], clocks: Mapping[int, Clock], on_device: bool
+    ranks: Mapping[int, Sequence[Step]], clocks: Mapping[int, Clock], on_device: bool, mesh: MeshPlan | None
 ) -> tuple[list[Straggler], str]:
     """Every rank, the one most waited for first; and which clock. `on_device`: a collective's kernel starts when the rank has
-    come to it; else it comes when it launches it."""
+    come to it; else it comes when it launches it. `mesh`: who meets whom in a collective; None: all meet all."""
     arrivals, ends = dict[int, dict[Key, int]](), dict[int, dict[Key, int]]()
     for rank, steps in ranks.items():
         found = list(_numbered(steps))
         arrivals[rank] = {key: (t.start_ns if on_device else t.issued_ns) for key, t in found}
         ends[rank] = {key: t.end_ns for key, t in found}
     shifts, clock = _shifts(clocks, ends)
-    common = set.intersection(*(set(each) for each in arrivals.values())) if len(arrivals) > 1 else set()
-    came = [{rank: arrivals[rank][key] + shifts[rank] for rank in ranks} for key in common]
-    steps_count = min(len(steps) for steps in ranks.values())
-    rows = [_straggler(rank, came, steps_count) for rank in ranks] if came else []
+    meetings = defaultdict[tuple[Key, tuple[int, ...]], dict[int, int]](dict)
+    for rank, times in arrivals.items():
+        for key, time_ns in times.items():
+            meetings[key, _group(rank, key[1], mesh)][rank] = time_ns + shifts[rank]
+    most, by_step = defaultdict[Key, int](int), defaultdict[int, list[dict[int, int]]](list)
+    for (key, _), came in meetings.items():
+        most[key] = max(most[key], len(came))
+    for (key, _), came in meetings.items():
+        if 1 < len(came) == most[key]:
+            by_step[key[0]].append(came)
+    rows = [row for rank in ranks if (row := _straggler(rank, list(by_step.values())))]
     return sorted(rows, key=lambda row: -row.others_waited_ns), clock
 
 
-Key = tuple[int, str, str, str, int, int]  # step, lane, unit, phase, micro batch, which of these
+Key = tuple[int, str, str, str, str, int, int]  # step, axis, lane, unit, phase, micro batch, which of these
+
+
+def _group(rank: int, axis: str, mesh: MeshPlan | None) -> tuple[int, ...]:
+    """What is the same for all ranks that meet in a collective on this axis: their places on the others."""
+    if mesh is None or axis not in AXES:
+        return ()
+    places = {"dp_replicate": rank // (mesh.dp_shard * mesh.tp), "dp_shard": rank // mesh.tp % mesh.dp_shard,
+              "tp": rank % mesh.tp}  # fmt: skip
+    return tuple(place for name, place in places.items() if name != axis)
 
 
 def _numbered(steps: Iterable[Step]) -> Iterable[tuple[Key, Transfer]]:
     for step in steps:
-        seen = defaultdict[tuple[str, str, str, int], int](int)
+        seen = defaultdict[tuple[str, str, str, str, int], int](int)
         for t in sorted(step.transfers, key=lambda t: t.issued_ns):
             if t.lane != "offload":
-                same = t.lane, t.unit, t.phase, t.micro_batch
+                same = t.axis, t.lane, t.unit, t.phase, t.micro_batch
                 yield (step.number, *same, seen[same]), t
                 seen[same] += 1
 
@@ -136,12 +153,16 @@ def _shifts(clocks: Mapping[int, Clock], ends: Mapping[int, Mapping[Key, int]]) 
     return shifts, "clocks of several hosts, aligned on the ends of the collectives"
 
 
-def _straggler(rank: int, came: Sequence[Mapping[int, int]], steps: int) -> Straggler:
-    last, others_waited, waited = 0, 0.0, 0
-    for times in came:
-        latest = max(times.values())
-        waited += latest - times[rank]
-        if times[rank] == latest and len(set(times.values())) > 1:
-            last += 1
-            others_waited += mean(latest - time for other, time in times.items() if other != rank)
-    return Straggler(rank, len(came), last / len(came), round(others_waited / steps), round(waited / steps))
+def _straggler(rank: int, by_step: Sequence[Sequence[Mapping[int, int]]]) -> Straggler | None:
+    """By step, when each rank came to each collective; None where this one meets nobody."""
+    met = [[times for times in came if rank in times] for came in by_step]
+    count = sum(map(len, met))
+    if not count:
+        return None
+    last, others_waited, waited = 0, list[float](), list[int]()
+    for came in met:
+        mine = [times for times in came if times[rank] == max(times.values()) > min(times.values())]
+        last += len(mine)
+        others_waited.append(sum(mean(times[rank] - time for other, time in times.items() if other != rank) for times in mine))
+        waited.append(sum(max(times.values()) - times[rank] for times in came))
+    return Straggler(rank, count, last / count, round(median(others_waited)), round(median(waited)))

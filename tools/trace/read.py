@@ -22,14 +22,6 @@ _DECODER = json.JSONDecoder(strict=False)  # names of kernels have been seen wit
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The file's keys besides its events, wherever in it they stand. Reads all of it. Raises DataError."""
-    trace = Trace(path)
-    for _ in trace.events():
-        pass
-    return trace.header
-
-
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Its events in the order of the file. Raises DataError, also in the middle of a file that is cut off there."""
     return Trace(path).events()
@@ -131,6 +123,8 @@ class _Window:
                 if len(self._text) - self._at > LONGEST_CHARS or not self._more():
                     raise _BrokenError(_what(error, self._before)) from None
                 continue
+            except RecursionError:
+                raise _BrokenError(f"nested too deeply at character {self.place:,}") from None
             if end < len(self._text) or not self._more():
                 self._at = end
                 return value
@@ -155,4 +149,4 @@ def _open(path: Path) -> TextIO:
     with path.open("rb") as file:
         packed = file.read(2) == GZIP_MAGIC
     opened: Any = gzip.open(path) if packed else path.open("rb")  # noqa: SIM115  # the caller closes it
-    return io.TextIOWrapper(io.BufferedReader(opened), encoding="utf-8", errors="replace")
+    return io.TextIOWrapper(io.BufferedReader(opened), encoding="utf-8-sig", errors="replace")

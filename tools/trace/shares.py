@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.trace.spans import clip, intersect, subtract, total, union
+from tools.trace.spans import clip, intersect, total, union
 from tools.trace.steps import Step
 
 KINDS = {  # of time -> in words
@@ -74,11 +74,6 @@ def median_step(steps: Sequence[Step]) -> Step:
 def standing(step: Step, start_ns: int, end_ns: int) -> int:
     """For how long of a window nothing computed while something was in flight."""
     return total(clip(_near(step.exposed, start_ns, end_ns), start_ns, end_ns))
-
-
-def hidden_part(step: Step, start_ns: int, end_ns: int) -> int:
-    """For how long of a window something computed."""
-    return (end_ns - start_ns) - total(subtract([(start_ns, end_ns)], _near(step.computing, start_ns, end_ns)))
 
 
 def _near(spans: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> Sequence[tuple[int, int]]:

@@ -1,4 +1,7 @@
-"""What is needed of a trace, in compact columns: one pass over a file of any size, a few percent of its size in memory."""
+"""What is needed of a trace, in compact columns: one pass over a file of any size. In memory it takes, by tracemalloc, 17
+bytes an operator that lies in no other, about 35 a call that launches or a kernel (180 one of NCCL's), 140 a collective's launch
+or gloo's span, and 265 an annotation.
+"""
 
 from array import array
 from collections.abc import Iterator
@@ -6,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.trace.header import check_header
 from tools.trace.labels import Label, counts_as_compute, find_collective, is_wait, launched_collective, parse_label, step_number
 from tools.trace.read import Trace
 from tools.trace.spans import Interval
@@ -89,6 +93,7 @@ class Store:
     labels: list[Label] = field(default_factory=list)
     operators: dict[int, Columns] = field(default_factory=dict)
     waits: dict[int, Columns] = field(default_factory=dict)
+    step_threads: set[int] = field(default_factory=set)  # on which steps are annotated: they train, with labels or without
     launches: list[Launch] = field(default_factory=list)
     carried: list[Launch] = field(default_factory=list)  # gloo's
     kernels: Kernels = field(default_factory=Kernels)
@@ -116,9 +121,10 @@ def load_store(path: Path) -> Store:
         if event.get("ph") == "X":
             try:
                 _add(store, event, str(event.get("cat", "")))
-            except (KeyError, TypeError, ValueError, OverflowError):
+            except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
                 raise DataError(f"{path}: an event of no kind that torch's profiler writes: {str(event)[:200]}") from None
     store.header = trace.header
+    check_header(path, store.header)
     store.steps.sort(key=lambda step: step[1])
     if not store.steps:
         raise DataError(f'{path}: no step in it: there is no annotation "ProfilerStep#N", as train.main makes with '
@@ -141,8 +147,10 @@ def _add(store: Store, event: dict[str, Any], category: str) -> None:
 
 def _span(event: dict[str, Any]) -> Interval:
     """Kineto writes microseconds with three digits behind the point."""
-    start_ns = round(event["ts"] * 1000)
-    return start_ns, start_ns + round(event["dur"] * 1000)
+    start_ns, length_ns = round(event["ts"] * 1000), round(event["dur"] * 1000)
+    if length_ns < 0:
+        raise ValueError("it ends before it begins")
+    return start_ns, start_ns + length_ns
 
 
 def _add_operator(store: Store, event: dict[str, Any], name: str) -> None:
@@ -161,6 +169,7 @@ def _add_annotation(store: Store, event: dict[str, Any], name: str) -> None:
     start_ns, end_ns = _span(event)
     if (number := step_number(name)) is not None:
         store.steps.append((number, start_ns, end_ns))
+        store.step_threads.add(int(event["tid"]))
     elif name.startswith("gloo:"):
         collective = find_collective(name) or name
         store.carried.append(Launch(int(event["tid"]), collective, start_ns, end_ns))
@@ -169,7 +178,7 @@ def _add_annotation(store: Store, event: dict[str, Any], name: str) -> None:
 
 
 def _add_kernel(kernels: Kernels, event: dict[str, Any], category: str) -> None:
-    name, args = event["name"], event.get("args", {})
+    name, args = event["name"], event.get("args") or {}
     kind = KERNEL
     if name.startswith("nccl"):
         kind = COLLECTIVE

@@ -24,6 +24,11 @@ def describe(found: Answer) -> Iterator[str]:
         yield "\n".join([f"Ranks at the collectives ({found.clock})", _stragglers(found)])
 
 
+def printable(text: str) -> str:
+    """Without halves of surrogate pairs, which JSON can name and no output can write."""
+    return text.encode(errors="replace").decode()
+
+
 def percents(shares: Mapping[str, float]) -> dict[str, float]:
     """In percent with one digit behind the point, rounded so that they sum to 100.0."""
     tenths = {kind: int(share * 1000) for kind, share in shares.items()}
@@ -45,6 +50,8 @@ def _first_lines(found: Answer) -> Iterator[str]:
     device = found.facts.get("device_name", found.device_type)
     yield f"rank {found.rank}{f' of {world}' if world else ''}, {device}{beside}"
     yield f"trace: {found.trace}"
+    if found.left_out:
+        yield f"left out, of another run: {', '.join(found.left_out)}"
 
 
 def _advice(found: Answer) -> Iterator[str]:
