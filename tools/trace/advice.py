@@ -8,6 +8,7 @@ from tools.trace.answer import Answer
 from tools.trace.gathers import EARLY_UNITS, WORTH, Prefetch
 
 MOST = 5
+ODD = 1.25  # times as often last as by chance: a straggler, else ranks are late in turn
 LARGE_SHARE = 0.1  # of the step: what is at least as large is named
 
 
@@ -64,7 +65,7 @@ def _prefetch_text(phase: str, parts: list[Prefetch], saving_ns: int) -> str:
 
 def _stragglers(found: Answer) -> Iterator[Advice]:
     for rank in found.stragglers[:1]:
-        if rank.others_waited_ns > LARGE_SHARE / 2 * found.step.length_ns:
+        if rank.last_share * len(found.stragglers) > ODD and rank.others_waited_ns > LARGE_SHARE / 2 * found.step.length_ns:
             yield Advice(rank.others_waited_ns,
                          f"rank {rank.rank} comes last to {rank.last_share:.0%} of the collectives, and the others wait "
                          f"{ms(rank.others_waited_ns)} a step for it: compare its machine and its data with theirs")  # fmt: skip
