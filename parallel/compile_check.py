@@ -56,8 +56,8 @@ def use_cache_folder(config: CompileConfig) -> None:
     folder = cache_folder(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"cannot make this folder ({error.strerror}): name another"
+    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
+        why = f"cannot make this folder ({getattr(error, 'strerror', error)}): name another"
         raise PlanError(f"parallel.compile.cache_dir={folder}: {why}") from None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # inductor reads it from the environment alone
 

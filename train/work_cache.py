@@ -27,7 +27,7 @@ def remember(folder: Path, case: object, trace: Callable[[], ModuleWork]) -> Mod
     except (OSError, ValueError, TypeError, KeyError):
         work = trace()
     own = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have
         folder.mkdir(parents=True, exist_ok=True)
         own.write_text(json.dumps(dataclasses.asdict(work)), encoding="utf-8")
         own.replace(path)
