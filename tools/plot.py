@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from parallel.planner.picture import FAINT, GRID, INK
 from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
 
 Point = tuple[float, float]
-INK, FAINT, GRID, PAPER = "#1a1a1a", "#595959", "#e3e3e3", "#ffffff"
+PAPER = "#ffffff"
 # Of the palette of Okabe and Ito (2008), which colour-blind people can tell apart; without yellow, which is lost on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 MARKERS = ("circle", "square", "triangle", "diamond", "star")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from parallel.planner.picture import INK
 from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle
 from tools.compare.bands import Band, distance
 from tools.compare.comparison import Comparison
@@ -10,7 +11,6 @@ from tools.plot import (
     BODY,
     BOTTOM,
     HEIGHT,
-    INK,
     LEFT,
     RIGHT,
     SMALL,

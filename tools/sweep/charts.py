@@ -3,13 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from parallel.planner.picture import FAINT, GRID, INK
 from parallel.planner.shapes import Picture, Shape, Text, rectangle
 from tools.plot import (
     BAR_ROW,
     BODY,
-    FAINT,
-    GRID,
-    INK,
     MARK,
     SMALL,
     TOP,

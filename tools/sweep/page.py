@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 from html import escape
 
+from parallel.planner.picture import FAINT, GRID, INK
 from parallel.planner.shapes import Picture, to_svg
-from tools.plot import FAINT, GRID, INK, PAPER, marker, style_of
+from tools.plot import PAPER, marker, style_of
 from tools.run_figures import Figures, Rate
 from tools.sweep.charts import draw_charts
 from tools.sweep.rows import ReportRow, SweepReport
