@@ -167,7 +167,7 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
         ("parallel/planner/a.py", "from train import config"),
         ("train/a.py", "from tools.command import run_tool"),
         ("train/data/a.py", "class A:\n    import tools"),
-        ("tools/a.py", "import tests.launch"),
+        ("tools/a.py", "import tests.support.launch"),
         ("train/a.py", "from tests import launch"),
     ],
 )

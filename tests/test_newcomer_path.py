@@ -5,7 +5,7 @@ Counted are all lines of every file of ours of which any function runs on the wa
 
 import pytest
 
-from tests.launch import EAGER, ROOT, TINY, run, write_text
+from tests.support.launch import EAGER, ROOT, TINY, run, write_text
 from train.config import parse_config
 from train.data.tokens import load_corpus
 

@@ -13,7 +13,7 @@ from torch._inductor.codecache import PyCodeCache
 
 from parallel.async_tp import check_async_tp, describe_async_tp, not_shared, use_async_tp, verdict
 from parallel.plan import Plan, PlanError
-from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from train.config import parse_config
 from train.planning import plan_run
 

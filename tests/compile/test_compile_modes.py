@@ -7,7 +7,7 @@ tests/e2e/test_gpu.py.
 import pytest
 
 from tests.distributed.parity import Job, check_compiled, check_parity, plain_run, run_jobs
-from tests.launch import write_text
+from tests.support.launch import write_text
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 

@@ -15,7 +15,7 @@ from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh
 from parallel.plan_file import plan_to_yaml
 from tests.distributed.parity import Job, check_compiled, run_jobs
-from tests.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
+from tests.support.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
 from train.build import build_model
 from train.config import parse_config
 from train.place import Place

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from tests.hf_models import make_tokens
+from tests.support.hf_models import make_tokens
 from train.build import build_model
 from train.config import Config, parse_config
 from train.ending import end_process

@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.matrix import SHAPE, STEPS
 from tests.distributed.reference import train_plainly
-from tests.launch import run
+from tests.support.launch import run
 from train.config import parse_config
 
 Result = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import EAGER, run
+from tests.support.launch import EAGER, run
 
 BLOCKS, KEPT_ON_DEVICE = 5, 1  # the last block's, which the backward needs first
 SHAPE = ["--model.dim=64", f"--model.n_layers={BLOCKS}", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=192",

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.parity import Job, run_jobs
-from tests.launch import EAGER, write_text
+from tests.support.launch import EAGER, write_text
 
 STEPS = 30
 MOMENTS, MIXED = "--optim.state_dtype=bfloat16", "--parallel.param_dtype=bfloat16"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import EAGER, TINY, run
+from tests.support.launch import EAGER, TINY, run
 
 SIZE = " ".join([*TINY, "--model.n_kv_heads=4", "--train.global_batch_size=8", "--model.vocab_size=1024"])
 MESHES = {

@@ -5,7 +5,7 @@ import torch
 
 from parallel.fsdp import clip_divisor
 from tests.distributed.clip_worker import SHAPES, whole_gradients
-from tests.launch import run
+from tests.support.launch import run
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 100.0, 0.0], ids=["clipped", "below", "never"])

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.launch import EAGER, run
-from tests.simulated import TINY, simulated
+from tests.support.launch import EAGER, run
+from tests.support.simulated import TINY, simulated
 
 CASES = {
     "fsdp": [],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.parity import Job, plain_run, run_jobs
-from tests.launch import write_text
+from tests.support.launch import write_text
 
 pytest.importorskip("torchao")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.launch import EAGER, TINY, read_metrics, read_status, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, read_status, run, write_text
 
 pytest.importorskip("torchao")
 

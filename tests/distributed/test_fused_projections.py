@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.parity import Job, Result, check_compiled, check_parity, plain_run, run_jobs
-from tests.launch import EAGER, write_text
+from tests.support.launch import EAGER, write_text
 
 FUSED, TP, AOT = "--parallel.fused_projections=true", "--parallel.tp=2", "--parallel.compile.backend=aot_eager"
 JOBS = {

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from models.hf import hf_name
-from tests.hf_models import make_hf, make_tokens, save_hf
-from tests.launch import EAGER, run
+from tests.support.hf_models import make_hf, make_tokens, save_hf
+from tests.support.launch import EAGER, run
 from tools.convert_hf import main as convert
 
 RANKS, VOCAB = 4, 264  # tp divides it

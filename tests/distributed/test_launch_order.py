@@ -8,8 +8,8 @@ from parallel.plan import Plan
 from parallel.planner.flow import Task
 from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.streams import launch_tasks, start_ahead
-from tests.launch import EAGER, run
-from tests.simulated import TINY
+from tests.support.launch import EAGER, run
+from tests.support.simulated import TINY
 from train.config import parse_config
 from train.planning import plan_run
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.nonfinite_worker import FAULTY_STEP
-from tests.launch import EAGER, TINY, run, write_text
+from tests.support.launch import EAGER, TINY, run, write_text
 from train.config import parse_config
 from train.data.split import Split
 from train.data.tokens import load_corpus

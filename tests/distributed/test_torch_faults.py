@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.launch import run
+from tests.support.launch import run
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
 only_2_13 = pytest.mark.skipif(VERSION != "2.13", reason=f"a fault of torch 2.13 (2.11 does not have it), this is {VERSION}")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.launch import EAGER, TINY, read_metrics, read_status
+from tests.support.launch import EAGER, TINY, read_metrics, read_status
 from tools.bench.launched import Launch, launched
 from train.checkpoint.folder import list_checkpoints
 from train.checkpoint.verify import verify_alone

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 
 STEPS = 200
 OFF = [*EAGER, "--parallel.attention=math", "--parallel.loss_chunk_tokens=0", "--train.gc_every=0"]

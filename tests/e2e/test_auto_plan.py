@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallel.plan_file import load_plan
-from tests.launch import EAGER, TINY, run, write_text
+from tests.support.launch import EAGER, TINY, run, write_text
 from train.board_tags import tag_of
 
 FIGURES = ("step_time_s", "peak_memory_gib")

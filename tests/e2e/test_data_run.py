@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run
+from tests.support.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run
 from tests.train.texts import train_bpe
 from train.board_tags import tag_of
 from train.data.store import MANIFEST

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from tests.hf_models import make_hf, save_hf
-from tests.launch import ROOT, TINY, environment
+from tests.support.hf_models import make_hf, save_hf
+from tests.support.launch import ROOT, TINY, environment
 
 PAGES = ("README.md", "docs/planner.md", "docs/profiling.md", "docs/experiments.md", "docs/cluster.md", "docs/fsdp.md",
          "docs/plan.md", "docs/speed.md", "docs/scaling.md", "docs/measured.md", "docs/faults.md", "docs/tested.md",

@@ -10,7 +10,7 @@ import pytest
 
 from parallel.plan_file import load_plan
 from tests.e2e.faults import LIMIT_S, rows, started, tiny, wait, wait_for_step
-from tests.launch import read_metrics, read_status, run, write_text
+from tests.support.launch import read_metrics, read_status, run, write_text
 from tools.bench.launched import Launch
 
 STEPS = 150

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import EAGER, ROOT, TINY, environment, read_metrics, run, write_text
+from tests.support.launch import EAGER, ROOT, TINY, environment, read_metrics, run, write_text
 
 pytestmark = [
     pytest.mark.gpu,

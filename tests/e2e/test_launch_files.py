@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 from train.config import parse_config
 from train.run_config import RunConfig
 

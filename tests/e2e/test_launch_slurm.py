@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.faults import rows, steps_of, tiny
-from tests.launch import ROOT, environment, read_status, write_text
+from tests.support.launch import ROOT, environment, read_status, write_text
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "sinfo")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 
 STEPS = ["--train.steps=4", "--metrics.tensorboard=false"]
 SHAPE = [argument for argument in TINY if "batch_size" not in argument]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parallel.plan_file import load_plan
-from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run, write_text
+from tests.support.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run, write_text
 from train.board_tags import tag_of
 from train.config import load_config
 from train.data.tokens import load_corpus

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.e2e.faults import LIMIT_S, check_commits, check_stopped, partials, started, steps_of, tiny, wait, wait_for_step
-from tests.launch import read_metrics, read_status, write_text
+from tests.support.launch import read_metrics, read_status, write_text
 
 LARGER = ["--model.dim=256", "--model.n_layers=8", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1024"]
 TERM = "signal SIGTERM"

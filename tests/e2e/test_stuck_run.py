@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.e2e.faults import LIMIT_S, check_commits, rows, started, steps_of, tiny, wait, wait_for_step
-from tests.launch import read_status, run, write_text
+from tests.support.launch import read_status, run, write_text
 from train.config import parse_config
 from train.data.tokens import load_corpus
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from models.llama import Llama, init_weights
 from tests.distributed.parity import LOSS, NORM
-from tests.launch import EAGER, TINY, read_metrics, read_status, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, read_status, run, write_text
 from train.config import load_config
 
 STEPS = ["--train.steps=8", "--train.eval_every=4", "--checkpoint.every=4", "--metrics.tensorboard=false", *EAGER]

@@ -15,7 +15,7 @@ from transformers import LlamaConfig as HfConfig
 from models.hf import config_from_hf, config_to_hf, different_keys, hf_name, is_ignored, our_name
 from models.llama import Llama, LlamaConfig, init_weights
 from models.rope_scaling import RopeScaling
-from tests.hf_models import ROPES, make_hf, make_tokens
+from tests.support.hf_models import ROPES, make_hf, make_tokens
 
 STEPS = 5
 LLAMA_31 = {  # config.json of meta-llama/Llama-3.1-8B, as transformers 4.43 wrote it

@@ -13,7 +13,7 @@ from models.llama import Block, Llama, LlamaConfig, init_weights
 from parallel.mesh import build_mesh, data_parallel_group
 from parallel.planner.eager import Subject
 from parallel.planner.trace import trace_module
-from tests.launch import TINY
+from tests.support.launch import TINY
 from train.build import build_model
 from train.config import parse_config
 from train.optim import build_optimizer

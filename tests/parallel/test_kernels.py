@@ -19,7 +19,7 @@ from parallel.planner.costs import step_times, with_kernel
 from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import predict_step_memory
 from tests.parallel.plans import plan_of, report_of
-from tests.simulated import simulated
+from tests.support.simulated import simulated
 from train.attention_kernel import attention_here, best_attention, check_attention
 from train.config import parse_config
 from train.planning import plan_run

@@ -13,7 +13,7 @@ from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.streams import launch_tasks, simulate_step, start_ahead
 from parallel.planner.timeline import LANES, Timeline
 from tests.parallel.plans import change, make_model, plan_of
-from tests.simulated import TINY, in_words, simulated
+from tests.support.simulated import TINY, in_words, simulated
 from train.config import parse_config
 from train.planning import plan_run
 

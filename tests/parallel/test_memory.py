@@ -14,7 +14,7 @@ from parallel.planner.memory import least_bytes, predict_step_memory, reserved_b
 from parallel.planner.offload import host_bytes, sent_blocks
 from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
 from tests.parallel.plans import change
-from tests.simulated import simulated
+from tests.support.simulated import simulated
 from train.config import parse_config
 from train.planning import plan_run
 from train.predict import predict_memory

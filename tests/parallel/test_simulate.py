@@ -10,7 +10,7 @@ import yaml
 
 from parallel.collectives import Collective
 from parallel.plan_file import plan_to_yaml
-from tests.simulated import TINY, in_words, simulated
+from tests.support.simulated import TINY, in_words, simulated
 from train.config import parse_config
 from train.planning import plan_run
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import ROOT, TINY
+from tests.support.launch import ROOT, TINY
 from tools.bench.__main__ import main
 from tools.bench.attention import compare, parse_shape
 from tools.bench.compile_depth import Compilation, median_ratio

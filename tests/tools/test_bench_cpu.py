@@ -11,7 +11,7 @@ import torch
 
 from models.cost import matmul_parameters
 from models.llama import LlamaConfig
-from tests.launch import EAGER, TINY, write_text
+from tests.support.launch import EAGER, TINY, write_text
 from tools.bench.__main__ import main
 from tools.bench.attention import Shape
 from tools.bench.compile_time import start_figures

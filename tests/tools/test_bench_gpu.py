@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch import EAGER, write_text
+from tests.support.launch import EAGER, write_text
 from tools.bench import record
 from tools.bench.__main__ import main
 from tools.bench.gpu import find_machine, in_turns, run_cases

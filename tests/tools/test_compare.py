@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parallel.planner.shapes import Polygon, Text
-from tests.launch import EAGER, TINY, run, write_text
+from tests.support.launch import EAGER, TINY, run, write_text
 from tests.tools.sweeps import row, write_run
 from tools.compare.__main__ import main
 from tools.compare.bands import BFLOAT16, BITWISE, FLOAT32, own_band

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from models.hf import config_from_hf
-from tests.hf_models import make_hf, make_tokens, save_hf
+from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tools.checkpoint import consolidate
 from tools.convert_hf import main, write_files
 from tools.generate import load_model

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 from tools.doctor.__main__ import main
 from tools.doctor.checks import read_said
 from tools.doctor.environment import judge_environment

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from tests.hf_models import make_hf, save_hf
-from tests.launch import EAGER, TINY, read_metrics
-from tests.launch import run as launch
+from tests.support.hf_models import make_hf, save_hf
+from tests.support.launch import EAGER, TINY, read_metrics
+from tests.support.launch import run as launch
 from tests.train.texts import odd_texts, train_bpe, write_jsonl
 from tools.eval import Subject, find_subject, make_parser
 from tools.generate import load_model

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from models.llama import Llama, LlamaConfig, init_weights
-from tests.hf_models import make_hf, save_hf
-from tests.launch import EAGER, TINY
-from tests.launch import run as launch
+from tests.support.hf_models import make_hf, save_hf
+from tests.support.launch import EAGER, TINY
+from tests.support.launch import run as launch
 from tests.train.texts import train_bpe, write_jsonl
 from tools.convert_hf import main as convert
 from tools.generate import (

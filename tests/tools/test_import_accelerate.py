@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from parallel.plan import Plan
-from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from tools.import_accelerate.__main__ import main, make_parser
 from train.config import ConfigError, known_keys, load_config, parse_config
 from train.planning import plan_run

@@ -7,7 +7,7 @@ import pytest
 
 from parallel.plan import Plan
 from parallel.planner.streams import simulate_step
-from tests.launch import TINY
+from tests.support.launch import TINY
 from tests.parallel.plans import make_model, plan_of
 from tests.parallel.streams import times_of
 from tools.bench.__main__ import main

@@ -18,7 +18,7 @@ from parallel.plan import PlanError
 from parallel.plan_file import load_plan
 from parallel.planner.hardware import load_hardware
 from parallel.planner.search import EQUAL
-from tests.simulated import TINY
+from tests.support.simulated import TINY
 from tools.plan.__main__ import main
 from tools.plan.answer import Place, answer
 from train.config import ConfigError, parse_config

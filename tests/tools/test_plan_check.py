@@ -8,7 +8,7 @@ import pytest
 from parallel.memory_by_kind import MemoryByKind, StepMemory
 from parallel.plan import Plan
 from parallel.simulate import Simulation, eager_plan
-from tests.simulated import TINY
+from tests.support.simulated import TINY
 from tools.plan.__main__ import main
 from tools.plan.check import Check, check_run, compare, predict_traffic
 from tools.simulate import simulate_run

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from parallel.plan import PlanError
-from tests.simulated import TINY
+from tests.support.simulated import TINY
 from tools.plan.__main__ import main
 from tools.plan.sweep import HIDDEN, _takes_over, read_sweep
 from train.config import ConfigError

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from parallel.planner.shapes import to_svg
-from tests.launch import TINY
+from tests.support.launch import TINY
 from tools.bench import record
 from tools.bench.__main__ import main
 from tools.bench.page import marks

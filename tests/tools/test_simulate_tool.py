@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from parallel.plan import PlanError
-from tests.simulated import TINY, simulated
+from tests.support.simulated import TINY, simulated
 from tools.plan.__main__ import main as plan_main
 from tools.simulate import FIRST, NO_BUDGET, main
 from train.config import ConfigError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
+from tests.support.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
 from tests.tools.sweeps import Page
 from tools.bench.launched import any_lives, children
 from train.checkpoint.folder import list_checkpoints, step_of

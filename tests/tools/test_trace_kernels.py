@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from parallel.planner.hardware import load_hardware
-from tests.launch import EAGER, TINY
-from tests.launch import run as launch
+from tests.support.launch import EAGER, TINY
+from tests.support.launch import run as launch
 from tools.trace.flops import work_of
 from tools.trace.kernel_names import LONGEST, graph_name, short_name
 from tools.trace.kernel_rows import KernelRow

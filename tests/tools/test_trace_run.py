@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import EAGER, run, write_text
+from tests.support.launch import EAGER, run, write_text
 from tests.trace_worker import LATE, SLEEP_S, SLOW
 from tools.trace.__main__ import main
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import build_mesh
-from tests.launch import EAGER, TINY
+from tests.support.launch import EAGER, TINY
 from train.build import build_model
 from train.checkpoint import folder as folder_module
 from train.checkpoint import saver as saver_module

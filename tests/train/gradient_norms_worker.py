@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.launch import EAGER, TINY
+from tests.support.launch import EAGER, TINY
 from tests.train.test_step import make_batches
 from train.build import build_model
 from train.config import parse_config

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.llama import Llama, LlamaConfig, init_weights
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.launch import EAGER, TINY, run
+from tests.support.launch import EAGER, TINY, run
 from tests.train import adamw_mesh_worker
 from tests.train.test_step import READS, Count, make_batches
 from train.adamw import RoundedAdamW

@@ -8,7 +8,7 @@ import torch
 
 from parallel.plan import Plan
 from parallel.planner.hardware import load_hardware
-from tests.launch import EAGER, TINY, run, write_text
+from tests.support.launch import EAGER, TINY, run, write_text
 from tools.plan.__main__ import main as plan_main
 from train.attention_kernel import best_attention
 from train.best_dtype import FAST_ON_CPUS, best_dtype, cpu_dtype, describe_dtype, dtype_here, gpu_dtype

@@ -17,7 +17,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2
 
 from parallel.planner.hardware import load_hardware
-from tests.launch import EAGER, TINY
+from tests.support.launch import EAGER, TINY
 from train.board import Outcome, Shown
 from train.board_facts import describe_run, first_keys, hparams_of
 from train.board_hparams import COMPARED, HParams

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 from tests.train.test_board import board_of, with_lr
 from train.board_hparams import COMPARED
 from train.board_layout import CHARTS

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.mesh import build_mesh
-from tests.launch import EAGER, TINY, run, write_text
+from tests.support.launch import EAGER, TINY, run, write_text
 from tests.train.checkpoint_faults import make_faults
 from tools.checkpoint import main as checkpoint_tool
 from tools.convert_hf import main as convert

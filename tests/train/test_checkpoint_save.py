@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import build_mesh
-from tests.launch import EAGER, ROOT, TINY, command, environment
+from tests.support.launch import EAGER, ROOT, TINY, command, environment
 from train.build import build_model
 from train.checkpoint import folder as folder_module
 from train.checkpoint import saver as saver_module

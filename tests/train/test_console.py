@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 
 TALK = """
 import sys

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from train.cores import usable_cores
 from train.place import Place
 from train.run_config import RunConfig

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.launch import EAGER, TINY, run
+from tests.support.launch import EAGER, TINY, run
 from tests.train.test_step import Count, make_batches
 from train.build import build_model
 from train.config import parse_config

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tests.launch import EAGER, TINY, run, write_text
+from tests.support.launch import EAGER, TINY, run, write_text
 
 REPORT_EVERY, STEPS = 5, 15
 # What a step reads between reports, on a CPU: the flag that says whether it was skipped, which a GPU copies to the host by

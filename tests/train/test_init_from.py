@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from models.hf import config_from_hf
 from models.llama import LlamaConfig
 from models.rope_scaling import RopeScaling
-from tests.hf_models import make_hf, make_tokens, save_hf
-from tests.launch import EAGER, read_metrics, run, write_text
+from tests.support.hf_models import make_hf, make_tokens, save_hf
+from tests.support.launch import EAGER, read_metrics, run, write_text
 from tools.convert_hf import main as convert
 from tools.generate import load_model
 from tools.whole_weights import checkpoint_config, find_newest

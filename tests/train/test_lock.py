@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 from train.lock import LockError, lock_folder
 
 HOLDER = """

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.launch import EAGER, ROOT, TINY, command, environment, read_metrics, write_text
+from tests.support.launch import EAGER, ROOT, TINY, command, environment, read_metrics, write_text
 from train import row_files
 from train.board import Board, Shown
 from train.checkpoint.folder import list_checkpoints

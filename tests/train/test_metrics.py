@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import read_status
+from tests.support.launch import read_status
 from train.board import Shown
 from train.bounds import check_bounds
 from train.evaluation import Score

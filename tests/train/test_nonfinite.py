@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.launch import EAGER, TINY
+from tests.support.launch import EAGER, TINY
 from train.build import build_model
 from train.config import parse_config
 from train.data.loader import BatchShape, StepData

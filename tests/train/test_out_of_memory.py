@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.planner.hardware import load_hardware
-from tests.launch import EAGER, ROOT, TINY, environment, read_status, write_text
+from tests.support.launch import EAGER, ROOT, TINY, environment, read_status, write_text
 from train.config import parse_config
 from train.out_of_memory import is_out_of_memory
 from train.planning import plan_run

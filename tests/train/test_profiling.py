@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.launch import EAGER, TINY, read_metrics, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from train.build import build_model
 from train.config import parse_config
 from train.optim import build_optimizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launch import ROOT, environment, run
+from tests.support.launch import ROOT, environment, run
 from train.allocator import VARIABLES
 from train.place import Place, read_place
 from train.run_config import RunConfig

@@ -4,7 +4,7 @@ from functools import reduce
 
 import pytest
 
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 from train.config import Config
 
 TABLE = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").partition("## The table")[2].partition("\n## ")[0]

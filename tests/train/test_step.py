@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.fsdp import clip_divisor, gradient_norm
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.launch import EAGER, TINY
+from tests.support.launch import EAGER, TINY
 from train.build import build_model
 from train.config import ConfigError, parse_config
 from train.evaluation import evaluate

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 from tests.train.stop_worker import Scene, play
 from train.run_config import RunConfig
 from train.stop import REPEAT_S, Stop, Wish, choose_wish

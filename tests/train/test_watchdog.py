@@ -19,7 +19,7 @@ from typing import get_args
 import pytest
 import torch.distributed as dist
 
-from tests.launch import ROOT, command, environment
+from tests.support.launch import ROOT, command, environment
 from train.bounds import bounded, check_bounds
 from train.watchdog import KEYS, Section, TimeoutConfig, Watchdog
 

@@ -1,0 +1,28 @@
+"""What all tests share: one folder of caches, one thread to a process, and signals that are heard."""
+
+import atexit
+import os
+import shutil
+import signal
+import tempfile
+
+# One home for the whole session, so one cache of compiled graphs, of tokens and of traced work (~/.cache/meshwright): found by
+# every process that a test starts, and gone afterwards. Processes that pytest itself starts, as pytest-xdist's, have it from there.
+if "MESHWRIGHT_TESTS_HOME" not in os.environ:
+    os.environ["MESHWRIGHT_TESTS_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
+    atexit.register(shutil.rmtree, os.environ["MESHWRIGHT_TESTS_HOME"], ignore_errors=True)
+os.environ["HOME"] = os.environ["MESHWRIGHT_TESTS_HOME"]
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['HOME']}/.cache/meshwright/compile"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait by spinning are slow beside other work
+
+import torch  # noqa: E402  (it reads these variables)
+
+torch.set_num_threads(1)
+
+# A shell starts what it puts in the background with SIGINT ignored, nohup with SIGHUP, and who is started by it ignores them
+# too. A handler is not handed on: what a test starts hears them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)

@@ -1,0 +1,127 @@
+"""Starts train.main, or another module, as a user would: alone, or on as many ranks as torchrun would start."""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.forks import ROOT, Fork, environment, fork_module
+from tests.support.worlds import launcher_store
+
+TINY = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
+        "--train.seq_len=32", "--train.micro_batch_size=2", "--train.global_batch_size=8", "--optim.warmup_steps=2",
+        "--optim.lr=3e-3", "--metrics.every=1", "--run.threads=1"]  # fmt: skip
+EAGER = ["--parallel.compile.enabled=false"]
+TORCHRUN_GRACE_S = 30.0  # as torchrun: then it kills those that have not ended on SIGTERM
+POLL_S = 0.005
+
+
+class Launch:
+    """Ranks of one command, forked (tests/support/forks.py), that behave to each other as torchrun's workers do."""
+
+    def __init__(self, ranks: list[Fork], output: Path, errors: Path) -> None:
+        self.ranks, self._output, self._errors = ranks, output, errors
+
+    @property
+    def returncode(self) -> int:
+        """The exit code of the only rank; of several as torchrun has it: 1 if one of them failed."""
+        codes = [rank.returncode for rank in self.ranks]
+        return codes[0] if len(codes) == 1 else int(any(codes))  # type: ignore[return-value]
+
+    def running(self) -> bool:
+        """Whether a rank has not ended yet. The others are asked to end as soon as one has failed."""
+        living = [rank for rank in self.ranks if rank.poll() is None]
+        return bool(living)
+
+    def output(self) -> str:
+        """All that was printed so far."""
+        return self._output.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, timeout_s: float) -> int:
+        """Until all ranks have ended; when one has failed the others are asked to end, and killed later, as torchrun does."""
+        deadline_s, kill_s = time.monotonic() + timeout_s, float("inf")
+        while self.running():
+            now_s = time.monotonic()
+            if kill_s == float("inf") and any(rank.poll() for rank in self.ranks):
+                kill_s = now_s + TORCHRUN_GRACE_S
+                self.send_signal(signal.SIGTERM)
+            if now_s > deadline_s:
+                raise subprocess.TimeoutExpired(f"{len(self.ranks)} ranks, which printed:\n{self.output()}", timeout_s)
+            if now_s > kill_s:
+                self.send_signal(signal.SIGKILL)
+            time.sleep(POLL_S)
+        return self.returncode
+
+    def send_signal(self, which: int) -> None:
+        """To all ranks that there still are."""
+        for rank in self.ranks:
+            rank.send_signal(which)
+
+
+@contextmanager
+def started(processes: int, *arguments: str, output: Path, errors: Path | None = None, module: str = "train.main",
+            **env: str) -> Iterator[Launch]:  # fmt: skip
+    """A command that runs, whose output goes to a file; at the end nothing of it is left."""
+    with launcher_store(processes) as store:
+        shared = {**store, "TORCHELASTIC_RUN_ID": "test"} if processes > 1 else {}
+        ranks = [fork_module(module, *arguments, output=output, errors=errors,
+                             env=environment(**shared, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}), **env))
+                 for rank in range(processes)]  # fmt: skip
+        try:
+            yield Launch(ranks, output, errors or output)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def run(processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str) -> Any:
+    """Run to the end, in forked processes; the result has returncode, stdout and stderr.
+
+    What `command` starts, without its start: for every test that does not ask what torchrun or the interpreter do.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        out, err = Path(name) / "out", Path(name) / "err"
+        with started(processes, *arguments, output=out, errors=err, module=module, **env) as launch:
+            code = launch.wait(timeout_s)
+        return subprocess.CompletedProcess(arguments, code, *(path.read_text(encoding="utf-8") for path in (out, err)))
+
+
+def command(processes: int, *arguments: str, module: str = "train.main") -> list[str]:
+    """The real command line for a number of processes; one runs without torchrun."""
+    if processes == 1:
+        return [sys.executable, "-m", module, *arguments]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*torchrun, "-m", module, *arguments]
+
+
+def run_command(processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str) -> Any:
+    """Run the real command to the end; the result has returncode, stdout and stderr."""
+    return subprocess.run(command(processes, *arguments, module=module), cwd=ROOT, env=environment(**env),
+                          capture_output=True, text=True, timeout=timeout_s, check=False)  # fmt: skip
+
+
+def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
+    """metrics.jsonl by step; the last row of a step counts."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows}
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """status.json."""
+    return json.loads((folder / "status.json").read_text())
+
+
+def write_text(folder: Path) -> list[str]:
+    """A few hundred kilobytes that can be learned, and the arguments that train on it."""
+    text = folder / "text"
+    text.mkdir()
+    for i in range(8):
+        (text / f"{i}.txt").write_text("".join(f"line {n} of text {i} squares to {n * n}\n" for n in range(i, 1500 + i)))
+    return [f"--data.source={text}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]
