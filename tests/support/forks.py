@@ -3,7 +3,7 @@
 Starting Python and importing torch, its compiler and our code takes about six seconds of CPU; a fork takes a hundredth of
 that. `fork` runs a function, `fork_module` does what `python -m MODULE` does. The child is a process like any other: it has
 its own environment, folder, output and signals, and is killed and waited for as one. Python's own fork server
-(multiprocessing) is the parent; tests/support/preloaded.py says what it imports.
+(multiprocessing) is the parent: no operator has run in it, and it has one thread and no process group.
 """
 
 import atexit
@@ -24,9 +24,30 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PRELOADED = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.profiler",
+    "torch.utils.tensorboard",
+    "train.main",
+    "tools.plan",
+    "tools.simulate",
+    "tools.checkpoint",
+    "tools.compare",
+    "tools.convert_hf",
+    "tools.eval",
+    "tools.generate",
+    "tools.sweep",
+    "tools.trace",
+    "tests.support.worlds",
+)
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.preloaded"])
+_context.set_forkserver_preload(list(PRELOADED))
 _living = set["Fork"]()
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tests.support.forks import Fork, environment, fork
 
 LIMIT_S = 180.0  # for the whole call: on a busy machine too no test comes near it
-PATIENCE_S = 3.0  # that the other ranks have to end by themselves, once one has failed
+PATIENCE_S = 2.0  # that the other ranks have to end by themselves, once one has failed
 FRAMES, LINES = 5, 16  # that are shown of a rank that waits, and of a traceback
 
 

@@ -1,0 +1,80 @@
+"""The helpers that start ranks: what comes back, what a failure says, and that a fork begins with nothing but imports."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.forks import PRELOADED, fork
+from tests.support.launch import started
+from tests.support.worlds import RanksError, run_ranks
+
+LINES = 40  # that a report may have
+RANKS = 3
+
+
+def sum_of(value: float) -> tuple[int, float]:
+    tensor = torch.tensor(value + dist.get_rank())
+    dist.all_reduce(tensor)
+    return dist.get_rank(), tensor.item()
+
+
+def fail_on_one(how: str) -> None:
+    if dist.get_rank() == 1:
+        {"raise": lambda: 1 / 0, "crash": os.abort, "hang": lambda: time.sleep(1000)}[how]()
+    dist.barrier()
+
+
+def describe_fork(path: Path) -> None:
+    """Write down what a child finds that has done nothing yet."""
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    found = {"threads": len(os.listdir("/proc/self/task")), "group": dist.is_initialized(),
+             "imported": [name for name in PRELOADED if name in sys.modules],
+             "deaf to": [which.name for which, handler in heard.items() if signal.getsignal(which) is not handler]}  # fmt: skip
+    path.write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_gives_back_what_it_returned(ranks):
+    assert run_ranks(ranks, sum_of, 1.0) == [(rank, sum(1.0 + r for r in range(ranks))) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("how", "first", "innermost"), [
+    ("raise", "rank 1 failed:", "ZeroDivisionError"),
+    ("crash", "rank 1 ended with -6:", "Fatal Python error: Aborted"),
+    ("hang", "no rank failed, but after 2 s", "rank 1 was in"),
+])  # fmt: skip
+def test_a_failure_names_the_rank_its_line_and_where_the_others_were(how, first, innermost):
+    with pytest.raises(RanksError) as caught:
+        run_ranks(RANKS, fail_on_one, how, limit_s=2 if how == "hang" else 60)
+    said = str(caught.value)
+    assert said.startswith(first)
+    assert innermost in said
+    assert "fail_on_one" in said
+    assert len(said.splitlines()) < LINES
+    if how != "crash":  # then gloo of the others fails too, and they say that
+        assert "rank 0, 2 was in" in said
+        assert "barrier" in said
+    assert run_ranks(1, sum_of, 0.0) == [(0, 0.0)], "the next call has nothing of it"
+
+
+def test_a_fork_begins_with_one_thread_no_group_all_imports_and_open_ears(tmp_path):
+    out = tmp_path / "out"
+    assert fork(describe_fork, out, output=tmp_path / "log").wait(60) == 0, (tmp_path / "log").read_text()
+    assert json.loads(out.read_text()) == {"threads": 1, "group": False, "imported": list(PRELOADED), "deaf to": []}
+
+
+def test_ranks_of_a_command_end_together_as_under_torchrun(tmp_path):
+    """A rank that is killed fails the whole; the others hear SIGTERM, and nothing is left behind."""
+    with started(2, "-h", output=tmp_path / "out", module="http.server") as done:
+        assert done.wait(60) == 0
+    with started(2, "0", output=tmp_path / "out", module="http.server") as launch:
+        launch.ranks[1].send_signal(signal.SIGKILL)
+        assert launch.wait(60) == 1
+    assert [rank.returncode for rank in launch.ranks] == [-signal.SIGTERM, -signal.SIGKILL]
