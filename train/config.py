@@ -7,6 +7,7 @@ import typing
 from argparse import HelpFormatter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def parse_config(arguments: Sequence[str], prog: str = "train.main") -> Config:
 
     Raises ConfigError. `-h` and `--print_config` print and leave with SystemExit(0).
     """
-    parser = make_parser(prog)
+    # A parser that was asked to print, and then found a mistake, would print at its next use: it is not used again.
+    parser = make_parser(prog) if any(argument.startswith("--print_config") for argument in arguments) else _shared_parser(prog)
     return config_from(parser, parser_arguments(parser, arguments))
 
 
@@ -111,10 +113,17 @@ def make_parser(prog: str, description: str = "Train a Llama, sharded and compil
     set_parsing_settings(docstring_parse_attribute_docstrings=False)
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
     parser = _Parser(prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False)
+    defaults = Config()
     for section in dataclasses.fields(Config):
-        parser.add_argument(f"--{section.name}", type=section.type, default=getattr(Config(), section.name))
+        parser.add_argument(f"--{section.name}", type=section.type, default=getattr(defaults, section.name))
     parser.add_argument("--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml")
     return parser
+
+
+@cache
+def _shared_parser(prog: str) -> ArgumentParser:
+    """A parser of `make_parser` for many uses: to make one takes as long as to parse."""
+    return make_parser(prog)
 
 
 def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
@@ -207,9 +216,10 @@ def _check_key(key: str, place: str) -> None:
     raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {f'Did you mean {near[0]}?' if near else 'See -h for all.'}")
 
 
-def known_keys() -> list[str]:
+@cache
+def known_keys() -> tuple[str, ...]:
     """Every dotted key a config can have."""
-    return _keys_of(Config, "")
+    return tuple(_keys_of(Config, ""))
 
 
 def _keys_of(cls: Any, prefix: str) -> list[str]:
