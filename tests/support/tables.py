@@ -1,0 +1,22 @@
+"""Tests that go through a table: every row is tried, and all that fail are shown."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def try_each(rows: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
+    """check(*row) for every row of the table. Raises one AssertionError that shows each row that failed, and how."""
+    failures = []
+    for row in rows:
+        try:
+            check(*row)
+        except (Exception, pytest.fail.Exception) as error:
+            failures.append(f"{', '.join(map(_short, row))}:\n  {type(error).__name__}: {str(error)[:1000]}")
+    assert not failures, f"{len(failures)} rows failed:\n" + "\n".join(failures)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
