@@ -1,20 +1,19 @@
 """Wrong configs and wrong plan files, as users write them: each is one line that names rule, value, place and way out."""
 
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from parallel.plan import PlanError
+from parallel.plan import Plan, PlanError
 from parallel.plan_file import plan_to_dict, plan_to_yaml
+from tests.support.launch import run
+from tests.support.tables import try_each
 from train.config import ConfigError, parse_config
 from train.planning import plan_run
-
-ROOT = Path(__file__).parents[2]
 
 
 def config_arguments(*arguments: str) -> list[str]:
@@ -98,11 +97,16 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "processes", "words"), CONFIGS, ids=lambda value: str(value)[:70])
-def test_a_wrong_config_is_one_clear_line(arguments: list[str], processes: int, words: list[str]) -> None:
-    with pytest.raises((PlanError, ConfigError)) as error:
-        plan_run(parse_config(config_arguments(*arguments)), processes, gpus_per_node=8)
-    report = str(error.value)
+def test_a_wrong_config_is_one_clear_line() -> None:
+    def check(arguments: list[str], processes: int, words: list[str]) -> None:
+        with pytest.raises((PlanError, ConfigError)) as error:
+            plan_run(parse_config(config_arguments(*arguments)), processes, gpus_per_node=8)
+        check_line(str(error.value), words)
+
+    try_each(CONFIGS, check)
+
+
+def check_line(report: str, words: list[str]) -> None:
     assert [word for word in words if word not in report] == [], report
     assert "\n" not in report, "one mistake, one line"
 
@@ -213,9 +217,14 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
 ]  # fmt: skip
 
 
+@cache
+def debug_plan() -> Plan:
+    return plan_run(parse_config(config_arguments("--parallel.tp=2")), 8)
+
+
 def write_plan(folder: Path, edit: Edit) -> Path:
     """The debug model's plan on 8 processes, two of them a tp group, after a hand edit."""
-    data = plan_to_dict(plan_run(parse_config(config_arguments("--parallel.tp=2")), 8))
+    data = plan_to_dict(debug_plan())
     assert [unit["unit"] for unit in data["units"]] == ["tok_embeddings", "layers.[0-5]", "head"]
     edit(data)
     path = folder / "edited.yaml"
@@ -228,40 +237,38 @@ class _NoAliases(yaml.SafeDumper):
         return True
 
 
-@pytest.mark.parametrize(
-    ("edit", "arguments", "processes", "words"),
-    PLAN_FILES,
-    ids=lambda value: value[0][:70] if isinstance(value, list) and value and " " in value[0] else "",
-)
-def test_a_wrong_plan_file_is_one_clear_line(
-    edit: Edit, arguments: list[str], processes: int, words: list[str], tmp_path: Path
-) -> None:
-    path = write_plan(tmp_path, edit)
-    with pytest.raises(PlanError) as error:
-        plan_run(parse_config(config_arguments(f"--parallel.plan={path}", *arguments)), processes)
-    report = str(error.value)
-    assert [word for word in (str(path), *words) if word not in report] == [], report
-    assert "\n" not in report, "one mistake, one line"
+def test_a_wrong_plan_file_is_one_clear_line(tmp_path: Path) -> None:
+    def check(edit: Edit, arguments: list[str], processes: int, words: list[str]) -> None:
+        path = write_plan(tmp_path, edit)
+        with pytest.raises(PlanError) as error:
+            plan_run(parse_config(config_arguments(f"--parallel.plan={path}", *arguments)), processes)
+        check_line(str(error.value), [str(path), *words])
+
+    try_each(PLAN_FILES, check)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", ["the plan lacks"]),
-        ("- just\n- a list\n", ["top level must be a mapping"]),
-        ("mesh: [1,\n", ["line 2"]),
-        ("mesh: {}\nmesh: {}\n", ["'mesh' stands twice", "delete one"]),
-        ("mesh: &a {tp: 1}\ntensor: *a\n", ["aliases (*a) are not allowed", "repeat the value"]),
-        ("\0", ["special characters are not allowed"]),
-    ],
-    ids=repr,
-)
-def test_a_file_that_is_no_plan_is_named(text: str, words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text(text)
-    with pytest.raises(PlanError) as error:
-        plan_run(parse_config(config_arguments(f"--parallel.plan={tmp_path / 'plan.yaml'}")), 8)
-    report = str(error.value)
-    assert [word for word in ("plan file", str(tmp_path / "plan.yaml"), *words) if word not in report] == [], report
+NO_PLANS: list[tuple[str, list[str]]] = [
+    ("", ["the plan lacks"]),
+    ("- just\n- a list\n", ["top level must be a mapping"]),
+    ("mesh: [1,\n", ["line 2"]),
+    ("mesh: {}\nmesh: {}\n", ["'mesh' stands twice", "delete one"]),
+    ("mesh: &a {tp: 1}\ntensor: *a\n", ["aliases (*a) are not allowed", "repeat the value"]),
+    ("\0", ["special characters are not allowed"]),
+]
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    config = parse_config(config_arguments(f"--parallel.plan={path}"))
+
+    def check(text: str, words: list[str]) -> None:
+        path.write_text(text)
+        with pytest.raises(PlanError) as error:
+            plan_run(config, 8)
+        report = str(error.value)
+        assert [word for word in ("plan file", str(path), *words) if word not in report] == [], report
+
+    try_each(NO_PLANS, check)
 
 
 def test_there_are_more_than_enough() -> None:
@@ -303,10 +310,8 @@ def test_the_command_line_leaves_with_2_and_without_a_traceback(
     module: str, arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
     plan = str(write_plan(tmp_path, cut("layers.2", forward_prefetch=["layers.2"])))
-    command = [sys.executable, "-m", module, *config_arguments(*(a.replace("{plan}", plan) for a in arguments))]
-    if module == "train.main":
-        command.append(f"--run.dir={tmp_path / 'run'}")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    run_dir = [f"--run.dir={tmp_path / 'run'}"] if module == "train.main" else []
+    done = run(1, *config_arguments(*(a.replace("{plan}", plan) for a in arguments)), *run_dir, module=module)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()
