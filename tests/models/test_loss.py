@@ -1,8 +1,7 @@
 """The loss from hidden states, chunk by chunk, against float64; and the kernels in Triton's interpreter."""
 
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from models.head import Head
 from models.kernels.cross_entropy import plain_gradient, plain_rows
 from models.loss import IGNORE_INDEX, cross_entropy_sum
 
-ROOT = Path(__file__).parents[2]
 BLOCK = 4096  # of models.kernels.cross_entropy_triton
 DIM, VOCABULARY = 32, 301
 B, T = 3, 50
@@ -65,13 +63,27 @@ def test_plain_torch_reads_rows_and_writes_their_gradient(case: tuple[int, int, 
     check_rows(case, rows, logits)
 
 
-def test_triton_kernels_do_the_same(tmp_path: Path) -> None:
+def run_triton_kernels() -> list[tuple[Tensor, Tensor]]:
+    """Rows and gradients of the cases, by Triton's interpreter, which an environment variable asks for."""
+    from models.kernels.cross_entropy_triton import BLOCK as BLOCK_OF_KERNEL
+    from models.kernels.cross_entropy_triton import read_rows, write_gradient
+
+    assert BLOCK_OF_KERNEL == BLOCK
+    results = []
+    for case in ROW_CASES:
+        logits, ids, log_sum, scale, weight = make_rows(*case)
+        rows = read_rows(logits, ids)
+        write_gradient(logits, ids, log_sum, scale, weight)
+        results.append((rows, logits))
+    return results
+
+
+def test_triton_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    out = tmp_path / "rows.pt"
-    done = subprocess.run([sys.executable, "-m", "tests.models.triton_loss_worker", str(out)], cwd=ROOT, capture_output=True,
-                          text=True, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for case, (rows, gradient) in zip(ROW_CASES, torch.load(out), strict=True):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read as triton is imported: in a new interpreter
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        results = pool.submit(run_triton_kernels).result()
+    for case, (rows, gradient) in zip(ROW_CASES, results, strict=True):
         check_rows(case, rows, gradient)
 
 

@@ -103,7 +103,7 @@ def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused:
     assert set(dict(model.named_parameters())) == set(dict(Llama(config.model).named_parameters())), "names are as ever"
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_compiled_graph_has_four_products_forward_and_eight_backward(tp: int) -> None:
     counts = []
     for keys in ([], [FUSED]):

@@ -1,9 +1,6 @@
 """The kernels that a plan chooses: which are refused, which are the default where, and what the planner knows of them."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,22 +17,14 @@ from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import predict_step_memory
 from tests.parallel.plans import plan_of, report_of
 from tests.support.simulated import simulated
+from tests.support.worlds import run_ranks
 from train.attention_kernel import attention_here, best_attention, check_attention
 from train.config import parse_config
 from train.planning import plan_run
-from train.predict import trace_run
+from train.predict import predict_memory, trace_run
 
 LLAMA_8B = ["--config=llama_8b", "--model.n_layers=1", "--parallel.param_dtype=bfloat16", "--train.seq_len=8192",
             "--train.micro_batch_size=1", "--train.global_batch_size=-1"]  # fmt: skip
-ROOT = Path(__file__).parents[2]
-PREDICT = """
-import sys
-from train.config import parse_config
-from train.planning import plan_run
-from train.predict import predict_memory
-config = parse_config(sys.argv[1:])
-print(predict_memory(config, plan_run(config, 8)).peak_bytes)
-"""
 NARROW = ["--model.dim=256", "--model.n_heads=4", "--model.n_kv_heads=4", "--model.ffn_dim=512"]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -46,6 +35,11 @@ def head_of(*arguments: str, world_size: int = 8):
     plan = plan_run(config, world_size)
     work = trace_run(config, plan)
     return work.modules["head"], predict_step_memory(plan, work)
+
+
+def predict_peak_bytes(arguments: list[str]) -> int:
+    config = parse_config(arguments)
+    return predict_memory(config, plan_run(config, 8)).peak_bytes
 
 
 def test_long_micro_batches_get_a_chunked_loss_unless_logits_are_gathered() -> None:
@@ -158,15 +152,14 @@ def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     assert chunked.forward.peak(2).at(2) - chunked.forward.peak(1).at(1) < 0.3 * GIB
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
     """The code itself on fake tensors, eager, against the planner's formula for the same."""
     arguments = [*LLAMA_8B, *NARROW, f"--parallel.tp={tp}", "--parallel.compile.enabled=false"]
     simulation = simulated(8, *arguments)
     assert simulation.at_peak.logits > simulation.peak_bytes / 2, "the step is fullest in the head"
-    # In a process of its own: what pytest keeps of a step would count.
-    done = subprocess.run([sys.executable, "-c", PREDICT, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(done.stdout) == pytest.approx(simulation.peak_bytes, rel=0.005)
+    (predicted,) = run_ranks(1, predict_peak_bytes, arguments)  # in a process of its own: what pytest keeps of a step would count
+    assert predicted == pytest.approx(simulation.peak_bytes, rel=0.005)
     forward = [c for c in simulation.collectives if (c.unit, c.axis, c.phase, c.op) == ("head", "tp", "forward", "all_reduce")]
     assert [c.bytes for c in forward] == [2048 * 4, 2 * 2048 * 4] * 4 * (tp == 2)
 

@@ -328,10 +328,11 @@ OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "
 
 @pytest.mark.parametrize(
     ("world_size", "keys"),
-    [(4, [MOMENTS]), (4, [STORAGE]), (4, [STORAGE, MOMENTS, ACCUMULATED]), (1, [STORAGE, MOMENTS]), (1, [REDUCED]),
-     (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]), (4, [STORAGE, "--parallel.strategy=ddp"]),
-     (4, [REDUCED, "--parallel.strategy=ddp"]), (4, OFFLOADED),
-     (4, [*OFFLOADED, "--parallel.tp=2"]), (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"])],
+    [(1, [STORAGE, MOMENTS]), (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]), (4, [REDUCED, "--parallel.strategy=ddp"]),
+     (4, [*OFFLOADED, "--parallel.tp=2"]), (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"]),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         (4, [MOMENTS]), (4, [STORAGE]), (4, [STORAGE, MOMENTS, ACCUMULATED]), (1, [REDUCED]), (4, OFFLOADED),
+         (4, [STORAGE, "--parallel.strategy=ddp"])))],
     ids=str,
 )  # fmt: skip
 def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:

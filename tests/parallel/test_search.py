@@ -89,7 +89,7 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
 
 
 def test_more_memory_never_makes_the_choice_slower() -> None:
-    rates = [find(8, machines(gib)).best.rate() for gib in (20, 30, 40, 60, 80, 140)]
+    rates = [find(8, machines(gib)).best.rate() for gib in (20, 40, 140)]
     assert all(more >= less * (1 - EQUAL) for less, more in itertools.pairwise(rates)), rates
     assert rates[-1] > rates[0] * 1.1
 

@@ -19,6 +19,11 @@ HSDP3 = ("--parallel.dp_replicate=2", "--train.global_batch_size=12")  # accumul
 KEEP = "--parallel.reshard_after_forward=false"
 
 
+def slow(*values: object) -> object:
+    """A case that says nothing new, but for a mixture of what others are."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def prefetch(k: int) -> tuple[str, str]:
     return f"--parallel.forward_prefetch={k}", f"--parallel.backward_prefetch={k}"
 
@@ -142,7 +147,7 @@ def per_unit(block: int, embedding: int, head: int) -> dict[str, int]:
     return {"tok_embeddings": embedding, "layers.0": block, "layers.1": block, "head": head}
 
 
-@pytest.mark.parametrize(("replicate", "tp"), [(1, 1), (4, 1), (1, 8), (4, 8)])
+@pytest.mark.parametrize(("replicate", "tp"), [(1, 1), (4, 8), slow(4, 1), slow(1, 8)])
 def test_bytes_of_sharding_at_8b(replicate, tp):
     shard = 8
     got = simulated(replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.tp={tp}").collectives
@@ -164,8 +169,7 @@ LARGEST, SUMS = BATCH * TOKENS * FP32 // CHUNKS, 2 * BATCH * TOKENS * FP32 // CH
 NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient from its tokens
 
 
-@pytest.mark.parametrize("loss_parallel", [True, False])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("sequence_parallel", "loss_parallel"), [(True, True), (False, False), slow(True, False), slow(False, True)])
 def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
     keys = (f"--parallel.sequence_parallel={sequence_parallel}", f"--parallel.loss_parallel={loss_parallel}".lower())
     got = of_axis(simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp")
@@ -198,7 +202,7 @@ def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
 # Memory
 
 
-@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 8, 1), (4, 2, 1), (1, 2, 4), (2, 4, 8), (8, 1, 1)])
+@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 8, 1), (2, 4, 8), (8, 1, 1), slow(4, 2, 1), slow(1, 2, 4)])
 def test_parameters_gradients_and_optimizer_are_their_share_to_the_byte(replicate, shard, tp):
     memory = simulated(replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.dp_shard={shard}",
                        f"--parallel.tp={tp}").memory  # fmt: skip
