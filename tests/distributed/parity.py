@@ -1,7 +1,7 @@
 """Runs cases of one number of processes in as few launches as it takes, and compares each with plain training."""
 
 import functools
-import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ import torch
 
 from tests.distributed.matrix import SHAPE, STEPS
 from tests.distributed.reference import train_plainly
-from tests.support.launch import run
+from tests.distributed.training import CASE_LIMIT_S, Case, train_cases
+from tests.support.worlds import RanksError, run_ranks
 from train.config import parse_config
 
 Result = dict[str, Any]
@@ -29,30 +30,33 @@ class Job:
     change: str = ""
 
 
-def run_jobs(jobs: Mapping[str, Job], data: Sequence[str], folder: Path, steps: int = STEPS) -> dict[str, Result]:
-    """What each job's worker saw, or {"error": ...}; all jobs have as many ranks. One that takes the others down with it
-    is left out of the next launch."""
+def run_jobs(jobs: Mapping[str, Job], data: Sequence[str], steps: int = STEPS) -> dict[str, Result]:
+    """What rank 0 of each job saw, or {"error": ...}. Those of as many ranks share processes, so that the compiler warms up
+    once; after one that crashes, fails or hangs the rest have new ones."""
     results: dict[str, Result] = {}
     while todo := {name: job for name, job in jobs.items() if name not in results}:
-        launch = folder / f"launch-{len(results)}"
-        launch.mkdir(parents=True)
-        cases = {name: {"arguments": [*SHAPE, *data, *job.arguments], "steps": steps, "change": job.change}
-                 for name, job in todo.items()}  # fmt: skip
-        (launch / "cases.json").write_text(json.dumps(cases))
-        (ranks,) = {job.ranks for job in todo.values()}
-        done = run(ranks, str(launch), module="tests.distributed.parity_worker", timeout_s=1000 * len(todo),
-                   TORCHINDUCTOR_COMPILE_THREADS="1")  # fmt: skip
-        results |= {name: result for name in todo if (result := _read(launch, name))}
-        if done.returncode:
-            culprit = next((name for name in todo if "error" in results.get(name, {"error": ""})), None)
-            assert culprit, done.stderr
-            results.setdefault(culprit, {"error": done.stderr[-5000:]})
+        ranks = next(iter(todo.values())).ranks
+        cases = {name: Case([*SHAPE, *data, *job.arguments], steps, job.change)
+                 for name, job in todo.items() if job.ranks == ranks}  # fmt: skip
+        results |= _run_cases(ranks, cases)
     return results
 
 
-def _read(launch: Path, name: str) -> Result | None:
-    found = [torch.load(path) for path in sorted(launch.glob(f"{name}.*"))]
-    return next((result for result in found if "error" in result), found[0] if found else None)
+def _run_cases(ranks: int, cases: Mapping[str, Case]) -> dict[str, Result]:
+    """Of the cases that were run before one failed, and that one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, error = Path(name), None
+        try:
+            run_ranks(ranks, train_cases, folder, cases, limit_s=CASE_LIMIT_S * len(cases))
+        except RanksError as raised:
+            error = raised
+        results = {case: torch.load(folder / case) for case in cases if (folder / case).exists()}
+        if error is not None:
+            failed = next((case for case in cases if case not in results), None)
+            if failed is None:
+                raise error
+            results[failed] = {"error": str(error)}
+        return results
 
 
 @functools.cache

@@ -1,12 +1,26 @@
 """Activations in host memory: training with them is training without, bit by bit, and they are really there and not here."""
 
-import json
-from pathlib import Path
+import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
-from tests.support.launch import EAGER, run
+from models.llama import Llama
+from parallel.compile_check import count_compiled_graphs
+from parallel.mesh import build_mesh, data_parallel_group
+from tests.support.launch import EAGER
+from tests.support.worlds import run_ranks
+from train.build import build_model
+from train.config import parse_config
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.step import Batch, train_step
+
+STEPS = 3
 
 BLOCKS, KEPT_ON_DEVICE = 5, 1  # the last block's, which the backward needs first
 SHAPE = ["--model.dim=64", f"--model.n_layers={BLOCKS}", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=192",
@@ -17,13 +31,57 @@ OFFLOAD, THREE = ["--parallel.activation_checkpoint=offload"], ["--parallel.chec
 HIDDEN = 2 * 256 * 64 * 4  # bytes of the smallest tensor that is sent: what a block takes in
 
 
-def train(folder: Path, *cases: list[str]) -> list[dict[str, Any]]:
-    out = folder / "out.json"
-    done = run(2, str(out), json.dumps([[*SHAPE, *case] for case in cases]), module="tests.distributed.offload_worker",
-               timeout_s=300, TORCHINDUCTOR_COMPILE_THREADS="1")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    results: list[dict[str, Any]] = json.loads(out.read_text())
-    return results
+def train_case(arguments: Sequence[str]) -> dict[str, Any]:
+    """Losses, gradient norms and compiled graphs of every step; bytes sent to host memory, and held there, after every step;
+    and what one more forward, and backward, leave allocated."""
+    torch._dynamo.reset()
+    config = parse_config(arguments)
+    plan = plan_run(config, dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, torch.device("cpu"))
+    optimizer = build_optimizer(model, config.optim, config.run.seed)
+    generator = torch.Generator().manual_seed(dist.get_rank() // plan.mesh.tp)
+    size = (plan.micro_batch_size, config.train.seq_len)
+    tokens = [torch.randint(config.model.vocab_size, size, generator=generator) for _ in range(plan.accumulation)]
+    seen: dict[str, list[Any]] = {"losses": [], "norms": [], "graphs": [], "sent": [], "held": []}
+    for _ in range(STEPS):
+        result = train_step(model, optimizer, [Batch(ids, ids) for ids in tokens], 1.0, data_parallel_group(mesh))
+        offload = getattr(model, "activation_offload", None)
+        seen["losses"].append(result.loss.item())
+        seen["norms"].append(result.grad_norm.item())
+        seen["graphs"].append(count_compiled_graphs())
+        seen["sent"].append(offload.sent_bytes if offload else 0)
+        seen["held"].append(offload.host_bytes if offload else 0)
+    return {**seen, **measure(model, tokens[0])}
+
+
+def measure(model: Llama, ids: torch.Tensor) -> dict[str, int]:
+    """Bytes allocated and not freed after a forward, and after its backward without the gradients that it leaves."""
+    gc.collect()
+    events = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
+        loss = model(ids, ids)
+    events.append(allocated(forward))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        del loss
+        gc.collect()
+    return {"after_forward": events[0], "after_backward": events[0] + allocated(backward)}
+
+
+def allocated(profiled: profile) -> int:
+    return sum(event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
+
+
+def train_cases(cases: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Of the same model on the same tokens, in several ways."""
+    return [train_case(case) for case in cases]
+
+
+def train(*cases: Sequence[str]) -> list[dict[str, Any]]:
+    """What rank 0 of two saw of each case."""
+    return run_ranks(2, train_cases, [[*SHAPE, *case] for case in cases])[0]
 
 
 def check(here: dict[str, Any], there: dict[str, Any], micro_batches: int) -> None:
@@ -41,9 +99,9 @@ def check_device(here: dict[str, Any], there: dict[str, Any]) -> None:
     assert there["after_backward"] == pytest.approx(here["after_backward"], abs=HIDDEN * BLOCKS)
 
 
-def test_the_same_training_with_less_on_the_device(tmp_path: Path) -> None:
+def test_the_same_training_with_less_on_the_device() -> None:
     eager, eager_there, compiled, compiled_there, some_there = train(
-        tmp_path, EAGER, [*EAGER, *OFFLOAD], AOT, [*AOT, *OFFLOAD], [*AOT, *OFFLOAD, *THREE]
+        EAGER, [*EAGER, *OFFLOAD], AOT, [*AOT, *OFFLOAD], [*AOT, *OFFLOAD, *THREE]
     )
     for here, there in ((eager, eager_there), (compiled, compiled_there), (compiled, some_there)):
         check(here, there, micro_batches=2)
@@ -55,6 +113,6 @@ def test_the_same_training_with_less_on_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [INDUCTOR, [*EAGER, *TP], [*AOT, *TP]], ids=["inductor", "tp", "tp-aot"])
-def test_the_same_by_inductor_and_with_split_weights(tmp_path: Path, keys: list[str]) -> None:
-    here, there = train(tmp_path, keys, [*keys, *OFFLOAD])
+def test_the_same_by_inductor_and_with_split_weights(keys: list[str]) -> None:
+    here, there = train(keys, [*keys, *OFFLOAD])
     check(here, there, micro_batches=4 if keys[-1] in TP else 2)

@@ -1,41 +1,114 @@
 """A checkpoint saved on one mesh is read on any other, equal to the bit: parameters and the optimizer's state."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from tests.support.launch import EAGER, TINY, run
+from parallel.mesh import build_mesh, data_parallel_group
+from tests.support.launch import EAGER, TINY
+from tests.support.worlds import run_ranks
+from train.build import build_model
+from train.checkpoint.config import CheckpointConfig
+from train.checkpoint.folder import list_checkpoints
+from train.checkpoint.load import load_checkpoint, read_tensors
+from train.checkpoint.manifest import Position
+from train.checkpoint.saver import Saver
+from train.checkpoint.shards import own_shards, training_tensors
+from train.checkpoint.verify import verify_together
+from train.config import Config, parse_config
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.step import Batch, train_step
 
-SIZE = " ".join([*TINY, "--model.n_kv_heads=4", "--train.global_batch_size=8", "--model.vocab_size=1024"])
+SIZE = [*TINY, "--model.n_kv_heads=4", "--train.global_batch_size=8", "--model.vocab_size=1024"]
+TP = [*SIZE, *EAGER, "--parallel.tp=2"]
+HSDP_TP = [*SIZE, *EAGER, "--parallel.dp_replicate=2", "--parallel.dp_shard=1", "--parallel.tp=2"]
 MESHES = {
-    4: {"tp": "--parallel.tp=2 --parallel.compile.enabled=false",
-        "shards": "--parallel.dp_shard=4 --parallel.activation_checkpoint=full --parallel.compile.enabled=false",
-        "hsdp": "--parallel.dp_replicate=2 --parallel.dp_shard=2 --parallel.compile.backend=aot_eager",
-        "hsdp_tp": "--parallel.dp_replicate=2 --parallel.dp_shard=1 --parallel.tp=2 --parallel.compile.enabled=false"},
-    2: {"shards": "--parallel.dp_shard=2 --parallel.compile.enabled=false"},
-    1: {"alone": " ".join(EAGER)},
+    4: {"tp": TP,
+        "shards": [*SIZE, *EAGER, "--parallel.dp_shard=4", "--parallel.activation_checkpoint=full"],
+        "hsdp": [*SIZE, "--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.compile.backend=aot_eager"],
+        "hsdp_tp": HSDP_TP},
+    2: {"shards": [*SIZE, *EAGER, "--parallel.dp_shard=2"]},
+    1: {"alone": [*SIZE, *EAGER]},
 }  # fmt: skip
 
 
+def build(arguments: Sequence[str]) -> tuple[Config, DeviceMesh, nn.Module, torch.optim.Optimizer]:
+    config = parse_config(arguments)
+    plan = plan_run(config, dist.get_world_size(), dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, torch.device("cpu"))
+    return config, mesh, model, build_optimizer(model, config.optim)
+
+
+def save(folder: Path, arguments: Sequence[str]) -> int:
+    """Two steps, saved with and without the training waiting: both times all the tensors, each element once."""
+    config, mesh, model, optimizer = build(arguments)
+    tokens = torch.randint(0, 300, (2, config.train.seq_len + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    for step, asynchronous in ((1, False), (2, True)):
+        train_step(model, optimizer, [batch], 1.0, data_parallel_group(mesh))
+        saver = Saver(CheckpointConfig(asynchronous=asynchronous), folder, model, optimizer, mesh, {"config.yaml": "run: {}\n"},
+                      lambda: 2**30)  # fmt: skip
+        saver.save(Position(step, step * 8, 0, config.train.seq_len, dist.get_world_size(), "data"))
+        if asynchronous:  # what training does meanwhile does not reach the checkpoint
+            wanted = {name: whole(tensor).clone() for name, tensor in training_tensors(model, optimizer).items()}
+            train_step(model, optimizer, [batch], 1.0, data_parallel_group(mesh))
+        saver.wait()
+        (news,) = saver.news()
+        assert (news.error, news.path) == ("", folder / f"step-{step:08d}")
+    counts = torch.tensor(sum(shard.values.numel() for shard in own_shards(training_tensors(model, optimizer), mesh).values()))
+    dist.all_reduce(counts)
+    assert counts.item() == sum(tensor.numel() for tensor in wanted.values())
+    return compare(folder, wanted)
+
+
+def load(folder: Path, meshes: Sequence[Sequence[str]]) -> list[int]:
+    """How many tensors are compared, for each mesh."""
+    newest, compared = list_checkpoints(folder)[-1], []
+    for arguments in meshes:
+        _, _, model, optimizer = build(arguments)
+        load_checkpoint(newest, verify_together(newest, "full"), model, optimizer)
+        compared.append(compare(folder, {name: whole(tensor) for name, tensor in training_tensors(model, optimizer).items()}))
+    return compared
+
+
+def compare(folder: Path, wanted: dict[str, torch.Tensor]) -> int:
+    """How many tensors are, bit for bit, what a single process reads: all of them."""
+    newest = list_checkpoints(folder)[-1]
+    manifest = verify_together(newest, "full")
+    saved = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
+    read_tensors(newest, manifest, saved, alone=True)
+    assert saved.keys() == {name for name in manifest.tensors if not name.startswith("random.")}
+    different = [name for name in saved if not torch.equal(saved[name], wanted[name])]
+    assert not different, different
+    return len(saved)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved by two FSDP shards times tensor parallelism of two."""
     folder = tmp_path_factory.mktemp("mesh") / "checkpoints"
-    result = run(4, str(folder), "save", f"{SIZE} {MESHES[4]['tp']}", module="tests.distributed.checkpoint_worker")
-    assert result.returncode == 0, result.stderr
+    run_ranks(4, save, folder, TP)
     return folder
 
 
 @pytest.mark.parametrize("processes", MESHES)
 def test_a_checkpoint_is_the_same_on_every_mesh(processes: int, saved: Path) -> None:
-    meshes = MESHES[processes].values()
-    result = run(processes, str(saved), "load", *(f"{SIZE} {mesh}" for mesh in meshes),
-                 module="tests.distributed.checkpoint_worker")  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count('"compared": ') == len(meshes)
+    meshes = list(MESHES[processes].values())
+    for compared in run_ranks(processes, load, saved, meshes):
+        assert min(compared) > 2 * 7 * 3, "seven weights of two blocks, with two moments each"
 
 
 def test_hsdp_writes_each_element_once(tmp_path: Path) -> None:
-    result = run(4, str(tmp_path / "checkpoints"), "save", f"{SIZE} {MESHES[4]['hsdp_tp']}",
-                 module="tests.distributed.checkpoint_worker")  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    run_ranks(4, save, tmp_path / "checkpoints", HSDP_TP)

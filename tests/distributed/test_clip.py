@@ -1,29 +1,78 @@
 """One norm over gradients on different meshes, which torch's own clipping refuses."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parallel.fsdp import clip_divisor
-from tests.distributed.clip_worker import SHAPES, whole_gradients
-from tests.support.launch import run
+from parallel.fsdp import clip_divisor, gradient_norm
+from tests.support.worlds import run_ranks
+
+SHAPES = {"sharded": (6, 5), "sharded_and_split": (8, 4), "split": (4, 3), "replicated": (7,), "uneven": (3, 2), "plain": (2, 3)}
+MAX_NORMS = {"clipped": 1.0, "below": 100.0, "never": 0.0}
+LOSSES = ("nan", "inf", "-inf")
+Seen = list[dict[str, Any]]  # of every rank
 
 
-@pytest.mark.parametrize("max_norm", [1.0, 100.0, 0.0], ids=["clipped", "below", "never"])
-def test_gradients_on_mixed_meshes_are_clipped_as_one_process_would(max_norm, tmp_path):
-    out = tmp_path / "out.pt"
-    result = run(4, str(out), str(max_norm), "2.0", module="tests.distributed.clip_worker")
-    assert result.returncode == 0, result.stderr
-    got = torch.load(out)
-    plain = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
+def whole_gradients() -> dict[str, Tensor]:
+    """The same on every rank and in the test."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def step(max_norm: float, loss_of_rank_2: float = 1.0) -> dict[str, Any]:
+    """The norm that a rank finds for gradients that lie on different meshes, and the first moments that a step leaves."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    placed = {
+        "sharded": (mesh["dp_shard"], [Shard(0)]),
+        "sharded_and_split": (mesh, [Shard(0), Shard(1)]),
+        "split": (mesh["tp"], [Shard(0)]),
+        "replicated": (mesh, [Shard(0), Replicate()]),
+        "uneven": (mesh["dp_shard"], [Shard(0)]),  # 2 rows and 1
+    }
+    parameters = {}
+    for name, grad in whole_gradients().items():
+        if name in placed:
+            grad = distribute_tensor(grad, *placed[name], src_data_rank=None)
+        parameters[name] = nn.Parameter(torch.zeros_like(grad))
+        parameters[name].grad = grad
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    loss = torch.tensor(loss_of_rank_2 if dist.get_rank() == 2 else 1.0)
+    norm = gradient_norm([*parameters.values(), frozen], loss)
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters.values()], fused=True)  # a group each: a mesh each
+    optimizer.grad_scale = clip_divisor(norm, max_norm)
+    optimizer.step()
+    moments = {name: optimizer.state[p]["exp_avg"] for name, p in parameters.items()}
+    moments = {name: moment.full_tensor() if name in placed else moment for name, moment in moments.items()}
+    return {"norm": norm.item(), "moments": moments}
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    return {name: step(norm) for name, norm in MAX_NORMS.items()} | {loss: step(1.0, float(loss)) for loss in LOSSES}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Seen]:
+    ranks = run_ranks(4, steps)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("name", MAX_NORMS)
+def test_gradients_on_mixed_meshes_are_clipped_as_one_process_would(name: str, seen: dict[str, Seen]) -> None:
+    plain = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
     for p, grad in zip(plain, whole_gradients().values(), strict=True):
         p.grad = grad
     optimizer = torch.optim.AdamW(plain)
-    norm = torch.nn.utils.clip_grad_norm_(plain, max_norm or float("inf"))
+    norm = torch.nn.utils.clip_grad_norm_(plain, MAX_NORMS[name] or float("inf"))
     optimizer.step()
     assert 1 < norm < 100
-    assert got["norms"].tolist() == pytest.approx([norm.item()] * 4, rel=1e-6)
-    for (name, moment), p in zip(got["moments"].items(), plain, strict=True):
-        torch.testing.assert_close(moment, optimizer.state[p]["exp_avg"], rtol=1e-6, atol=0, msg=name)
+    assert [rank["norm"] for rank in seen[name]] == pytest.approx([norm.item()] * 4, rel=1e-6)
+    for (parameter, moment), p in zip(seen[name][0]["moments"].items(), plain, strict=True):
+        torch.testing.assert_close(moment, optimizer.state[p]["exp_avg"], rtol=1e-6, atol=0, msg=parameter)
 
 
 def test_a_gradient_below_the_limit_is_divided_by_one():
@@ -32,9 +81,6 @@ def test_a_gradient_below_the_limit_is_divided_by_one():
     assert clip_divisor(torch.tensor(8.0), 0.0) is None
 
 
-@pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
-def test_a_loss_that_is_not_finite_on_one_rank_makes_the_norm_so_on_all(loss, tmp_path):
-    out = tmp_path / "out.pt"
-    result = run(4, str(out), "1.0", loss, module="tests.distributed.clip_worker")
-    assert result.returncode == 0, result.stderr
-    assert not torch.load(out)["norms"].isfinite().any()
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_not_finite_on_one_rank_makes_the_norm_so_on_all(loss: str, seen: dict[str, Seen]) -> None:
+    assert not torch.tensor([rank["norm"] for rank in seen[loss]]).isfinite().any()

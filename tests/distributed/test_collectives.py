@@ -2,13 +2,25 @@
 order, and the bytes that each holds."""
 
 import dataclasses
-import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.launch import EAGER, run
+from parallel.collectives import record_collectives
+from parallel.mesh import build_mesh, data_parallel_group
+from tests.support.launch import EAGER
 from tests.support.simulated import TINY, simulated
+from tests.support.worlds import run_ranks
+from train.build import build_model
+from train.config import parse_config
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.step import Batch, train_step
 
+RANKS, UNEVEN = 4, "smaller-group-uneven"
 CASES = {
     "fsdp": [],
     "fsdp-tied-far-prefetch": ["--model.tie_embeddings=true", "--parallel.forward_prefetch=2", "--parallel.backward_prefetch=2"],
@@ -16,19 +28,47 @@ CASES = {
     "fsdp-tp-recompute": ["--parallel.tp=2", "--parallel.activation_checkpoint=full"],
     "replicate-tp-whole-tokens": ["--parallel.dp_replicate=2", "--parallel.tp=2", "--parallel.sequence_parallel=false",
                                   "--parallel.loss_parallel=false", "--parallel.activation_checkpoint=selective"],
-    "smaller-group-uneven": ["--parallel.reshard_after_forward=2", "--model.vocab_size=265"],
+    UNEVEN: ["--parallel.reshard_after_forward=2", "--model.vocab_size=265"],
 }  # fmt: skip
-SLOW = ("fsdp-tied-far-prefetch", "smaller-group-uneven")
+SLOW = ("fsdp-tied-far-prefetch", UNEVEN)  # to simulate them
+
+
+def step(arguments: Sequence[str]) -> dict[str, Any]:
+    """The collectives of one step of this rank, and the bytes of parameters and optimizer state that it holds."""
+    config, device = parse_config(arguments), torch.device("cpu")
+    plan = plan_run(config, dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, device)
+    optimizer = build_optimizer(model, config.optim)
+    tokens = torch.randint(config.model.vocab_size, (plan.micro_batch_size, config.train.seq_len))
+    batches = [Batch(tokens, tokens)] * plan.accumulation
+    with record_collectives(model, plan, mesh) as collectives:
+        train_step(model, optimizer, batches, config.train.grad_clip, data_parallel_group(mesh))
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return {"collectives": [dataclasses.asdict(collective) for collective in collectives],
+            "held": {"params": bytes_of(model.parameters()), "optimizer": bytes_of(state)}}  # fmt: skip
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum((t.to_local() if hasattr(t, "to_local") else t).untyped_storage().nbytes() for t in tensors)
+
+
+def steps(cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    return {name: step(arguments) for name, arguments in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[str, dict[str, Any]]]:
+    """By rank and case."""
+    return run_ranks(RANKS, steps, {name: [*TINY, *EAGER, *keys] for name, keys in CASES.items()})
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES])
-def test_real_processes_do_what_the_simulation_says(case, tmp_path):
-    arguments = [*TINY, *EAGER, *CASES[case]]
-    result = run(4, str(tmp_path), *arguments, module="tests.distributed.collectives_worker")
-    assert result.returncode == 0, result.stderr
-    for rank in range(4):
-        real = json.loads((tmp_path / f"{rank}.json").read_text())
-        simulation = simulated(4, *arguments, rank=rank)
-        assert len(real["collectives"]) > 5
-        assert real["collectives"] == [dataclasses.asdict(collective) for collective in simulation.collectives]
-        assert real["held"] == {"params": simulation.memory.params, "optimizer": simulation.memory.optimizer}
+def test_real_processes_do_what_the_simulation_says(case: str, real: list[dict[str, dict[str, Any]]]) -> None:
+    """Where all sizes divide, the ranks do alike, and each case has one of them simulated."""
+    for rank in range(RANKS):
+        asked = rank if case == UNEVEN else list(CASES).index(case) % RANKS
+        seen, simulation = real[rank][case], simulated(RANKS, *TINY, *EAGER, *CASES[case], rank=asked)
+        assert len(seen["collectives"]) > 5
+        assert seen["collectives"] == [dataclasses.asdict(collective) for collective in simulation.collectives]
+        assert seen["held"] == {"params": simulation.memory.params, "optimizer": simulation.memory.optimizer}

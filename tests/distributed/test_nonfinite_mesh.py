@@ -1,15 +1,14 @@
 """Steps that are not finite on one rank: skipped by all, counted, and, when there are too many, explained."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.distributed.nonfinite_worker import FAULTY_STEP
-from tests.support.launch import EAGER, TINY, run, write_text
+from tests.distributed.faulty_training import FAULTY_STEP, Case, train_all
+from tests.support.launch import EAGER, TINY, write_text
+from tests.support.worlds import run_ranks
 from train.config import parse_config
 from train.data.split import Split
 from train.data.tokens import load_corpus
@@ -39,29 +38,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return arguments
 
 
-def run_cases(ranks: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Seen]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = run(ranks, str(folder), module="tests.distributed.nonfinite_worker")
-    assert done.returncode == 0, done.stderr
-    return {name: [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)] for name in cases}
-
-
 @pytest.fixture(scope="module", params=MESHES.items(), ids=MESHES)
-def seen(request: pytest.FixtureRequest, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+def seen(request: pytest.FixtureRequest, text: list[str]) -> dict[str, Seen]:
     """What every rank saw of every fault, on one mesh."""
     name, (ranks, mesh) = request.param
     common = [*TINY, *text, *mesh, ONE_SKIP]
-    cases: dict[str, dict[str, Any]] = {
-        fault: {"arguments": [*common, *EAGER], "fault": fault, "steps": 5}
-        for fault in (*SAID, "nan_once", "none") if name == "fsdp" or fault not in FSDP_ONLY}  # fmt: skip
-    cases["none at all"] = {"arguments": [*common, *EAGER, "--train.max_skipped_steps=0"], "fault": "nan_once", "steps": 5}
-    cases["accumulated"] = {"arguments": [*common, *EAGER, "--train.micro_batch_size=1"], "fault": "nan_output", "steps": 5}
+    faults = [fault for fault in (*SAID, "nan_once", "none") if name == "fsdp" or fault not in FSDP_ONLY]
+    cases = {fault: Case([*common, *EAGER], fault) for fault in faults}
+    cases["none at all"] = Case([*common, *EAGER, "--train.max_skipped_steps=0"], "nan_once")
+    cases["accumulated"] = Case([*common, *EAGER, "--train.micro_batch_size=1"], "nan_output")
     if name == "fsdp":
         frozen = "--train.freeze=[tok_embeddings.*,layers.0.*]"
-        cases["compiled"] = {"arguments": [*common, *COMPILED], "fault": "nan_parameter", "steps": 5}
-        cases["offloaded"] = {"arguments": [*common, *EAGER, "--parallel.cpu_offload=true"], "fault": "nan_output", "steps": 5}
-        cases["frozen"] = {"arguments": [*common, *EAGER, frozen], "fault": "nan_output", "steps": 5}
-    return run_cases(ranks, cases, tmp_path_factory.mktemp("cases"))
+        cases["compiled"] = Case([*common, *COMPILED], "nan_parameter")
+        cases["offloaded"] = Case([*common, *EAGER, "--parallel.cpu_offload=true"], "nan_output")
+        cases["frozen"] = Case([*common, *EAGER, frozen], "nan_output")
+    of_ranks = run_ranks(ranks, train_all, cases)
+    return {case: [rank[case] for rank in of_ranks] for case in cases}
 
 
 def skips(of_rank: dict[str, Any]) -> list[float]:

@@ -3,43 +3,142 @@
 Beside each stands the test that our own way is right.
 """
 
-import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from tests.support.launch import run
+from tests.support.worlds import RanksError, run_ranks
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
 only_2_13 = pytest.mark.skipif(VERSION != "2.13", reason=f"a fault of torch 2.13 (2.11 does not have it), this is {VERSION}")
+VOCAB, DIM, HEAD_DIM, TOKENS = 16, 8, 4, 8
+HANG_S = 30  # eight groups take a second
 
 
-def said(ranks: int, *arguments: str) -> str:
-    return run(ranks, *arguments, module="tests.distributed.torch_faults_worker", timeout_s=300).stdout
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def one_step(*arguments: str) -> dict:
-    return json.loads(said(2, "step", *arguments))
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(DIM), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, wait: bool) -> None:
+        super().__init__()
+        self.embedding, self.block, self.wait = nn.Embedding(VOCAB, DIM), Block(), wait
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        assert isinstance(x, AsyncCollectiveTensor), "torch's style waits for its collective now"
+        return self.block(wait_tensor(x) if self.wait else x)
+
+
+def split(model: Model, mesh: Any) -> None:
+    parallelize_module(model, mesh["tp"], {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "block.norm": SequenceParallel(),
+        "block.attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "block.attention.w[qkv]": ColwiseParallel(),
+        "block.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the block is compiled ("none": not), whether it is recomputed, and whether what the embedding hands on is waited for."""
+
+    backend: str
+    recompute: bool = False
+    wait: bool = False
+
+
+def step(way: Way) -> dict[str, Any]:
+    """One step of an embedding and a block that torch's own styles split over tp: the norm of each gradient."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    model = Model(way.wait)
+    split(model, mesh)
+    if way.recompute:
+        model.block = checkpoint_wrapper(model.block, preserve_rng_state=False)
+    if way.backend != "none":
+        model.block.compile(backend=way.backend, fullgraph=True)
+    for module in (model.embedding, model.block, model):
+        fully_shard(module, mesh=mesh["dp"])
+    model(torch.arange(TOKENS)[None]).square().sum().backward()
+    norms = {}
+    for name, p in model.named_parameters():
+        assert isinstance(p.grad, DTensor)
+        norms[name.replace("_checkpoint_wrapped_module.", "")] = p.grad.full_tensor().norm().item()
+    return norms
+
+
+def steps(ways: Sequence[Way]) -> list[dict[str, Any]]:
+    return [step(way) for way in ways]
+
+
+def failed_step(way: Way) -> dict[str, Any]:
+    """The error, at once: another rank may wait for this one."""
+    try:
+        return step(way)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def shard_in_groups(group: int | bool) -> None:
+    """FSDP2 over dp 4 x tp 2, with reshard_after_forward=group."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    for _ in range(8):
+        fully_shard(nn.Linear(DIM, DIM), mesh=mesh["dp"], reshard_after_forward=group)
 
 
 @only_2_13
 def test_torchs_own_styles_lose_the_gradient_of_an_embedding_in_front_of_a_compiled_block():
     """Ours: test_parity.py, where every tp case that compiles has the embedding's gradient of the plain process."""
-    eager, compiled = one_step("none", "keep", "-"), one_step("aot_eager", "keep", "-")
+    eager, compiled, waited = run_ranks(2, steps, [Way("none"), Way("aot_eager"), Way("aot_eager", wait=True)])[0]
     assert eager["embedding.weight"] > 1
     assert compiled.pop("embedding.weight") == 0.0, "torch is mended: parallel/tensor.py need not say so any more"
     assert compiled == pytest.approx({name: norm for name, norm in eager.items() if name != "embedding.weight"})
-    waited = one_step("aot_eager", "keep", "wait")
     assert waited == pytest.approx(eager), "waiting for the collective is what parallel/tensor.py does"
 
 
 @only_2_13
 def test_a_compiled_block_with_dtensor_weights_cannot_recompute_torchs_attention_on_a_cpu():
     """Ours: 4-1x2x2-aot_eager-full in test_parity.py, with an attention for CPUs that torch does not count as random."""
-    seen = one_step("aot_eager", "recompute", "wait")
+    seen = run_ranks(2, failed_step, Way("aot_eager", recompute=True, wait=True))[0]
     assert "expected all tensors_saved_with_vc_check to be Tensors" in seen["error"]
     assert "DeviceMesh" in seen["error"]
-    eager = one_step("none", "recompute", "wait")
+    eager = run_ranks(2, step, Way("none", recompute=True, wait=True))[0]
     assert eager["embedding.weight"] > 1
 
 
@@ -48,5 +147,6 @@ def test_resharding_to_smaller_groups_beside_tp_hangs():
     """Ours: such a plan is refused (tests/parallel/test_make_plan.py)."""
     if VERSION not in ("2.11", "2.12", "2.13"):
         pytest.skip(f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/rules.py need refuse it still")
-    assert said(8, "reshard", "true").count("through") == 8
-    assert said(8, "reshard", "2").count("through") < 8
+    run_ranks(8, shard_in_groups, True)
+    with pytest.raises(RanksError, match="no rank failed, but after"):
+        run_ranks(8, shard_in_groups, 2, limit_s=HANG_S)

@@ -1,19 +1,10 @@
-"""Trains cases one after another on one process group, and writes what each saw to a file of its own.
-
-Run by parity.py: `FOLDER`, which holds cases.json: {case: {"arguments": [...], "steps": N, "change": ""}}. A case that
-fails writes its traceback instead, and the next one runs, if all ranks are still there for it.
-"""
+"""What a rank of the parity tests does (parity.py): trains cases one after another, and writes down what it sees of each."""
 
 import contextlib
-import datetime
 import faulthandler
 import gc
-import json
-import os
-import sys
-import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +27,30 @@ from train.config import Config, parse_config
 from train.data.loader import BatchShape, SampleOrder, TrainLoader
 from train.data.sequences import make_sequence_shape
 from train.data.tokens import load_corpus
-from train.ending import end_process
 from train.evaluation import mean_loss, score_sets
 from train.optim import build_optimizer, learning_rate, set_learning_rate
-from train.place import Place, read_place
 from train.planning import plan_run
-from train.runtime import start_process
 from train.step import Batch, train_step
 
-CASE_LIMIT_S = 900  # a case that hangs ends the process with every thread's stack on stderr
-AGREE_S = 120  # how long a rank whose case has ended waits for the others
+CASE_LIMIT_S = 300  # a case that hangs ends the process with every thread's stack on stderr
+
+
+@dataclass(frozen=True)
+class Case:
+    """Config overrides, how many steps, and what `changed` changes."""
+
+    arguments: Sequence[str]
+    steps: int
+    change: str = ""
 
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train_case(config: Config, steps: int, place: Place, device: torch.device) -> dict[str, Any]:
+def train_case(config: Config, steps: int) -> dict[str, Any]:
     """The journey of train.main, with a look at everything on the way. Every rank's result; rank 0's counts."""
-    plan = plan_run(config, place.world_size)
+    plan, device = plan_run(config, dist.get_world_size()), torch.device("cpu")
     assert plan.mesh.world_size == dist.get_world_size()
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config, plan, mesh, device)
@@ -120,34 +116,22 @@ def changed(name: str) -> Iterator[None]:
             setattr(where, what, value)
 
 
-def main() -> None:
-    folder, place, device = Path(sys.argv[1]), read_place(), torch.device("cpu")
-    cases = json.loads((folder / "cases.json").read_text())
-    store = dist.FileStore(str(folder / "agreement"), place.world_size)
-    start_process(parse_config([]).run, place, device)
-    for case, what in cases.items():
+def train_cases(folder: Path, cases: Mapping[str, Case]) -> None:
+    """Rank 0 writes what it saw of each case to FOLDER/CASE as soon as all ranks are through with it.
+
+    The first case that fails ends the process group: what state it leaves behind is no ground for another.
+    """
+    for name, case in cases.items():
         faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
-        start = time.perf_counter()
         torch._dynamo.reset()
         counters.clear()
-        try:
-            with changed(what["change"]):
-                result = train_case(parse_config(what["arguments"]), what["steps"], place, device)
-        except BaseException:
-            result = {"error": f"rank {place.rank}: {traceback.format_exc()}"}
-        if place.is_main or "error" in result:
-            torch.save({**result, "wall_s": time.perf_counter() - start}, folder / f".{case}.{place.rank}")
-            os.rename(folder / f".{case}.{place.rank}", folder / f"{case}.{place.rank}")
+        torch.manual_seed(0)
+        with changed(case.change):
+            result = train_case(parse_config(case.arguments), case.steps)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            torch.save(result, folder / f"{name}.part")
+            (folder / f"{name}.part").rename(folder / name)
         del result
         gc.collect()
-        store.set(f"{case}.{place.rank}", "ended")
-        try:
-            store.wait([f"{case}.{rank}" for rank in range(place.world_size)], datetime.timedelta(seconds=AGREE_S))
-        except RuntimeError:  # a rank waits in a collective that this one will never join
-            os._exit(1)
-    dist.destroy_process_group()
-    end_process(0)
-
-
-if __name__ == "__main__":
-    main()
+    faulthandler.cancel_dump_traceback_later()

@@ -1,11 +1,8 @@
-"""Trains with faults put in, under the guard of the loop. Run by test_nonfinite_mesh.py: `FOLDER`, which holds cases.json:
-name -> {arguments, fault, steps}. Each rank writes what it saw to NAME.RANK.json."""
+"""What a rank of test_nonfinite_mesh.py does: trains with faults put in, under the guard of the loop."""
 
-import json
 import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +12,26 @@ from torch.distributed.tensor import DTensor
 
 from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from train.build import build_model
-from train.config import Config, parse_config
+from train.config import parse_config
 from train.data.loader import BatchShape, SampleOrder, TrainLoader
 from train.data.sequences import make_sequence_shape
 from train.data.tokens import load_corpus
-from train.ending import end_process
 from train.nonfinite import FiniteGuard, NonFiniteError
 from train.optim import build_optimizer
-from train.place import read_place
 from train.planning import plan_run
-from train.runtime import start_process
 from train.step import train_step
 
 FAULTY_STEP, FAULTY_RANK = 3, 1
 Now = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Config overrides, and which fault is put in."""
+
+    arguments: Sequence[str]
+    fault: str
+    steps: int = 5
 
 
 def faulty(now: Now) -> bool:
@@ -99,8 +102,10 @@ def count_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def train(config: Config, fault: str, steps: int) -> dict[str, Any]:
+def train(case: Case) -> dict[str, Any]:
     """Steps with the guard as the loop has it, until it stops them."""
+    torch._dynamo.reset()
+    config, fault = parse_config(case.arguments), case.fault
     plan = plan_run(config, dist.get_world_size())
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config, plan, mesh, torch.device("cpu"))
@@ -116,7 +121,7 @@ def train(config: Config, fault: str, steps: int) -> dict[str, Any]:
     hooks = count_hooks(model)
     seen: dict[str, Any] = {"steps": [], "lines": [], "error": None, "data_rank": shape.data_rank}
     try:
-        for step in range(1, steps + 1):
+        for step in range(1, case.steps + 1):
             now["step"] = step
             data = loader.next()
             seen["tokens"] = torch.cat([batch.tokens for batch in data.micro_batches]).tolist()
@@ -136,16 +141,6 @@ def train(config: Config, fault: str, steps: int) -> dict[str, Any]:
     return seen | {"skipped": guard.skipped}
 
 
-def main() -> None:
-    folder, place = Path(sys.argv[1]), read_place()
-    start_process(parse_config([]).run, place, torch.device("cpu"))
-    for name, case in json.loads((folder / "cases.json").read_text()).items():
-        torch._dynamo.reset()
-        seen = train(parse_config(case["arguments"]), case["fault"], case["steps"])
-        (folder / f"{name}.{place.rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
-    end_process(0)
-
-
-if __name__ == "__main__":
-    main()
+def train_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
+    """What this rank saw of each case."""
+    return {name: train(case) for name, case in cases.items()}
