@@ -1,0 +1,153 @@
+"""Puts known faults into the product, one at a time, and sees which test notices: `python -m tests.soak.faults -h`."""
+
+import argparse
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.soak.faults.broken import BROKEN
+from tests.soak.faults.fault import Fault
+from tests.soak.faults.measure import LINES, SECONDS, measure
+from tests.soak.faults.mended import MENDED
+from tests.soak.faults.reach import Measured, choose_tests, read_measured
+from tests.soak.faults.record import Outcome, Record, read_record, to_line, to_table
+from tests.soak.faults.source import FaultError, Place, find_places, put_in, restore
+from tests.soak.faults.trial import Limits, try_tests
+
+ROOT = Path(__file__).parents[3]
+FAULTS = (*MENDED, *BROKEN)
+RECORDS = Path(__file__).parent / "records"
+ROUNDS = 3  # of tests that turn out to fail without any fault, and are left out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what is asked; 0 if every fault was caught."""
+    options, rest = make_parser().parse_known_args(arguments)
+    if rest and options.command != "coverage":
+        raise FaultError(f"unknown: {' '.join(rest)}")
+    if options.command == "coverage":
+        return measure(options.at.resolve(), options.into.resolve(), [one for one in rest if one != "--"])
+    if options.command == "check":
+        for name, place in find_places(options.at.resolve(), FAULTS).items():
+            print(f"{name}: {place.path}:{min(place.lines)}")
+        return 0
+    if options.command == "show":
+        print(to_table(read_record(options.record, "")))
+        return 0
+    with scratch_copy(options.at) as root:
+        record = run_all(root, options)
+    print(to_table(record))
+    return int(not all(one.caught for one in record.faults.values()))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.faults", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
+        epilog="First `coverage --into FOLDER -- -m 'not slow' tests`, which takes longer than the tests alone; then\n"
+               "`run --measured FOLDER --record FILE`. Stopped, it goes on with the faults that its record lacks.")  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="that every snippet stands exactly once in the product")
+    cover = commands.add_parser("coverage", help="measure which lines each test reaches; what follows -- goes to pytest")
+    cover.add_argument("--into", type=Path, required=True, metavar="FOLDER", help="a new folder for what is measured")
+    for command in (check, cover):
+        command.add_argument("--at", type=Path, default=ROOT, metavar="FOLDER", help="a checkout (default: this one)")
+    show = commands.add_parser("show", help="print a record as a table")
+    run = commands.add_parser("run", help="put in one fault after the other, and run the tests that reach it")
+    for command in (show, run):
+        command.add_argument("--record", type=Path, default=RECORDS / "after.json", metavar="FILE", help="of outcomes, JSON")
+    run.add_argument("--at", type=Path, metavar="FOLDER", help="put the faults in here (default: a clone of the last commit)")
+    run.add_argument("--measured", type=Path, metavar="FOLDER", help="what `coverage` has written")
+    run.add_argument("--lines", type=Path, metavar="FILE", help="coverage's data, in place of that of --measured")
+    run.add_argument("--seconds", type=Path, metavar="FILE", help="JSON lines [test, seconds, ...], in place of --measured's")
+    run.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
+    run.add_argument("--again", choices=("survived", "all"), help="try those again that survived, or all")
+    run.add_argument("--most", type=int, default=40, metavar="N", help="tests for a fault (default 40)")
+    run.add_argument("--fault_s", type=float, default=120.0, help="after which no test of a fault is begun (default 120)")
+    run.add_argument("--test_s", type=float, default=60.0, help="after which a test hangs (default 60; or ten times its usual)")
+    run.add_argument("--hours", type=float, default=1.5, help="after which no fault is begun (default 1.5)")
+    return parser
+
+
+@contextmanager
+def scratch_copy(at: Path | None) -> Iterator[Path]:
+    """The folder named, or a clone of the last commit, which goes in the end."""
+    if at is not None:
+        yield at.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="faults-clone-", ignore_cleanup_errors=True) as name:
+        subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), name], check=True)
+        yield Path(name)
+
+
+def run_all(root: Path, options: argparse.Namespace) -> Record:
+    """Every fault that the record lacks; then the tests that caught one without any, and again for those that fail so too."""
+    undo = options.record.resolve().with_suffix(".undo")
+    restore(undo)
+    deadline_s = time.monotonic() + options.hours * 3600
+    places = find_places(root, FAULTS)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False).stdout
+    record = read_record(options.record.resolve(), commit.strip())
+    measured = _measured(options, places.values())
+    wanted = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    forget = {fault.name for fault in wanted} if options.again else set()
+    kept = (lambda one: one.caught) if options.again == "survived" else (lambda one: False)
+    record.faults = {name: one for name, one in record.faults.items() if name not in forget or kept(one)}
+    for _ in range(ROUNDS):
+        for fault in wanted:
+            if fault.name not in record.faults and time.monotonic() < deadline_s:
+                outcome = try_fault(root, fault, places[fault.name], measured, options, undo, record.fail_anyway)
+                record.faults[fault.name] = outcome
+                record.faults = {one.name: record.faults[one.name] for one in FAULTS if one.name in record.faults}
+                record.write()
+                print(to_line(fault.name, outcome), flush=True)
+        if not (unsound := find_unsound(root, record, measured, options, [fault.name for fault in wanted])):
+            break
+        print(f"fail without any fault: {', '.join(unsound)}", flush=True)
+        record.fail_anyway = sorted({*record.fail_anyway, *unsound})
+        record.faults = {name: one for name, one in record.faults.items() if one.test not in unsound}
+        record.write()
+    return record
+
+
+def _measured(options: argparse.Namespace, places: Iterator[Place]) -> Measured:
+    folder = options.measured
+    lines = options.lines or (folder / LINES if folder else None)
+    seconds = options.seconds or (folder / SECONDS if folder else None)
+    return read_measured(lines, seconds, [place.path for place in places])
+
+
+def try_fault(root: Path, fault: Fault, place: Place, measured: Measured, options: argparse.Namespace, undo: Path,
+              without: Sequence[str]) -> Outcome:  # fmt: skip
+    """Put it in, run the tests that may catch it, take it out. FaultError where they could not be run."""
+    tests = choose_tests(root, fault, place, measured, options.most, without)
+    if not tests:
+        return Outcome(False, "", "no test is known to reach it", 0.0, ())
+    with put_in(root, fault, place, undo):
+        trial = try_tests(root, tests, measured.seconds, Limits(options.fault_s, options.test_s))
+    if trial.problem:
+        return Outcome(False, "", f"pytest could not run: {trial.problem}", trial.seconds, trial.began)
+    test, how = next(iter(trial.failed.items()), ("", ""))
+    return Outcome(bool(test), test, how, round(trial.seconds, 1), trial.began)
+
+
+def find_unsound(root: Path, record: Record, measured: Measured, options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Of the tests that caught these faults those that fail without any, too."""
+    catchers = sorted({one.test for name, one in record.faults.items() if name in names and "::" in one.test})
+    if not catchers:
+        return []
+    limits = Limits(3600.0, options.test_s)
+    return sorted(try_tests(root, catchers, measured.seconds, limits, to_the_end=True).failed)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a fault is taken out
+    try:
+        sys.exit(main())
+    except FaultError as error:
+        sys.exit(str(error))

@@ -1,0 +1,112 @@
+"""Faults that somebody could make: in the model, the parallelisation, training, its data and checkpoints, and the tools."""
+
+from tests.soak.faults.fault import Fault
+
+BROKEN = (
+    # The model
+    Fault("rope-scales-fast-channels", "Llama 3's RoPE scaling stretches the fast channels and leaves the slow ones",
+          "(keep + (1.0 - keep) / scaling.factor)",
+          "(keep / scaling.factor + (1.0 - keep))"),
+    Fault("gate-and-up-swapped", "gate and up projections swap names on the way from and to Hugging Face",
+          '"layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",\n'
+          '    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",\n'
+          '    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",',
+          '"layers.{}.feed_forward.w1": "model.layers.{}.mlp.up_proj",\n'
+          '    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",\n'
+          '    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.gate_proj",',
+          tests=("tests/models/test_hf.py", "tests/tools/test_convert_hf.py")),
+    Fault("tied-weight-counted-twice", "a tied embedding counts twice among the parameters",
+          '(0 if config.tie_embeddings else vocabulary // split.get("head", 1))',
+          'vocabulary // split.get("head", 1)'),
+    Fault("chunk-gradient-overwritten", "the head's gradient is that of the last chunk alone",
+          "beta=min(first, 1)",
+          "beta=0"),
+    Fault("largest-logit-of-one-rank", "the split loss does not reduce the largest logit over the ranks",
+          'largest = _all_reduce(own_largest, "max", group_name)',
+          "largest = own_largest"),
+    Fault("attention-sees-ahead", "the backward of attention on a CPU lets a token see the next one",
+          "torch.full((BLOCK, BLOCK), -torch.inf).triu_(1)",
+          "torch.full((BLOCK, BLOCK), -torch.inf).triu_(2)"),
+    # The parallelisation
+    Fault("no-sum-over-replicas", "HSDP never all-reduces gradients over its replicas",
+          "model.set_requires_all_reduce(last)",
+          "model.set_requires_all_reduce(False)"),
+    Fault("local-norm", "gradients are clipped by the norm of what a rank holds",
+          "dist.all_reduce(square)",
+          "pass"),
+    Fault("norm-gradient-of-one-rank", "the gradient of a norm is not summed over tp with sequence parallelism",
+          "weight.to_local(grad_placements=[Partial()]) if partial else weight.to_local()",
+          "weight.to_local()"),
+    Fault("scatter-not-awaited", "nobody waits for tensor parallelism's reduce-scatter",
+          '_wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))',
+          '_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name)'),
+    Fault("replicas-read-alike", "the replicas of HSDP all read the same part of the batch",
+          'mesh.get_local_rank("dp_replicate") * plan.dp_shard + mesh.get_local_rank("dp_shard")',
+          'mesh.get_local_rank("dp_shard")'),
+    Fault("last-prefetched-first", "a unit prefetches those that are needed last",
+          '(other for other in order[i + 1 :] if phase == "forward" or regathered(other))',
+          '(other for other in reversed(order[i + 1 :]) if phase == "forward" or regathered(other))'),
+    # The planner
+    Fault("memory-without-tp", "the planner takes a tensor-parallel rank's share for the whole weight",
+          "whole.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else whole",
+          "whole"),
+    Fault("best-plan-dropped", "the search leaves out the fastest plan",
+          "ranked = sorted(candidates, key=lambda c: -c.rate())",
+          "ranked = sorted(candidates, key=lambda c: -c.rate())[1:] or candidates"),
+    # A step
+    Fault("loss-not-divided", "the gradient is that of the sum over tokens, not of their mean",
+          "micro_loss = model(batch.tokens, batch.targets, batch.first) / global_tokens",
+          "micro_loss = model(batch.tokens, batch.targets, batch.first) * 1.0"),
+    Fault("not-finite-is-applied", "a step that is not finite is counted as skipped, and its update applied",
+          "optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()",
+          "skipped = 1 - grad_norm.isfinite().float()"),
+    Fault("warmup-one-late", "the warm-up begins with a step of learning rate 0",
+          "config.lr * step / config.warmup_steps",
+          "config.lr * (step - 1) / config.warmup_steps"),
+    Fault("rounding-by-place-in-shard", "stochastic rounding depends on where a rank's shard begins",
+          "whole.first + place + place // whole.columns * whole.gap",
+          "place"),
+    # Data
+    Fault("order-off-by-one", "each step begins one sequence too early in the order",
+          "first_sample += self._shape.global_batch_size",
+          "first_sample += self._shape.global_batch_size - 1"),
+    Fault("epochs-alike", "every epoch has the order of the first",
+          "np.random.SeedSequence([seed, int(epoch)])",
+          "np.random.SeedSequence([seed, 0])"),
+    Fault("documents-off-by-one", "a document sees the last token of the one before it",
+          "first[starts] = starts",
+          "first[starts] = starts - 1"),
+    Fault("resume-reads-from-the-start", "a resumed run reads its data from the beginning",
+          "TrainLoader(run.order, run.sequences, run.shape, start.samples, ",
+          "TrainLoader(run.order, run.sequences, run.shape, 0, "),
+    Fault("shards-of-another-job", "finished shards are kept though text or settings have changed",
+          "return result if whole and result.key == piece_key(job, piece) else None",
+          "return result if whole else None"),
+    # Checkpoints, and the folder of a run
+    Fault("named-before-complete", "a checkpoint has its name before its manifest",
+          "write_synced(partial / MANIFEST, manifest_to_text(manifest))\n"
+          "        flush_folder(partial)\n"
+          "        os.rename(partial, final)",
+          "os.rename(partial, final)\n"
+          "        write_synced(final / MANIFEST, manifest_to_text(manifest))\n"
+          "        flush_folder(final)"),
+    Fault("shards-not-synced", "a checkpoint is committed without the disk having its shards",
+          "os.fsync(file.fileno())\n    for future in hashed:",
+          "pass\n    for future in hashed:"),
+    Fault("hash-not-compared", "a file of the right size passes, whatever it holds",
+          'if mode == "full" and hash_file(path).sha256 != saved.sha256:',
+          "if False:"),
+    Fault("oldest-kept", "retention keeps the oldest checkpoints and deletes the newest",
+          "newest = steps[-keep:] if keep else steps",
+          "newest = steps[:keep] if keep else steps"),
+    Fault("lock-not-taken", "the lock of a run's folder is written and not taken",
+          "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+          "pass"),
+    # Tools that write files
+    Fault("export-file-too-large", "files of an export are larger than was asked for",
+          "sum(sizes[other] for other in files[-1]) + size > limit_bytes",
+          "sum(sizes[other] for other in files[-1]) > limit_bytes"),
+    Fault("float16-overflows", "an export to float16 writes infinities",
+          "if dtype == torch.float16 and bool(",
+          "if False and bool("),
+)  # fmt: skip

@@ -1,0 +1,38 @@
+"""A pytest plugin that writes down, as it happens, which test begins and which fails; it stops the session when time is up."""
+
+import json
+import os
+import time
+
+import pytest
+
+
+def _say(**entry: str) -> None:
+    with open(os.environ["FAULTS_HEARD"], "a", encoding="utf-8") as file:
+        file.write(json.dumps({**entry, "at_s": time.monotonic()}) + "\n")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _say(began=nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _say(failed=report.nodeid, when=report.when or "", why=_last_line(report.longreprtext))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _say(failed=report.nodeid, when="collect", why=_last_line(report.longreprtext))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    yield
+    if time.monotonic() > float(os.environ["FAULTS_UNTIL_S"]):
+        item.session.shouldstop = "time is up"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines() or [""]
+    return lines[0][:300]

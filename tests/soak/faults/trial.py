@@ -1,0 +1,115 @@
+"""Some tests, run until the first that fails or the time is up."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.soak.faults.measure import PLUGINS
+
+POLL_S = 0.2
+START_S = 120.0  # that pytest may take to begin the first test, more than a busy machine needs
+NOT_FOUND = 4  # pytest's exit code for a test that there is not
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: after `all_s` no test is begun, and one that takes `test_s`, or ten times its usual, hangs."""
+
+    all_s: float
+    test_s: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of it: the tests that failed, each with how; those that began; seconds; and what kept pytest from running."""
+
+    failed: Mapping[str, str]
+    began: tuple[str, ...]
+    seconds: float
+    problem: str = ""
+
+
+def try_tests(root: Path, tests: Sequence[str], usual_s: Mapping[str, float], limits: Limits, to_the_end: bool = False) -> Trial:
+    """Run the tests in this order, with a home folder of their own, which goes with all that they have started."""
+    start_s, mark = time.monotonic(), secrets.token_hex(8)
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "home").mkdir()
+        (folder / "tests").write_text("\n".join(tests) + "\n", encoding="utf-8")
+        (folder / "heard").touch()
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "COVERAGE_"))}
+        env |= {"HOME": str(folder / "home"), "MESHWRIGHT_TESTS_HOME": str(folder / "home"), "PYTHONPATH": str(PLUGINS),
+                "FAULTS_HEARD": str(folder / "heard"), "FAULTS_MARK": mark,
+                "FAULTS_UNTIL_S": str(start_s + limits.all_s)}  # fmt: skip
+        command = [sys.executable, "-m", "pytest", *([] if to_the_end else ["-x"]), "-q", "-p", "heard", "-p", "no:cacheprovider",
+                   "-p", "no:randomly", "-p", "no:xdist", "-p", "no:benchmark", f"--basetemp={folder / 'temp'}",
+                   f"@{folder / 'tests'}"]  # fmt: skip
+        with (folder / "said").open("wb") as said:
+            process = subprocess.Popen(command, cwd=root, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                                       start_new_session=True)  # fmt: skip
+            try:
+                hung = _wait(process, folder / "heard", usual_s, limits)
+            finally:
+                _end_marked(process, mark)
+        heard = _read(folder / "heard")
+        failed = {entry["failed"]: f"{entry['when']}: {entry['why']}" for entry in reversed(heard) if "failed" in entry}
+        if hung:
+            failed[hung] = "it did not end"
+        began = tuple(entry["began"] for entry in heard if "began" in entry)
+        words = (folder / "said").read_text(errors="replace").strip().splitlines()[-5:]
+        unable = not failed and (not began or process.returncode == NOT_FOUND)
+        return Trial(failed, began, time.monotonic() - start_s, "\n".join(words) if unable else "")
+
+
+def _wait(process: subprocess.Popen[bytes], heard: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
+    """Until pytest has ended; or the test that hangs."""
+    start_s = time.monotonic()
+    while process.poll() is None:
+        time.sleep(POLL_S)
+        entries = [entry for entry in _read(heard) if "began" in entry]
+        if not entries:
+            if time.monotonic() - start_s > START_S + limits.test_s:
+                return "before the first test"
+            continue
+        test = entries[-1]["began"]
+        if time.monotonic() - entries[-1]["at_s"] > max(limits.test_s, 10 * usual_s.get(test, 0.0)):
+            return str(test)
+    return ""
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half
+    return [json.loads(line) for line in lines]
+
+
+def _end_marked(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End pytest and all that has its environment, also what is in a session of its own."""
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    wanted = f"FAULTS_MARK={mark}".encode()
+    for _ in range(5):
+        living = [path for path in Path("/proc").glob("[0-9]*/environ") if _has(path, wanted)]
+        for path in living:
+            with suppress(ProcessLookupError):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+        if not living:
+            return
+        time.sleep(POLL_S)
+
+
+def _has(environ: Path, wanted: bytes) -> bool:
+    try:
+        return wanted in environ.read_bytes().split(b"\0")
+    except OSError:
+        return False
