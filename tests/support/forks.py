@@ -3,7 +3,7 @@
 Starting Python and importing torch, its compiler and our code takes about six seconds of CPU; a fork takes a hundredth of
 that. `fork` runs a function, `fork_module` does what `python -m MODULE` does. The child is a process like any other: it has
 its own environment, folder, output and signals, and is killed and waited for as one. Python's own fork server
-(multiprocessing) is the parent: no operator has run in it, and it has one thread and no process group.
+(multiprocessing) is the parent: no operator has run in it, and it has one thread and no process group (tests/support/warm.py).
 """
 
 import atexit
@@ -44,6 +44,7 @@ PRELOADED = (
     "tools.sweep",
     "tools.trace",
     "tests.support.worlds",
+    "tests.support.warm",
 )
 
 _context = multiprocessing.get_context("forkserver")
