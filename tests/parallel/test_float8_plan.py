@@ -61,8 +61,8 @@ def test_tokens_are_gathered_in_it_where_all_that_read_them_multiply_in_it(argum
 
 def test_tokens_in_it_are_half_the_bytes_of_bfloat16() -> None:
     def sent(*arguments: str) -> dict[tuple[str, str], float]:
-        config = parse_config([*LLAMA_8B, "--model.n_layers=2", "--train.seq_len=1024", TENSORWISE, "--parallel.tp=2", "--parallel.float8.min_dim=16",
-                               "--parallel.compile.enabled=false", *arguments])  # fmt: skip
+        config = parse_config([*LLAMA_8B, "--model.n_layers=2", "--train.seq_len=1024", TENSORWISE, "--parallel.tp=2",
+                               "--parallel.float8.min_dim=16", "--parallel.compile.enabled=false", *arguments])  # fmt: skip
         totals: dict[tuple[str, str], float] = {}
         for done in simulate_run(config, plan_run(config, 2)).collectives:
             if done.unit == "layers.1" and done.bytes > 1e6:

@@ -169,7 +169,8 @@ LARGEST, SUMS = BATCH * TOKENS * FP32 // CHUNKS, 2 * BATCH * TOKENS * FP32 // CH
 NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient from its tokens
 
 
-@pytest.mark.parametrize(("sequence_parallel", "loss_parallel"), [(True, True), (False, False), slow(True, False), slow(False, True)])
+@pytest.mark.parametrize(("sequence_parallel", "loss_parallel"),
+                         [(True, True), (False, False), slow(True, False), slow(False, True)])  # fmt: skip
 def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
     keys = (f"--parallel.sequence_parallel={sequence_parallel}", f"--parallel.loss_parallel={loss_parallel}".lower())
     got = of_axis(simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp")
