@@ -81,7 +81,8 @@ def test_attention_in_auto_is_what_bfloat16_has() -> None:
 
 @pytest.mark.parametrize("plan", ["manual", "auto"])
 def test_the_plan_tool_takes_bfloat16_for_a_gpu(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["--train.global_batch_size=-1", "--model.n_layers=1", *EAGER, f"--parallel.plan={plan}"]
+    keys = ["--train.global_batch_size=-1", "--model.n_layers=1", *EAGER, f"--parallel.plan={plan}",
+            "--parallel.activation_checkpoint=none", "--train.micro_batch_size=1"]  # fmt: skip
     plan_main(["--config=llama_debug", "--gpus=2", "--gpu=h200", *keys, "--json"])
     units = json.loads(capsys.readouterr().out)["plan"]["units"]
     assert {unit["param_dtype"] for unit in units} == {"bfloat16"}

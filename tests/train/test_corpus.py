@@ -33,13 +33,22 @@ def documents_in(split: Split) -> list[str]:
     return texts
 
 
-@pytest.fixture
-def many(tmp_path: Path) -> DataConfig:
-    """60 documents, of which about a quarter is held out."""
-    folder = tmp_path / "many"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 documents, a tokenizer.json, and the documents prepared with it. Not to be changed."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "many").mkdir()
     for i in range(60):
-        (folder / f"{i:02d}.txt").write_text(f"document {i} é\n" * (i + 1))
+        (folder / "many" / f"{i:02d}.txt").write_text(f"document {i} é\n" * (i + 1))
+    bpe = train_bpe(folder / "bpe")
+    prepare(str(folder / "many"), str(bpe), "auto", "auto", folder / "prepared", PrepareSettings(held_out=0.25))
+    return folder
+
+
+@pytest.fixture
+def many(made: Path, tmp_path: Path) -> DataConfig:
+    """60 documents, of which about a quarter is held out."""
+    folder = Path(shutil.copytree(made / "many", tmp_path / "many"))
     return DataConfig(source=str(folder), held_out=0.25, cache_dir=str(tmp_path / "cache"))
 
 
@@ -90,11 +99,12 @@ def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(chang
     assert before.items() <= caches(many).items()
 
 
-def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(many: DataConfig) -> None:
+@pytest.mark.parametrize("rounds", [10, pytest.param(60, marks=pytest.mark.slow)])
+def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(rounds: int, many: DataConfig) -> None:
     """Many rounds: whoever ends removes the folder of the work while others wait for it, and each moment of that must do."""
     for name in sorted(os.listdir(many.source))[3:]:
         os.remove(Path(many.source, name))
-    for i in range(60):
+    for i in range(rounds):
         config = replace(many, cache_dir=f"{many.cache_dir}-{i}")
         with ThreadPoolExecutor(6) as pool:
             corpora = list(pool.map(load_corpus, [config] * 6))
@@ -117,11 +127,10 @@ def test_a_name_that_is_not_utf8_is_a_name(many: DataConfig) -> None:
 
 
 @pytest.fixture
-def prepared(many: DataConfig, tmp_path: Path) -> Path:
+def prepared(made: Path, tmp_path: Path) -> Path:
     """The same documents, prepared with a tokenizer.json."""
-    bpe = train_bpe(tmp_path / "bpe")
-    prepare(many.source, str(bpe), "auto", "auto", tmp_path / "prepared", PrepareSettings(held_out=0.25))
-    return tmp_path / "prepared"
+    shutil.copytree(made / "bpe", tmp_path / "bpe")
+    return Path(shutil.copytree(made / "prepared", tmp_path / "prepared"))
 
 
 def with_cache(prepared: Path, **keys: object) -> DataConfig:

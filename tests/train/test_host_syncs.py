@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.launch import EAGER, TINY, run, write_text
 
-REPORT_EVERY, STEPS = 5, 15
+REPORT_EVERY, STEPS = 3, 8
 # What a step reads between reports, on a CPU: the flag that says whether it was skipped, which a GPU copies to the host by
 # itself; and, over gloo and always on the host, whether another rank has asked to stop.
 NAMED = {"train/nonfinite.py FiniteGuard._read": 1, "train/stop.py Stop._anyone_asked": 1}

@@ -2,51 +2,57 @@
 
 import dataclasses
 import re
-import subprocess
+import resource
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import train.loop
 from parallel.planner.hardware import load_hardware
-from tests.support.launch import EAGER, ROOT, TINY, environment, read_status, write_text
+from tests.support.forks import fork
+from tests.support.launch import EAGER, TINY, read_status, write_text
 from train.config import parse_config
+from train.main import main
 from train.out_of_memory import is_out_of_memory
 from train.planning import plan_run
 from train.predict import predict_memory
 from train.savings import largest_savings
-
-# Step 2 may take as much memory as the process has, and a little more.
-LIMITED = """
-import resource, sys
-import train.loop as loop
 from train.step import train_step
-steps = []
-def limited(*arguments):
-    steps.append(1)
-    if len(steps) == 2:
-        pages = int(open("/proc/self/statm").read().split()[5])  # data and stack
-        resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
-    try:
-        return train_step(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-loop.train_step = limited
-from train.main import main
-main(sys.argv[1:])
-"""
+
 BATCH = ["--train.micro_batch_size=2048", "--train.global_batch_size=2048", "--parallel.loss_chunk_tokens=0"]
 
 
+def main_with_a_limit(arguments: list[str]) -> None:
+    """train.main, whose step 2 may take as much memory as the process has, and a little more."""
+    steps = 0
+
+    def limited(*of_step: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
+            resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
+        try:
+            return train_step(*of_step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    train.loop.train_step = limited  # type: ignore[assignment]
+    main(arguments)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's data is Linux's")
-def test_a_run_that_runs_out_of_memory_says_where_it_went_and_what_would_help(tmp_path) -> None:
+def test_a_run_that_runs_out_of_memory_says_where_it_went_and_what_would_help(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     arguments = [*TINY, *EAGER, *BATCH, *data, "--train.steps=3", "--metrics.tensorboard=false", f"--run.dir={tmp_path / 'run'}"]
-    line = [sys.executable, "-c", LIMITED, *arguments]
-    result = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    said = result.stderr[result.stderr.index("OutOfMemory: ") :].splitlines()
+    process = fork(main_with_a_limit, arguments, output=tmp_path / "out", errors=tmp_path / "err")
+    assert process.wait(120) == 1
+    stderr = (tmp_path / "err").read_text()
+    assert "Traceback" not in stderr
+    said = stderr[stderr.index("OutOfMemory: ") :].splitlines()
     assert "rank 0 ran out of memory" in said[0]
     assert "you tried to allocate" in said[0]
     assert re.match(r"  resident, in GiB: params 0\.00, optimizer 0\.00, process at its peak \d+\.\d\d$", said[1])
@@ -69,7 +75,7 @@ def test_what_counts_as_running_out_of_memory() -> None:
 
 
 def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
-    keys = ["--model.dim=256", "--model.n_layers=4", "--model.ffn_dim=1024", "--train.seq_len=512", "--train.micro_batch_size=4"]
+    keys = ["--model.dim=256", "--model.n_layers=4", "--model.ffn_dim=1024", "--train.seq_len=512", "--train.micro_batch_size=4", *EAGER]
     config = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16"])
     plan, hardware = plan_run(config, 4, attention="cudnn"), load_hardware()["h100-sxm"]
     savings = largest_savings(config, plan, hardware, 4)

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,28 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import Fork, fork
 from tests.train.texts import files_of, odd_texts, prepare_bytes, processes_of, texts_of, train_bpe, write_jsonl
 from train.data.config import DataError
-from train.data.preparing.prepare import PrepareSettings, prepare
+from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.store import Manifest
 
-ROOT = Path(__file__).parents[2]
-SETTINGS = PrepareSettings(held_out=0.1, shard_bytes=40_000)
-CODE = """
-import sys
-from pathlib import Path
-from train.data.preparing.prepare import PrepareSettings, prepare
-source, tokenizer, out, workers = sys.argv[1:]
-try:
-    prepare(source, tokenizer, "auto", "auto", Path(out), PrepareSettings(0.1, "text", 40_000, int(workers)))
-except ValueError as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-"""
+SETTINGS = PrepareSettings(held_out=0.1, shard_bytes=20_000)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", odd_texts(40_000, seed=7, mean_bits=15))
+    return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", odd_texts(10_000, seed=7, mean_bits=15))
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +34,42 @@ def whole(source: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactor
     """What comes of it undisturbed."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     prepare(str(source), str(tokenizer), "auto", "auto", folder, SETTINGS)
+    assert len(list(folder.glob("train-*.bin"))) > 20
     return files_of(folder)
 
 
-def start(source: Path, tokenizer: Path, out: Path, workers: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CODE, str(source), str(tokenizer), str(out), str(workers)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def start(source: Path, tokenizer: Path, out: Path, workers: int, stop_at: int, act: Callable[[], object]) -> Fork:
+    """A process that prepares, with its workers in a session of its own; it does `act` once so many shards are finished."""
+    return fork(run_preparation, source, tokenizer, out, workers, stop_at, act, output=out.with_name("said"))
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+def run_preparation(source: Path, tokenizer: Path, out: Path, workers: int, stop_at: int, act: Callable[[], object]) -> None:
+    os.setsid()
+
+    def watch(_progress: Progress) -> None:
+        if len(results(out)) >= stop_at:
+            act()
+
+    settings = PrepareSettings(SETTINGS.held_out, "text", SETTINGS.shard_bytes, workers)
+    try:
+        prepare(str(source), str(tokenizer), "auto", "auto", out, settings, watch)
+    except DataError as error:
+        raise SystemExit(f"DataError: {error}") from None
+
+
+def kill_session() -> None:
+    """The process that calls it, and its workers with it: they see that their pipes are closed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_worker() -> None:
+    """One of the workers of the process that calls it, unless that was done."""
+    workers = [pid for pid in processes_of(os.getpid()) if pid != os.getpid()]
+    if len(workers) == 2:
+        os.kill(workers[0], signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "waited too long"
@@ -66,36 +81,32 @@ def results(out: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_three_times_it_keeps_finished_shards_and_ends_the_same(
+def test_killed_twice_it_keeps_finished_shards_and_ends_the_same(
     workers: int, source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out, kept = tmp_path / "out", {}
-    for _ in range(3):
-        process = start(source, tokenizer, out, workers)
-        before = len(kept)
-        wait_for(lambda: len(results(out)) >= before + 3)  # noqa: B023
-        process.kill()
-        process.communicate()
+    for _ in range(2):
+        process = start(source, tokenizer, out, workers, len(kept) + 3, kill_session)
+        assert process.wait(60) == -signal.SIGKILL
         wait_for(lambda: not processes_of(process.pid))  # noqa: B023
         assert not out.exists()
         shards = out.with_name(".out.partial") / "data"
         done = {f"train-{path.stem}.bin": (shards / f"train-{path.stem}.bin").stat() for path in results(out)}
+        assert len(done) >= len(kept) + 3
         assert all(os.path.samestat(done[name], stat) for name, stat in kept.items())
         assert all(done[name].st_mtime_ns == stat.st_mtime_ns for name, stat in kept.items())
         kept = done
-    process = start(source, tokenizer, out, 3 - workers)
-    assert process.communicate()[1] == ""
+    prepare(str(source), str(tokenizer), "auto", "auto", out, PrepareSettings(0.1, "text", 20_000, 3 - workers))
     assert all(os.path.samestat((out / name).stat(), stat) for name, stat in kept.items())
     assert files_of(out) == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "said"] == ["out"]
 
 
 def test_a_dead_worker_is_an_error_that_says_so(source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = start(source, tokenizer, out, 2)
-    wait_for(lambda: results(out))
-    os.kill(next(pid for pid in processes_of(process.pid) if pid != process.pid), signal.SIGKILL)
-    said = process.communicate(timeout=30)[1]
+    process = start(source, tokenizer, out, 2, 1, kill_worker)
+    assert process.wait(60) == 1
+    said = (tmp_path / "said").read_text()
     assert re.search(r"DataError: a worker process of the preparation \(pid \d+\) was killed by SIGKILL.*start again", said), said
     assert processes_of(process.pid) == []
     assert results(out)
@@ -107,10 +118,7 @@ def test_a_kept_shard_that_was_damaged_is_made_again(
     source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = start(source, tokenizer, out, 1)
-    wait_for(lambda: len(results(out)) >= 3)
-    process.kill()
-    process.communicate()
+    assert start(source, tokenizer, out, 1, 3, kill_session).wait(60) == -signal.SIGKILL
     shards = out.with_name(".out.partial") / "data"
     (shards / "train-00000.bin").write_bytes(whole["train-00000.bin"][:-2] + b"\0\0")
     (shards / "train-00001.ends").unlink()

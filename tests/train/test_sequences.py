@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.llama import Llama, LlamaConfig, init_weights
@@ -22,6 +22,7 @@ from train.evaluation import score_sets
 from train.step import Batch
 
 BOS, EOS = 1, 2
+FEW = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def split_of(documents: list[list[int]], cuts: tuple[int, ...] = ()) -> Split:
@@ -39,7 +40,7 @@ def rows(*indices: int) -> np.ndarray:
 documents_strategy = st.lists(st.lists(st.integers(3, 60000), min_size=1, max_size=30), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(FEW, max_examples=100)
 @given(documents=documents_strategy, data=st.data())
 def test_a_split_reads_as_one_stream_wherever_its_shards_end(documents, data):
     cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(documents) - 1))))) if len(documents) > 1 else ()
@@ -156,7 +157,7 @@ def test_padded_documents_train_as_documents_alone_whatever_the_padding_is(model
 # Mixtures
 
 
-@settings(max_examples=100, deadline=None)
+@settings(FEW, max_examples=100)
 @given(weights=st.lists(st.floats(1e-4, 100), min_size=1, max_size=6).map(tuple))
 def test_shares_are_the_weights_to_a_ten_thousandth(weights):
     counts = shares(weights)
@@ -166,7 +167,7 @@ def test_shares_are_the_weights_to_a_ten_thousandth(weights):
         assert all(abs(n - w / sum(weights) * CYCLE) < 1 + len(weights) for n, w in zip(counts, weights, strict=True))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(FEW, max_examples=50)
 @given(first=st.integers(0, 3 * CYCLE), count=st.integers(1, 500), seed=st.integers(0, 5))
 def test_each_source_is_drawn_from_in_its_own_order_without_gaps_wherever_one_begins(first, count, seed):
     weights = (0.6, 0.3, 0.1)

@@ -219,13 +219,13 @@ def import_targets(folder: Path) -> Iterator[Target]:
 
 
 Maker = Callable[[Path], Iterator[Target]]
-MAKERS: dict[str, tuple[Maker, int]] = {  # and how many of a thousand mutants
-    "configs": (config_targets, 300),
-    "plans": (plan_targets, 200),
-    "data": (data_targets, 200),
+MAKERS: dict[str, tuple[Maker, int]] = {  # and how many mutants
+    "configs": (config_targets, 60),
+    "plans": (plan_targets, 80),
+    "data": (data_targets, 150),
     "checkpoints": (checkpoint_targets, 100),
-    "hf": (hf_targets, 100),
-    "imports": (import_targets, 100),
+    "hf": (hf_targets, 90),
+    "imports": (import_targets, 50),
 }
 
 
@@ -372,7 +372,7 @@ def sweep(make: Maker, count: int, seed: int, outside: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_thousand_mutants_are_read_or_refused(kind: str, canaries: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mutants_are_read_or_refused(kind: str, canaries: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make, count = MAKERS[kind]
     faults = sweep(make, count, 1, canaries)
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
@@ -383,7 +383,8 @@ def test_a_thousand_mutants_are_read_or_refused(kind: str, canaries: Path, capfd
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
-def test_ten_thousand_mutants_are_read_or_refused(kind: str, canaries: Path) -> None:
+def test_many_other_mutants_are_read_or_refused(kind: str, canaries: Path) -> None:
     make, count = MAKERS[kind]
-    faults = sweep(make, 10 * count, 2, canaries)
-    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
+    seed = random.SystemRandom().randrange(10**6)
+    faults = sweep(make, 2 * count, seed, canaries)
+    assert not faults, f"{len(faults)} faults with seed {seed}:\n" + "\n".join(faults[:20])
