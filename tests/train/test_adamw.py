@@ -12,8 +12,9 @@ from torch import Tensor
 
 from models.llama import Llama, LlamaConfig, init_weights
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.support.launch import EAGER, TINY, run
-from tests.train import adamw_mesh_worker
+from tests.support.launch import EAGER, TINY
+from tests.support.worlds import run_ranks
+from tests.train.adamw_on_ranks import compare_kernel, train, train_on_meshes
 from tests.train.test_step import READS, Count, make_batches
 from train.adamw import RoundedAdamW
 from train.build import build_model
@@ -169,22 +170,13 @@ def test_in_float32_it_is_torchs_adamw() -> None:
         torch.testing.assert_close(mine.state[ours][key], torchs.state[plain][key], rtol=1e-6, atol=1e-7, msg=key)
 
 
-@pytest.mark.parametrize("stored", [F32, BF16])
-def test_the_kernel_of_a_gpu_does_the_same_to_the_bit(stored: torch.dtype, kernel_lines: list[str]) -> None:
-    lines = [line for line in kernel_lines if line.startswith(str(stored))]
-    assert len(lines) == 2 * 2 * 5, "moments in two dtypes, a step and a skipped one, five sizes"
-    assert [line for line in lines if "differ: moved:" not in line] == []
-    skipped = [line for line in lines if " 1.0 " in line]
-    assert all(line.endswith("moved:") for line in skipped)
-    assert all("moved: parameter exp_avg" in line for line in lines if line not in skipped)
-
-
-@pytest.fixture(scope="module")
-def kernel_lines() -> list[str]:
+def test_the_kernel_of_a_gpu_does_the_same_to_the_bit() -> None:
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    done = run(1, module="tests.train.adamw_kernel_worker", **interpreted)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    (results,) = run_ranks(1, compare_kernel, **interpreted)
+    assert len(results) == 2 * 2 * 2 * 5, "parameters and moments in two dtypes, a step and a skipped one, five sizes"
+    assert [result for result in results if result[3]] == []
+    for parameter, moment, skip, _, moved in results:
+        assert moved[:2] == ([] if skip else ["parameter", "exp_avg"]), (parameter, moment)
 
 
 # The optimizer
@@ -238,14 +230,10 @@ def test_another_seed_rounds_otherwise() -> None:
     assert not torch.equal(models[0].head.output.weight, models[1].head.output.weight)
 
 
-def test_the_bits_are_the_same_on_any_mesh(tmp_path) -> None:
+def test_the_bits_are_the_same_on_any_mesh() -> None:
     arguments = [*TINY, *EAGER, *BFLOAT16, "--model.ffn_dim=66", "--model.vocab_size=258"]
-    done = run(2, str(tmp_path / "two"), *arguments, module="tests.train.adamw_mesh_worker")
-    assert done.returncode == 0, done.stderr
-    start_process(parse_config([]).run, Place(0, 1, 0, 1, False), torch.device("cpu"))
-    alone = adamw_mesh_worker.train(arguments)
-    dist.destroy_process_group()
-    for mesh in torch.load(tmp_path / "two"):
+    (alone,) = run_ranks(1, train, arguments)
+    for mesh in run_ranks(2, train_on_meshes, arguments)[0]:
         assert mesh.keys() == alone.keys()
         assert [name for name, value in alone.items() if not torch.equal(mesh[name], value)] == []
 

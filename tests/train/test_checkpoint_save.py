@@ -13,57 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from parallel.mesh import build_mesh
-from tests.support.launch import EAGER, ROOT, TINY, command, environment
-from train.build import build_model
+import train.main
+from tests.support.forks import fork
+from tests.support.launch import EAGER, TINY
+from tests.support.worlds import run_ranks
+from tests.train.checkpoint_saves import KILLS, TEXTS, Trainer, names, save_with_a_fault, save_with_one_killed
 from train.checkpoint import folder as folder_module
 from train.checkpoint import saver as saver_module
-from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.manifest import MANIFEST, Position
-from train.checkpoint.saver import Saved, Saver
+from train.checkpoint.manifest import MANIFEST
 from train.checkpoint.verify import verify_alone
-from train.config import parse_config
-from train.optim import build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
 
-TEXTS = {"config.yaml": "run: {}\n", "plan.yaml": "plan\n"}
 LARGE = {"config.yaml": "x" * 2_000_000}
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "beside"])
 
 
-class Trainer:
-    """A model and its optimizer in this process, and what saves them."""
-
-    def __init__(self) -> None:
-        config = parse_config([*TINY, *EAGER])
-        plan = plan_run(config, 1)
-        self.mesh = build_mesh(plan.mesh, "cpu")
-        self.model: Any = build_model(config, plan, self.mesh, torch.device("cpu"))
-        self.optimizer = build_optimizer(self.model, config.optim)
-
-    def save(self, folder: Path, step: int, texts: dict[str, str] = TEXTS, **settings: Any) -> Saved:
-        saver = Saver(CheckpointConfig(**settings), folder, self.model, self.optimizer, self.mesh, texts, lambda: 2**30)
-        saver.save(Position(step, 8 * step, 0, 32, 1, "data"))
-        saver.wait()
-        (news,) = saver.news()
-        assert saver.failed == news.error
-        assert (news.path is None) == bool(news.error)
-        return news
-
-
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
-    threads = torch.get_num_threads()
-    start_process(parse_config([]).run, Place(0, 1, 0, 1, False), torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Trainer()
     dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -75,10 +46,6 @@ def file_limit(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @BOTH
@@ -116,10 +83,9 @@ def test_a_full_disk_leaves_what_was_committed(
 @BOTH
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_committed(value: float, asynchronous: bool, trainer: Trainer, tmp_path: Path) -> None:
-    weight = trainer.model.head.output.weight
-    (weight.to_local() if hasattr(weight, "to_local") else weight).data[-1, 3] = value
+    trainer.own_weight[-1, 3] = value
     said = trainer.save(tmp_path, 1, asynchronous=asynchronous).error
-    assert said == "model.head.output.weight is not finite on rank 0, and nothing that is not finite is committed"
+    assert said == "model.weight is not finite on rank 0, and nothing that is not finite is committed"
     assert names(tmp_path) == []
 
 
@@ -189,67 +155,60 @@ def test_a_folder_that_cannot_be_written_is_said(trainer: Trainer, tmp_path: Pat
     assert (tmp_path / "file").read_text() == ""
 
 
-@pytest.fixture(scope="module")
-def cut_short(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two ranks, killed at each stage or with a fault of their own."""
-    done = subprocess.run([sys.executable, "-m", "tests.train.checkpoint_save_worker", str(tmp_path_factory.mktemp("cases"))],
-                          cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(cut_short: list[dict[str, Any]], trainer: Trainer) -> None:
+def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(trainer: Trainer, tmp_path: Path) -> None:
     """The other rank hears of it at once; nothing half done counts, and the next save removes it."""
-    committed = {"after the rename": [1, 2], "before retention": [1, 2], "in a deletion": [2]}
-    kills = [case for case in cut_short if case["case"] not in ("disk full on one rank", "NaN on one rank")]
-    assert len(kills) == 10
-    for case in kills:
-        folder = Path(case["checkpoints"])
-        assert sorted(heard[:34] for heard in case["heard"]) == ["exit -9", "the save of step 2 was cut off, as"], case
-        found = list_checkpoints(folder)
-        assert [verify_alone(path).position.step for path in found] == committed.get(case["case"], [1]), case
-        leftover = set(case["after"]) - {path.name for path in found}
-        assert leftover <= {".step-00000002.partial", ".step-00000001.old"}, case
+    committed, with_leftovers = {"after the rename": [1, 2], "before retention": [1, 2], "in a deletion": [2]}, 0
+    for number, case in enumerate(KILLS):
+        heard = save_with_one_killed(case, number % 2 == 0, tmp_path / str(number))
+        folder = tmp_path / str(number) / "checkpoints"
+        assert sorted(words[:34] for words in heard) == ["exit -9", "the save of step 2 was cut off, as"], (case, heard)
+        found, after = list_checkpoints(folder), names(folder)
+        assert [verify_alone(path).position.step for path in found] == committed.get(case, [1]), case
+        assert set(after) - {path.name for path in found} <= {".step-00000002.partial", ".step-00000001.old"}, case
+        with_leftovers += any(name.startswith(".") for name in after)
         assert trainer.save(folder, 3, keep=1).error == "", case
         assert names(folder) == ["step-00000003"], case
-    with_leftovers = [case for case in kills if any(name.startswith(".") for name in case["after"])]
-    assert len(with_leftovers) == 7, "most stages leave something to remove"
+    assert with_leftovers == 7, "most stages leave something to remove"
 
 
-def test_what_one_rank_cannot_write_no_rank_commits(cut_short: list[dict[str, Any]]) -> None:
+@BOTH
+@pytest.mark.parametrize(("fault", "said"), [
+    ("disk full", "rank-00001.safetensors cannot be written (File too large)"), ("NaN", "model.weight is not finite on rank 1"),
+])  # fmt: skip
+def test_what_one_rank_cannot_write_no_rank_commits(fault: str, said: str, asynchronous: bool, tmp_path: Path) -> None:
     """All ranks hear the same, and save the next time."""
-    said = {"disk full on one rank": "rank-00001.safetensors cannot be written (File too large)",
-            "NaN on one rank": "model.tok_embeddings.weight is not finite on rank 1"}  # fmt: skip
-    cases = [case for case in cut_short if case["case"] in said]
-    assert len(cases) == 4
-    for case in cases:
-        assert all(said[case["case"]] in heard for heard in case["heard"]), case
-        assert case["heard"][0] == case["heard"][1]
-        assert case["after"] == ["step-00000001"], case
-        assert names(Path(case["checkpoints"])) == ["step-00000003"], case
-        verify_alone(Path(case["checkpoints"]) / "step-00000003")
+    (error, after), other = run_ranks(2, save_with_a_fault, fault, asynchronous, tmp_path)
+    assert said in error
+    assert other == (error, after)
+    assert after == ["step-00000001"]
+    assert names(tmp_path) == ["step-00000003"]
+    verify_alone(tmp_path / "step-00000003")
+
+
+def train_on_a_small_disk(arguments: list[str]) -> None:
+    """train.main where everything can be written but the tensors."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    sys.argv = ["train.main", *arguments]
+    train.main.main()
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("warn", 0)])
 def test_a_run_stops_or_goes_on_as_asked_when_the_disk_is_full(on_error: str, code: int, tmp_path: Path) -> None:
-    """The shell's limit on a file's size lets everything be written but the tensors."""
     (tmp_path / "text").mkdir()
     for number in range(4):
         (tmp_path / "text" / f"{number}.txt").write_text(f"line {number} of a text\n" * 200)
-    data = [f"--data.source={tmp_path / 'text'}", f"--data.cache_dir={tmp_path / 'cache'}"]
-    words = command(1, *TINY, *EAGER, *data, "--model.ffn_dim=256", "--train.steps=3", "--checkpoint.every=1",
-                    f"--checkpoint.on_error={on_error}", f"--run.dir={tmp_path / 'run'}")  # fmt: skip
-    done = subprocess.run(["bash", "-c", 'ulimit -f 500 && exec "$@"', "-", *words], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    arguments = [*TINY, *EAGER, f"--data.source={tmp_path / 'text'}", f"--data.cache_dir={tmp_path / 'cache'}", "--train.steps=3",
+                 "--checkpoint.every=1", f"--checkpoint.on_error={on_error}", f"--run.dir={tmp_path / 'run'}"]  # fmt: skip
+    out, err = tmp_path / "out", tmp_path / "err"
+    assert fork(train_on_a_small_disk, arguments, output=out, errors=err).wait(120) == code, out.read_text() + err.read_text()
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     if on_error == "stop":
-        assert "rank-00000.safetensors cannot be written (File too large)" in done.stderr
-        assert "Traceback" not in done.stderr
+        assert "rank-00000.safetensors cannot be written (File too large)" in err.read_text()
+        assert "Traceback" not in err.read_text()
         assert status["state"] == "failed"
         assert status["step"] < 3
     else:
-        assert done.stdout.count("warning: not saved: ") == 3
+        assert out.read_text().count("warning: not saved: ") == 3
         assert (status["state"], status["step"]) == ("finished", 3)
     assert names(tmp_path / "run" / "checkpoints") == []
 
