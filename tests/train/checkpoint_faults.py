@@ -18,10 +18,12 @@ Damage = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a checkpoint's folder, in words and as a function of it; `of_tensors`: a flip in a file of tensors."""
+    """What is done to a checkpoint's folder, in words and as a function of it; `of_tensors`: a flip in a file of tensors; `kind`:
+    what it has in common with others, of which one says nearly as much as all."""
 
     name: str
     damage: Damage
+    kind: str
     of_tensors: bool = False
 
 
@@ -52,8 +54,8 @@ def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
     regions: dict[str, tuple[list[int], int]] = {"": (list(range(len(content))), 15)}
     if path.suffix == ".safetensors":
         header = 8 + int.from_bytes(content[:8], "little")
-        regions = {"length of the header": (list(range(8)), 10), "header": (list(range(8, header)), 15),
-                   "data": (list(range(header, len(content))), 30)}  # fmt: skip
+        regions = {"length of the header": (list(range(8)), 10), "header": (list(range(8, header)), 10),
+                   "data": (list(range(header, len(content))), 20)}  # fmt: skip
     if path.name == MANIFEST:
         digest = content.index(b'\n "sha256"')
         regions = {"text": (list(range(digest)), 25), "digest": (list(range(digest, len(content))), 15),
@@ -62,7 +64,7 @@ def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
         for _ in range(count):
             place, bit = rng.choice(places), rng.randrange(8)
             words = f"bit {bit} of byte {place} ({region}) of {path.name}"
-            yield Fault(words, _flip(path.name, place, bit), path.suffix == ".safetensors")
+            yield Fault(words, _flip(path.name, place, bit), f"{path.suffix}: {region}", path.suffix == ".safetensors")
 
 
 def _flip(name: str, place: int, bit: int) -> Damage:
@@ -103,7 +105,7 @@ def _of_a_file(name: str, before: Path, outside: Path) -> Iterator[Fault]:
     if (before / name).read_bytes() != (outside / "copy" / name).read_bytes():
         damages["the one of the step before"] = lambda folder: shutil.copyfile(before / name, folder / name)
     for kind, damage in damages.items():
-        yield Fault(f"{name}: {kind}", damage)
+        yield Fault(f"{name}: {kind}", damage, f"{'manifest' if name == MANIFEST else 'file'}: {kind}")
 
 
 def _append(path: Path, content: bytes) -> None:
@@ -118,8 +120,8 @@ def _of_ranks(names: list[str]) -> Iterator[Fault]:
         os.rename(folder / "between", folder / other)
 
     for one, other in itertools.pairwise(names):
-        yield Fault(f"{one} and {other} swapped", lambda folder, one=one, other=other: swap(folder, one, other))
-        yield Fault(f"{other} is {one}", lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other))
+        yield Fault(f"{one} and {other} swapped", lambda folder, one=one, other=other: swap(folder, one, other), "swapped")
+        yield Fault(f"{other} is {one}", lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other), "twice")
 
 
 def rewrite_manifest(folder: Path, change: Callable[[str], str]) -> None:
@@ -128,6 +130,11 @@ def rewrite_manifest(folder: Path, change: Callable[[str], str]) -> None:
     body = change(text[: text.index(',\n "sha256": "')] + "\n}")
     digest = hashlib.sha256(body.encode()).hexdigest()
     (folder / MANIFEST).write_text(f'{body[:-2]},\n "sha256": "{digest}"\n}}\n')
+
+
+def _single(name: str, damage: Damage) -> Fault:
+    """A fault that is a kind of its own."""
+    return Fault(name, damage, name)
 
 
 def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
@@ -145,7 +152,7 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
              ".": "the folder", "": "empty", "\\u0000": "NUL", "\\ud800": "half a letter", "a\\nb": "of two lines",
              "x" * 300: "too long", "manifest.json": "of the manifest"}  # fmt: skip
     for name, words in names.items():
-        yield Fault(f"manifest with a name {words}", change('"config.yaml": {', f'"{name}": {{'))
+        yield _single(f"manifest with a name {words}", change('"config.yaml": {', f'"{name}": {{'))
     entry = '"gone.safetensors": {"size_bytes": 1, "sha256": ""},\n  '
     values = {"a file that is not there": ('"config.yaml"', f'{entry}"config.yaml"'),
               "twice the same key": ('"seed"', '"step": 1,\n  "seed"'), "a negative size": ('"size_bytes": ', '"size_bytes": -'),
@@ -155,23 +162,23 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
               "much larger tensors": ("[", "[999999999, "), "a true number": ('"seed": 0', '"seed": true'), "a list": ("{", "[{"),
               "NaN": ('"seed": 0', '"seed": NaN')}  # fmt: skip
     for words, (old, new) in values.items():
-        yield Fault(f"manifest with {words}", change(old, new))
+        yield _single(f"manifest with {words}", change(old, new))
     deep = "[" * 200_000
-    yield Fault("manifest of brackets", lambda folder: (folder / MANIFEST).write_text(deep))
+    yield _single("manifest of brackets", lambda folder: (folder / MANIFEST).write_text(deep))
     evil = pickle.dumps(Canary(outside / "CANARY"))
-    yield Fault("manifest that is a pickle", lambda folder: (folder / MANIFEST).write_bytes(evil))
-    yield Fault("manifest in UTF-16", lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text(), "utf-16"))
-    yield Fault("manifest on one line", lambda folder: (folder / MANIFEST).write_text(
+    yield _single("manifest that is a pickle", lambda folder: (folder / MANIFEST).write_bytes(evil))
+    yield _single("manifest in UTF-16", lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text(), "utf-16"))
+    yield _single("manifest on one line", lambda folder: (folder / MANIFEST).write_text(
         json.dumps(json.loads((folder / MANIFEST).read_text()))))  # fmt: skip
-    yield Fault("manifest, and the step before's shards", lambda folder: [shutil.copyfile(path, folder / path.name)
+    yield _single("manifest, and the step before's shards", lambda folder: [shutil.copyfile(path, folder / path.name)
                                                                           for path in before.glob("*.safetensors")])  # fmt: skip
 
 
 def _of_the_folder(before: Path, outside: Path) -> Iterator[Fault]:
     evil = pickle.dumps(Canary(outside / "CANARY"))
     for name in (".metadata", "extra.safetensors", "state.pt", "a\nb"):
-        yield Fault(f"a pickle {name!r} beside", lambda folder, name=name: (folder / name).write_bytes(evil))
-    yield Fault("a folder beside", lambda folder: (folder / "more").mkdir())
+        yield _single(f"a pickle {name!r} beside", lambda folder, name=name: (folder / name).write_bytes(evil))
+    yield _single("a folder beside", lambda folder: (folder / "more").mkdir())
 
     def become_before(folder: Path) -> None:
         shutil.rmtree(folder)
@@ -189,7 +196,7 @@ def _of_the_folder(before: Path, outside: Path) -> Iterator[Fault]:
         shutil.rmtree(folder)
         folder.mkdir()
 
-    yield Fault("the step before under this name", become_before)
-    yield Fault("a file in place of the folder", become_a_file)
-    yield Fault("a pipe in place of the folder", become_a_pipe)
-    yield Fault("an empty folder", be_empty)
+    yield _single("the step before under this name", become_before)
+    yield _single("a file in place of the folder", become_a_file)
+    yield _single("a pipe in place of the folder", become_a_pipe)
+    yield _single("an empty folder", be_empty)

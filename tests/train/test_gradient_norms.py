@@ -1,6 +1,5 @@
 """`metrics.gradient_norms`: right under every way of sharding, and free where it is off."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from parallel.mesh import build_mesh, data_parallel_group
-from tests.support.launch import EAGER, TINY, run
+from tests.support.launch import EAGER, TINY
+from tests.support.worlds import run_ranks
 from tests.train.test_step import Count, make_batches
 from train.build import build_model
 from train.config import parse_config
+from train.gradient_norms import GradientNorms
 from train.metrics import Metrics, MetricsConfig, Throughput
 from train.optim import build_optimizer
 from train.place import Place
@@ -21,24 +23,55 @@ from train.planning import plan_run
 from train.runtime import start_process
 from train.step import train_step
 
-BFLOAT16 = "--parallel.storage_dtype=bfloat16 --parallel.param_dtype=bfloat16 --optim.state_dtype=bfloat16"
+BFLOAT16 = ["--parallel.storage_dtype=bfloat16", "--parallel.param_dtype=bfloat16", "--optim.state_dtype=bfloat16"]
 PLANS = {
-    2: ["", f"--parallel.dp_replicate=2 --parallel.dp_shard=1 {BFLOAT16}", "--parallel.tp=2 --parallel.sequence_parallel=false"],
-    4: ["--parallel.dp_replicate=2 --parallel.dp_shard=2", "--parallel.dp_shard=2 --parallel.tp=2 --model.tie_embeddings=true",
-        f"--parallel.tp=4 --train.freeze=[layers.0.*] {BFLOAT16}"],
+    2: [[], ["--parallel.dp_replicate=2", "--parallel.dp_shard=1", *BFLOAT16],
+        ["--parallel.tp=2", "--parallel.sequence_parallel=false", "--train.freeze=[layers.0.*]", *BFLOAT16]],
+    4: [["--parallel.dp_replicate=2", "--parallel.dp_shard=2"],
+        ["--parallel.dp_shard=2", "--parallel.tp=2", "--model.tie_embeddings=true"]],
 }  # fmt: skip
 
 
+def take_step(keys: list[str]) -> dict[str, Any]:
+    """The norm that the step found; by unit those that were taken and those of the whole gradients."""
+    config = parse_config([*TINY, "--model.n_kv_heads=4", *EAGER, *keys])
+    plan = plan_run(config, dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, torch.device("cpu"))
+    optimizer = build_optimizer(model, config.optim, config.run.seed)
+    expected: dict[str, float] = {}
+
+    def gather(*_: Any) -> None:
+        for unit in plan.units:
+            held = dict.fromkeys(p for name in unit.modules for p in model.get_submodule(name).parameters() if p.grad is not None)
+            whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in held]
+            if whole:
+                expected[unit.name] = torch.cat([grad.double().flatten() for grad in whole]).norm().item()
+
+    optimizer.register_step_pre_hook(gather)
+    norms = GradientNorms(model, plan, optimizer)
+    norms.want(True)
+    torch.manual_seed(mesh.get_rank() // plan.mesh.tp)  # ranks of one tp group see the same data
+    result = train_step(model, optimizer, make_batches(2), 0.01, data_parallel_group(mesh))
+    found = norms.take()
+    return {"grad_norm": result.grad_norm.item(), "found": found, "expected": expected, "then": norms.take()}
+
+
+def take_steps(plans: list[list[str]]) -> list[dict[str, Any]]:
+    return [take_step(keys) for keys in plans]
+
+
 @pytest.mark.parametrize("processes", PLANS)
-def test_the_norms_of_units_are_those_of_the_whole_gradients_on_all_ranks_and_add_up(processes: int, tmp_path: Path) -> None:
-    done = run(processes, str(tmp_path / "out"), *PLANS[processes], module="tests.train.gradient_norms_worker")
-    assert done.returncode == 0, done.stderr
-    for keys, result in zip(PLANS[processes], json.loads((tmp_path / "out").read_text()), strict=True):
+def test_the_norms_of_units_are_those_of_the_whole_gradients_on_all_ranks_and_add_up(processes: int) -> None:
+    plans = PLANS[processes]
+    results = run_ranks(processes, take_steps, plans)
+    for number, keys in enumerate(plans):
+        result = results[0][number]
         assert result["found"] == pytest.approx(result["expected"], rel=1e-5), keys
-        assert all(ranks == result["found"] for ranks in result["ranks"]), keys
+        assert all(other[number]["found"] == result["found"] for other in results), keys
         assert math.hypot(*result["found"].values()) == pytest.approx(result["grad_norm"], rel=1e-6), keys
         assert result["then"] == {}, "they are told once"
-        assert ("layers.0" in result["found"]) is ("freeze" not in keys)
+        assert ("layers.0" in result["found"]) is (not any("freeze" in key for key in keys))
 
 
 @pytest.fixture
