@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.soak.faults.broken import BROKEN
 from tests.soak.faults.fault import Fault
+from tests.soak.faults.forked import load_libraries
 from tests.soak.faults.measure import LINES, SECONDS, measure
 from tests.soak.faults.mended import MENDED
 from tests.soak.faults.reach import Measured, choose_tests, read_measured
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "show":
         print(to_table(read_record(options.record, "")))
         return 0
+    load_libraries()
     with scratch_copy(options.at) as root:
         record = run_all(root, options)
     print(to_table(record))
@@ -68,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
     run.add_argument("--again", choices=("survived", "all"), help="try those again that survived, or all")
     run.add_argument("--most", type=int, default=40, metavar="N", help="tests for a fault (default 40)")
+    run.add_argument("--slowest_s", type=float, default=60.0, help="tests that take longer are left out (default 60)")
     run.add_argument("--fault_s", type=float, default=120.0, help="after which no test of a fault is begun (default 120)")
     run.add_argument("--test_s", type=float, default=60.0, help="after which a test hangs (default 60; or ten times its usual)")
     run.add_argument("--hours", type=float, default=1.5, help="after which no fault is begun (default 1.5)")
@@ -125,7 +128,7 @@ def _measured(options: argparse.Namespace, places: Iterator[Place]) -> Measured:
 def try_fault(root: Path, fault: Fault, place: Place, measured: Measured, options: argparse.Namespace, undo: Path,
               without: Sequence[str]) -> Outcome:  # fmt: skip
     """Put it in, run the tests that may catch it, take it out. FaultError where they could not be run."""
-    tests = choose_tests(root, fault, place, measured, options.most, without)
+    tests = choose_tests(root, fault, place, measured, options.most, options.slowest_s, without)
     if not tests:
         return Outcome(False, "", "no test is known to reach it", 0.0, ())
     with put_in(root, fault, place, undo):

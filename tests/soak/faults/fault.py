@@ -13,7 +13,7 @@ class Fault:
         found: code that stands exactly once in the product, wherever that is; one to three lines, with their indentation from the
             second one on
         becomes: what stands there instead
-        tests: files that are about it, by path; needed where no line within a function is touched, and tried first elsewhere
+        tests: files that are about it, by path, which are tried first; one that is not there is passed over
     """
 
     name: str

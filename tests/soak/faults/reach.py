@@ -1,9 +1,11 @@
 """Which tests can catch a fault: those that reach its lines, the likeliest and quickest first."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tests.soak.faults.fault import Fault
@@ -11,15 +13,22 @@ from tests.soak.faults.source import Place
 
 PHASES = ("setup", "call", "teardown")
 UNKNOWN_S = 5.0  # of a test that nobody has timed
+QUICK_S = 20.0  # of tests together, which are tried however many they are
 OF_A_FUNCTION, OF_A_FILE = 2, 8  # tests that are tried before the others: cases of one test, tests of one file
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: what is known is computed once
 class Measured:
     """What a run under coverage has found: seconds of each test, and by file and line the tests and phases that reached it."""
 
     seconds: Mapping[str, float]
     contexts: Mapping[str, Mapping[int, Sequence[str]]]
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """Tests of which it is known what they reach."""
+        names = {name for lines in self.contexts.values() for found in lines.values() for name in found}
+        return frozenset(_parted(name)[0] for name in names)
 
 
 def read_measured(lines: Path | None, seconds: Path | None, paths: Iterable[Path]) -> Measured:
@@ -45,15 +54,16 @@ def _joined(found: Iterable[Mapping[int, Sequence[str]]]) -> dict[int, list[str]
     return joined
 
 
-def choose_tests(root: Path, fault: Fault, place: Place, measured: Measured, most: int, without: Iterable[str] = ()) -> list[str]:
-    """At most so many tests that may catch the fault, in the order in which to try them.
+def choose_tests(root: Path, fault: Fault, place: Place, measured: Measured, most: int, slowest_s: float,
+                 without: Iterable[str] = ()) -> list[str]:  # fmt: skip
+    """So many tests that may catch the fault, or more that are quick, in the order in which to try them.
 
-    First those of the files that are about it (the fault's own `tests`, or files that name its module), then the others. Tests
-    that reach it come before those that share a fixture with one that does. Of a fault outside functions, and of one that no test
-    is known to reach, all tests of the files that are about it.
+    First those of the files that are about it (the fault's own `tests`, or files that name its module), then the others. In a
+    file, tests that reach it come before those that share a fixture with one that does, and those before tests of which nobody
+    knows what they reach, as of a fault outside functions. A file of which nothing has been measured is tried whole.
     """
     reaching = _reaching(place, measured)
-    about = {path: rank for path in _test_files(root) if (rank := _aboutness(root, path, fault, place.path)) < 2}
+    about = {path: rank for path in _test_files(root) if (rank := _aboutness(root, path, fault, place.path)) < 3}
     grades = dict[str, tuple[int, int, float]]()
     for test in {*measured.seconds, *reaching} - set(without):
         path = test.partition("::")[0]
@@ -63,14 +73,18 @@ def choose_tests(root: Path, fault: Fault, place: Place, measured: Measured, mos
             grade = 0
         elif shares:
             grade = 1
-        elif path in fault.tests or ((not place.inside or not reaching) and path in about):
+        elif path in about and (test not in measured.known or not place.inside):
             grade = 2
         else:
             continue
-        if (root / path).exists():
-            grades[test] = (about.get(path, 2), grade, measured.seconds.get(test, UNKNOWN_S))
+        if (root / path).exists() and measured.seconds.get(test, UNKNOWN_S) <= slowest_s:
+            grades[test] = (about.get(path, 3), grade, measured.seconds.get(test, UNKNOWN_S))
+    unmeasured = set(about) - {test.partition("::")[0] for test in measured.seconds}
+    grades |= {path: (rank, 2, UNKNOWN_S) for path, rank in about.items() if path in unmeasured and path not in without}
     ordered = sorted(grades, key=lambda test: (grades[test], test))
-    return _varied(ordered)[:most] or sorted(about, key=lambda path: about[path])[:most]
+    ordered = _varied(ordered)
+    together_s = list(itertools.accumulate(measured.seconds.get(test, UNKNOWN_S) for test in ordered))
+    return [test for number, test in enumerate(ordered) if number < most or together_s[number] <= QUICK_S]
 
 
 def _reaching(place: Place, measured: Measured) -> dict[str, str]:
@@ -78,11 +92,16 @@ def _reaching(place: Place, measured: Measured) -> dict[str, str]:
     reaching = dict[str, str]()
     contexts = measured.contexts.get(str(place.path), {})
     for context in {name for line in place.lines for name in contexts.get(line, ()) if "::" in name} if place.inside else ():
-        test, _, phase = context.rpartition("|")
-        test, phase = (test, phase) if phase in PHASES else (context, "")
+        test, phase = _parted(context)
         if reaching.get(test, "setup") == "setup":
             reaching[test] = phase
     return reaching
+
+
+def _parted(context: str) -> tuple[str, str]:
+    """Test and phase of a context; the phase is "" where it was not noted."""
+    test, _, phase = context.rpartition("|")
+    return (test, phase) if phase in PHASES else (context, "")
 
 
 def _test_files(root: Path) -> list[str]:
@@ -90,12 +109,14 @@ def _test_files(root: Path) -> list[str]:
 
 
 def _aboutness(root: Path, path: str, fault: Fault, product: Path) -> int:
-    """0 for a file that the fault names or that has its module's name, 1 for one that mentions the module, else 2."""
-    if path in fault.tests or Path(path).stem == f"test_{product.stem}":
+    """0 for a file that the fault names, 1 for one that has its module's name, 2 for one that mentions the module, else 3."""
+    if path in fault.tests:
         return 0
+    if Path(path).stem == f"test_{product.stem}":
+        return 1
     module = ".".join(product.with_suffix("").parts)
     text = (root / path).read_text(encoding="utf-8")
-    return 1 if f"{module} " in text or f"{module}." in text or f"{module}\n" in text or str(product) in text else 2
+    return 2 if any(word in text for word in (f"{module} ", f"{module}.", f"{module}\n", str(product))) else 3
 
 
 def _varied(tests: Sequence[str]) -> list[str]:

@@ -4,8 +4,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.soak.faults.forked import ForkedPytest
 from tests.soak.faults.measure import PLUGINS
 
 POLL_S = 0.2
@@ -51,30 +50,29 @@ def try_tests(root: Path, tests: Sequence[str], usual_s: Mapping[str, float], li
         env |= {"HOME": str(folder / "home"), "MESHWRIGHT_TESTS_HOME": str(folder / "home"), "PYTHONPATH": str(PLUGINS),
                 "FAULTS_HEARD": str(folder / "heard"), "FAULTS_MARK": mark,
                 "FAULTS_UNTIL_S": str(start_s + limits.all_s)}  # fmt: skip
-        command = [sys.executable, "-m", "pytest", *([] if to_the_end else ["-x"]), "-q", "-p", "heard", "-p", "no:cacheprovider",
-                   "-p", "no:randomly", "-p", "no:xdist", "-p", "no:benchmark", f"--basetemp={folder / 'temp'}",
-                   f"@{folder / 'tests'}"]  # fmt: skip
-        with (folder / "said").open("wb") as said:
-            process = subprocess.Popen(command, cwd=root, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                                       start_new_session=True)  # fmt: skip
-            try:
-                hung = _wait(process, folder / "heard", usual_s, limits)
-            finally:
-                _end_marked(process, mark)
+        arguments = [*([] if to_the_end else ["-x"]), "-q", "-p", "heard", "-p", "no:cacheprovider", "-p", "no:randomly",
+                     "-p", "no:xdist", "-p", "no:benchmark", f"--basetemp={folder / 'temp'}", "-W",
+                     "ignore::pytest.PytestAssertRewriteWarning", f"@{folder / 'tests'}"]  # fmt: skip
+        pytest = ForkedPytest(root, arguments, env, folder / "said")
+        try:
+            hung = _wait(pytest, folder / "heard", usual_s, limits)
+        finally:
+            pytest.kill()
+            _end_marked(mark)
         heard = _read(folder / "heard")
         failed = {entry["failed"]: f"{entry['when']}: {entry['why']}" for entry in reversed(heard) if "failed" in entry}
         if hung:
             failed[hung] = "it did not end"
         began = tuple(entry["began"] for entry in heard if "began" in entry)
         words = (folder / "said").read_text(errors="replace").strip().splitlines()[-5:]
-        unable = not failed and (not began or process.returncode == NOT_FOUND)
+        unable = not failed and (not began or pytest.returncode == NOT_FOUND)
         return Trial(failed, began, time.monotonic() - start_s, "\n".join(words) if unable else "")
 
 
-def _wait(process: subprocess.Popen[bytes], heard: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
+def _wait(pytest: ForkedPytest, heard: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
     """Until pytest has ended; or the test that hangs."""
     start_s = time.monotonic()
-    while process.poll() is None:
+    while pytest.poll() is None:
         time.sleep(POLL_S)
         entries = [entry for entry in _read(heard) if "began" in entry]
         if not entries:
@@ -92,11 +90,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _end_marked(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End pytest and all that has its environment, also what is in a session of its own."""
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+def _end_marked(mark: str) -> None:
+    """End all that pytest has started, also what is in a session of its own: it has the mark in its environment."""
     wanted = f"FAULTS_MARK={mark}".encode()
     for _ in range(5):
         living = [path for path in Path("/proc").glob("[0-9]*/environ") if _has(path, wanted)]
