@@ -18,6 +18,7 @@ from models.llama import LlamaConfig
 from models.rope_scaling import RopeScaling
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import EAGER, read_metrics, run, write_text
+from tests.support.tables import try_each
 from tools.convert_hf import main as convert
 from tools.generate import load_model
 from tools.whole_weights import checkpoint_config, find_newest
@@ -37,14 +38,27 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_hf(tmp_path_factory.mktemp("hf") / "model", make_hf(tied=True, vocab_size=264))
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in several files."""
+    return save_hf(tmp_path_factory.mktemp("hf") / "sharded", make_hf(tied=True, vocab_size=264), shard_size="20KB")
+
+
+@pytest.fixture(scope="module")
+def ours(hf_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a checkpoint of ours."""
+    folder = tmp_path_factory.mktemp("ours") / "imported"
+    convert(["import", str(hf_dir), str(folder)])
+    return folder
+
+
 def config_of(folder: Path) -> LlamaConfig:
     return config_from_hf(json.loads((folder / "config.json").read_text()))
 
 
-def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, ours: Path, tmp_path: Path) -> None:
     """Two processes train it on; the same command resumes; a new run starts from its checkpoint; transformers loads it."""
-    convert(["import", str(hf_dir), str(tmp_path / "ours")])
-    common = [f"--config={tmp_path / 'ours' / 'config.yaml'}", *write_text(tmp_path), *BATCH, *SEQ_LEN, "--train.eval_every=2"]
+    common = [f"--config={ours / 'config.yaml'}", *write_text(tmp_path), *BATCH, *SEQ_LEN, "--train.eval_every=2"]
     first = [*common, f"--run.dir={tmp_path / 'run'}", f"--checkpoint.init_from={hf_dir}", "--checkpoint.every=2"]
     done = run(2, *first, "--train.steps=2")
     assert done.returncode == 0, done.stderr
@@ -93,23 +107,24 @@ def test_the_names_are_those_in_the_files(hf_dir: Path) -> None:
     assert weights.files == (hf_dir / "model.safetensors",)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"n_layers": 3, "norm_eps": 1e-6}, "model.n_layers=3, there 2; model.norm_eps=1e-06, there 1e-05. `python -m"),
-        ({"vocab_size": 384}, "model.vocab_size=384, there 264"),
-        ({"tie_embeddings": False}, "model.tie_embeddings=False, there True"),
-        ({"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling.kind=linear, there None"),
-        ({"max_seq_len": 97}, "model.max_seq_len=97, there 96"),
-    ],
-)
-def test_another_model_is_refused_key_by_key(change: dict[str, Any], message: str, hf_dir: Path, tmp_path: Path) -> None:
-    model = dataclasses.replace(config_of(hf_dir), **change)
-    with pytest.raises(ConfigError, match=message):
-        find_weights(str(hf_dir), model, None)
-    convert(["import", str(hf_dir), str(tmp_path / "ours")])
-    with pytest.raises(ConfigError, match=message.split(". `")[0] + r".*use the model section of .*/config\.yaml"):
-        find_weights(str(tmp_path / "ours"), model, None)
+OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
+    ({"n_layers": 3, "norm_eps": 1e-6}, "model.n_layers=3, there 2; model.norm_eps=1e-06, there 1e-05"),
+    ({"vocab_size": 384}, "model.vocab_size=384, there 264"),
+    ({"tie_embeddings": False}, "model.tie_embeddings=False, there True"),
+    ({"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling.kind=linear, there None"),
+    ({"max_seq_len": 97}, "model.max_seq_len=97, there 96"),
+]
+
+
+def test_another_model_is_refused_key_by_key(hf_dir: Path, ours: Path) -> None:
+    def refused(change: dict[str, Any], words: str) -> None:
+        model = dataclasses.replace(config_of(hf_dir), **change)
+        with pytest.raises(ConfigError, match=words + r"[;.] .*`python -m"):
+            find_weights(str(hf_dir), model, None)
+        with pytest.raises(ConfigError, match=words + r".*use the model section of .*/config\.yaml"):
+            find_weights(str(ours), model, None)
+
+    try_each(OTHER_MODELS, refused)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -175,16 +190,16 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_FOLDERS.values(), ids=BAD_FOLDERS)
 def test_a_folder_that_cannot_be_used_is_refused(
-    spoil: Callable[[Path], object], message: str, hf_dir: Path, tmp_path: Path
+    spoil: Callable[[Path], object], message: str, hf_dir: Path, sharded: Path, tmp_path: Path
 ) -> None:
-    folder = save_hf(tmp_path / "hf", make_hf(tied=True, vocab_size=264), shard_size="20KB")
+    folder = shutil.copytree(sharded, tmp_path / "hf")
     spoil(folder)
     with pytest.raises(CheckpointError, match=message):
         find_weights(str(folder), config_of(hf_dir), None)
 
 
-def test_files_that_the_index_does_not_name_are_left_alone(hf_dir: Path, tmp_path: Path) -> None:
-    folder = save_hf(tmp_path / "hf", make_hf(tied=True, vocab_size=264), shard_size="20KB")
+def test_files_that_the_index_does_not_name_are_left_alone(hf_dir: Path, sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "hf")
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "consolidated.safetensors")
     assert folder / "consolidated.safetensors" not in open_folder(folder).files
     weights = find_weights(str(folder), config_of(hf_dir), None)
@@ -192,10 +207,10 @@ def test_files_that_the_index_does_not_name_are_left_alone(hf_dir: Path, tmp_pat
     assert len(weights.files) > 3
 
 
-def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, ours: Path, tmp_path: Path) -> None:
     model = config_of(hf_dir)
     for name in ("config", "damaged", "names"):
-        convert(["import", str(hf_dir), str(tmp_path / name)])
+        shutil.copytree(ours, tmp_path / name)
     (tmp_path / "config" / "config.yaml").unlink()
     cut_short(tmp_path / "damaged")
     file = tmp_path / "names" / "model.safetensors"
@@ -220,7 +235,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, tmp_path: Pat
         dist.destroy_process_group()
 
 
-def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(hf_dir: Path, tmp_path: Path) -> None:
-    convert(["import", str(hf_dir), str(tmp_path / "run" / "checkpoints" / "step-00000003")])
+def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(hf_dir: Path, ours: Path, tmp_path: Path) -> None:
+    shutil.copytree(ours, tmp_path / "run" / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match=r"or a checkpoint, such as .*/step-00000003"):
         find_weights(str(tmp_path / "run"), config_of(hf_dir), None)

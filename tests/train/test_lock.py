@@ -76,7 +76,7 @@ def take(process: subprocess.Popen) -> str:
 
 def release(process: subprocess.Popen) -> None:
     go_on(process)
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def write_lock(folder: Path, **holder) -> None:
@@ -126,7 +126,7 @@ def test_waiting_for_a_run_that_ends(start: Start, tmp_path: Path) -> None:
     with pytest.raises(LockError):
         lock_folder(tmp_path, wait_s=0.3)
     go_on(holder)
-    lock_folder(tmp_path, wait_s=10).release()
+    lock_folder(tmp_path, wait_s=60).release()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"{}", b"x" * 100_000, b"[" * 4000,

@@ -2,28 +2,27 @@
 
 import dataclasses
 import math
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch.distributed as dist
 
-from tests.support.launch import ROOT, command, environment
+from tests.support.forks import environment, fork_module
+from tests.support.launch import run
+from tests.support.worlds import launcher_store, run_ranks
 from train.bounds import bounded, check_bounds
-from train.watchdog import KEYS, Section, TimeoutConfig, Watchdog
+from train.stuck import RankReport
+from train.watchdog import HEARTBEAT_S, KEYS, Section, TimeoutConfig, Watchdog
 
-TIMEOUT_S, MESSAGE_WITHIN_S = 3, 5
+TIMEOUT_S, PROMPT_S = 3, 45  # the message comes within 5 s on a quiet machine; collectives would wait for half an hour
 WORKER = "tests.train.watchdog_worker"
 AT = r"tests/train/watchdog_worker.py:\d+"
 
@@ -49,75 +48,78 @@ class Outcome:
         return (self.folder / f"on_stuck_{rank}.txt").stat().st_mtime - self.stuck_at
 
 
-def free_port() -> int:
+@contextmanager
+def store_of_rank_0(ranks: int) -> Iterator[dict[str, str]]:
+    """The variables by which ranks find each other that no launcher keeps a store for."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+        port = server.getsockname()[1]
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
 
 
-def run_ranks(folder: Path, way: str, world_size: int, stuck_rank: int = -1, started: int | None = None) -> Outcome:
-    """Ranks as a launcher would start them, without torchrun: it takes 30 s to end a stopped one."""
-    folder.mkdir()
-    (folder / "a_file").touch()
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-    arguments = [sys.executable, "-m", WORKER, way, str(folder), str(stuck_rank)]
-    ranks = [subprocess.Popen(arguments, cwd=ROOT, env=environment(**env, RANK=str(rank)), text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE) for rank in range(started or world_size)]  # fmt: skip
-    try:
-        survivors = [process for rank, process in enumerate(ranks) if not (way == "stop" and rank == stuck_rank)]
-        for process in survivors:
-            process.wait(timeout=120)
-    finally:
-        codes = [process.poll() for process in ranks]
-        for process in ranks:
-            process.kill()
-        printed = [process.communicate() for process in ranks]
-    times = [float(time_s) for out, _ in printed for time_s in re.findall(r"stuck at ([\d.]+)", out)]
-    return Outcome(folder, codes, [err for _, err in printed], [out for out, _ in printed], max(times, default=math.nan))
+class Job:
+    """Ranks that run side by side, without a launcher that ends them."""
+
+    def __init__(self, folder: Path, way: str, world_size: int, stuck_rank: int = -1, started: int | None = None) -> None:
+        folder.mkdir()
+        (folder / "a_file").touch()
+        self.folder, self.excused = folder, stuck_rank if way == "stop" else -1
+        self._ended = ExitStack()
+        env = self._ended.enter_context(store_of_rank_0(world_size) if folder.name == "store_stopped" else launcher_store(world_size))
+        self.ranks = [fork_module(WORKER, way, str(folder), str(stuck_rank), output=folder / f"{rank}.out",
+                                  errors=folder / f"{rank}.err", env=environment(**env, RANK=str(rank), LOCAL_RANK=str(rank)))
+                      for rank in range(started or world_size)]  # fmt: skip
+
+    def outcome(self) -> Outcome:
+        """How it ended; those that never end by themselves are killed."""
+        try:
+            for rank, process in enumerate(self.ranks):
+                if rank != self.excused:
+                    process.wait(120)
+        finally:
+            codes = [process.poll() for process in self.ranks]
+            for process in self.ranks:
+                process.kill()
+                process.wait()
+            self._ended.close()
+        errors, output = ([(self.folder / f"{rank}.{kind}").read_text() for rank in range(len(codes))] for kind in ("err", "out"))
+        times = [float(time_s) for out in output for time_s in re.findall(r"stuck at ([\d.]+)", out)]
+        return Outcome(self.folder, codes, errors, output, max(times, default=math.nan))
 
 
 def run_under_torchrun(folder: Path, way: str, stuck_rank: int) -> Outcome:
     folder.mkdir()
-    result = subprocess.run(command(2, way, str(folder), str(stuck_rank), module=WORKER), cwd=ROOT, env=environment(),
-                            capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
-    stuck_at = max(float(time_s) for time_s in re.findall(r"stuck at ([\d.]+)", result.stdout))
-    return Outcome(folder, [result.returncode], [result.stderr], [result.stdout], stuck_at)
+    result = run(2, way, str(folder), str(stuck_rank), module=WORKER)
+    return Outcome(folder, [result.returncode], [result.stderr], [result.stdout], math.nan)
 
 
-def suspend(folder: Path) -> Outcome:
-    """One process that is stopped for longer than its time-out of 4 s, as Ctrl-Z or a batch system does, and goes on."""
-    folder.mkdir()
-    process = subprocess.Popen([sys.executable, "-m", WORKER, "slow", str(folder)], cwd=ROOT, env=environment(),
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-    try:
-        assert process.stdout
-        assert "stuck at" in process.stdout.readline()
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(6.5)
-        os.kill(process.pid, signal.SIGCONT)
-        output, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return Outcome(folder, [process.returncode], [errors], [output], math.nan)
+def suspend(job: Job) -> None:
+    """Stop a process for longer than its time-out of 4 s, as Ctrl-Z or a batch system does, and let it go on."""
+    output, deadline_s = job.folder / "0.out", time.monotonic() + 60
+    while (not output.exists() or "stuck at" not in output.read_text()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    job.ranks[0].send_signal(signal.SIGSTOP)
+    time.sleep(6.5)
+    job.ranks[0].send_signal(signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
-    """All jobs, three at a time: they mostly sleep."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All jobs side by side: they mostly sleep."""
     folder = tmp_path_factory.mktemp("watchdog")
-    with ThreadPoolExecutor(3) as pool:
-        jobs = {
-            "suspended": pool.submit(suspend, folder / "suspended"),
-            "stopped": pool.submit(run_ranks, folder / "stopped", "stop", 3, 2),
-            "store stopped": pool.submit(run_ranks, folder / "store_stopped", "stop", 2, 0),
-            "asleep": pool.submit(run_ranks, folder / "asleep", "asleep", 2, 1),
-            "torchrun": pool.submit(run_under_torchrun, folder / "torchrun", "desync", 1),
-            "behind": pool.submit(run_ranks, folder / "behind", "behind", 2, 0),
-            "ended": pool.submit(run_ranks, folder / "ended", "ended", 2, 1),
-            "slow": pool.submit(run_ranks, folder / "slow", "slow", 2),
-            "alone": pool.submit(run_ranks, folder / "alone", "alone", 2, started=1),
-        }
-        yield {name: job.result() for name, job in jobs.items()}
+    jobs = {
+        "stopped": Job(folder / "stopped", "stop", 3, 2),
+        "store stopped": Job(folder / "store_stopped", "stop", 2, 0),
+        "asleep": Job(folder / "asleep", "asleep", 2, 1),
+        "behind": Job(folder / "behind", "behind", 2, 0),
+        "ended": Job(folder / "ended", "ended", 2, 1),
+        "slow": Job(folder / "slow", "slow", 2),
+        "alone": Job(folder / "alone", "alone", 2, started=1),
+        "suspended": Job(folder / "suspended", "slow", 1),
+    }
+    suspend(jobs["suspended"])
+    torchrun = run_under_torchrun(folder / "torchrun", "desync", 1)
+    return {"torchrun": torchrun, **{name: job.outcome() for name, job in jobs.items()}}
 
 
 # Real processes
@@ -132,7 +134,7 @@ def test_a_stopped_rank_is_named_in_time(outcomes: dict[str, Outcome]) -> None:
     assert outcome.codes == [1, 1, None]
     (noted,) = outcome.folder.glob("on_stuck_*.txt")
     assert noted.read_text().strip() == outcome.message.strip()
-    assert outcome.seconds_to_message(int(noted.stem[-1])) < TIMEOUT_S + MESSAGE_WITHIN_S
+    assert outcome.seconds_to_message(int(noted.stem[-1])) < TIMEOUT_S + PROMPT_S
     assert sorted(path.name for path in (outcome.folder / "stuck").iterdir()) == ["rank-00000.txt", "rank-00001.txt"]
 
 
@@ -142,7 +144,7 @@ def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str
     assert "it does not answer" in outcome.message
     assert re.search(r"rank 1: step 3 for \d s, in all_reduce called from", outcome.message)
     assert outcome.codes == [None, 1]
-    assert outcome.seconds_to_message(1) < TIMEOUT_S + MESSAGE_WITHIN_S
+    assert outcome.seconds_to_message(1) < TIMEOUT_S + PROMPT_S
 
 
 def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str, Outcome]) -> None:
@@ -150,7 +152,7 @@ def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str
     assert re.match(rf"STUCK: rank 1 is at {AT} fall_asleep, while rank 0 waits in all_reduce \({AT} reduce\)\n",
                     outcome.message)  # fmt: skip
     assert "collectives begun in default_pg of ranks 0-1: 2 by rank 1; 3 by rank 0" in outcome.message
-    assert "how rank 1 came there: tests/train/watchdog_worker.py:" in outcome.message
+    assert re.search(rf"how rank 1 came there: .*{AT} main > {AT} go_wrong", outcome.message)
     assert outcome.codes == [1, 1]
     for rank, function in enumerate(("in all_reduce", "in fall_asleep")):
         stacks = (outcome.folder / "stuck" / f"rank-{rank:05d}.txt").read_text()
@@ -199,63 +201,61 @@ def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcom
     assert "rank 0 of 2 can only speak for itself: it has not yet joined the other processes" in outcome.message
     assert re.search(rf"set-up for \d s, in init_process_group called from {AT} main", outcome.message)
     assert "it waits for all 2 processes to join" in outcome.message
-    assert outcome.seconds_to_message(0) < TIMEOUT_S + MESSAGE_WITHIN_S
+    assert outcome.seconds_to_message(0) < TIMEOUT_S + PROMPT_S
     assert outcome.codes == [1]
 
 
-def test_close_leaves_no_thread_and_a_time_out_of_0_is_never() -> None:
-    before = set(threading.enumerate())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        watchdog = Watchdog(TimeoutConfig(setup_s=1.5, step_s=0), 0, 1, lambda message: None)
-        watchdog.connect()
-        watchdog.enter("step", 1)
-        time.sleep(2.5)
-        watchdog.close()
-    finally:
-        dist.destroy_process_group()
-    assert not [thread for thread in set(threading.enumerate()) - before if "watchdog" in thread.name]
+def outlast(watchdog: Watchdog, since_s: float = 1000.0) -> None:
+    """Let the section be so old already, and the watchdog look at it."""
+    watchdog._at = dataclasses.replace(watchdog._at, since_s=time.monotonic() - since_s)
+    time.sleep(1.5 * HEARTBEAT_S)
+
+
+def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
+    """What is said, and which threads are left."""
+    said: list[str] = []
+    watchdog = Watchdog(TimeoutConfig(setup_s=60, step_s=0), 0, 1, said.append)
+    watchdog.connect()
+    for section in ("data", "step"):  # for data there is none by default
+        watchdog.enter(section)  # type: ignore[arg-type]
+        outlast(watchdog)
+    watchdog.close()
+    return said, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no_thread() -> None:
+    assert run_ranks(1, go_through_sections_without_a_time_out) == [([], [])]
+    assert tuple(KEYS) == get_args(Section)
+    assert [*KEYS.values()] == [field.name for field in dataclasses.fields(TimeoutConfig)]
+    with pytest.raises(ValueError, match=r"^timeouts\.data_s=-1 must lie between 0 and"):
+        check_bounds("timeouts", TimeoutConfig(data_s=-1))
 
 
 def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str, Outcome]) -> None:
     assert (outcomes["suspended"].codes, outcomes["suspended"].errors) == ([0], [""])
 
 
-GOES_ON = """
-import time
-from train.watchdog import TimeoutConfig, Watchdog
+def go_on_while_looked_at() -> list[str]:
+    """The main thread's next step begins while the watchdog looks at its stack: what is said."""
+    looked, said = threading.Event(), list[str]()
 
-class Late(Watchdog):
-    def _report(self):  # the main thread's next step begins while the watchdog looks at its stack
-        if self._at.step == 1:
+    class Late(Watchdog):
+        def _report(self) -> RankReport:
             self.enter("step", 2)
-        return super()._report()
+            looked.set()
+            return super()._report()
 
-watchdog = Late(TimeoutConfig(step_s=1.5), 0, 1, print)
-watchdog.enter("step", 1)
-time.sleep(2.5)
-watchdog.close()
-print("went on", flush=True)
-"""
+    watchdog = Late(TimeoutConfig(step_s=60), 0, 1, said.append)
+    watchdog.enter("step", 1)
+    outlast(watchdog)
+    assert looked.wait(60)
+    time.sleep(0.2)
+    watchdog.close()
+    return said
 
 
 def test_a_main_thread_that_goes_on_meanwhile_is_not_stuck() -> None:
-    done = subprocess.run([sys.executable, "-c", GOES_ON], cwd=ROOT, env=environment(), capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
-
-
-def test_preparing_data_has_a_time_out_of_its_own() -> None:
-    said: list[str] = []
-    watchdog = Watchdog(TimeoutConfig(setup_s=0.5), 0, 1, said.append)
-    watchdog.enter("data")
-    time.sleep(1.0)
-    watchdog.close()  # by default never: this process is still here
-    assert said == []
-    assert tuple(KEYS) == get_args(Section)
-    assert [*KEYS.values()] == [field.name for field in dataclasses.fields(TimeoutConfig)]
-    with pytest.raises(ValueError, match=r"^timeouts\.data_s=-1 must lie between 0 and"):
-        check_bounds("timeouts", TimeoutConfig(data_s=-1))
+    assert run_ranks(1, go_on_while_looked_at) == [[]]
 
 
 # Bounds
