@@ -16,7 +16,7 @@ MODES = ("default", "max-autotune-no-cudagraphs")
 def test_a_mode_that_chooses_kernels_by_trying_them_trains_the_same_model(tmp_path):
     data = write_text(tmp_path)
     jobs = {mode: Job(2, [f"--parallel.compile.mode={mode}"], 2) for mode in MODES}
-    results = run_jobs(jobs, data, tmp_path)
+    results = run_jobs(jobs, data)
     for mode, job in jobs.items():
         check_parity(results[mode], plain_run(job, data))
         check_compiled(results[mode], job.graphs)

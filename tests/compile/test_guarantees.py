@@ -2,25 +2,22 @@
 
 import copy
 import re
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 
 from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh
 from parallel.plan_file import plan_to_yaml
 from tests.distributed.parity import Job, check_compiled, run_jobs
-from tests.support.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
+from tests.support.launch import EAGER, TINY, read_metrics, read_status, run, write_text
+from tests.support.worlds import run_ranks
 from train.build import build_model
 from train.config import parse_config
-from train.place import Place
 from train.planning import plan_run
-from train.runtime import start_process
 
 AOT = "--parallel.compile.backend=aot_eager"
 
@@ -30,17 +27,18 @@ def data(tmp_path_factory) -> list[str]:
     return write_text(tmp_path_factory.mktemp("data"))
 
 
-def test_blocks_share_one_graph_whatever_the_depth_and_none_breaks(data, tmp_path):
-    jobs = {f"{n} layers": Job(1, [AOT, f"--model.n_layers={n}"], graphs=2) for n in (2, 6)}
-    for name, got in run_jobs(jobs, data, tmp_path, steps=2).items():
-        assert "error" not in got, got["error"]
-        check_compiled(got, jobs[name].graphs)
+def test_blocks_share_one_graph_whatever_the_depth_and_none_breaks(data):
+    """As many for six blocks as test_parity.py counts for three."""
+    (got,) = run_jobs({"six": Job(1, [AOT, "--model.n_layers=6"], graphs=2)}, data, steps=2).values()
+    assert "error" not in got, got["error"]
+    check_compiled(got, 2)
 
 
-MODES = {"inductor": [], "tp-selective": [AOT, "--parallel.tp=2", "--parallel.activation_checkpoint=selective"]}
+MODES = {"aot": [AOT], "inductor": [], "tp-selective": [AOT, "--parallel.tp=2", "--parallel.activation_checkpoint=selective"]}
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("mode", [pytest.param(keys, id=name, marks=[pytest.mark.slow] if name != "aot" else [])
+                                  for name, keys in MODES.items()])  # fmt: skip
 def test_nothing_is_compiled_after_the_first_step_with_evaluations_in_between(mode, data, tmp_path):
     steps = ["--train.steps=6", "--train.eval_every=2", "--train.eval_sequences=13", "--checkpoint.every=3"]
     result = run(2, *TINY, *data, *mode, *steps, f"--run.dir={tmp_path}", "--metrics.tensorboard=false", timeout_s=300)
@@ -51,19 +49,8 @@ def test_nothing_is_compiled_after_the_first_step_with_evaluations_in_between(mo
 
 def shorten_step_3(data, folder: Path, *more: str, **env: str):
     """A run in which a sequence of another length in step 3 breaks the first graph's guards."""
-    program = (
-        "import sys; import train.loop as loop; from train.step import Batch, train_step\n"
-        "calls = []\n"
-        "def shortened(model, optimizer, batches, *rest):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 3:\n"
-        "        batches = [Batch(b.tokens[:, :16], b.targets[:, :16]) for b in batches]\n"
-        "    return train_step(model, optimizer, batches, *rest)\n"
-        "loop.train_step = shortened\n"
-        "from train.main import main; main(sys.argv[1:])"
-    )
-    line = [sys.executable, "-c", program, *TINY, *data, AOT, "--train.steps=4", f"--run.dir={folder}", *more]
-    return subprocess.run(line, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=300, check=False)
+    line = [*TINY, *data, "--parallel.compile.backend=eager", "--train.steps=4", f"--run.dir={folder}", *more]
+    return run(1, *line, module="tests.compile.shortened_step", **env)
 
 
 def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_path):
@@ -100,41 +87,38 @@ def test_a_recompile_is_not_said_where_the_user_asks_for_that(data, tmp_path):
     assert "recompiled" not in result.stdout + result.stderr
 
 
-@pytest.fixture
-def one_process():
-    start_process(parse_config([]).run, Place(0, 1, 0, 1, False), torch.device("cpu"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+BUDGETS = {"layers.0": 0.0, "layers.1": 0.4, "layers.[2-3]": 0.9}
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler, which runs in this process here, has several of its own
-def test_units_of_a_plan_file_have_budgets_of_their_own(one_process, tmp_path):
+def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
     """torch knows one budget for a process: here three blocks are compiled to keep different shares."""
     backend = "--parallel.compile.backend=aot_eager_decomp_partition"
     config = parse_config([*TINY, "--model.n_layers=4", "--parallel.activation_checkpoint=budget", backend])
     plan = yaml.safe_load(plan_to_yaml(plan_run(config, 1)))
     (blocks,) = [unit for unit in plan["units"] if unit["unit"] == "layers.[0-3]"]
-    budgets = {"layers.0": 0.0, "layers.1": 0.4, "layers.[2-3]": 0.9}
     place = plan["units"].index(blocks)
     plan["units"][place : place + 1] = [{**copy.deepcopy(blocks), "unit": name, "activation_budget": budget}
-                                       for name, budget in budgets.items()]  # fmt: skip
+                                       for name, budget in BUDGETS.items()]  # fmt: skip
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(plan))
-    config = parse_config([*TINY, "--model.n_layers=4", f"--parallel.plan={path}"])
-    model = build_model(config, plan_run(config, 1), build_mesh(plan_run(config, 1).mesh, "cpu"), torch.device("cpu"))
+    ((kept, graphs),) = run_ranks(1, kept_by_blocks, [*TINY, "--model.n_layers=4", f"--parallel.plan={path}"])
+    assert kept[0] < kept[1] < kept[2] == kept[3]
+    assert graphs == [4, 4], "three kinds of block, and the head"
 
+
+def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
+    """How many elements each compiled block keeps for its backward, and how many graphs there are before and after that."""
+    config = parse_config(arguments)
+    plan = plan_run(config, 1)
+    model = build_model(config, plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
     tokens = torch.arange(64).reshape(2, 32)
     model(tokens, tokens).backward()
-    assert count_compiled_graphs() == 4, "three kinds of block, and the head"
+    graphs = [count_compiled_graphs()]
     x, kept = model.tok_embeddings(tokens), []
     for block in model.layers:
         x = block(x, model.cos_TH[:32], model.sin_TH[:32])
         kept.append(sum(t.numel() for t in x.grad_fn.saved_tensors))
-    assert kept[0] < kept[1] < kept[2] == kept[3]
-    assert count_compiled_graphs() == 4
+    return kept, [*graphs, count_compiled_graphs()]
 
 
 def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
@@ -156,9 +140,9 @@ def test_recomputing_blocks_keeps_less_memory_for_the_backward(data, tmp_path):
     peaks = {}
     for mode in ("none", "full"):
         folder = tmp_path / mode
-        big = ["--model.dim=128", "--model.ffn_dim=1024", "--model.n_layers=8", "--train.seq_len=256",
-               "--train.steps=2", "--train.micro_batch_size=16", "--train.global_batch_size=16"]  # fmt: skip
+        big = ["--model.dim=128", "--model.ffn_dim=1024", "--model.n_layers=4", "--train.seq_len=256",
+               "--train.steps=1", "--train.micro_batch_size=16", "--train.global_batch_size=16"]  # fmt: skip
         result = run(1, *TINY, *data, *EAGER, *big, f"--parallel.activation_checkpoint={mode}", f"--run.dir={folder}")
         assert result.returncode == 0, result.stderr
-        peaks[mode] = read_metrics(folder)[2]["peak_memory_gib"]
+        peaks[mode] = read_metrics(folder)[1]["peak_memory_gib"]
     assert peaks["full"] < peaks["none"] - 0.1

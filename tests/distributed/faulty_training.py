@@ -21,7 +21,7 @@ from train.optim import build_optimizer
 from train.planning import plan_run
 from train.step import train_step
 
-FAULTY_STEP, FAULTY_RANK = 3, 1
+FAULTY_STEP, FAULTY_RANK = 2, 1
 Now = dict[str, int]
 
 
@@ -31,7 +31,7 @@ class Case:
 
     arguments: Sequence[str]
     fault: str
-    steps: int = 5
+    steps: int = 4
 
 
 def faulty(now: Now) -> bool:

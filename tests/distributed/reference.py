@@ -18,7 +18,7 @@ from train.data.tokens import load_corpus
 from train.optim import learning_rate
 from train.step import Batch
 
-EVALUATE_AFTER = 5  # steps
+EVALUATE_AFTER = 3  # steps
 
 
 def pad_unevenly(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -3,9 +3,11 @@
 import pytest
 
 from tests.distributed.parity import Job, run_jobs
-from tests.support.launch import EAGER, write_text
+from tests.support import launch
+from tests.support.launch import write_text
 
-STEPS = 30
+STEPS = 10
+EAGER = [*launch.EAGER, "--model.n_layers=2"]
 MOMENTS, MIXED = "--optim.state_dtype=bfloat16", "--parallel.param_dtype=bfloat16"
 JOBS = {
     "plain": Job(2, EAGER, 0),
@@ -18,8 +20,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory) -> dict[str, list[float]]:
-    folder = tmp_path_factory.mktemp("state")
-    results = run_jobs(JOBS, write_text(folder), folder / "jobs", STEPS)
+    results = run_jobs(JOBS, write_text(tmp_path_factory.mktemp("state")), STEPS)
     assert [result["error"] for result in results.values() if "error" in result] == []
     return {name: result["losses"] for name, result in results.items()}
 

@@ -9,7 +9,7 @@ FUSED, TP, AOT = "--parallel.fused_projections=true", "--parallel.tp=2", "--para
 JOBS = {
     "eager-tp": Job(2, [*EAGER, TP, FUSED], 0),
     "aot-tp-full": Job(2, [AOT, TP, FUSED, "--parallel.activation_checkpoint=full", "--parallel.sequence_parallel=false"], 2),
-    "inductor-fsdp-selective": Job(2, [FUSED, "--parallel.activation_checkpoint=selective"], 2),
+    "eager-fsdp-selective": Job(2, [*EAGER, FUSED, "--parallel.activation_checkpoint=selective"], 0),
 }
 
 
@@ -19,8 +19,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return run_jobs(JOBS, data, tmp_path_factory.mktemp("jobs"))
+def trained(data: list[str]) -> dict[str, Result]:
+    return run_jobs(JOBS, data)
 
 
 @pytest.mark.parametrize("name", JOBS)

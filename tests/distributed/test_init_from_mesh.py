@@ -1,28 +1,17 @@
 """Weights read straight into shards: on a mesh the same model as transformers', and each rank reads its own slices only."""
 
-import gc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import safetensors
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from models.hf import hf_name
-from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from tests.distributed.counted_reading import run_cases
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import EAGER
 from tests.support.worlds import run_ranks
 from tools.convert_hf import main as convert
-from train.build import build_model
-from train.config import parse_config
-from train.init_from import find_weights, load_weights
-from train.optim import build_optimizer
-from train.planning import plan_run
-from train.step import Batch, train_step
 
 RANKS, VOCAB = 4, 264  # tp divides it
 MESH = [*EAGER, "--parallel.tp=2", "--parallel.dp_shard=2"]
@@ -42,73 +31,6 @@ def make(tied: bool) -> Any:
     return make_hf(3, tied, rope="llama3", vocab_size=VOCAB, hidden_size=40, intermediate_size=50)
 
 
-class Counted:
-    """A safetensors file as it is, that counts the bytes taken out of it; it gives out slices only, no whole tensors."""
-
-    open, taken = safetensors.safe_open, dict[str, list[int]]()
-
-    def __init__(self, filename: str, framework: str) -> None:
-        self.file = Counted.open(filename, framework=framework)
-
-    def __enter__(self) -> "Counted":
-        self.file.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.file.__exit__(*error)
-
-    def keys(self) -> list[str]:
-        return list(self.file.keys())
-
-    def metadata(self) -> Any:
-        return self.file.metadata()
-
-    def get_slice(self, name: str) -> Any:
-        return _Slice(name, self.file.get_slice(name))
-
-
-class _Slice:
-    def __init__(self, name: str, part: Any) -> None:
-        self.name, self.part = name, part
-        self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
-
-    def __getitem__(self, where: Any) -> torch.Tensor:
-        taken = self.part[where]
-        Counted.taken.setdefault(self.name, []).append(taken.numel())
-        return taken
-
-
-def run_case(arguments: Sequence[str]) -> dict[str, Any]:
-    """Weights, what was read of them, and the loss of the first step on fixed tokens."""
-    config, device = parse_config(arguments), torch.device("cpu")
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    weights = find_weights(config.checkpoint.init_from, config.model, None)
-    assert weights
-    model = build_model(config, plan, mesh, device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    Counted.taken.clear()
-    load_weights(weights, model)
-    local = {weights.names[name]: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in model.named_parameters()}
-    whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
-    rank, ranks = data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel
-    tokens = make_tokens(config.model.vocab_size, seq_len=65).chunk(ranks)[rank]
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    result = train_step(model, build_optimizer(model, config.optim), [batch], 0.0, data_parallel_group(mesh))
-    return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": whole}
-
-
-def run_cases(cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
-    safetensors.safe_open = Counted  # what torch's reader of slices takes them from; this process ends with the test
-    results = {}
-    for name, arguments in cases.items():
-        results[name] = run_case(arguments)
-        gc.collect()
-    return results
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("cases")
@@ -118,7 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         convert(["import", str(source), str(folder / f"{name}.ours"), "--shard_gb=0.00002"])
         init_from = folder / f"{name}.ours" if name == "checkpoint" else source
         cases[name] = [f"--config={folder / f'{name}.ours' / 'config.yaml'}", f"--checkpoint.init_from={init_from}", *mesh]
-    ranks = run_ranks(RANKS, run_cases, cases)
+    ranks = run_ranks(RANKS, run_cases, cases, make_tokens(VOCAB, seq_len=65))
     return {name: [rank[name] for rank in ranks] for name in CASES}
 
 

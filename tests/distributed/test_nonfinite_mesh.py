@@ -20,7 +20,7 @@ MESHES = {
     "fsdp": (2, []),
     "fsdp x tp": (4, ["--parallel.tp=2", "--parallel.activation_checkpoint=full"]),
 }
-FSDP_ONLY = ("inf_loss", "huge_gradient")  # nothing about them hangs on the mesh
+FSDP_ONLY = ("inf_loss", "huge_gradient", "nan_once")  # nothing about them hangs on the mesh
 SAID = {
     "nan_output": "rank 1: the output of layers.1 is the first value that is not finite",
     "inf_gradient": "rank 1: the gradient of the input of layers.1 is the first value that is not finite",
@@ -45,9 +45,9 @@ def seen(request: pytest.FixtureRequest, text: list[str]) -> dict[str, Seen]:
     common = [*TINY, *text, *mesh, ONE_SKIP]
     faults = [fault for fault in (*SAID, "nan_once", "none") if name == "fsdp" or fault not in FSDP_ONLY]
     cases = {fault: Case([*common, *EAGER], fault) for fault in faults}
-    cases["none at all"] = Case([*common, *EAGER, "--train.max_skipped_steps=0"], "nan_once")
-    cases["accumulated"] = Case([*common, *EAGER, "--train.micro_batch_size=1"], "nan_output")
     if name == "fsdp":
+        cases["none at all"] = Case([*common, *EAGER, "--train.max_skipped_steps=0"], "nan_once")
+        cases["accumulated"] = Case([*common, *EAGER, "--train.micro_batch_size=1"], "nan_output")
         frozen = "--train.freeze=[tok_embeddings.*,layers.0.*]"
         cases["compiled"] = Case([*common, *COMPILED], "nan_parameter")
         cases["offloaded"] = Case([*common, *EAGER, "--parallel.cpu_offload=true"], "nan_output")
@@ -70,12 +70,12 @@ def test_all_ranks_skip_the_same_steps_change_no_bit_in_them_and_train_in_the_ot
 
 
 def test_a_run_stops_on_all_ranks_at_the_step_after_the_last_that_may_be_skipped(seen: dict[str, Seen]) -> None:
-    warning = "warning: step 3 was skipped: its loss or gradient is not finite (1 of at most 1)"
+    warning = f"warning: step {FAULTY_STEP} was skipped: its loss or gradient is not finite (1 of at most 1)"
     for name, ranks in seen.items():
         if name in ("none", "nan_once", "none at all"):
             continue
         for rank in ranks:
-            assert skips(rank) == [0, 0, 1, 1], name
+            assert skips(rank) == [0, 1, 1], name
             assert rank["lines"] == [warning], name
             assert rank["skipped"] == 2
             assert rank["error"] == ranks[0]["error"], name
@@ -102,6 +102,8 @@ def test_the_sequences_that_are_named_are_those_the_rank_saw(seen: dict[str, See
     split = load_corpus(parse_config(text).data).sources[0].split
     seq_len = parse_config(TINY).train.seq_len
     for name, part in (("nan_output", slice(0, 2)), ("accumulated", slice(0, 1)), ("inf_gradient", slice(0, 2))):
+        if name not in seen:
+            continue
         line = next(line for line in seen[name][0]["error"].splitlines() if line.startswith("rank 1: "))
         ids, source = line.partition("its sequences: ")[2].split(" of ")
         assert source == "text"
@@ -116,19 +118,19 @@ def read_tokens(split: Split, first: int, count: int) -> list[int]:
 
 
 def test_a_fault_that_does_not_come_again_costs_one_step_of_the_budget(seen: dict[str, Seen]) -> None:
-    for rank in seen["nan_once"]:
-        assert skips(rank) == [0, 0, 1, 0, 0]
+    for rank in seen.get("nan_once", []):
+        assert skips(rank) == [0, 1, 0, 0]
         assert (rank["error"], rank["skipped"]) == (None, 1)
 
 
 def test_without_a_budget_the_first_stops_the_run_and_what_is_not_found_again_is_called_so(seen: dict[str, Seen]) -> None:
-    for rank in seen["none at all"]:
-        assert skips(rank) == [0, 0, 1]
+    for rank in seen.get("none at all", []):
+        assert skips(rank) == [0, 1]
         assert rank["lines"] == []
         assert "not found again when the step was repeated" in rank["error"]
 
 
 def test_a_sound_run_says_nothing(seen: dict[str, Seen]) -> None:
     for rank in seen["none"]:
-        assert skips(rank) == [0] * 5
+        assert skips(rank) == [0] * 4
         assert (rank["lines"], rank["error"], rank["skipped"]) == ([], None, 0)

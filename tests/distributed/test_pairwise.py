@@ -42,3 +42,10 @@ def test_the_parity_matrix_holds_every_legal_pair():
 def test_every_value_of_every_factor_is_in_the_parity_matrix():
     for factor, values in matrix.FACTORS.items():
         assert {repr(case[factor]) for case in matrix.FAST + matrix.SLOW} == set(map(repr, values))
+
+
+def test_samples_of_the_slow_cases_are_all_of_them_after_a_round_of_seeds():
+    cases = {matrix.name(case): case for case in matrix.SLOW}
+    parts = [matrix.sample(cases, str(seed)) for seed in range(100, 100 + matrix.SAMPLES)]
+    assert sorted(name for part in parts for name in part) == sorted(cases)
+    assert matrix.sample(cases, "all") == cases

@@ -75,7 +75,7 @@ def split(model: Model, mesh: Any) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How the block is compiled ("none": not), whether it is recomputed, and whether what the embedding hands on is waited for."""
+    """How the block is compiled ("none": not), if it is recomputed, and if what the embedding hands on is waited for."""
 
     backend: str
     recompute: bool = False

@@ -1,0 +1,86 @@
+"""What a rank of test_init_from_mesh.py does: starts from weights, and counts what it reads of them."""
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import safetensors
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from train.build import build_model
+from train.config import parse_config
+from train.init_from import find_weights, load_weights
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.step import Batch, train_step
+
+
+class Counted:
+    """A safetensors file as it is, that counts the bytes taken out of it; it gives out slices only, no whole tensors."""
+
+    open, taken = safetensors.safe_open, dict[str, list[int]]()
+
+    def __init__(self, filename: str, framework: str) -> None:
+        self.file = Counted.open(filename, framework=framework)
+
+    def __enter__(self) -> "Counted":
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self.file.keys())
+
+    def metadata(self) -> Any:
+        return self.file.metadata()
+
+    def get_slice(self, name: str) -> Any:
+        return _Slice(name, self.file.get_slice(name))
+
+
+class _Slice:
+    def __init__(self, name: str, part: Any) -> None:
+        self.name, self.part = name, part
+        self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
+
+    def __getitem__(self, where: Any) -> Tensor:
+        taken = self.part[where]
+        Counted.taken.setdefault(self.name, []).append(taken.numel())
+        return taken
+
+
+def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
+    """Weights, what was read of them, and the loss of the first step on tokens[sequence, T + 1]."""
+    config, device = parse_config(arguments), torch.device("cpu")
+    plan = plan_run(config, dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    weights = find_weights(config.checkpoint.init_from, config.model, None)
+    assert weights
+    model = build_model(config, plan, mesh, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    Counted.taken.clear()
+    load_weights(weights, model)
+    local = {weights.names[name]: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in model.named_parameters()}
+    whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+    rank, ranks = data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel
+    mine = tokens.chunk(ranks)[rank]
+    batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
+    result = train_step(model, build_optimizer(model, config.optim), [batch], 0.0, data_parallel_group(mesh))
+    return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": whole}
+
+
+def run_cases(cases: Mapping[str, Sequence[str]], tokens: Tensor) -> dict[str, dict[str, Any]]:
+    safetensors.safe_open = Counted  # what torch's reader of slices takes them from; this process ends with the test
+    results = {}
+    for name, arguments in cases.items():
+        results[name] = run_case(arguments, tokens)
+        gc.collect()
+    return results
