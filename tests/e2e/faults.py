@@ -1,30 +1,63 @@
 """What the tests of faults have in common: launches of a tiny run, moments to wait for, and what must be left behind."""
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.launch import EAGER, TINY, read_metrics, read_status
-from tools.bench.launched import Launch, launched
+from tests.support import launch
+from tests.support.launch import EAGER, TINY, Launch, read_metrics, read_status
+from tests.support.nested import NESTED
+from tools.bench.processes import any_lives, children
 from train.checkpoint.folder import list_checkpoints
 from train.checkpoint.verify import verify_alone
 
-LIMIT_S = 120.0  # for anything that is waited for: the machine may be busy
+LIMIT_S = 240.0  # for anything that is waited for: the machine may be busy
 FOR_EVER = 100_000  # steps
+POLL_S = 0.005
 
 
 def tiny(data: Sequence[str], *more: str, steps: int = FOR_EVER) -> list[str]:
-    """The arguments of a tiny eager run that would last for hours, but for its folder."""
-    return [*TINY, *EAGER, *data, f"--train.steps={steps}", "--metrics.tensorboard=false", *more]
+    """The arguments of a tiny eager run that would last for hours, but for its folder. The learning rate stays as it is, so a
+    run of fewer steps is the beginning of a longer one."""
+    ends = (f"--train.steps={steps}", "--optim.schedule=constant", "--metrics.tensorboard=false")
+    return [*TINY, "--train.global_batch_size=4", *EAGER, *data, *ends, *more]
 
 
 @contextmanager
-def started(processes: int, folder: Path, arguments: Sequence[str], torchrun: Sequence[str] = ()) -> Iterator[Launch]:
-    """A run in `folder`, whose output goes beside it."""
-    with launched(processes, [*arguments, f"--run.dir={folder}"], folder.with_name(f"{folder.name}-logs"), torchrun) as launch:
-        yield launch
+def started(processes: int, folder: Path, arguments: Sequence[str]) -> Iterator[Launch]:
+    """A run in `folder` on so many ranks, whose output goes beside it."""
+    with launch.started(processes, *arguments, f"--run.dir={folder}", output=folder.with_name(f"{folder.name}.txt")) as running:
+        yield running
+
+
+@contextmanager
+def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str], name: str = "torchrun") -> Iterator[Launch]:
+    """The same under torchrun, which is the launch's only process; `workers` are those that it has started."""
+    words = ["torch.distributed.run", *options, "-m", "train.main", *arguments, f"--run.dir={folder}"]
+    with launch.started(1, *words, output=folder.with_name(f"{name}.txt"), module=NESTED) as running:
+        try:
+            yield running
+        finally:
+            left = workers(running)
+            running.ranks[0].kill()
+            kill(left)
+
+
+def workers(running: Launch) -> list[int]:
+    """Process ids of torchrun's workers that there are at this moment, in the order of their ranks, in which it starts them."""
+    return sorted(pid for pid in children(running.ranks[0].pid) if any_lives([pid]))
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Kill those that still live."""
+    for pid in pids:
+        if any_lives([pid]):
+            os.kill(pid, signal.SIGKILL)
 
 
 def steps_of(folder: Path) -> set[int]:
@@ -32,14 +65,20 @@ def steps_of(folder: Path) -> set[int]:
     return set(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else set()
 
 
-def wait(launch: Launch, happened: Callable[[], object]) -> None:
+def wait(running: Launch, happened: Callable[[], object]) -> None:
     """Until it has happened; an AssertionError if the run ends before."""
-    assert launch.wait_for(lambda: bool(happened()), LIMIT_S), launch.output()[-3000:]
+    deadline_s = time.monotonic() + LIMIT_S
+    while not happened():
+        if not running.running():
+            assert happened(), f"the run has ended, and printed:\n{running.output()[-3000:]}"
+            return
+        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s:\n{running.output()[-3000:]}"
+        time.sleep(POLL_S)
 
 
-def wait_for_step(launch: Launch, folder: Path, step: int) -> None:
+def wait_for_step(running: Launch, folder: Path, step: int) -> None:
     """Until a step is in metrics.jsonl."""
-    wait(launch, lambda: max(steps_of(folder), default=0) >= step)
+    wait(running, lambda: max(steps_of(folder), default=0) >= step)
 
 
 def partials(folder: Path) -> list[Path]:
@@ -50,6 +89,11 @@ def partials(folder: Path) -> list[Path]:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """All rows of metrics.jsonl, in the order in which they were written."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step."""
+    return {step: (row["loss"], row["grad_norm"]) for step, row in read_metrics(folder).items()}
 
 
 def check_stopped(folder: Path, reason: str) -> int:

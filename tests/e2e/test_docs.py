@@ -142,7 +142,7 @@ def test_every_page_is_read_and_every_link_leads_somewhere() -> None:
 def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        for module in re.findall(r"python -m ((?:tools|train)\.\w+)", text):
+        for module in re.findall(r"python -m ((?:tools|train|tests)(?:\.\w+)+)", text):
             path = ROOT / module.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: {module}"
         for path in re.findall(r"`((?:tests|configs|docs|tools|train|parallel|models)/[\w/.-]+\.\w+)`", text):

@@ -15,7 +15,7 @@ import pytest
 from parallel.plan_file import load_plan
 from tests.e2e.faults import FOR_EVER, LIMIT_S, check_stopped, steps_of, tiny
 from tests.support.launch import ROOT, environment, read_status, write_text
-from tools.bench.launched import any_lives, children
+from tools.bench.processes import any_lives, children
 
 FIRST = "10.77.0.1"
 

@@ -14,13 +14,11 @@ from tools.bench import (
     data,
     exposed,
     gpu,
-    kills,
     memory,
     overlap,
     peers,
     predictions,
     published,
-    safety,
     scale,
     standard,
     variants,
@@ -59,10 +57,6 @@ MEASUREMENTS = (
                 without_config(memory.compare_memory)),
     Measurement("published", published.SUMMARY, published.DESCRIPTION, "", no_options,
                 without_config(lambda options, overrides: published.check_published(overrides))),
-    Measurement("kills", kills.SUMMARY, kills.DESCRIPTION, kills.EPILOG, kills.add_kills_options,
-                with_config(kills.measure_kills)),
-    Measurement("safety", safety.SUMMARY, safety.DESCRIPTION, safety.EPILOG, safety.add_safety_options,
-                with_config(safety.measure_safety)),
 )  # fmt: skip
 
 

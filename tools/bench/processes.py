@@ -1,5 +1,6 @@
 """Commands of a measurement: started in sessions of their own, and never left behind."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -147,3 +148,24 @@ def descendant_age_s(words: bytes, not_words: bytes) -> float | None:
         if words in command and not_words not in command and pid != os.getpid():
             ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return max(ages, default=None)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children, whichever of its threads has started them; [] if it has ended."""
+    found = list[int]()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def any_lives(pids: Iterable[int]) -> bool:
+    """Whether one of these processes has not ended (proc(5), field 3 of stat; Z and X have)."""
+    return any(_state_of(pid) not in ("", "Z", "X") for pid in pids)
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

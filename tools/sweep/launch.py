@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import FrameType
 
 from parallel.plan import PlanError
-from tools.bench.launched import any_lives, children
+from tools.bench.processes import any_lives, children
 from tools.sweep.attempt import OUTPUT, Attempt, has_last_word, judge, now_s, output_since, write_attempt
 from tools.sweep.commands import run_command, run_environment
 from tools.sweep.planned import Planned, predict_here

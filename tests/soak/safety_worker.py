@@ -1,4 +1,4 @@
-"""A rank of `tools.bench safety`: saves and loads the same tensors with our Saver and with torch's distributed checkpoint alone.
+"""A rank of `tests.soak.safety`: saves and loads the same tensors with our Saver and with torch's distributed checkpoint alone.
 
 Started by torchrun. Arguments: `disk` or `stall`, a folder, rounds, then config keys. Rank 0 leaves figures.json in the folder.
 """
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from parallel.mesh import build_mesh, data_parallel_group
 from tools.bench.data import set_cache
-from tools.bench.run import PROG
 from train.build import build_model
 from train.checkpoint.config import CheckpointConfig, VerifyMode
 from train.checkpoint.folder import list_checkpoints
@@ -189,7 +188,7 @@ def on_main(work: Callable[[], Any]) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # torch's own words about its storages
     kind, target, rounds, *keys = sys.argv[1:]
-    config = parse_config(keys, PROG)
+    config = parse_config(keys)
     start_process(config.run, read_place(), torch.device("cpu"))
     measure = {"disk": measure_disk, "stall": measure_stall}[kind]
     figures = measure(Rank(Path(target), config), int(rounds))

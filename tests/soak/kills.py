@@ -1,4 +1,4 @@
-"""How a run comes through SIGKILL: many kills at random moments of training and of saving, and what they cost."""
+"""kill -9 of random ranks at random moments of training and of saving, and what is lost: `python -m tests.soak.kills -h`."""
 
 import argparse
 import itertools
@@ -11,30 +11,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.bench.killed_run import Joined, Kill, KilledRun, Mesh, Phase, Wanted, make_reference
-from tools.bench.run import PROG, config_to_record
+from tests.soak.killed_run import Joined, Kill, KilledRun, Mesh, Phase, Wanted, make_reference
+from tests.soak.program import Measured, make_parser, run_program
+from tests.support.launch import EAGER, TINY, write_text
+from tools.bench.run import config_to_record
 from tools.command import format_table, natural, positive
 from train.config import parse_config
 
-SUMMARY = "kill -9 of random ranks at random moments, and what is lost"
 DESCRIPTION = (
     "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of a save, wait until "
     "the others have ended, verify every checkpoint, and start the same command again; kill it again, and so on to the run's "
     "end; then another run, until there are enough kills. Loss and gradient norm of every step must be, to the bit, those of a "
-    "run that nobody has killed. Four of five kills meet FSDP, the fifth FSDP x TP with twice as many processes. On two cores "
-    "a kill takes some ten seconds."
+    "run that nobody has killed. Four of five kills meet FSDP, the fifth FSDP x TP with twice as many processes, forked from "
+    "one that has imported torch. On two cores a kill takes some two seconds."
 )
 EPILOG = "Config keys of train.main are accepted too, as --section.key=value, and win over those of the tiny model."
-TINY = (
-    "--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
-    "--train.seq_len=32", "--train.micro_batch_size=2", "--train.global_batch_size=8", "--optim.warmup_steps=2",
-    "--optim.lr=3e-3", "--parallel.compile.enabled=false", "--checkpoint.every=2", "--metrics.tensorboard=false",
-)  # fmt: skip
+TRAINING = (*TINY, *EAGER, "--checkpoint.every=2", "--metrics.tensorboard=false", "--train.eval_every=0")
 TP_EVERY = 5  # every fifth kill is one of FSDP x TP
 
 
 def add_kills_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `kills`."""
+    """Its options, beside those that all programs have."""
     parser.add_argument("--training", type=natural, default=50, metavar="N", help="kills at moments of training (default 50)")
     parser.add_argument("--saving", type=natural, default=50, metavar="N", help="kills at moments of a save (default 50)")
     parser.add_argument("--asynchronous", choices=("both", "true", "false"), default="both", help="how it saves (default both)")
@@ -44,14 +41,14 @@ def add_kills_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="optimizer steps of a run (default 40)")
 
 
-def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
     """Config, figures and a text. Raises BenchError, and what a wrong config raises."""
     rng = random.Random(options.seed)
     ways = {"both": (False, True), "true": (True,), "false": (False,)}[options.asynchronous]
     todo = deal(make_wanted(options.training, options.saving, ways, rng), options.processes)
     with tempfile.TemporaryDirectory(prefix="meshwright-kills-") as name:
-        keys = [*TINY, *write_text(Path(name)), f"--train.steps={options.steps}", *overrides]
-        config = parse_config([*keys, "--metrics.every=1"], PROG)
+        keys = [*TRAINING, *write_text(Path(name)), f"--train.steps={options.steps}", *overrides]
+        config = parse_config(keys)
         joined = [run for mesh, wanted in todo.items() for run in kill_runs(mesh, wanted, keys, rng, Path(name))]
     setup = {"seed": options.seed, "processes": {mesh.name: mesh.processes for mesh in todo}}
     figures = {**setup, **summarise(joined), "rows": [asdict(kill) for run in joined for kill in run.kills]}
@@ -72,13 +69,6 @@ def deal(wanted: Sequence[Wanted], processes: int) -> dict[Mesh, list[Wanted]]:
     meshes = {Mesh("FSDP", processes): others,
               Mesh("FSDP x TP", 2 * processes, ("--parallel.tp=2",)): list(wanted[TP_EVERY - 1 :: TP_EVERY])}  # fmt: skip
     return {mesh: ones for mesh, ones in meshes.items() if ones}
-
-
-def write_text(folder: Path) -> list[str]:
-    """Some text that can be learned, and the arguments that train on it."""
-    text = folder / "text.txt"
-    text.write_text("".join(f"line {n} squares to {n * n}\n" for n in range(20_000)), encoding="utf-8")
-    return [f"--data.source={text}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0"]
 
 
 def kill_runs(mesh: Mesh, wanted: Sequence[Wanted], keys: Sequence[str], rng: random.Random, folder: Path) -> list[Joined]:
@@ -135,3 +125,9 @@ def kills_text(figures: dict[str, Any]) -> str:
     ]
     verdict = "nothing was lost" if figures["all_right"] else "NOT as it should be"
     return f"{format_table(('figure', 'value'), [(name, str(value)) for name, value in rows])}\n\n{verdict}"
+
+
+if __name__ == "__main__":
+    parser = make_parser("kills", DESCRIPTION, EPILOG)
+    add_kills_options(parser)
+    run_program("kills", parser, measure_kills)

@@ -1,4 +1,4 @@
-"""What safe checkpoints cost: hashes, saves and loads beside those of torch's distributed checkpoint, and what training waits."""
+"""What safe checkpoints cost beside torch's distributed checkpoint, and what training waits: `python -m tests.soak.safety -h`."""
 
 import argparse
 import json
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.soak.program import Measured, make_parser, run_program
 from tools.bench.data import check_room, spread
 from tools.bench.processes import make_environment, python_command, run_to_end
-from tools.bench.run import PROG, config_to_record
+from tools.bench.run import config_to_record
 from tools.command import format_table, positive
 from train.config import parse_config
 
-SUMMARY = "what verified checkpoints cost: hashes, saves, loads, stalls"
 MOST_SAVE, MOST_STALL = 1.15, 1.5  # asked: of torch's own save with either storage; of a normal step
 DESCRIPTION = (
     "Save and load the same tensors, sharded over several processes, on one disk, in turn: with our Saver (hashes, manifest, "
@@ -23,7 +23,7 @@ DESCRIPTION = (
     "syncs its files by default; loads with the files in the page cache and not. Then train llama_debug, save while it trains, "
     "and compare steps. Takes a few minutes."
 )
-EPILOG = "Config keys of train.main are accepted too, as --section.key=value, and win over those of the model on disk."
+EPILOG = "Config keys of train.main are accepted too, as --section.key=value, and win over those of both models."
 ON_DISK = ("--model.dim=512", "--model.n_layers=8", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1408",
            "--model.vocab_size=8192", "--parallel.compile.enabled=false")  # fmt: skip
 STALLED = ("--config=llama_debug.yaml",)
@@ -31,7 +31,7 @@ STORE_GB = 0.42  # of the model on disk, with its optimizer state; each of three
 
 
 def add_safety_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `safety`."""
+    """Its options, beside those that all programs have."""
     parser.add_argument("--processes", type=positive, default=2, metavar="N", help="ranks that save and load (default 2)")
     parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="of every figure (default 7)")
     parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads of each (default 1)")
@@ -39,11 +39,11 @@ def add_safety_options(parser: argparse.ArgumentParser) -> None:
                         help="where the temporary folder is made: a disk, not memory (default %(default)s)")  # fmt: skip
 
 
-def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
     """Configs, figures and a text. Raises BenchError, and what a wrong config raises."""
     check_room(Path(options.folder), 4 * STORE_GB)
-    keys = {"disk": [*ON_DISK, *overrides], "stall": list(STALLED)}
-    configs = {kind: config_to_record(parse_config(keys[kind], PROG)) for kind in keys}
+    keys = {"disk": [*ON_DISK, *overrides], "stall": [*STALLED, *overrides]}
+    configs = {kind: config_to_record(parse_config(keys[kind])) for kind in keys}
     found = {kind: run_workers(kind, keys[kind], options) for kind in keys}
     setup = {name: getattr(options, name) for name in ("processes", "rounds", "threads")}
     figures = {**setup, "load_average": os.getloadavg()[0], **summarise(found["disk"], found["stall"]), "raw": found}
@@ -51,11 +51,11 @@ def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> tup
 
 
 def run_workers(kind: str, keys: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of tools.bench.safety_worker. Raises BenchError if it fails."""
+    """The figures of tests.soak.safety_worker. Raises BenchError if it fails."""
     with tempfile.TemporaryDirectory(prefix="meshwright-safety-", dir=options.folder) as name:
         folder = Path(name)
         worker = [kind, name, str(options.rounds), *keys, f"--run.threads={options.threads}"]
-        command = [*python_command("tools.bench.safety_worker", options.processes, folder / "torchrun"), *worker]
+        command = [*python_command("tests.soak.safety_worker", options.processes, folder / "torchrun"), *worker]
         run_to_end(command, make_environment(options.threads, {}), folder / "log", lambda: None)
         return dict(json.loads((folder / "figures.json").read_text(encoding="utf-8")))
 
@@ -103,3 +103,9 @@ def safety_text(figures: dict[str, Any]) -> str:
         f"{MOST_STALL} times a normal one: {'' if figures['within'] else 'NOT '}within",
     ]
     return "\n".join([format_table(("figure", "median", "unit"), rows), "", *lines])
+
+
+if __name__ == "__main__":
+    parser = make_parser("safety", DESCRIPTION, EPILOG)
+    add_safety_options(parser)
+    run_program("safety", parser, measure_safety)

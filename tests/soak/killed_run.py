@@ -6,12 +6,13 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.bench.launched import POLL_S, Launch, any_lives, launched
+from tests.support.launch import Launch, started
 from tools.bench.processes import BenchError
 from tools.bench.run import read_rows
 from train.checkpoint.config import CheckpointError
@@ -22,6 +23,8 @@ from train.status import read_status
 LIMIT_S = 300.0  # for anything that is waited for: a machine may be busy
 AHEAD = 0.2  # of a run's steps: a kill comes within so many after a start, and so kills are spread over the whole run
 LAST_MOMENT = 1.2  # kills of a save come within so many times what a save takes
+
+POLL_S = 0.001  # a save of a tiny model takes tens of milliseconds
 
 Phase = Literal["training", "saving"]
 
@@ -93,8 +96,8 @@ class Joined:
 
 def make_reference(mesh: Mesh, keys: Sequence[str], folder: Path) -> Reference:
     """A run without kills. Raises BenchError if it fails."""
-    with launched(mesh.processes, launch_arguments(mesh, keys, False, folder), folder / "logs") as launch:
-        launch.wait_until_ended(LIMIT_S)
+    with launched(mesh, launch_arguments(mesh, keys, False, folder), folder) as launch:
+        launch.wait(LIMIT_S)
     _check_success(launch)
     rows = read_rows(folder / "metrics.jsonl")
     saves_s = [float(text) for text in re.findall(r"committed after ([\d.]+) s", launch.output())]
@@ -102,6 +105,27 @@ def make_reference(mesh: Mesh, keys: Sequence[str], folder: Path) -> Reference:
         raise BenchError("the run without kills has saved nothing: checkpoint.every must be at least 1")
     step_s = statistics.median(row["step_time_s"] for row in rows) + sum(saves_s) / len(rows)
     return Reference(read_curve(folder), step_s, statistics.median(saves_s), len(saves_s))
+
+
+@contextmanager
+def launched(mesh: Mesh, arguments: Sequence[str], folder: Path) -> Iterator[Launch]:
+    """The command on the mesh's ranks, whose output goes to a new file in `folder`."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    log = folder / "logs" / f"{len(list((folder / 'logs').iterdir()))}.txt"
+    with started(mesh.processes, *arguments, output=log) as launch:
+        yield launch
+
+
+def wait_for(launch: Launch, happened: Callable[[], bool]) -> bool:
+    """Look until something has happened: True; or the command has ended: False. Raises BenchError after LIMIT_S."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        if happened():
+            return True
+        if not launch.running():
+            return happened()
+        time.sleep(POLL_S)
+    raise BenchError(f"this run did not do within {LIMIT_S:g} s what was waited for, and printed:\n{launch.output()[-2000:]}")
 
 
 def launch_arguments(mesh: Mesh, keys: Sequence[str], asynchronous: bool, folder: Path) -> list[str]:
@@ -140,12 +164,12 @@ class KilledRun:
         """Start the command, and kill it: True; or let it end, which it may also do before its kill comes: False."""
         rows_before = len(read_rows(self._metrics))
         arguments = launch_arguments(self._mesh, self._keys, wanted.asynchronous, self._folder)
-        with launched(self._mesh.processes, arguments, self._folder / "logs") as launch:
-            launch.wait_for(lambda: len(read_rows(self._metrics)) > rows_before, LIMIT_S)
+        with launched(self._mesh, arguments, self._folder) as launch:
+            wait_for(launch, lambda: len(read_rows(self._metrics)) > rows_before)
             self._note_start(rows_before)
             if kill and self._wait_for_moment(launch, wanted.phase) and self._kill(launch, wanted):
                 return True
-            launch.wait_until_ended(LIMIT_S)
+            launch.wait(LIMIT_S)
         _check_success(launch)
         return False
 
@@ -171,17 +195,17 @@ class KilledRun:
             seen.update(self._partial())
             return len(seen) >= number
 
-        return launch.wait_for(has_begun, LIMIT_S) and _stay(launch, delay_s)
+        return wait_for(launch, has_begun) and _stay(launch, delay_s)
 
     def _kill(self, launch: Launch, wanted: Wanted) -> bool:
         """Kill a random rank, and look at what is left when all have ended; False if it had ended before."""
         rank = self._rng.randrange(self._mesh.processes)
-        pid, in_save = launch.workers().get(rank), bool(self._partial())
-        if pid is None or not any_lives([pid]):
-            return False
-        os.kill(pid, signal.SIGKILL)
-        ended_s = launch.wait_until_ended(LIMIT_S)
-        if launch.process.returncode == 0:
+        in_save = bool(self._partial())
+        launch.ranks[rank].kill()
+        killed_s = time.monotonic()
+        launch.wait(LIMIT_S)
+        ended_s = time.monotonic() - killed_s
+        if launch.ranks[rank].returncode != -signal.SIGKILL:
             return False
         found = list_checkpoints(self._checkpoints)
         self._open = {
@@ -217,5 +241,5 @@ def _stay(launch: Launch, delay_s: float) -> bool:
 
 
 def _check_success(launch: Launch) -> None:
-    if launch.process.returncode:
-        raise BenchError(f"a run that nobody killed ended with exit code {launch.process.returncode}:\n{launch.output()[-3000:]}")
+    if launch.returncode:
+        raise BenchError(f"a run that nobody killed ended with exit code {launch.returncode}:\n{launch.output()[-3000:]}")
