@@ -1,5 +1,6 @@
 """One rank of a run without a model: steps that sleep, and the agreement to stop. Says in a file of its own what it does."""
 
+import ctypes
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from train import stop as stop_module
 from train.run_config import RunConfig
 from train.stop import PeerLostError, Stop
 
@@ -26,6 +28,7 @@ class Scene:
     max_hours: float = 0.0
     trouble: str = ""
     rank_in_trouble: int = 0
+    last_words_s: float = stop_module.LAST_WORDS_S
 
 
 def play(scene: Scene, rank: int) -> None:
@@ -37,6 +40,7 @@ def play(scene: Scene, rank: int) -> None:
         if scene.trouble == "dead disk":
             time.sleep(FOR_EVER_S)
 
+    stop_module.LAST_WORDS_S = scene.last_words_s
     stop = Stop(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
     dist.init_process_group("gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks)
     stop.connect()
@@ -59,7 +63,7 @@ def play(scene: Scene, rank: int) -> None:
     if scene.trouble in ("long save", "dead disk", "holds Python's lock"):
         say("saves")
         if scene.trouble == "holds Python's lock":
-            pow(3, 200_000_000)
+            ctypes.PyDLL(None).sleep(FOR_EVER_S)
         time.sleep(FOR_EVER_S)
     say(f"stopped at {step}: {stop.reason}, failed {stop.failed}")
     stop.close()

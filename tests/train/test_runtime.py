@@ -1,38 +1,77 @@
 """What the launcher says of a process, how long its collectives wait, and its end, with a thread of gloo caught in it."""
 
+import atexit
+import ctypes
 import dataclasses
-import subprocess
+import os
+import signal
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.launch import ROOT, environment, run
-from train.allocator import VARIABLES
+from tests.support.forks import environment, fork
+from tests.support.worlds import launcher_store, run_ranks
+from train.allocator import VARIABLES, use_expandable_segments
+from train.ending import end_process
 from train.place import Place, read_place
 from train.run_config import RunConfig
 from train.runtime import group_timeout, start_process
 from train.watchdog import TimeoutConfig
 
 
-def ended(way: str) -> tuple[int, str]:
-    result = run(2, way, module="tests.train.end_worker")
-    assert all(f"rank {rank} has done all" in result.stdout for rank in (0, 1)), result.stderr
-    return result.returncode, result.stderr
+def end_with_a_thread_of_gloo_caught(way: str, folder: Path) -> None:
+    """One of two processes. Rank 0 ends, with an exit function that lets no other thread in, while a thread of gloo that has
+    finished the last collective waits for the interpreter: `way` is "python", its teardown, or "end_process"."""
+    libc, pipes = ctypes.PyDLL(None), [os.open(folder / name, os.O_RDWR) for name in ("ends", "done")]
+    dist.init_process_group("gloo")
+    tensor = torch.ones(8)
+    tensor.keep_the_python_object = True  # type: ignore[attr-defined]
+    if dist.get_rank() == 1:
+        os.read(pipes[0], 1)
+        time.sleep(0.2)
+        dist.all_reduce(tensor)
+        time.sleep(0.5)  # by now the thread of the other waits
+        os.write(pipes[1], b"x")
+        os._exit(0)
+    work = dist.all_reduce(tensor, async_op=True)
+    del tensor, work
+    atexit._clear()
+    atexit.register(libc.read, pipes[1], ctypes.create_string_buffer(1), 1)
+    os.write(pipes[0], b"x")
+    try:
+        if way == "end_process":
+            end_process(0)
+    finally:
+        ctypes.pythonapi.Py_Exit(0)  # what the interpreter does at the end of a command
+
+
+def ended(way: str, folder: Path) -> tuple[int, str]:
+    """The exit code of rank 0, and what it said."""
+    for name in ("ends", "done"):
+        os.mkfifo(folder / name)
+    with launcher_store(2) as store:
+        ranks = [fork(end_with_a_thread_of_gloo_caught, way, folder, output=folder / f"{rank}.out",
+                      env=environment(**store, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(2)]  # fmt: skip
+        assert ranks[1].wait(60) == 0, (folder / "1.out").read_text()
+        code = ranks[0].wait(60)
+    return code, (folder / "0.out").read_text()
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 lets such a thread sleep (python/cpython#87135)")
-def test_python_aborts_a_process_whose_gloo_thread_waits_for_it():
+def test_python_aborts_a_process_whose_gloo_thread_waits_for_it(tmp_path: Path) -> None:
     """Why end_process is there; it goes away with Python 3.13."""
-    code, said = ended("sys.exit")
-    assert code != 0
+    code, said = ended("python", tmp_path)
+    assert code == -signal.SIGABRT
     assert "terminate called without an active exception" in said
 
 
-def test_our_end_does_not():
-    assert ended("end_process") == (0, "")
+def test_our_end_does_not(tmp_path: Path) -> None:
+    assert ended("end_process", tmp_path) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -48,25 +87,17 @@ def test_restarts_are_counted_wherever_they_are_made(said: dict, restarts: int, 
     assert read_place() == Place(0, 1, 0, 1, False, restarts, torchrun_restarts)
 
 
-ALLOCATOR = """
-import torch
-from train.allocator import use_expandable_segments
-print(use_expandable_segments(), torch._C._accelerator_getAllocatorSettings())
-"""
+def allocator_settings() -> tuple[bool, str]:
+    return use_expandable_segments(), torch._C._accelerator_getAllocatorSettings()
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "then"),
-    [("", "", "True expandable_segments:True"),
-     ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", "False"),
-     ("PYTORCH_ALLOC_CONF", "expandable_segments:False", "False expandable_segments:False")],
-)  # fmt: skip
-def test_segments_grow_unless_the_users_own_variable_says_something(variable: str, value: str, then: str) -> None:
-    said = {variable: value} if variable else {}
-    kept = {name: text for name, text in environment(**said).items() if name not in VARIABLES or name == variable}
-    child = subprocess.run([sys.executable, "-c", ALLOCATOR], cwd=ROOT, env=kept, text=True, capture_output=True, check=True)
-    assert child.stdout.strip().startswith(then)
-    assert "True" not in child.stdout.removeprefix(then)
+def test_segments_grow_unless_the_users_own_variable_says_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert run_ranks(1, allocator_settings) == [(True, "expandable_segments:True")]
+    for name, value in zip(VARIABLES, ("max_split_size_mb:512", "expandable_segments:False"), strict=True):
+        ((chosen, settings),) = run_ranks(1, allocator_settings, **{name: value})
+        assert (chosen, "True" in settings) == (False, False), settings
 
 
 def test_a_cpu_leaves_the_settings_of_the_gpus_allocator_alone() -> None:

@@ -1,9 +1,8 @@
-"""Stopping with real processes and real signals. A server that has imported torch forks them, which saves its import."""
+"""Stopping with real processes and real signals."""
 
-import multiprocessing
+import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ROOT, environment
+from tests.support.forks import Fork, fork
 from tests.train.stop_worker import Scene, play
 from train.run_config import RunConfig
-from train.stop import REPEAT_S, Stop, Wish, choose_wish
+from train.stop import CLOSE_S, REPEAT_S, Stop, Wish, choose_wish
 
 TERM, INT, USR1, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGKILL
-MANY_S = 20  # for what takes a fraction of a second on a quiet machine
+MANY_S = 60  # for what takes a fraction of a second on a quiet machine
+PROMPT_S = 45  # less than the 60 s of grace that the others have, and than all that sleeps for ever
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Ranks:
     """The processes of one run."""
 
     scene: Scene
-    processes: list
+    processes: list[Fork]
 
     def log(self, rank: int) -> str:
         path = self.scene.folder / f"{rank}.log"
@@ -43,12 +43,10 @@ class Ranks:
 
     def send(self, number: int, *ranks: int) -> None:
         for rank in ranks or range(self.scene.ranks):
-            os.kill(self.processes[rank].pid, number)
+            self.processes[rank].send_signal(number)
 
     def exit_codes(self, *ranks: int) -> list[int | None]:
-        for rank in ranks or range(self.scene.ranks):
-            self.processes[rank].join(MANY_S)
-        return [self.processes[rank].exitcode for rank in ranks or range(self.scene.ranks)]
+        return [self.processes[rank].wait(MANY_S) for rank in ranks or range(self.scene.ranks)]
 
 
 Start = Callable[..., Ranks]
@@ -56,22 +54,18 @@ Start = Callable[..., Ranks]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.train.stop_worker"])
-    everyone = []
+    everyone: list[Fork] = []
 
     def start_ranks(ranks: int, **scene) -> Ranks:
         run = Scene(tmp_path, ranks, **scene)
-        processes = [context.Process(target=play, args=(run, rank)) for rank in range(ranks)]
+        processes = [fork(play, run, rank, output=tmp_path / f"{rank}.out") for rank in range(ranks)]
         everyone.extend(processes)
-        for process in processes:
-            process.start()
         return Ranks(run, processes)
 
     yield start_ranks
     for process in everyone:
         process.kill()
-        process.join()
+        process.wait()
 
 
 def assert_stopped(run: Ranks, reason: str, failed: bool = False) -> None:
@@ -126,7 +120,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     sent_s = time.monotonic()
     run.send(INT)
     assert run.exit_codes() == [128 + INT] * 2
-    assert time.monotonic() - sent_s < 5
+    assert time.monotonic() - sent_s < PROMPT_S
     assert run.last() == ["ends: signal SIGTERM, then signal SIGINT: ended at once, without saving"] * 2
 
 
@@ -145,7 +139,7 @@ def test_a_save_that_outlasts_the_grace_period_is_ended_on_all_ranks(start: Star
     sent_s = time.monotonic()
     run.send(USR1, 0)
     assert run.exit_codes() == [128 + USR1] * 2
-    assert 1 <= time.monotonic() - sent_s < 5.5
+    assert 1 <= time.monotonic() - sent_s < PROMPT_S
     assert run.last() == ["ends: signal SIGUSR1: ended without saving, because run.grace_s=1 s were not enough to stop"] * 2
 
 
@@ -161,7 +155,7 @@ def test_the_grace_period_ends_a_rank_inside_a_collective(start: Start, peer: st
     sent_s = time.monotonic()
     run.send(TERM, 0)
     assert run.exit_codes(0) == [128 + TERM]
-    assert 1 <= time.monotonic() - sent_s < 5.5
+    assert 1 <= time.monotonic() - sent_s < PROMPT_S
     assert run.log(0).splitlines()[-2:-1] == [reached]
     assert "run.grace_s=1 s" in run.last()[0]
 
@@ -176,16 +170,15 @@ def test_nobody_waits_for_the_agreement_of_a_dead_rank(start: Start, asked: bool
     if asked:
         run.send(TERM, 0, 2)
     assert run.exit_codes() == [1, -KILL, 1]
-    took_s = time.monotonic() - killed_s
-    assert took_s < 5, took_s
+    assert time.monotonic() - killed_s < PROMPT_S
     for rank in (0, 2):
         assert "PeerLostError: a process of this run has died" in run.log(rank)
-        assert float(run.last()[rank].split()[-2]) < 1, run.last()
+        assert float(run.last()[rank].split()[-2]) < CLOSE_S, run.last()
 
 
 def test_a_disk_that_hangs_does_not_keep_a_process_from_its_end(start: Start) -> None:
     """on_end writes status.json."""
-    run = start(1, trouble="dead disk")
+    run = start(1, trouble="dead disk", last_words_s=1.0)
     run.wait_for("step 3")
     run.send(TERM)
     run.wait_for("saves")
@@ -196,7 +189,7 @@ def test_a_disk_that_hangs_does_not_keep_a_process_from_its_end(start: Start) ->
 
 
 def test_nor_does_a_main_thread_that_lets_no_other_run(start: Start) -> None:
-    run = start(1, trouble="holds Python's lock", grace_s=1)
+    run = start(1, trouble="holds Python's lock", grace_s=1, last_words_s=1.0)
     run.wait_for("step 3")
     run.send(TERM)
     assert run.exit_codes() == [-signal.SIGALRM]
@@ -226,24 +219,21 @@ def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> No
         signal.signal(HUP, at_hang_up)
 
 
-C_HANDLER = """
-import ctypes, signal, sys
-handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
-ctypes.pythonapi.PyOS_setsig(signal.SIGUSR1, handler)
-del sys.modules["_signal"]
-import _signal  # finds the handlers that are there, as Python does when it starts inside another program
-assert signal.getsignal(signal.SIGUSR1) is None
-from train.run_config import RunConfig
-from train.stop import Stop
-Stop(RunConfig(), print).close()
-print("closed")
-"""
+def close_with_a_handler_of_c() -> None:
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+    ctypes.pythonapi.PyOS_setsig(USR1, handler)
+    del sys.modules["_signal"]
+    import _signal  # finds the handlers that are there, as Python does when it starts inside another program
+
+    assert _signal.getsignal(USR1) is None
+    Stop(RunConfig(), print).close()
+    print("closed")
 
 
-def test_close_leaves_out_what_only_c_code_can_set_again() -> None:
-    done = subprocess.run([sys.executable, "-c", C_HANDLER], cwd=ROOT, env=environment(), capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+def test_close_leaves_out_what_only_c_code_can_set_again(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    code = fork(close_with_a_handler_of_c, output=output).wait(MANY_S)
+    assert (code, output.read_text()) == (0, "closed\n")
 
 
 def test_an_error_counts_before_a_wish_and_the_lowest_rank_before_others() -> None:
