@@ -82,7 +82,7 @@ def choose_tests(root: Path, fault: Fault, place: Place, measured: Measured, mos
     unmeasured = set(about) - {test.partition("::")[0] for test in measured.seconds}
     grades |= {path: (rank, 2, UNKNOWN_S) for path, rank in about.items() if path in unmeasured and path not in without}
     ordered = sorted(grades, key=lambda test: (grades[test], test))
-    ordered = _varied(ordered)
+    ordered = [test for rank in range(4) for test in _varied([test for test in ordered if grades[test][0] == rank], rank)]
     together_s = list(itertools.accumulate(measured.seconds.get(test, UNKNOWN_S) for test in ordered))
     return [test for number, test in enumerate(ordered) if number < most or together_s[number] <= QUICK_S]
 
@@ -119,14 +119,15 @@ def _aboutness(root: Path, path: str, fault: Fault, product: Path) -> int:
     return 2 if any(word in text for word in (f"{module} ", f"{module}.", f"{module}\n", str(product))) else 3
 
 
-def _varied(tests: Sequence[str]) -> list[str]:
-    """The same tests; those of which enough others alike came before go behind."""
+def _varied(tests: Sequence[str], rank: int) -> list[str]:
+    """The same tests; those of which enough others alike came before go behind. Of a file that the fault names (rank 0) no number
+    of tests is enough, of a test with many cases it is."""
     functions, files = Counter[str](), Counter[str]()
     first, later = list[str](), list[str]()
     for test in tests:
         function, path = test.partition("[")[0], test.partition("::")[0]
         functions[function] += 1
-        enough = functions[function] > OF_A_FUNCTION or files[path] >= OF_A_FILE
+        enough = functions[function] > OF_A_FUNCTION or (rank > 0 and files[path] >= OF_A_FILE)
         files[path] += not enough
         (later if enough else first).append(test)
     return first + later
