@@ -78,19 +78,19 @@ FAST = [
     case(8, (2, 2, 2), "eager", "none", loss_chunk=64),
 ]  # fmt: skip
 SLOW = cover_pairs(FACTORS, RULES, FAST)
-# Of the slow cases a run takes one part; as many runs as there are parts take all. The seed is a number, or "all"; without one
-# it is that of the day, so that the processes of one run agree, and a part comes again after SAMPLES days.
-SAMPLES, SEED = 8, "MESHWRIGHT_PARITY_SEED"
+# Of slow cases a run takes one part; as many runs as there are parts take all. The seed is a number, or "all"; without one it
+# is that of the day, so that the processes of one run agree, and a part comes again after as many days.
+PARITY_PARTS, SEED = 8, "MESHWRIGHT_PARITY_SEED"
 
 
-def sample(cases: Mapping[str, T], seed: str = "") -> dict[str, T]:
-    """One of SAMPLES parts of the cases, whose number the seed says; "all" of them if it says so."""
+def sample(cases: Mapping[str, T], parts: int, seed: str = "") -> dict[str, T]:
+    """One of so many parts of the cases, which the seed names; "all" of them if it says so."""
     seed = seed or os.environ.get(SEED, "") or str(date.today().toordinal())
     if seed == "all":
         return dict(cases)
     names = list(cases)
     random.Random(0).shuffle(names)  # or those that the cover begins with, which are long, are all in a few parts
-    return {name: cases[name] for name in names[int(seed) % SAMPLES :: SAMPLES]}
+    return {name: cases[name] for name in names[int(seed) % parts :: parts]}
 
 
 def name(case: Case) -> str:

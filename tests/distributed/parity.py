@@ -68,7 +68,7 @@ def reference(arguments: tuple[str, ...], dtype: torch.dtype = torch.float32) ->
 
 
 def plain_run(job: Job, data: Sequence[str], dtype: torch.dtype = torch.float32) -> Result:
-    """The reference of a job: one for each shape of model, each list of frozen parameters, each optimizer, and documents apart or not."""
+    """The reference of a job: one for each model, each optimizer, each list of frozen parameters, and documents apart or not."""
     of_the_model = [a for a in job.arguments if a.startswith(("--model.", "--data.", "--optim.", "--train.freeze"))]
     return reference((*SHAPE, *data, *of_the_model), dtype)
 

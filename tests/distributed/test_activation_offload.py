@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.llama import Llama
 from parallel.compile_check import count_compiled_graphs
 from parallel.mesh import build_mesh, data_parallel_group
+from tests.distributed import matrix
 from tests.support.launch import EAGER
 from tests.support.worlds import run_ranks
 from train.build import build_model
@@ -111,16 +112,15 @@ def test_the_same_training_with_less_on_the_device() -> None:
     assert all(len(set(counts)) == 1 for counts in graphs), f"recompiled: {graphs}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", [INDUCTOR, [*EAGER, *TP], [*AOT, *TP]], ids=["inductor", "tp", "tp-aot"])
-def test_the_same_by_inductor_and_with_split_weights(keys: list[str]) -> None:
-    here, there = train(keys, [*keys, *OFFLOAD])
-    check(here, there, micro_batches=4 if keys[-1] in TP else 2)
+# Each run takes two of these (matrix.py).
+SLOW = matrix.sample({"inductor": (INDUCTOR, OFFLOAD), "tp": ([*EAGER, *TP], OFFLOAD), "tp-aot": ([*AOT, *TP], OFFLOAD),
+                      "some": (AOT, [*OFFLOAD, *THREE])}, parts=2)  # fmt: skip
 
 
 @pytest.mark.slow
-def test_the_same_where_some_of_the_compiled_blocks_are_offloaded() -> None:
-    here, there = train(AOT, [*AOT, *OFFLOAD, *THREE])
-    check(here, there, micro_batches=2)
-    check_device(here, there)
+@pytest.mark.parametrize("name", SLOW)
+def test_the_same_by_inductor_with_split_weights_and_for_some_compiled_blocks(name: str) -> None:
+    keys, offload = SLOW[name]
+    here, there = train(keys, [*keys, *offload])
+    check(here, there, micro_batches=4 if name.startswith("tp") else 2)
     assert len(set(there["graphs"])) == 1, f"recompiled: {there['graphs']}"

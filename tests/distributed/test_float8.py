@@ -7,6 +7,7 @@ off by about 5%, and a loss much less, as errors of tokens average.
 import pytest
 import torch
 
+from tests.distributed import matrix
 from tests.distributed.parity import Job, plain_run, run_jobs
 from tests.support.launch import write_text
 
@@ -32,15 +33,15 @@ JOBS = {
     "mesh": Job(4, [EAGER, *ON, SENT, TP, FULL], 0),
     "hsdp": Job(4, [EAGER, *ON, SENT, *HSDP], 0),
 }
-# The same where it is compiled.
-SLOW = {
+# The same where it is compiled: each run takes two of these (matrix.py).
+SLOW = matrix.sample({
     "sent-compiled": Job(2, [AOT, *ON, SENT], 2),
     "tp-compiled": Job(2, [AOT, *ON, TP], 2),
     "rowwise-compiled": Job(2, [AOT, *ON, "--parallel.float8.recipe=rowwise", BFLOAT16], 2),
     "bf16-compiled": Job(2, [AOT, *ON, SENT, *STORED], 2),
     "mesh-compiled": Job(4, [AOT, *ON, SENT, TP, FULL], 2),
     "hsdp-compiled": Job(4, [AOT, *ON, SENT, *HSDP], 2),
-}
+}, parts=3)  # fmt: skip
 BAND = 0.005  # nats; the largest difference met was 0.0019
 # Of a gradient's norm, of the weight that is furthest off: 6% to 10% were met. In bfloat16 alone it is 2%, in float32 0.01%.
 LEAST, MOST = 0.04, 0.2

@@ -6,9 +6,10 @@ from tests.distributed.parity import Job, Result, check_compiled, check_parity, 
 from tests.support.launch import EAGER, write_text
 
 FUSED, TP, AOT = "--parallel.fused_projections=true", "--parallel.tp=2", "--parallel.compile.backend=aot_eager"
+FULL = [TP, FUSED, "--parallel.activation_checkpoint=full", "--parallel.sequence_parallel=false"]
 JOBS = {
     "eager-tp": Job(2, [*EAGER, TP, FUSED], 0),
-    "aot-tp-full": Job(2, [AOT, TP, FUSED, "--parallel.activation_checkpoint=full", "--parallel.sequence_parallel=false"], 2),
+    "eager-tp-full": Job(2, [*EAGER, *FULL], 0),
     "eager-fsdp-selective": Job(2, [*EAGER, FUSED, "--parallel.activation_checkpoint=selective"], 0),
 }
 
@@ -27,3 +28,11 @@ def trained(data: list[str]) -> dict[str, Result]:
 def test_one_product_trains_the_same_model(name: str, trained: dict[str, Result], data: list[str]) -> None:
     check_parity(trained[name], plain_run(JOBS[name], data))
     check_compiled(trained[name], JOBS[name].graphs)
+
+
+@pytest.mark.slow
+def test_one_product_trains_the_same_model_compiled(data: list[str]) -> None:
+    job = Job(2, [AOT, *FULL], 2)
+    (got,) = run_jobs({"aot-tp-full": job}, data).values()
+    check_parity(got, plain_run(job, data))
+    check_compiled(got, job.graphs)
