@@ -31,7 +31,7 @@ def measure(root: Path, into: Path, pytest_arguments: Sequence[str]) -> int:
     config = into / "coverage.cfg"
     config.write_text(CONFIG.format(include=", ".join(f"{root}/{name}/*" for name in PRODUCT)), encoding="utf-8")
     env = {**os.environ, "COV_CONFIG": str(config), "COV_DATA": str(parts / "data"), "COV_CONTEXT": "",
-           "COV_SECONDS": str(into / SECONDS), "PYTHONPATH": str(PLUGINS)}  # fmt: skip
+           "COV_SECONDS": str(into / SECONDS), "PYTHONPATH": f"{root}:{PLUGINS}"}  # fmt: skip
     coverage = [sys.executable, "-m", "coverage"]
     pytest = ["-m", "pytest", "-p", "covered", "-p", "no:randomly", "-p", "no:xdist", "-p", "no:benchmark", *pytest_arguments]
     ended = subprocess.run([*coverage, "run", f"--rcfile={config}", *pytest], cwd=root, env=env, check=False)

@@ -47,7 +47,7 @@ def try_tests(root: Path, tests: Sequence[str], usual_s: Mapping[str, float], li
         (folder / "tests").write_text("\n".join(tests) + "\n", encoding="utf-8")
         (folder / "heard").touch()
         env = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "COVERAGE_"))}
-        env |= {"HOME": str(folder / "home"), "MESHWRIGHT_TESTS_HOME": str(folder / "home"), "PYTHONPATH": str(PLUGINS),
+        env |= {"HOME": str(folder / "home"), "MESHWRIGHT_TESTS_HOME": str(folder / "home"), "PYTHONPATH": f"{root}:{PLUGINS}",
                 "FAULTS_HEARD": str(folder / "heard"), "FAULTS_MARK": mark,
                 "FAULTS_UNTIL_S": str(start_s + limits.all_s)}  # fmt: skip
         arguments = [*([] if to_the_end else ["-x"]), "-q", "-p", "heard", "-p", "no:cacheprovider", "-p", "no:randomly",
