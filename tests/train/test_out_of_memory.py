@@ -75,7 +75,8 @@ def test_what_counts_as_running_out_of_memory() -> None:
 
 
 def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
-    keys = ["--model.dim=256", "--model.n_layers=4", "--model.ffn_dim=1024", "--train.seq_len=512", "--train.micro_batch_size=4", *EAGER]
+    keys = [*EAGER, "--model.dim=256", "--model.n_layers=4", "--model.ffn_dim=1024", "--train.seq_len=512",
+            "--train.micro_batch_size=4"]  # fmt: skip
     config = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16"])
     plan, hardware = plan_run(config, 4, attention="cudnn"), load_hardware()["h100-sxm"]
     savings = largest_savings(config, plan, hardware, 4)

@@ -150,12 +150,11 @@ def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
 
 
 def prepare_datasets(names: list[str], folder: Path) -> None:
-    """Each of these datasets, made if it is not there: a split of one in another process, as it would be with several workers."""
+    """Each of these datasets, made if it is not there."""
     if not (folder / "plain").exists():
         save_datasets(folder)
     for name in names:
-        settings = PrepareSettings(0.1, "body", workers=2 if name == "parts::test" else 1)
-        prepare(f"hf:{folder / name}", "bytes", "auto", "auto", folder / f"out-{name[:5]}", settings)
+        prepare(f"hf:{folder / name}", "bytes", "auto", "auto", folder / f"out-{name[:5]}", PrepareSettings(0.1, "body"))
 
 
 def save_datasets(folder: Path) -> None:
