@@ -1,13 +1,15 @@
 """Two finished runs, made by the real trainer: one process with tied embeddings, and two processes with uneven shards."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.launch import run as launch
+from tests.support.nested import ForkingPopen
+
 CONFIG = """
 model: {dim: 32, n_layers: 2, n_heads: 4, n_kv_heads: 2, ffn_dim: 64, vocab_size: 265, max_seq_len: 64}
 parallel: {compile: {enabled: false}}
@@ -20,14 +22,13 @@ TEXT = "def f(x):\n    return x + 1  # é\n"
 
 @pytest.fixture(scope="session")
 def tied_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _train(tmp_path_factory.mktemp("tied"), [sys.executable], "--model.tie_embeddings=true")
+    return _train(tmp_path_factory.mktemp("tied"), 1, "--model.tie_embeddings=true")
 
 
 @pytest.fixture(scope="session")
 def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes: the vocabulary of 265 does not divide by 2, so the shards differ in size."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return _train(tmp_path_factory.mktemp("sharded"), torchrun)
+    return _train(tmp_path_factory.mktemp("sharded"), 2)
 
 
 @pytest.fixture(params=["tied_run", "sharded_run"])
@@ -37,23 +38,28 @@ def run(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def tool() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs `python -m tools.NAME ...` as users do."""
+def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test starts as `python -m MODULE` is a fork."""
+    monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
 
-    def call(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", f"tools.{name}", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+@pytest.fixture
+def tool() -> Callable[..., CompletedProcess[str]]:
+    """Runs what `python -m tools.NAME ...` does."""
+
+    def call(name: str, *arguments: str) -> CompletedProcess[str]:
+        done: CompletedProcess[str] = launch(1, *arguments, module=f"tools.{name}")
+        return done
 
     return call
 
 
-def _train(folder: Path, launcher: list[str], *overrides: str) -> Path:
+def _train(folder: Path, processes: int, *overrides: str) -> Path:
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "text").mkdir()
     for i in range(6):
         (folder / "text" / f"{i}.txt").write_text(TEXT * (20 + i), encoding="utf-8")
-    command = [*launcher, "-m", "train.main", f"--config={folder / 'config.yaml'}", f"--run.dir={folder / 'run'}",
-               f"--data.source={folder / 'text'}", f"--data.cache_dir={folder / 'cache'}", *overrides]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = launch(processes, f"--config={folder / 'config.yaml'}", f"--run.dir={folder / 'run'}",
+                  f"--data.source={folder / 'text'}", f"--data.cache_dir={folder / 'cache'}", *overrides)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from models.hf import config_from_hf
 from tests.support.hf_models import make_hf, make_tokens, save_hf
+from tests.support.launch import run as launch
 from tools.checkpoint import consolidate
 from tools.convert_hf import main, write_files
 from tools.generate import load_model
@@ -32,7 +34,7 @@ from train.checkpoint.verify import hash_file, verify_alone
 from train.config import Config, parse_config
 from train.init_from import find_weights
 
-Tool = Callable[..., subprocess.CompletedProcess[str]]
+Tool = Callable[..., CompletedProcess[str]]
 SMALL_FILES = "--shard_gb=0.00004"  # 40 kB: about ten files
 
 
@@ -204,38 +206,14 @@ def test_files_are_as_few_as_the_limit_allows(tmp_path: Path) -> None:
         assert opened.get_tensor("e").eq(5).all()
 
 
-MEASURE = """
-import re, sys
-from pathlib import Path
-def anonymous_bytes():
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
-import tools.convert_hf as tool
-highest, save = 0, tool._save
-def looking(tensors, file):
-    global highest
-    highest = max(highest, anonymous_bytes())
-    save(tensors, file)
-    highest = max(highest, anonymous_bytes())
-tool._save = looking
-from models.llama import LlamaConfig
-from torch.distributed.checkpoint.state_dict_loader import load  # what is imported late must not be counted
-tool.weight_shapes(LlamaConfig())
-before = anonymous_bytes()
-tool.main(sys.argv[1:])
-print("grew", highest - before)
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see a process's memory")
 def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
-    """A model of 177 MB goes in and out in files of 20 MB: no process ever holds half of it (it grows by 60 MB at most)."""
-    large = make_hf(head_dim=128, intermediate_size=4096, num_hidden_layers=6, ratio=1)
-    source = save_hf(tmp_path / "hf", large)
+    """A model of 88 MB goes in and out in files of 10 MB: no process ever holds half of it."""
+    source = save_hf(tmp_path / "hf", make_hf(head_dim=128, intermediate_size=4096, num_hidden_layers=3, ratio=1))
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    assert size > 175e6
+    assert size > 85e6
     for command in (["import", str(source), str(tmp_path / "ours")], ["export", str(tmp_path / "ours"), str(tmp_path / "back")]):
-        done = subprocess.run([sys.executable, "-c", MEASURE, *command, "--shard_gb=0.02"], cwd=Path(__file__).parents[2],
-                              capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+        done = launch(1, *command, "--shard_gb=0.01", module="tests.tools.measured_convert")
         assert done.returncode == 0, done.stderr
         assert int(done.stdout.split()[-1]) < size / 2
     check_same(read_all(tmp_path / "back"), read_all(source))
@@ -290,13 +268,15 @@ def test_a_failure_leaves_what_was_there(hf_dir: Path, tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing_behind(hf_dir: Path, tmp_path: Path) -> None:
     """A limit on the size of a file stands for it: writing fails in the middle of one."""
-    code = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "from tools.command import run_tool; from tools.convert_hf import main\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); run_tool(lambda: main(sys.argv[1:]))")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, "import", str(hf_dir), str(tmp_path / "ours")],
-                          cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("CheckpointError: cannot write ")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"^cannot write "):
+            main(["import", str(hf_dir), str(tmp_path / "ours")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert list(tmp_path.iterdir()) == []
 
 

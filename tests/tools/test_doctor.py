@@ -5,13 +5,12 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ROOT, environment
+from tests.support.launch import run
+from tests.support.nested import run_nested
 from tools.doctor.__main__ import main
 from tools.doctor.checks import read_said
 from tools.doctor.environment import judge_environment
@@ -187,17 +186,9 @@ def test_whatever_goes_wrong_is_why_it_is_unknown():
     assert find(lambda: 3) == 3
 
 
-def doctor(*arguments: str, limit_files: int = 0, **env: str) -> "subprocess.CompletedProcess[str]":
-    def limit() -> None:
-        if limit_files:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-    return subprocess.run([sys.executable, "-m", "tools.doctor", *arguments], cwd=ROOT, env=environment(**env), preexec_fn=limit,
-                          capture_output=True, text=True, check=False, timeout=300)  # fmt: skip
-
-
 def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
-    done = doctor("--json", f"--run_dir={tmp_path}", limit_files=64, CXX="/nonexistent", NCCL_DEBUG="INFO")
+    done = run(1, "64", "tools.doctor", "--json", f"--run_dir={tmp_path}", module="tests.tools.limited", CXX="/nonexistent",
+               NCCL_DEBUG="INFO")  # fmt: skip
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     found = [(one["kind"], one["what"]) for one in report["findings"]]
@@ -212,10 +203,10 @@ def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
 
 @pytest.mark.slow
 def test_this_machine_as_it_is(tmp_path):
-    done = doctor(f"--run_dir={tmp_path}")
+    done = run_nested("tools.doctor", f"--run_dir={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("versions", "C++ compiler", "MB/s flushed", "to compile; a product", "16 MiB over two processes", "/dev/shm"):
         assert words in done.stdout
     assert "Traceback" not in done.stderr
-    assert "Exit code 0" in doctor("-h").stdout.replace("\n", " ")
+    assert "Exit code 0" in run_nested("tools.doctor", "-h").stdout.replace("\n", " ")
     assert os.listdir(tmp_path) == []

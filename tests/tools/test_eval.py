@@ -69,9 +69,10 @@ def loss_of_transformers(hf_dir: Path) -> tuple[float, int]:
     return nats / (len(stream) - 1), len(stream) - 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_score_of_a_checkpoint_is_its_runs_own(processes: int, run: Path) -> None:
-    """Of runs of one process and of two, whatever the number now; the limit is the run's train.eval_sequences."""
+@pytest.mark.parametrize(("made", "processes"), [("sharded_run", 1), ("tied_run", 2)])
+def test_the_score_of_a_checkpoint_is_its_runs_own(made: str, processes: int, request: pytest.FixtureRequest) -> None:
+    """Of runs of two processes and of one, whatever the number now; the limit is the run's train.eval_sequences."""
+    run = request.getfixturevalue(made)
     figures = evaluate(run, "--sequences=8", "--micro_batch_size=3", processes=processes)
     row = read_metrics(run)[2]
     assert list(figures["sets"]) == ["held_out"]
@@ -81,13 +82,10 @@ def test_the_score_of_a_checkpoint_is_its_runs_own(processes: int, run: Path) ->
     assert figures["model"].endswith("step-00000002")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(
-    processes: int, hf_dir: Path, records: Path, tmp_path: Path
-) -> None:
+def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(hf_dir: Path, records: Path, tmp_path: Path) -> None:
     loss, tokens = loss_of_transformers(hf_dir)
     figures = evaluate(hf_dir, f"--data={records}", f"--seq_len={SEQ_LEN}", "--micro_batch_size=4", *EAGER,
-                       f"--data.cache_dir={tmp_path}", processes=processes)  # fmt: skip
+                       f"--data.cache_dir={tmp_path}", processes=2)  # fmt: skip
     assert (figures["seq_len"], list(figures["sets"])) == (SEQ_LEN, [str(records)])
     score = figures["sets"][str(records)]
     assert score["tokens"] == tokens
@@ -117,7 +115,7 @@ def test_bits_per_byte_by_hand(tied_run: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def store_run(tmp_path_factory: pytest.TempPathFactory, hf_dir: Path, records: Path) -> Path:
-    """A run, compiled, on prepared data without BOS, and with a validation set; its data lies in `store` beside it."""
+    """A run on prepared data without BOS, and with a validation set; its data lies in `store` beside it."""
     folder = tmp_path_factory.mktemp("store_run")
     extra = write_jsonl(folder / "extra.jsonl", MORE_TEXTS)
     for source, name, held_out in ((records, "store", 0.3), (extra, "more", 0.0)):
@@ -126,7 +124,7 @@ def store_run(tmp_path_factory: pytest.TempPathFactory, hf_dir: Path, records: P
             f"--data.cache_dir={folder / 'cache'}"]  # fmt: skip
     done = launch(1, *TINY, *data, f"--run.dir={folder / 'run'}", "--model.vocab_size=640", "--train.steps=2",
                   "--train.eval_every=2", "--train.eval_sequences=0", "--checkpoint.every=2",
-                  "--parallel.compile.backend=aot_eager", "--parallel.activation_checkpoint=full",
+                  *EAGER, "--parallel.compile.backend=aot_eager", "--parallel.activation_checkpoint=full",
                   "--train.freeze=[layers.0.*]")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
@@ -134,7 +132,7 @@ def store_run(tmp_path_factory: pytest.TempPathFactory, hf_dir: Path, records: P
 
 def test_every_set_of_a_run_compiled_and_other_data_with_its_tokenizer(store_run: Path, hf_dir: Path) -> None:
     row = read_metrics(store_run)[2]
-    sets = evaluate(store_run)["sets"]
+    sets = evaluate(store_run, "--parallel.compile.enabled=true")["sets"]
     assert list(sets) == ["held_out", "more"]
     for name, score in sets.items():
         for figure in ("loss", "perplexity", "bits_per_byte"):

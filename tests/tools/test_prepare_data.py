@@ -4,24 +4,24 @@ import json
 import os
 import pty
 import re
+import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
-from tests.train.texts import files_of, odd_texts, processes_of, texts_of, train_bpe, write_jsonl
+from tests.support.launch import Launch, started
+from tests.support.nested import NESTED, run_nested
+from tests.train.texts import files_of, odd_texts, texts_of, train_bpe, write_jsonl
+from tools.bench.processes import any_lives, children
+from tools.command import run_tool
 from tools.prepare_data import PlainLines, main, make_figures, to_line
 from train.data.config import DataError
 from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.store import read_manifest
-
-Tool = Callable[..., CompletedProcess[str]]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", odd_texts(2000, seed=11), field="body")
 
 
-def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(source: Path, tmp_path: Path) -> None:
     tokenizer, out = train_bpe(tmp_path / "small-bpe"), tmp_path / "out"
     call = [str(source), str(out), f"--tokenizer={tokenizer.parent}", "--text_field=body", "--held_out=0.1", "--bos=none"]
-    first = tool("prepare_data", *call)
+    first = run_nested("tools.prepare_data", *call)
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(out)
     assert (manifest.tokenizer.bos, manifest.settings["held_out"]) == (None, 0.1)
@@ -40,7 +40,7 @@ def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(t
     assert "tokenizer small-bpe: 600 ids, stored as uint16\n" in first.stdout
     assert re.search(r"MB/s in .*, \d\.\d\d bytes per token; \d+ documents without text were left out", first.stdout)
     assert f"data.source: {out}, model.vocab_size: 640 (or any number from 600 on" in first.stdout
-    second = tool("prepare_data", *call, "--json", "--workers=1", "--shard_mb=1")
+    second = run_nested("tools.prepare_data", *call, "--json", "--workers=1", "--shard_mb=1")
     figures = json.loads(second.stdout)
     assert figures["already_there"]
     assert figures["mb_per_s"] is None
@@ -48,42 +48,47 @@ def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(t
     assert sum(figures["tokens"].values()) == sum(shard.tokens for shard in shards)
     assert figures["documents"]["held_out"] == sum(shard.documents for shard in manifest.splits["held_out"]) > 100
     assert figures["bytes_per_token"] == sum(shard.text_bytes for shard in shards) / sum(shard.tokens for shard in shards)
-    third = tool("prepare_data", *call, "--held_out=0.2")
+    third = run_nested("tools.prepare_data", *call, "--held_out=0.2")
     assert third.returncode == 2
     assert third.stderr == (f"DataError: {out} is there already and was made with held_out=0.1: name another folder, or remove "
                             "that one\n")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (["nowhere", "out"], "DataError: data.source=nowhere: no such file, folder or glob"),
-        (["SOURCE", "out"], "line 1: no field text, but 'id', 'body': name its text with data.text_field (--text_field"),
-        (["SOURCE", "full", "--text_field=body"], "full is there already and holds no prepared data: name another folder"),
-        (["prepared", "out"], "prepared is prepared data already: use data.source=prepared"),
-        (["SOURCE", "out", "--held_out=1"], "1 must be at least 0 and less than 1"),
-        (["SOURCE", "out", "--workers=0"], "0 must be a whole number of at least 1"),
-        (["SOURCE", "out", "--eos=</s>"], "data.tokenizer=bytes has none"),
-        (["SOURCE", "/"], "DataError: OUT_DIR=/ names no new folder: give it a name of its own, such as /tokens"),
-        (["SOURCE", "a/.."], "DataError: OUT_DIR=a/.. names no new folder: give it a name of its own, such as a/../tokens"),
-        (["SOURCE", ""], "DataError: OUT_DIR is empty: name a path"),
-        (["", "out"], "DataError: SOURCE is empty: name a path"),
-        (["SOURCE", "~nosuchuser/out"], "DataError: OUT_DIR='~nosuchuser/out' is no usable path"),
-        (["s" * 5000, "out"], "(5,000 letters)' is no usable path (File name too long): name another"),
-    ],
-)
-def test_what_cannot_be_done_is_one_message(call: list[str], said: str, source: Path, tmp_path: Path) -> None:
+REFUSED = [
+    (["nowhere", "out"], "DataError: data.source=nowhere: no such file, folder or glob"),
+    (["SOURCE", "out"], "line 1: no field text, but 'id', 'body': name its text with data.text_field (--text_field"),
+    (["SOURCE", "full", "--text_field=body"], "full is there already and holds no prepared data: name another folder"),
+    (["prepared", "out"], "prepared is prepared data already: use data.source=prepared"),
+    (["SOURCE", "out", "--held_out=1"], "1 must be at least 0 and less than 1"),
+    (["SOURCE", "out", "--workers=0"], "0 must be a whole number of at least 1"),
+    (["SOURCE", "out", "--eos=</s>"], "data.tokenizer=bytes has none"),
+    (["SOURCE", "/"], "DataError: OUT_DIR=/ names no new folder: give it a name of its own, such as /tokens"),
+    (["SOURCE", "a/.."], "DataError: OUT_DIR=a/.. names no new folder: give it a name of its own, such as a/../tokens"),
+    (["SOURCE", ""], "DataError: OUT_DIR is empty: name a path"),
+    (["", "out"], "DataError: SOURCE is empty: name a path"),
+    (["SOURCE", "~nosuchuser/out"], "DataError: OUT_DIR='~nosuchuser/out' is no usable path"),
+    (["s" * 5000, "out"], "(5,000 letters)' is no usable path (File name too long): name another"),
+]
+
+
+def test_what_cannot_be_done_is_one_message(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     for name, file in (("full", "x"), ("prepared", "manifest.json")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
-    call = [str(source) if part == "SOURCE" else part for part in call]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tools.prepare_data", *call]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for call, said in REFUSED:
+        try:
+            run_tool(lambda call=call: main([str(source) if part == "SOURCE" else part for part in call]))
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code
+        heard = capsys.readouterr().err
+        if (code, said in heard, "Traceback" in heard) != (2, True, False):
+            wrong.append((call, code, heard))
+    assert not wrong
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "prepared"]
 
 
 def test_the_folder_one_stands_in_is_no_new_name(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,28 +98,26 @@ def test_the_folder_one_stands_in_is_no_new_name(source: Path, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tool: Tool, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", odd_texts(40_000, seed=12, mean_bits=60))
+def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", odd_texts(12_000, seed=12, mean_bits=60))
     tokenizer, out = train_bpe(tmp_path / "bpe"), tmp_path / "out"
-    call = ["prepare_data", str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    # Nice: on a busy machine the signal must not come when all is done.
-    process = subprocess.Popen(["nice", "-n", "19", sys.executable, "-m", f"tools.{call[0]}", *call[1:]], env=environment,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    call = ["tools.prepare_data", str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
     results = tmp_path / ".out.partial" / "results"
-    while not list(results.glob("*.json")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    kept = {path.name for path in results.iterdir()}
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-    stop_s = time.monotonic()
-    said = process.communicate(timeout=30)[1]
-    assert time.monotonic() - stop_s < 20
-    assert process.returncode == 130
-    assert said == "stopped: the same command goes on with what is not finished\n"
-    assert processes_of(process.pid) == []
+    with started(1, *call, output=tmp_path / "said", module=NESTED) as preparing:
+        pid = preparing.ranks[0].pid
+        until(lambda: len(children(pid)) == 2, preparing)
+        until(lambda: list(results.glob("*.json")), preparing)
+        for worker in children(pid):
+            os.kill(worker, signal.SIGSTOP)  # the signal must not come when all is done
+        kept = {path.name for path in results.iterdir()}
+        workers = children(pid)
+        os.killpg(pid, signal.SIGINT)  # as a terminal does: to all of its group
+        assert preparing.wait(60) == 130
+    assert (tmp_path / "said").read_text() == "stopped: the same command goes on with what is not finished\n"
+    assert len(workers) == 2
+    assert not any_lives(workers)
     assert not out.exists()
-    again = tool(*call)
+    again = run_nested(*call)
     assert again.returncode == 0
     assert re.search(r"going on after \d+\.\d MB that are finished", again.stderr)
     assert kept
@@ -122,21 +125,26 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tool: Tool
     assert files_of(out) == files_of(tmp_path / "afresh")
 
 
+def until(happened: Callable[[], object], launch: Launch) -> None:
+    """Wait, as long as the command runs."""
+    while not happened():
+        assert launch.running(), launch.output()
+        time.sleep(0.005)
+
+
 def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
     terminal, its_end = pty.openpty()
-    command = [sys.executable, "-m", "tools.prepare_data", str(source), str(tmp_path / "out"), "--text_field=body", "--json"]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=its_end, text=True) as process:
-        os.close(its_end)
+    call = ["tools.prepare_data", str(source), str(tmp_path / "out"), "--text_field=body", "--json"]
+    with started(1, *call, output=tmp_path / "said", errors=Path(os.ttyname(its_end)), module=NESTED, TERM="xterm",
+                 COLUMNS="100") as preparing:  # fmt: skip
         seen = b""
-        while True:
-            try:
+        while preparing.running() or select.select([terminal], [], [], 0)[0]:
+            if select.select([terminal], [], [], 0.05)[0]:
                 seen += os.read(terminal, 4096)
-            except OSError:  # the other end is closed
-                break
-        assert process.stdout is not None
-        figures = json.loads(process.stdout.read())
+    os.close(its_end)
     os.close(terminal)
+    assert preparing.returncode == 0, seen
+    figures = json.loads(preparing.output())
     assert figures["documents"]["train"] > 1000
     assert "━".encode() in seen
     assert b"MB/s" in seen or b"kB" in seen

@@ -2,11 +2,10 @@
 
 import json
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.launch import EAGER, ROOT, TINY, environment, read_metrics, read_status, run, write_text
+from tests.support.launch import EAGER, TINY, Launch, read_metrics, read_status, started, write_text
+from tests.support.nested import NESTED, run_nested
 from tests.tools.sweeps import Page
-from tools.bench.launched import any_lives, children
+from tools.bench.processes import any_lives, children
+from tools.sweep.__main__ import main
 from train.checkpoint.folder import list_checkpoints, step_of
+from train.config import ConfigError
 
 LIMIT_S = 240.0
+STEPS = 200
 SPEC = {"config": "llama_debug.yaml", "processes": 1}
 
 
@@ -44,7 +47,7 @@ def swept(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tup
     two = {"processes": 2, "profile.start": 6, "profile.steps": 2}
     runs = {"one": {}, "two": two, "broken": {"data.source": "nowhere"}, "impossible": {"parallel.tp": 3}}
     overrides = {**keys, "train.steps": 8, "checkpoint.every": 0}
-    done = run(1, str(write(folder, overrides=overrides, runs=runs)), module="tools.sweep", timeout_s=LIMIT_S)
+    done = run_nested("tools.sweep", str(write(folder, overrides=overrides, runs=runs)))
     return folder, done
 
 
@@ -86,41 +89,40 @@ def test_the_page_of_real_runs_stands_alone_and_has_what_was_predicted_and_profi
     assert 0 < document["runs"][1]["exposed_share"] < 1
 
 
-def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_if_asked(swept: tuple[Path, Any]) -> None:
+@pytest.mark.usefixtures("forked_commands")
+def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_if_asked(
+    swept: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, _ = swept
     study = folder / "study"
     before = {name: (study / name / "output.txt").read_bytes() for name in ("one", "two", "broken")}
-    again = run(1, str(folder / "study.yaml"), module="tools.sweep", timeout_s=LIMIT_S)
-    assert again.returncode == 1
+    with pytest.raises(SystemExit, match="1"):
+        main([str(folder / "study.yaml")])
     assert {name: (study / name / "output.txt").read_bytes() for name in before} == before
-    assert "(--retry-failed starts it again)" in again.stdout
-    retried = run(1, str(folder / "study.yaml"), "--retry-failed", "--json", module="tools.sweep", timeout_s=LIMIT_S)
+    assert "(--retry-failed starts it again)" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        main([str(folder / "study.yaml"), "--retry-failed", "--json"])
     assert (study / "one" / "output.txt").read_bytes() == before["one"]
     assert (study / "broken" / "output.txt").read_bytes() == 2 * before["broken"]
-    assert [each["state"] for each in json.loads(retried.stdout)["runs"]][2:] == ["failed", "refused"]
-    assert "[3/4] broken: failed" in retried.stderr
+    said = capsys.readouterr()
+    assert [each["state"] for each in json.loads(said.out)["runs"]][2:] == ["failed", "refused"]
+    assert "[3/4] broken: failed" in said.err
 
 
 def test_a_changed_spec_is_refused_before_anything_runs(swept: tuple[Path, Any]) -> None:
     folder, _ = swept
-    changed = run(1, str(folder / "study.yaml"), "--override", "train.grad_clip=0.5", module="tools.sweep", timeout_s=LIMIT_S)
-    assert changed.returncode == 2
-    assert "one: train.grad_clip: 1.0 -> 0.5" in changed.stderr
-    assert "Traceback" not in changed.stderr
+    with pytest.raises(ConfigError, match=r"one: train\.grad_clip: 1\.0 -> 0\.5"):
+        main([str(folder / "study.yaml"), "--override", "train.grad_clip=0.5"])
 
 
 @contextmanager
-def sweeping(path: Path) -> Iterator["subprocess.Popen[str]"]:
+def sweeping(path: Path, output: Path) -> Iterator[Launch]:
     """A sweep that is under way; at the end nothing of it is left."""
-    process = subprocess.Popen([sys.executable, "-m", "tools.sweep", str(path)], cwd=ROOT, env=environment(), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
-    try:
-        yield process
-    finally:
-        for pid in family(process.pid):
-            if any_lives([pid]):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
+    with started(1, "tools.sweep", str(path), output=output, module=NESTED) as sweep:
+        try:
+            yield sweep
+        finally:
+            kill_all(family(sweep.ranks[0].pid))
 
 
 def family(pid: int) -> list[int]:
@@ -128,35 +130,48 @@ def family(pid: int) -> list[int]:
     return [pid, *(below for child in children(pid) for below in family(child))]
 
 
-def wait(process: "subprocess.Popen[str]", happened: Callable[[], object]) -> None:
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        if any_lives([pid]):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait(sweep: Launch, happened: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not happened():
-        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert sweep.running(), sweep.output()
         assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+        time.sleep(0.01)
+
+
+def was_asked_to_end(pid: int) -> bool:
+    """Whether SIGTERM awaits a process that is held."""
+    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(keys: dict[str, Any], tmp_path: Path) -> None:
     """First Ctrl-C: the run saves and both stop. Then SIGKILL to all of it. Then the same command finishes."""
-    overrides = {**keys, "train.steps": 80, "checkpoint.every": 10, "checkpoint.keep": 2}
+    overrides = {**keys, "train.steps": STEPS, "train.global_batch_size": 2, "checkpoint.every": 20, "checkpoint.keep": 2}
     path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
-    with sweeping(path) as sweep:
+    with sweeping(path, tmp_path / "first") as sweep:
         wait(sweep, lambda: list_checkpoints(folder / "checkpoints"))
-        os.kill(sweep.pid, signal.SIGINT)
-        told = sweep.communicate(timeout=LIMIT_S)[0]
-    assert sweep.returncode == 130, told
-    assert "interrupted: the same command goes on" in told
+        (trainer,) = children(sweep.ranks[0].pid)
+        os.kill(trainer, signal.SIGSTOP)  # or it might be through before the signal reaches it
+        sweep.send_signal(signal.SIGINT)
+        wait(sweep, lambda: was_asked_to_end(trainer))
+        os.kill(trainer, signal.SIGCONT)
+        assert sweep.wait(LIMIT_S) == 130, sweep.output()
+    assert "interrupted: the same command goes on" in sweep.output()
     stopped = read_status(folder)
     assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
     assert max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
-    assert stopped["step"] < 60, "it went on to its end before it was interrupted"
-    with sweeping(path) as sweep:
+    with sweeping(path, tmp_path / "second") as sweep:
         wait(sweep, lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"])
-        for pid in family(sweep.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_all(family(sweep.ranks[0].pid))
     assert read_status(folder)["state"] == "running", "nobody was left to write another word"
-    done = run(1, str(path), module="tools.sweep", timeout_s=LIMIT_S)
+    done = run_nested("tools.sweep", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_status(folder)["resumed_from"] >= stopped["step"]
-    assert sorted(read_metrics(folder)) == list(range(1, 81))
+    assert sorted(read_metrics(folder)) == list(range(1, STEPS + 1))
     assert (folder / "output.txt").read_text().count("+ ") == 3
