@@ -21,6 +21,7 @@ from train.planning import plan_run
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]
 PLAN = ["--config=llama_debug", "--gpus=4", "--train.global_batch_size=-1"]
+EAGER = "--parallel.compile.enabled=false"  # the work of a compiled step takes seconds to trace
 KINDS = ["params", "grads", "optimizer", "unsharded", "activations", "logits", "buffers"]
 
 
@@ -34,7 +35,7 @@ def plan_file(tmp_path: Path, capsys: Output) -> Path:
 
 
 def test_json_has_the_plan_and_the_memory(capsys: Output) -> None:
-    main(["--config", "llama_8b", "--gpus", "8", "--json"])
+    main(["--config", "llama_8b", "--gpus", "8", EAGER, "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["plan"]["mesh"] == {"dp_replicate": 1, "dp_shard": 8, "tp": 1}
     assert [unit["unit"] for unit in document["plan"]["units"]] == ["tok_embeddings", "layers.[0-31]", "head"]
@@ -52,7 +53,7 @@ def test_json_has_the_plan_and_the_memory(capsys: Output) -> None:
 
 @pytest.mark.parametrize(("gpus", "fits"), [("1", False), ("64", True)])
 def test_the_verdict(capsys: Output, gpus: str, fits: bool) -> None:
-    arguments = ["--config=llama_8b", "--gpus", gpus, "--gpu=h100-sxm"]
+    arguments = ["--config=llama_8b", "--gpus", gpus, "--gpu=h100-sxm", EAGER]
     main([*arguments, "--json"])
     assert json.loads(capsys.readouterr().out)["predicted"]["fits"] is fits
     main(arguments)
@@ -63,7 +64,7 @@ def test_the_verdict(capsys: Output, gpus: str, fits: bool) -> None:
 
 def test_config_keys_win_over_the_file(capsys: Output) -> None:
     keys = ["--parallel.dp_replicate=2", "--train.micro_batch_size", "2", "--parallel.dp_shard", "-1",
-            "--parallel.activation_checkpoint=full"]  # fmt: skip
+            "--parallel.activation_checkpoint=full", EAGER]  # fmt: skip
     main(["--config", "llama_debug", "--train.global_batch_size=-1", *keys, "--gpus=8", "--json"])
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 4, "tp": 1}
@@ -72,7 +73,7 @@ def test_config_keys_win_over_the_file(capsys: Output) -> None:
 
 
 def test_text_has_plan_and_memory(capsys: Output) -> None:
-    main(["--config", "llama_debug", "--gpus", "2", "--train.global_batch_size=-1"])
+    main(["--config", "llama_debug", "--gpus", "2", "--train.global_batch_size=-1", EAGER])
     text = capsys.readouterr().out
     assert "mesh: dp_replicate 1 x dp_shard 2 x tp 1 = 2 processes" in text
     assert all(f"\n{kind} " in text for kind in [*KINDS, "total"])
@@ -225,20 +226,20 @@ def test_diff_misses_no_field_of_a_plan() -> None:
 
 
 def test_strategy_and_advice_are_said(capsys: Output) -> None:
-    main([*PLAN, "--gpus=16", "--parallel.strategy=hybrid_shard"])
+    main([*PLAN, EAGER, "--gpus=16", "--parallel.strategy=hybrid_shard"])
     text = capsys.readouterr().out
     assert "mesh: dp_replicate 2 x dp_shard 8 x tp 1 = 16 processes" in text
     assert "\nstrategy hybrid_shard: HSDP: ZeRO-3 within each node, replicated across nodes (dp_replicate 2, " in text
     assert "advice" not in text
-    main([*PLAN, "--gpus=16", "--parallel.strategy=hybrid_shard", "--gpus-per-node=4"])
+    main([*PLAN, EAGER, "--gpus=16", "--parallel.strategy=hybrid_shard", "--gpus-per-node=4"])
     assert "mesh: dp_replicate 4 x dp_shard 4 x tp 1 = 16 processes" in capsys.readouterr().out
-    main([*PLAN, "--parallel.dp_replicate=2"])
+    main([*PLAN, EAGER, "--parallel.dp_replicate=2"])
     assert "\nadvice: dp_replicate=2 within a single node" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("keys", "count"), [([], 0), (["--parallel.dp_replicate=2"], 1)])
 def test_json_has_the_advice_as_a_list(keys: list[str], count: int, capsys: Output) -> None:
-    main([*PLAN, "--json", *keys])
+    main([*PLAN, EAGER, "--json", *keys])
     advice = json.loads(capsys.readouterr().out)["advice"]
     assert len(advice) == count
     assert all(isinstance(sentence, str) for sentence in advice)
@@ -246,7 +247,7 @@ def test_json_has_the_advice_as_a_list(keys: list[str], count: int, capsys: Outp
 
 def test_a_node_has_no_more_gpus_than_the_run(capsys: Output) -> None:
     """Three, which tp=3 divides: not the eight that a node has by default."""
-    main([*PLAN, "--gpus=3", "--parallel.tp=3", "--model.n_heads=6", "--model.n_kv_heads=3", "--model.ffn_dim=513",
+    main([*PLAN, EAGER, "--gpus=3", "--parallel.tp=3", "--model.n_heads=6", "--model.n_kv_heads=3", "--model.ffn_dim=513",
           "--train.seq_len=255"])  # fmt: skip
     assert "advice" not in capsys.readouterr().out
 
