@@ -53,8 +53,8 @@ def bits(one: adamw.Slice) -> dict[str, Tensor]:
 
 
 def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], list[str]]]:
-    """The kernel and its reference, bit for bit: dtypes of parameters and moments, whether the step is skipped, which tensors of a
-    slice differ, and which have changed. Where there is no GPU, TRITON_INTERPRET=1 must be set before the process starts."""
+    """The kernel and its reference, bit for bit: dtypes of parameters and moments, whether the step is skipped, which tensors of
+    a slice differ, and which have changed. Where there is no GPU, TRITON_INTERPRET=1 must be set before the process starts."""
     if DEVICE == "cpu":  # Triton reads the variable as it is imported, which it has been
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
             del sys.modules[name]

@@ -121,7 +121,8 @@ def _of_ranks(names: list[str]) -> Iterator[Fault]:
 
     for one, other in itertools.pairwise(names):
         yield Fault(f"{one} and {other} swapped", lambda folder, one=one, other=other: swap(folder, one, other), "swapped")
-        yield Fault(f"{other} is {one}", lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other), "twice")
+        again = f"{other} is {one}"
+        yield Fault(again, lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other), "twice")
 
 
 def rewrite_manifest(folder: Path, change: Callable[[str], str]) -> None:

@@ -65,7 +65,8 @@ class Job:
         (folder / "a_file").touch()
         self.folder, self.excused = folder, stuck_rank if way == "stop" else -1
         self._ended = ExitStack()
-        env = self._ended.enter_context(store_of_rank_0(world_size) if folder.name == "store_stopped" else launcher_store(world_size))
+        keeper = store_of_rank_0 if folder.name == "store_stopped" else launcher_store
+        env = self._ended.enter_context(keeper(world_size))
         self.ranks = [fork_module(WORKER, way, str(folder), str(stuck_rank), output=folder / f"{rank}.out",
                                   errors=folder / f"{rank}.err", env=environment(**env, RANK=str(rank), LOCAL_RANK=str(rank)))
                       for rank in range(started or world_size)]  # fmt: skip
