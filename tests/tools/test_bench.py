@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launch import ROOT, TINY
+from tests.support.launch import TINY
+from tests.support.nested import run_nested
 from tools.bench.__main__ import main
 from tools.bench.attention import compare, parse_shape
 from tools.bench.compile_depth import Compilation, median_ratio
 from tools.bench.peers import OURS, Contender, Figures, best_peers, make_ratios, parse_bench_lines, parse_peers, run_rounds
-from tools.bench.processes import BenchError, run_to_end
+from tools.bench.processes import BenchError, any_lives, run_to_end
 from tools.bench.record import make_document, without_names, write_record
 from tools.bench.run import Setup, make_figures, read_rows, resolve
 from tools.bench.variants import parse_variants, variant_figures, variant_rows
@@ -46,8 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / "text" / f"{i}.txt").write_text(f"text {i} " * 400)
     keys = [f"--data.source={folder / 'text'}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]
     arguments = ["train", "--processes", "1", "--steps=2", "--compile", "false", *TINY, *keys, "--json"]
-    done = subprocess.run([sys.executable, "-m", "tools.bench", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120, check=False)  # fmt: skip
+    done = run_nested("tools.bench", *arguments)
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     return document
@@ -184,7 +183,7 @@ def test_what_is_interrupted_ends_with_all_its_descendants(tmp_path: Path, monke
     """Also one in a session of its own, as torchrun's workers are, and one that does not listen to SIGTERM."""
     pids = tmp_path / "pids"
     script = (f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if os.fork() else os.setsid()\n"
-              f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(60)")  # fmt: skip
+              f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)")  # fmt: skip
     (tmp_path / "script.py").write_text(script)
 
     def interrupt() -> None:
@@ -193,11 +192,11 @@ def test_what_is_interrupted_ends_with_all_its_descendants(tmp_path: Path, monke
 
     monkeypatch.setattr("tools.bench.processes.GRACE_S", 0.5)
     with pytest.raises(KeyboardInterrupt):
-        run_to_end(f"{sys.executable} {tmp_path / 'script.py'}; true", dict(os.environ), tmp_path / "log", interrupt)
-    time.sleep(0.1)
-    for pid in map(int, pids.read_text().split()):
-        stat = Path(f"/proc/{pid}/stat")
-        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+        run_to_end(f"{sys.executable} -S {tmp_path / 'script.py'}; true", dict(os.environ), tmp_path / "log", interrupt)
+    deadline_s = time.monotonic() + 60
+    while any_lives(map(int, pids.read_text().split())) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not any_lives(map(int, pids.read_text().split()))
 
 
 def test_rows_still_being_written_are_left_out(tmp_path: Path) -> None:

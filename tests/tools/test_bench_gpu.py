@@ -69,6 +69,7 @@ def test_plain_peers_train(peer: str, checkpoint: str) -> None:
     assert len(figures["step_times_s"]) == 3
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_the_suite_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     """A profiled run, a part, a case that cannot be planned and an absent peer; then the same again; then one of them again."""
     monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
@@ -161,6 +162,7 @@ def test_curves_are_compared_in_means_and_step_by_step() -> None:
     assert (apart["last_difference"], apart["last_mean"], apart["steps"]) == (0.0, [4.0, 4.0], 120)
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_the_losses_of_two_runs_are_measured(tmp_path: Path) -> None:
     plain = EndToEnd(1, 1, 1, "none", "float32", "float32")
     work = Curves(dataclasses.replace(plain, variant="joined projections"), plain, 3)

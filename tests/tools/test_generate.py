@@ -15,6 +15,7 @@ from models.llama import Llama, LlamaConfig, init_weights
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
+from tests.support.nested import run_nested
 from tests.train.texts import train_bpe, write_jsonl
 from tools.convert_hf import main as convert
 from tools.generate import (
@@ -159,8 +160,8 @@ def bpe_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on prepared data of a small vocabulary, BOS in front of each document; the data lies in `store` beside it."""
     folder = tmp_path_factory.mktemp("bpe_run")
     source = write_jsonl(folder / "text.jsonl", ["漢字 the quick brown é 😀 fox " * 8] * 40)
-    made = launch(1, str(source), str(folder / "store"), f"--tokenizer={train_bpe(folder / 'bpe')}", "--workers=1",
-                  module="tools.prepare_data")  # fmt: skip
+    made = run_nested("tools.prepare_data", str(source), str(folder / "store"), f"--tokenizer={train_bpe(folder / 'bpe')}",
+                      "--workers=1")  # fmt: skip
     assert made.returncode == 0, made.stderr
     places = [f"--data.source={folder / 'store'}", f"--data.cache_dir={folder / 'cache'}", f"--run.dir={folder / 'run'}"]
     done = launch(1, *TINY, *EAGER, *places, "--model.vocab_size=640", "--train.steps=30", "--checkpoint.every=30",

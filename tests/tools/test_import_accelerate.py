@@ -98,7 +98,6 @@ def refusal(imports: Importer, text: str, suffix: str = ".yaml") -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["sharding_strategy", "reshard_after_forward"])
 @pytest.mark.parametrize(
     ("strategy", "number", "machines", "expected", "reshard"),
     [
@@ -112,20 +111,24 @@ def refusal(imports: Importer, text: str, suffix: str = ".yaml") -> str:
 )
 def test_version_1_strategies(
     plans: Callable[..., Plan],
-    key: str,
+    imports: Importer,
     strategy: str,
     number: int,
     machines: int,
     expected: tuple[int, ...],
     reshard: bool | None,
 ) -> None:
-    for value in (strategy, strategy.lower(), str(number), number):
-        if key == "reshard_after_forward" and str(value) == "1":
-            continue  # a truth value there
-        plan = plans(accelerate(machines=machines, **{key: value}))
-        assert degrees(plan) == expected
-        if reshard is not None:
-            assert {unit.reshard_after_forward for unit in plan.units[:-1]} == {reshard}
+    """Under either key, by its name in any letters or its number: all of that is one config, and this is its plan."""
+    text = accelerate(machines=machines, sharding_strategy=strategy)
+    config = imports(text)["config"]
+    for key in ("sharding_strategy", "reshard_after_forward"):
+        for value in (strategy, strategy.lower(), str(number), number):
+            if key == "sharding_strategy" or str(value) != "1":  # a truth value there
+                assert imports(accelerate(machines=machines, **{key: value}))["config"] == config, (key, value)
+    plan = plans(text)
+    assert degrees(plan) == expected
+    if reshard is not None:
+        assert {unit.reshard_after_forward for unit in plan.units[:-1]} == {reshard}
 
 
 def test_hybrid_shard_on_one_machine_says_what_happens(imports: Importer) -> None:

@@ -111,6 +111,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
             os.kill(worker, signal.SIGSTOP)  # the signal must not come when all is done
         kept = {path.name for path in results.iterdir()}
         workers = children(pid)
+        assert all(os.getpgid(worker) != pid for worker in workers), "Ctrl-C reaches the one only that then ends them"
         os.killpg(pid, signal.SIGINT)  # as a terminal does: to all of its group
         assert preparing.wait(60) == 130
     assert (tmp_path / "said").read_text() == "stopped: the same command goes on with what is not finished\n"

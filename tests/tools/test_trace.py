@@ -51,16 +51,16 @@ def test_events_are_read_in_any_pieces(chunk: int, packed: bool, tmp_path: Path,
 
 
 def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
-    """40 MB of it."""
+    """12 MB of it."""
     path, line = tmp_path / "long.json", json.dumps(CPU_EVENTS[3])
     with path.open("w") as file:
-        file.write('{"traceEvents": [' + line + (", " + line) * (40_000_000 // len(line)) + "]}")
+        file.write('{"traceEvents": [' + line + (", " + line) * (12_000_000 // len(line)) + "]}")
     tracemalloc.start()
     events = sum(1 for _ in read_events(path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert events > 40_000_000 / 200
-    assert peak < 15e6
+    assert events > 12_000_000 / 200
+    assert peak < 6e6
 
 
 @pytest.mark.parametrize(
