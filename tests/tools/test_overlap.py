@@ -7,9 +7,9 @@ import pytest
 
 from parallel.plan import Plan
 from parallel.planner.streams import simulate_step
-from tests.support.launch import TINY
 from tests.parallel.plans import make_model, plan_of
 from tests.parallel.streams import times_of
+from tests.support.launch import TINY
 from tools.bench.__main__ import main
 from tools.bench.overlap import LEVERS, Lever, in_line, no_last_gather, own_communicator, play, two_buffers
 
