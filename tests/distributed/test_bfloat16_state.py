@@ -2,12 +2,13 @@
 
 import pytest
 
+from tests.distributed import matrix
 from tests.distributed.parity import Job, run_jobs
 from tests.support import launch
 from tests.support.launch import write_text
 
 STEPS = 10
-EAGER = [*launch.EAGER, "--model.n_layers=2"]
+EAGER = [*launch.EAGER, *matrix.GENTLE, "--model.n_layers=2"]
 MOMENTS, MIXED = "--optim.state_dtype=bfloat16", "--parallel.param_dtype=bfloat16"
 JOBS = {
     "plain": Job(2, EAGER, 0),

@@ -14,7 +14,8 @@ from tests.support.launch import write_text
 pytest.importorskip("torchao")
 
 AOT, EAGER = "--parallel.compile.backend=aot_eager", "--parallel.compile.enabled=false"
-HEADS = ["--model.n_heads=4", "--model.n_kv_heads=4"]  # each of two ranks has 16 outputs of every linear: the least there is
+# Each of two ranks has 16 outputs of every linear: the least there is.
+HEADS = [*matrix.GENTLE, "--model.n_heads=4", "--model.n_kv_heads=4"]
 ON = [*HEADS, "--parallel.float8.recipe=tensorwise", "--parallel.float8.min_dim=16"]
 SENT, TP = "--parallel.float8.all_gather=true", "--parallel.tp=2"
 PLAIN = Job(2, [EAGER, *HEADS], 0)

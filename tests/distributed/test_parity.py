@@ -56,7 +56,7 @@ COMPILED = {
     "hsdp-compiled": Job(4, [AOT, "--parallel.dp_replicate=2", "--parallel.reshard_after_forward=false"], 2),
 }  # fmt: skip
 # Compared in another way.
-BFLOAT16 = Job(4, [EAGER, FOUR, TP, "--parallel.param_dtype=bfloat16", "--optim.lr=5e-3", "--optim.warmup_steps=1"], 0)
+BFLOAT16 = Job(4, [EAGER, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 0)
 ASYNC = Job(2, [AOT, TP], 2, "async")
 FAST, SLOW = jobs_of(matrix.FAST) | OTHERS, matrix.sample(jobs_of(matrix.SLOW) | COMPILED, matrix.PARITY_PARTS)
 EVERYDAY = FAST | {"bfloat16": BFLOAT16}
