@@ -256,6 +256,13 @@ def test_an_address_is_no_further_line_or_command(key: str, value: str, tmp_path
         make_imported("accelerate.yaml", judge_import(str(tmp_path / "accelerate.yaml"), None), "my.yaml")
 
 
+def test_a_key_without_end_is_shown_short(tmp_path: Path) -> None:
+    (tmp_path / "titan.toml").write_text(TITAN.replace("enable", f"enable_{'x' * 4000}"))
+    with pytest.raises(ConfigError, match=r"enable_x+ \.\.\. x+=true: unknown key") as error:
+        make_imported("titan.toml", judge_import(str(tmp_path / "titan.toml"), None), "my.yaml")
+    assert max(map(len, str(error.value).splitlines())) < 1000
+
+
 def make_prepared(folder: Path) -> DataConfig:
     source = write_jsonl(folder / "texts.jsonl", odd_texts(60, seed=1))
     prepare(str(source), "bytes", "auto", "auto", folder / "out", PrepareSettings(held_out=0.2))

@@ -55,7 +55,8 @@ def make_imported(source: str, items: Sequence[Item], config_name: str) -> Impor
 
 
 def _entry(item: Item) -> str:
-    return item.key if item.value is None else f"{item.key}={_plain(item.value)}"
+    key = one_line(item.key, 300)
+    return key if item.value is None else f"{key}={_plain(item.value)}"
 
 
 def _contradictions(items: Sequence[Item]) -> list[Item]:
