@@ -93,7 +93,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step."""
-    return {step: (row["loss"], row["grad_norm"]) for step, row in read_metrics(folder).items()}
+    return {step: (row["loss"], row["grad_norm"]) for step, row in read_metrics(folder).items() if "loss" in row}
 
 
 def check_stopped(folder: Path, reason: str) -> int:

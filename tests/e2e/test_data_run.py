@@ -1,22 +1,28 @@
 """A run on prepared data as its user sees it: the same sequences whatever the mesh, also after a kill; mixtures; sets to
 evaluate; documents kept apart; mistakes."""
 
+import hashlib
 import json
-import signal
-import subprocess
-import time
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.launch import EAGER, ROOT, TINY, command, environment, read_metrics, read_status, run
+from tests.e2e.faults import started, wait
+from tests.support.launch import EAGER, TINY, read_metrics, read_status, run
 from tests.train.texts import train_bpe
 from train.board_tags import tag_of
+from train.checkpoint.folder import list_checkpoints, step_of
+from train.config import load_config
+from train.data.preparing.prepare import PrepareSettings
+from train.data.preparing.prepare import prepare as prepare_store
 from train.data.store import MANIFEST
+from train.data.tokens import load_corpus
 
-VOCABULARY = ["--model.vocab_size=640"]
+STEPS = 4
+QUIET = "--metrics.tensorboard=false"
 
 
 def write_jsonl(path: Path, word: str, count: int) -> Path:
@@ -26,29 +32,31 @@ def write_jsonl(path: Path, word: str, count: int) -> Path:
     return path
 
 
-def prepare(source: Path, out: Path, tokenizer: Path, *more: str) -> Path:
-    result = run(1, str(source), str(out), f"--tokenizer={tokenizer}", "--workers=1", *more, module="tools.prepare_data")
-    assert result.returncode == 0, result.stderr
-    return out
-
-
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory) -> dict[str, Path]:
     """Two prepared sources with one tokenizer, and raw text for a validation set."""
     folder = tmp_path_factory.mktemp("stores")
     tokenizer = train_bpe(folder / "bpe")
-    made = {name: prepare(write_jsonl(folder / f"{name}.jsonl", name, 400), folder / name, tokenizer, "--held_out=0.1")
-            for name in ("web", "code")}  # fmt: skip
-    write_jsonl(folder / "wiki.jsonl", "wiki", 30)
-    return {**made, "wiki": folder / "wiki.jsonl", "tokenizer": tokenizer, "cache": folder / "cache"}
+    for name in ("web", "code"):
+        source = write_jsonl(folder / f"{name}.jsonl", name, 120)
+        prepare_store(str(source), str(tokenizer), "auto", "auto", folder / name, PrepareSettings(held_out=0.1, workers=1))
+    return {"web": folder / "web", "code": folder / "code", "wiki": write_jsonl(folder / "wiki.jsonl", "wiki", 8),
+            "tokenizer": tokenizer}  # fmt: skip
 
 
-def arguments(folder: Path, stores: dict[str, Path], *more: str) -> list[str]:
-    return [*TINY, *VOCABULARY, *EAGER, f"--run.dir={folder}", f"--data.cache_dir={stores['cache']}", "--train.steps=8", *more]
+def arguments(folder: Path, *more: str) -> list[str]:
+    return [*TINY, "--model.vocab_size=640", *EAGER, f"--run.dir={folder}", f"--train.steps={STEPS}", *more]
 
 
-def mixture(stores: dict[str, Path]) -> str:
-    return f"--data.mixture={json.dumps({str(stores['web']): 3, str(stores['code']): 1})}"
+def mixture(stores: dict[str, Path]) -> list[str]:
+    """Three of four sequences from the first source, documents kept apart."""
+    return [f"--data.mixture={json.dumps({str(stores['web']): 3, str(stores['code']): 1})}", "--data.document_mask=true"]
+
+
+def sets(stores: dict[str, Path]) -> list[str]:
+    """Three sets to evaluate: what the two sources hold out, and another text."""
+    return [f"--data.validation={json.dumps({'wiki': str(stores['wiki'])})}", f"--data.tokenizer={stores['tokenizer']}",
+            "--train.eval_every=4", "--train.eval_sequences=0"]  # fmt: skip
 
 
 def hashes(folder: Path) -> dict[int, str]:
@@ -59,22 +67,17 @@ def hashes(folder: Path) -> dict[int, str]:
 def whole(stores, tmp_path_factory) -> Path:
     """One process, uninterrupted, a mixture with documents kept apart and three sets to evaluate."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    sets = [f"--data.validation={json.dumps({'wiki': str(stores['wiki'])})}", f"--data.tokenizer={stores['tokenizer']}",
-            "--train.eval_every=4", "--train.eval_sequences=0"]  # fmt: skip
-    result = run(1, *arguments(folder, stores, mixture(stores), "--data.document_mask=true", *sets))
+    result = run(1, *arguments(folder, *mixture(stores), *sets(stores)))
     assert result.returncode == 0, result.stderr
     return folder
 
 
-@pytest.mark.parametrize(("processes", "mesh"), [(4, ["--parallel.tp=2"]), (2, ["--train.micro_batch_size=1"])])
-def test_every_step_has_the_same_sequences_and_scores_on_every_mesh(processes, mesh, whole, stores, tmp_path):
-    sets = [f"--data.validation={json.dumps({'wiki': str(stores['wiki'])})}", f"--data.tokenizer={stores['tokenizer']}",
-            "--train.eval_every=4", "--train.eval_sequences=0"]  # fmt: skip
-    more = [mixture(stores), "--data.document_mask=true", *sets, *mesh]
-    result = run(processes, *arguments(tmp_path / "run", stores, *more))
+def test_every_step_has_the_same_sequences_and_scores_on_another_mesh(whole, stores, tmp_path):
+    mesh = ["--parallel.tp=2", "--train.micro_batch_size=4", QUIET]
+    result = run(4, *arguments(tmp_path / "run", *mixture(stores), *sets(stores), *mesh))
     assert result.returncode == 0, result.stderr
     assert hashes(tmp_path / "run") == hashes(whole)
-    assert len(set(hashes(whole).values())) == 8
+    assert len(set(hashes(whole).values())) == STEPS
     expected, found = read_metrics(whole), read_metrics(tmp_path / "run")
     for step, row in expected.items():
         for key in ("loss", "grad_norm", *(key for key in row if key.startswith("eval"))):
@@ -82,10 +85,10 @@ def test_every_step_has_the_same_sequences_and_scores_on_every_mesh(processes, m
 
 
 def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(whole):
-    row = read_metrics(whole)[8]
+    row = read_metrics(whole)[STEPS]
     assert {f"eval/{name}/{figure}" for name in ("web", "code", "wiki")
             for figure in ("loss", "perplexity", "bits_per_byte")} <= row.keys()  # fmt: skip
-    assert row["sequences/web"] + row["sequences/code"] == 8 * 8
+    assert row["sequences/web"] + row["sequences/code"] == 8 * STEPS
     assert row["sequences/web"] > row["sequences/code"]
     assert 0 < row["epoch/code"] < row["epoch/web"] * 3
     board = EventAccumulator(str(whole / "tb")).Reload()
@@ -94,44 +97,44 @@ def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(
 
 
 def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninterrupted_run(whole, stores, tmp_path):
-    folder = tmp_path / "run"
-    more = [mixture(stores), "--data.document_mask=true", "--checkpoint.every=1"]
-    process = subprocess.Popen(command(1, *arguments(folder, stores, *more, "--train.steps=1000")), cwd=ROOT, env=environment(),
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    while not (folder / "checkpoints" / "step-00000003").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
-    assert run(4, *arguments(folder, stores, *more, "--parallel.tp=2", f"--train.steps={done + 5}")).returncode == 0
+    folder, longer = tmp_path / "run", tmp_path / "longer"
+    more = [*mixture(stores), "--checkpoint.every=1", QUIET]
+    with started(1, folder, arguments(folder, *more, "--train.steps=1000")) as launch:
+        wait(launch, lambda: (folder / "checkpoints" / "step-00000003").exists())
+        launch.ranks[0].kill()
+        launch.ranks[0].wait()
+    done = max(step_of(path) for path in list_checkpoints(folder / "checkpoints"))
+    last = f"--train.steps={done + 3}"
+    assert run(2, *arguments(folder, *more, last)).returncode == 0
     assert read_status(folder)["resumed_from"] == done
+    assert run(1, *arguments(longer, *more, "--checkpoint.every=0", last)).returncode == 0
     seen = hashes(folder)
-    assert sorted(seen) == list(range(1, done + 6))
-    longer = tmp_path / "longer"
-    assert run(1, *arguments(longer, stores, *more, f"--train.steps={done + 5}")).returncode == 0
+    assert sorted(seen) == list(range(1, done + 4))
     assert seen == hashes(longer)
     assert {step: seen[step] for step in range(1, 4)} == {step: hashes(whole)[step] for step in range(1, 4)}
 
 
 def test_other_data_than_the_checkpoints_begins_its_order_anew_and_says_so(stores, tmp_path):
-    base = arguments(tmp_path / "run", stores, "--train.steps=2", "--checkpoint.every=1")
-    assert run(1, *base, f"--data.source={stores['web']}").returncode == 0
+    folder = tmp_path / "run"
+    base = arguments(folder, "--checkpoint.every=1", QUIET)
+    assert run(1, *base, f"--data.source={stores['web']}", "--train.steps=2").returncode == 0
     result = run(1, *base, f"--data.source={stores['code']}", "--train.steps=3")
     assert result.returncode == 0, result.stderr
     assert "its order begins anew" in result.stdout
-    assert read_metrics(tmp_path / "run")[3]["epoch"] == pytest.approx(8 / (8 / read_metrics(tmp_path / "run")[3]["epoch"]))
+    sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
+    assert read_metrics(folder)[3]["epoch"] == pytest.approx(8 / sequences), "eight sequences, not those of three steps"
 
 
 def test_without_packing_it_trains_on_a_document_a_sequence(stores, tmp_path):
     folder = tmp_path / "run"
     store = json.loads((stores["web"] / MANIFEST).read_text())
     documents = sum(shard["documents"] for shard in store["splits"]["train"])
-    assert run(1, *arguments(folder, stores, f"--data.source={stores['web']}", "--data.packing=false")).returncode == 0
-    assert read_metrics(folder)[8]["epoch"] == pytest.approx(64 / documents)
+    keys = [f"--data.source={stores['web']}", "--data.packing=false", "--train.steps=2", QUIET]
+    assert run(1, *arguments(folder, *keys)).returncode == 0
+    assert read_metrics(folder)[2]["epoch"] == pytest.approx(16 / documents)
 
 
-@pytest.mark.parametrize(("mistake", "words"), [
+MISTAKES = [
     (["--data.tokenizer=bytes"], ["data.tokenizer=bytes", "was made with bpe"]),
     (["--model.vocab_size=512"], ["model.vocab_size=512", "600 ids", "640"]),
     (["--data.document_mask=true", "--data.packing=false"], ["data.document_mask", "data.packing=false"]),
@@ -142,20 +145,20 @@ def test_without_packing_it_trains_on_a_document_a_sequence(stores, tmp_path):
     ([f"--data.source={'long/' * 1000}"], ["data.source", "too long"]),
     (["--data.verify=some"], ["data.verify=some", "full or size"]),
     (["--data.source=hf:some/name"], ["tools.prepare_data"]),
-])  # fmt: skip
-def test_a_mistake_is_one_clear_message_and_exit_code_2(mistake, words, stores, tmp_path):
-    result = run(1, *arguments(tmp_path / "run", stores, f"--data.source={stores['web']}", *mistake))
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    for word in words:
-        assert word in result.stderr
+]
+
+
+def test_a_mistake_is_one_clear_message_and_exit_code_2(stores, tmp_path):
+    wrong = []
+    for mistake, words in MISTAKES:
+        result = run(1, *arguments(tmp_path / "run", f"--data.source={stores['web']}", *mistake))
+        if result.returncode != 2 or "Traceback" in result.stderr or not all(word in result.stderr for word in words):
+            wrong.append(f"{mistake}: {result}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_an_id_beyond_the_vocabulary_stops_the_run_before_the_model_sees_it(stores, tmp_path):
     """A shard whose manifest was made for it: checksums say nothing, ids do."""
-    import hashlib
-    import shutil
-
     store = shutil.copytree(stores["web"], tmp_path / "store")
     shard, manifest = store / "train-00000.bin", json.loads((store / MANIFEST).read_text())
     ids = np.fromfile(shard, np.uint16)
@@ -164,7 +167,7 @@ def test_an_id_beyond_the_vocabulary_stops_the_run_before_the_model_sees_it(stor
     ids.tofile(shard)
     manifest["splits"]["train"][0]["sha256"] = hashlib.sha256(shard.read_bytes()).hexdigest()
     (store / MANIFEST).write_text(json.dumps(manifest))
-    result = run(1, *arguments(tmp_path / "run", stores, f"--data.source={store}"))
+    result = run(1, *arguments(tmp_path / "run", f"--data.source={store}"))
     assert result.returncode == 2, result.stderr
     assert "token id 60000 is beyond model.vocab_size=640" in result.stderr
     assert "train-00000.bin, byte" in result.stderr

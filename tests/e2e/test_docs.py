@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.support.forks import fork_module
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import ROOT, TINY, environment
+from tests.support.nested import NESTED
 
 PAGES = ("README.md", "docs/planner.md", "docs/profiling.md", "docs/experiments.md", "docs/cluster.md", "docs/fsdp.md",
          "docs/plan.md", "docs/speed.md", "docs/scaling.md", "docs/measured.md", "docs/faults.md", "docs/tested.md",
@@ -101,14 +104,33 @@ def test_a_command_of_the_docs_works(command: str, place: Path) -> None:
     if line.startswith("tensorboard"):
         see_board(line, place, env)
         return
-    shell = ["bash", "-c", line]
-    result = subprocess.run(shell, cwd=place, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    code, out, err = run_line(line, place, env)
     codes = (0, 1) if re.search(MAY_DIFFER, command) else (0,)
-    assert result.returncode in codes, f"{line}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
-    assert "Traceback" not in result.stderr
+    assert code in codes, f"{line}\n{out[-2000:]}\n{err[-3000:]}"
+    assert "Traceback" not in err
     for picture in re.findall(r"--timeline docs/(\S+\.svg)", command):
         kept = (ROOT / "docs" / picture).read_text()
         assert (place / "docs" / picture).read_text() == kept, f"docs/{picture} is old: {command}"
+
+
+def run_line(line: str, place: Path, env: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a line. Python and torchrun are forked, with the words that the shell makes of the line;
+    the first line of all is left to the shell, as a reader's would be, and so are others."""
+    known = re.match(r"python -m (\S+)|torchrun(?= )", line)
+    if known is None:
+        shell = ["bash", "-c", line]
+        done = subprocess.run(shell, cwd=place, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return done.returncode, done.stdout, done.stderr
+    split = ["bash", "-c", f"printf '%s\\0' {line[known.end() :]}"]
+    words = subprocess.run(split, cwd=place, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    with tempfile.TemporaryDirectory() as name:
+        out, err = Path(name) / "out", Path(name) / "err"
+        process = fork_module(NESTED, known[1] or "torch.distributed.run", *filter(None, words), output=out, errors=err, env=env,
+                              folder=place)  # fmt: skip
+        try:
+            return process.wait(TIMEOUT_S), out.read_text(), err.read_text()
+        finally:
+            process.kill()
 
 
 def see_board(line: str, place: Path, env: dict[str, str]) -> None:
@@ -147,4 +169,3 @@ def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: {module}"
         for path in re.findall(r"`((?:tests|configs|docs|tools|train|parallel|models)/[\w/.-]+\.\w+)`", text):
             assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), f"{page}: {path}"
-

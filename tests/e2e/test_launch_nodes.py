@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from parallel.plan_file import load_plan
-from tests.e2e.faults import FOR_EVER, LIMIT_S, check_stopped, steps_of, tiny
-from tests.support.launch import ROOT, environment, read_status, write_text
-from tools.bench.processes import any_lives, children
+from tests.e2e.faults import FOR_EVER, LIMIT_S, check_stopped, kill, steps_of, tiny
+from tests.support.launch import ROOT, environment, read_status
+from tools.bench.processes import children
 
 FIRST = "10.77.0.1"
 
@@ -72,18 +72,13 @@ class Nodes:
         self.process.wait(LIMIT_S)
 
 
-def kill(pids: list[int]) -> None:
-    for pid in pids:
-        if any_lives([pid]):
-            os.kill(pid, signal.SIGKILL)
-
-
 @contextmanager
-def two_nodes(folder: Path, *arguments: str) -> Iterator[Nodes]:
+def two_nodes(folder: Path, processes: int, *arguments: str) -> Iterator[Nodes]:
+    """The run on two nodes with so many processes each."""
     command = ["configs/launch/nodes.sh", FIRST, "2", "llama_debug.yaml", *arguments, f"--run.dir={folder / 'run'}"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = subprocess.Popen(["unshare", "-rn", "tests/launch_files/two_nodes.sh", str(folder), *command], cwd=ROOT,
-                               env=environment(PATH=path, PET_NPROC_PER_NODE="2"), start_new_session=True)  # fmt: skip
+                               env=environment(PATH=path, PET_NPROC_PER_NODE=str(processes)), start_new_session=True)  # fmt: skip
     nodes = Nodes(folder, process)
     try:
         yield nodes
@@ -91,14 +86,13 @@ def two_nodes(folder: Path, *arguments: str) -> Iterator[Nodes]:
         nodes.end()
 
 
-def hsdp(folder: Path) -> list[str]:
-    return tiny(write_text(folder), "--checkpoint.every=5", "--parallel.dp_replicate=2")
+HSDP = ("--checkpoint.every=5", "--parallel.dp_replicate=2", "--train.micro_batch_size=1")
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(tmp_path):
-    arguments = hsdp(tmp_path)
-    with two_nodes(tmp_path, *arguments) as nodes:
+def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(data, tmp_path):
+    arguments = tiny(data, *HSDP)
+    with two_nodes(tmp_path, 2, *arguments) as nodes:
         nodes.wait_for_step(3)
         os.kill(nodes.torchrun(2), signal.SIGTERM)
         nodes.wait_for(lambda: (tmp_path / "2.code").exists() and read_status(tmp_path / "run")["state"] == "stopped")
@@ -110,7 +104,7 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(tmp_path):
     assert nodes.code(2) != 0
     last = arguments.index(f"--train.steps={FOR_EVER}")
     arguments[last] = f"--train.steps={stopped + 3}"
-    with two_nodes(tmp_path, *arguments) as nodes:
+    with two_nodes(tmp_path, 2, *arguments) as nodes:
         nodes.process.wait(2 * LIMIT_S)
     assert (nodes.code(1), nodes.code(2)) == (0, 0), nodes.screen(1) + nodes.screen(2)
     status = read_status(tmp_path / "run")
@@ -118,12 +112,10 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_gone_is_said_on_the_other(tmp_path):
-    with two_nodes(tmp_path, *hsdp(tmp_path)) as nodes:
+def test_a_node_that_is_gone_is_said_on_the_other(data, tmp_path):
+    with two_nodes(tmp_path, 1, *tiny(data, *HSDP)) as nodes:
         nodes.wait_for_step(6)
         gone = nodes.torchrun(2)
         kill([gone, *children(gone)])
         nodes.wait_for(lambda: "PeerLostError: a process of this run has died" in nodes.screen(1))
-        time.sleep(float(os.environ.get("KEEP", "0")))
-        print(nodes.screen(1)[-3000:])
     assert "and the same command goes on" in nodes.screen(1)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.faults import rows, steps_of, tiny
-from tests.support.launch import ROOT, environment, read_status, write_text
+from tests.support.launch import ROOT, environment, read_status
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "sinfo")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -110,9 +110,9 @@ def fresh_clone(folder: Path) -> Path:
     return folder
 
 
-def test_at_the_time_limit_it_saves_is_queued_again_and_goes_on(slurm, tmp_path):
+def test_at_the_time_limit_it_saves_is_queued_again_and_goes_on(slurm, data, tmp_path):
     folder, clone = tmp_path / "run", fresh_clone(tmp_path / "clone")
-    arguments = tiny(write_text(tmp_path), "--checkpoint.every=100000", f"--run.dir={folder}")
+    arguments = tiny(data, "--checkpoint.every=100000", f"--run.dir={folder}")
     # The first start is told to stop by scontrol, not by a time limit, which counts in minutes; the script hears the same signal.
     sbatch = ["sbatch", "--parsable", "--gpus-per-node=0", "--time=10", "configs/launch/slurm.sh"]
     job = ask([*sbatch, "llama_debug.yaml", *arguments], slurm, clone).strip()

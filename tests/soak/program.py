@@ -4,7 +4,8 @@
     python -m tests.soak.safety     what verified checkpoints cost
     python -m tests.soak.faults     known faults put into the product, and which test notices
 
-Each says with -h what it does. `--record` leaves date, hardware, versions, command, config and all raw figures in tests/soak/records.
+Each says with -h what it does. `--record` of the first two leaves date, hardware, versions, command, config and raw figures in
+tests/soak/records.
 """
 
 import argparse
@@ -24,7 +25,8 @@ Measured = tuple[dict[str, Any], dict[str, Any], str]  # the config of its runs,
 
 def make_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """A parser with the options that all have."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.soak.{name}", description=description, epilog=epilog, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"python -m tests.soak.{name}", description=description, epilog=epilog,
+                                     allow_abbrev=False)  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON document: what --record writes")
     parser.add_argument("--record", nargs="?", const=name, metavar="NAME",
                         help=f"write tests/soak/records/DATE-NAME.json (NAME: {name} if not given)")  # fmt: skip
