@@ -122,7 +122,7 @@ def _start_server() -> None:
     """Start the fork server, unless it runs. numpy's linear algebra would start a thread as it is imported: not there."""
     before = dict(os.environ)
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
-                   "PYTHONPATH": f"{ROOT}:{before.get('PYTHONPATH', '')}"}
+                   "PYTHONPATH": f"{ROOT}:{before.get('PYTHONPATH', '')}", "PYTHONSAFEPATH": "1"}  # this tree, wherever we stand
     try:
         forkserver.ensure_running()
     finally:
