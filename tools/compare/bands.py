@@ -39,7 +39,7 @@ def _band(name: str, loss: Tolerance, grad_norm: Tolerance) -> Band:
 
 
 BITWISE = _band("bit for bit", Tolerance(0, 0), Tolerance(0, 0))
-# What tests/distributed/test_parity.py holds every mesh to, at each of ten steps, against one plain process.
+# What tests/distributed/test_parity.py holds every mesh to, at every step, against one plain process.
 FLOAT32 = _band("within float32 re-ordering noise", Tolerance(0, 5e-5), Tolerance(1e-5, 0))
 # What parameters and moments kept in bfloat16 may do (tests/distributed/test_bfloat16_state.py: 0.02 nats), of which computing in
 # it alone is a part; and sqrt(2) times what its roundings do to a gradient's norm (2.9%, derived in test_parity.py).
