@@ -81,6 +81,11 @@ def wait_for_step(running: Launch, folder: Path, step: int) -> None:
     wait(running, lambda: max(steps_of(folder), default=0) >= step)
 
 
+def wait_for_commit(running: Launch, folder: Path, step: int) -> None:
+    """Until the checkpoint of a step is committed, which may be some steps later."""
+    wait(running, lambda: (folder / "checkpoints" / f"step-{step:08d}").is_dir())
+
+
 def partials(folder: Path) -> list[Path]:
     """Checkpoints that are being written."""
     return list((folder / "checkpoints").glob(".step-*.partial"))

@@ -17,6 +17,7 @@ from tests.e2e.faults import (
     tiny,
     torchrun,
     wait,
+    wait_for_commit,
     wait_for_step,
     workers,
 )
@@ -93,7 +94,7 @@ def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, 
 def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
     folder, cache = tmp_path / "run", tmp_path / "compiled"
     compiled = [argument for argument in tiny(data, "--checkpoint.every=1000") if "compile.enabled" not in argument]
-    with started(1, folder, [*compiled, f"--parallel.compile.cache_dir={cache}"]) as launch:
+    with started(1, folder, [*compiled, "--model.n_layers=1", f"--parallel.compile.cache_dir={cache}"]) as launch:
         wait(launch, lambda: any(path.is_file() and not path.name.startswith("work-") for path in cache.rglob("*")))
         assert not steps_of(folder), "it compiles"
         launch.send_signal(signal.SIGTERM)
@@ -121,7 +122,7 @@ def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous
 def test_a_stop_that_cannot_be_agreed_ends_after_the_grace_period(data, tmp_path):
     folder = tmp_path / "run"
     with started(2, folder, tiny(data, "--checkpoint.every=2", "--run.grace_s=2")) as launch:
-        wait_for_step(launch, folder, 5)
+        wait_for_commit(launch, folder, 2)
         first, second = launch.ranks
         second.send_signal(signal.SIGSTOP)
         asked_s = time.monotonic()

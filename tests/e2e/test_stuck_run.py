@@ -16,6 +16,7 @@ from tests.e2e.faults import (
     tiny,
     torchrun,
     wait,
+    wait_for_commit,
     wait_for_step,
     workers,
 )
@@ -30,7 +31,7 @@ STEP_S = 4
 def test_a_rank_that_is_stopped_is_named_when_the_time_out_is_over(stopped, data, tmp_path):
     folder = tmp_path / "run"
     with started(2, folder, tiny(data, "--checkpoint.every=5", f"--run.timeouts.step_s={STEP_S}")) as launch:
-        wait_for_step(launch, folder, 6)
+        wait_for_commit(launch, folder, 5)
         launch.ranks[stopped].send_signal(signal.SIGSTOP)
         wait(launch, lambda: "STUCK: " in launch.output())
         launch.ranks[1 - stopped].wait(LIMIT_S)
@@ -68,11 +69,11 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_and_it_goes_on(data, tm
     whole, folder = tmp_path / "whole", tmp_path / "run"
     saving = "--checkpoint.every=5"
     with torchrun(folder, ["--standalone", "--nproc-per-node=2", "--max-restarts=3"], tiny(data, saving)) as launch:
-        wait_for_step(launch, folder, 12)
+        wait_for_commit(launch, folder, 10)
         os.kill(workers(launch)[1], signal.SIGKILL)
         wait(launch, lambda: (read_status(folder)["resumed_from"] or 0) >= 10)
         wait_for_step(launch, folder, max(steps_of(folder)) + 3)
-        launch.send_signal(signal.SIGTERM)
+        os.kill(workers(launch)[0], signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 0, launch.output()[-3000:]
     status = read_status(folder)
     assert status["state"] == "stopped"

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._inductor import config as inductor
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests.support.forks import Fork, fork
 from tests.support.launch import run
@@ -101,9 +102,15 @@ def _fork_of_the_server(module: str, arguments: Sequence[str], asked: Mapping[st
 
 def _begin(module: str, arguments: Sequence[str], files: Sequence[int], new_session: bool, group: int) -> None:
     """In the server's fork, which has its environment and folder already. What it starts in turn, as torchrun does, are forks."""
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    fork_what_it_starts()
     _take(files, new_session, group)
     run_module(module, arguments)
+
+
+def fork_what_it_starts() -> None:
+    """From now on `python -m MODULE` is a fork in this process, also where torchrun starts it, which has Popen by name."""
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    subprocess_handler.Popen = ForkingPopen  # type: ignore[attr-defined]
 
 
 def _be_the_child(module: str, arguments: Sequence[str], asked: Mapping[str, Any]) -> NoReturn:
@@ -196,5 +203,5 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     os.setpgid(0, 0)  # as a shell does with a command
     read_environment()
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    fork_what_it_starts()
     run_module(sys.argv[1], sys.argv[2:])
