@@ -12,8 +12,9 @@ from parallel.plan_file import load_plan
 from tests.e2e.faults import LIMIT_S, curve, kill, rows, steps_of, tiny, torchrun, wait, wait_for_commit, wait_for_step, workers
 from tests.support.launch import Launch, read_status, run
 
-# How soon a lost agent is noticed, and how long the first waits for more: by default 15 s and 30 s.
-QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3,read_timeout=10"
+# How soon a lost agent is noticed, and how long the first waits for more (on a busy machine the second comes seconds later): by
+# default 15 s and 30 s.
+QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=12,read_timeout=10"
 
 
 def agent(port: int, is_host: bool) -> list[str]:
@@ -57,7 +58,8 @@ def test_a_lost_node_shrinks_the_world_and_the_losses_go_on(data, tmp_path):
         assert kept.wait(LIMIT_S) == 0, kept.output()[-3000:]
     status = read_status(folder)
     steps = [row["step"] for row in rows(folder)]
-    assert [after for before, after in pairwise(steps) if after <= before] == [status["resumed_from"] + 1], "one start anew"
+    again = [after for before, after in pairwise(steps) if after != before + 1]
+    assert again in ([], [status["resumed_from"] + 1]), "one start anew; none where the last step done was the last committed"
     assert run(2, *tiny(data, *saving, steps=status["step"]), f"--run.dir={whole}").returncode == 0
     want, got = curve(whole), curve(folder)
     assert sorted(got) == sorted(want)
