@@ -42,6 +42,7 @@ SMALLER = [  # pattern, what it becomes; all that match, in this order
     (r"/data/web", "web"),
     (r"--workers 16", "--workers 2"),
     (r"gpus=8\.\.4096", "gpus=8..16"),
+    (r"(tools\.plan .*llama_(?:70b|405b)\.yaml.*)", r"\1 --model.n_layers=4"),
     (r"(tools\.sweep prefetch)", rf"\1 --processes 1 {OVERRIDES}"),
     (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
     (r"--run_dir=/shared/runs", "--run_dir=runs"),
