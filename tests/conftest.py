@@ -7,7 +7,7 @@ import signal
 import tempfile
 
 # One home for the whole session, so one cache of compiled graphs, of tokens and of traced work (~/.cache/meshwright): found by
-# every process that a test starts, and gone afterwards. Processes that pytest itself starts, as pytest-xdist's, have it from there.
+# every process that a test starts, and gone afterwards. The workers of pytest-xdist have it from the process that starts them.
 if "MESHWRIGHT_TESTS_HOME" not in os.environ:
     os.environ["MESHWRIGHT_TESTS_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
     atexit.register(shutil.rmtree, os.environ["MESHWRIGHT_TESTS_HOME"], ignore_errors=True)
@@ -16,7 +16,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['HOME']}/.cache/meshwright
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait by spinning are slow beside other work
 
-import torch  # noqa: E402  (it reads these variables)
+import torch  # it reads these variables
 
 torch.set_num_threads(1)
 

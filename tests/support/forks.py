@@ -115,7 +115,7 @@ def fork(function: Callable[..., Any], *arguments: Any, output: Path, errors: Pa
 
 def fork_module(module: str, *arguments: str, **options: Any) -> Fork:
     """What `python -m MODULE ARGUMENTS` does. Options are those of `fork`."""
-    return fork(_run_module, module, arguments, **options)
+    return fork(run_module, module, arguments, **options)
 
 
 def _start_server() -> None:
@@ -155,7 +155,8 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], output: Path, e
         atexit._run_exitfuncs()
 
 
-def _run_module(module: str, arguments: Sequence[str]) -> None:
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """What `python -m MODULE ARGUMENTS` does, in this process."""
     sys.argv = [module, *arguments]
     if not hasattr(sys.modules.get(module), "__path__"):
         sys.modules.pop(module, None)  # that it is imported already would be warned of

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import torch
 from torch._inductor import config as inductor
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from tests.support.forks import Fork, fork
+from tests.support.forks import Fork, fork, run_module
 from tests.support.launch import run
 
 NESTED = "tests.support.nested"  # as the module of `run` and `started`; then the command's own module is the first argument
@@ -190,14 +189,6 @@ def _exit_code(function: Callable[[], None]) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return int(code or 0)
-
-
-def run_module(module: str, arguments: Sequence[str]) -> None:
-    """What `python -m MODULE ARGUMENTS` does."""
-    sys.argv = [module, *arguments]
-    if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # that it is imported already would be warned of
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,9 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s
     """
     with tempfile.TemporaryDirectory() as name, launcher_store(ranks) as launcher:
         folder = Path(name)
-        forks = [fork(_run_rank, folder, function, arguments, output=folder / f"{rank}.out",
-                      env=environment(**launcher, RANK=str(rank), LOCAL_RANK=str(rank), **env)) for rank in range(ranks)]  # fmt: skip
+        environments = [environment(**launcher, RANK=str(rank), LOCAL_RANK=str(rank), **env) for rank in range(ranks)]
+        forks = [fork(_run_rank, folder, function, arguments, output=folder / f"{rank}.out", env=environments[rank])
+                 for rank in range(ranks)]  # fmt: skip
         try:
             if not _wait(forks, folder, limit_s) or any(folder.glob("*.error")) or any(f.poll() for f in forks):
                 raise RanksError(_report(forks, folder, _stacks(forks, folder), limit_s))
