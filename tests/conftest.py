@@ -1,10 +1,12 @@
-"""What all tests share: one folder of caches, one thread to a process, and signals that are heard."""
+"""What all tests share: one folder of caches, one seed, one thread to a process, and signals that are heard."""
 
 import atexit
 import os
 import shutil
 import signal
 import tempfile
+from datetime import date
+from typing import Any
 
 # One home for the whole session, so one cache of compiled graphs, of tokens and of traced work (~/.cache/meshwright): found by
 # every process that a test starts, and gone afterwards. The workers of pytest-xdist have it from the process that starts them.
@@ -14,6 +16,8 @@ if "MESHWRIGHT_TESTS_HOME" not in os.environ:
 os.environ["HOME"] = os.environ["MESHWRIGHT_TESTS_HOME"]
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['HOME']}/.cache/meshwright/compile"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Of long lists of slow cases a run takes a part. A seed is a number, or "all"; as a rule it is the day's.
+os.environ.setdefault("MESHWRIGHT_TESTS_SEED", str(date.today().toordinal()))
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait by spinning are slow beside other work
 
 import torch  # it reads these variables
@@ -26,3 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    seed = os.environ["MESHWRIGHT_TESTS_SEED"]
+    terminalreporter.write_line(f"slow cases were sampled with MESHWRIGHT_TESTS_SEED={seed} (all: takes every one)")

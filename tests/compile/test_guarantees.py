@@ -10,12 +10,11 @@ import torch
 import yaml
 
 from parallel.compile_check import count_compiled_graphs
-from parallel.mesh import build_mesh
 from parallel.plan_file import plan_to_yaml
 from tests.distributed.parity import Job, check_compiled, run_jobs
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run, write_text
+from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks
-from train.build import build_model
 from train.config import parse_config
 from train.planning import plan_run
 
@@ -108,9 +107,7 @@ def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
 
 def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
     """How many elements each compiled block keeps for its backward, and how many graphs there are before and after that."""
-    config = parse_config(arguments)
-    plan = plan_run(config, 1)
-    model = build_model(config, plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+    model = build_sharded(arguments).model
     tokens = torch.arange(64).reshape(2, 32)
     model(tokens, tokens).backward()
     graphs = [count_compiled_graphs()]

@@ -6,16 +6,11 @@ from typing import Any
 
 import safetensors
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from train.build import build_model
-from train.config import parse_config
+from tests.support.sharded import build_sharded
 from train.init_from import find_weights, load_weights
-from train.optim import build_optimizer
-from train.planning import plan_run
 from train.step import Batch, train_step
 
 
@@ -57,12 +52,9 @@ class _Slice:
 
 def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
     """Weights, what was read of them, and the loss of the first step on tokens[sequence, T + 1]."""
-    config, device = parse_config(arguments), torch.device("cpu")
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    weights = find_weights(config.checkpoint.init_from, config.model, None)
+    run = build_sharded(arguments)
+    weights, model = find_weights(run.config.checkpoint.init_from, run.config.model, None), run.model
     assert weights
-    model = build_model(config, plan, mesh, device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
@@ -70,10 +62,10 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
     load_weights(weights, model)
     local = {weights.names[name]: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in model.named_parameters()}
     whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
-    rank, ranks = data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel
-    mine = tokens.chunk(ranks)[rank]
+    shape = run.shape
+    mine = tokens.chunk(shape.data_parallel)[shape.data_rank]
     batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
-    result = train_step(model, build_optimizer(model, config.optim), [batch], 0.0, data_parallel_group(mesh))
+    result = train_step(model, run.optimizer, [batch], 0.0, run.group)
     return {"loss": result.loss.item(), "taken": dict(Counted.taken), "local": local, "weights": whole}
 
 

@@ -10,15 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from train.build import build_model
-from train.config import parse_config
-from train.data.loader import BatchShape, SampleOrder, TrainLoader
+from tests.support.sharded import build_sharded
+from train.data.loader import SampleOrder, TrainLoader
 from train.data.sequences import make_sequence_shape
 from train.data.tokens import load_corpus
 from train.nonfinite import FiniteGuard, NonFiniteError
-from train.optim import build_optimizer
-from train.planning import plan_run
 from train.step import train_step
 
 FAULTY_STEP, FAULTY_RANK = 2, 1
@@ -105,13 +101,9 @@ def count_hooks(model: nn.Module) -> int:
 def train(case: Case) -> dict[str, Any]:
     """Steps with the guard as the loop has it, until it stops them."""
     torch._dynamo.reset()
-    config, fault = parse_config(case.arguments), case.fault
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    optimizer = build_optimizer(model, config.optim)
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
-    corpus, group = load_corpus(config.data), data_parallel_group(mesh)
+    run, fault = build_sharded(case.arguments), case.fault
+    config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
+    shape, corpus = run.shape, load_corpus(config.data)
     sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
     loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)

@@ -6,20 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from models.llama import Llama
 from parallel.compile_check import count_compiled_graphs
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.distributed import matrix
 from tests.support.launch import EAGER
+from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
-from train.build import build_model
-from train.config import parse_config
-from train.optim import build_optimizer
-from train.planning import plan_run
-from train.step import Batch, train_step
+from train.step import train_step
 
 STEPS = 3
 
@@ -36,24 +31,18 @@ def train_case(arguments: Sequence[str]) -> dict[str, Any]:
     """Losses, gradient norms and compiled graphs of every step; bytes sent to host memory, and held there, after every step;
     and what one more forward, and backward, leave allocated."""
     torch._dynamo.reset()
-    config = parse_config(arguments)
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    optimizer = build_optimizer(model, config.optim, config.run.seed)
-    generator = torch.Generator().manual_seed(dist.get_rank() // plan.mesh.tp)
-    size = (plan.micro_batch_size, config.train.seq_len)
-    tokens = [torch.randint(config.model.vocab_size, size, generator=generator) for _ in range(plan.accumulation)]
+    run = build_sharded(arguments)
+    batches = random_batches(run)
     seen: dict[str, list[Any]] = {"losses": [], "norms": [], "graphs": [], "sent": [], "held": []}
     for _ in range(STEPS):
-        result = train_step(model, optimizer, [Batch(ids, ids) for ids in tokens], 1.0, data_parallel_group(mesh))
-        offload = getattr(model, "activation_offload", None)
+        result = train_step(run.model, run.optimizer, batches, 1.0, run.group)
+        offload = getattr(run.model, "activation_offload", None)
         seen["losses"].append(result.loss.item())
         seen["norms"].append(result.grad_norm.item())
         seen["graphs"].append(count_compiled_graphs())
         seen["sent"].append(offload.sent_bytes if offload else 0)
         seen["held"].append(offload.host_bytes if offload else 0)
-    return {**seen, **measure(model, tokens[0])}
+    return {**seen, **measure(run.model, batches[0].tokens)}
 
 
 def measure(model: Llama, ids: torch.Tensor) -> dict[str, int]:

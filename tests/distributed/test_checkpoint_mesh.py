@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.support.launch import EAGER, TINY
+from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
-from train.build import build_model
 from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import list_checkpoints
 from train.checkpoint.load import load_checkpoint, read_tensors
@@ -21,10 +18,7 @@ from train.checkpoint.manifest import Position
 from train.checkpoint.saver import Saver
 from train.checkpoint.shards import own_shards, training_tensors
 from train.checkpoint.verify import verify_together
-from train.config import Config, parse_config
-from train.optim import build_optimizer
-from train.planning import plan_run
-from train.step import Batch, train_step
+from train.step import train_step
 
 SIZE = [*TINY, "--model.n_kv_heads=4", "--train.global_batch_size=8", "--model.vocab_size=1024"]
 TP = [*SIZE, *EAGER, "--parallel.tp=2"]
@@ -39,27 +33,18 @@ MESHES = {
 }  # fmt: skip
 
 
-def build(arguments: Sequence[str]) -> tuple[Config, DeviceMesh, nn.Module, torch.optim.Optimizer]:
-    config = parse_config(arguments)
-    plan = plan_run(config, dist.get_world_size(), dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    return config, mesh, model, build_optimizer(model, config.optim)
-
-
 def save(folder: Path, arguments: Sequence[str]) -> int:
     """Two steps, saved with and without the training waiting: both times all the tensors, each element once."""
-    config, mesh, model, optimizer = build(arguments)
-    tokens = torch.randint(0, 300, (2, config.train.seq_len + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    run = build_sharded(arguments)
+    model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
     for step, asynchronous in ((1, False), (2, True)):
-        train_step(model, optimizer, [batch], 1.0, data_parallel_group(mesh))
+        train_step(model, optimizer, batches, 1.0, run.group)
         saver = Saver(CheckpointConfig(asynchronous=asynchronous), folder, model, optimizer, mesh, {"config.yaml": "run: {}\n"},
                       lambda: 2**30)  # fmt: skip
-        saver.save(Position(step, step * 8, 0, config.train.seq_len, dist.get_world_size(), "data"))
+        saver.save(Position(step, step * 8, 0, run.config.train.seq_len, dist.get_world_size(), "data"))
         if asynchronous:  # what training does meanwhile does not reach the checkpoint
             wanted = {name: whole(tensor).clone() for name, tensor in training_tensors(model, optimizer).items()}
-            train_step(model, optimizer, [batch], 1.0, data_parallel_group(mesh))
+            train_step(model, optimizer, batches, 1.0, run.group)
         saver.wait()
         (news,) = saver.news()
         assert (news.error, news.path) == ("", folder / f"step-{step:08d}")
@@ -73,9 +58,10 @@ def load(folder: Path, meshes: Sequence[Sequence[str]]) -> list[int]:
     """How many tensors are compared, for each mesh."""
     newest, compared = list_checkpoints(folder)[-1], []
     for arguments in meshes:
-        _, _, model, optimizer = build(arguments)
-        load_checkpoint(newest, verify_together(newest, "full"), model, optimizer)
-        compared.append(compare(folder, {name: whole(tensor) for name, tensor in training_tensors(model, optimizer).items()}))
+        run = build_sharded(arguments)
+        load_checkpoint(newest, verify_together(newest, "full"), run.model, run.optimizer)
+        loaded = {name: whole(tensor) for name, tensor in training_tensors(run.model, run.optimizer).items()}
+        compared.append(compare(folder, loaded))
     return compared
 
 

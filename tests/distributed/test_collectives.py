@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from parallel.collectives import record_collectives
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.support.launch import EAGER
+from tests.support.sharded import build_sharded, random_batches
 from tests.support.simulated import TINY, simulated
 from tests.support.worlds import run_ranks
-from train.build import build_model
-from train.config import parse_config
-from train.optim import build_optimizer
-from train.planning import plan_run
-from train.step import Batch, train_step
+from train.step import train_step
 
 RANKS, UNEVEN = 4, "smaller-group-uneven"
 CASES = {
@@ -35,18 +29,13 @@ SLOW = ("fsdp-tied-far-prefetch", UNEVEN)  # to simulate them
 
 def step(arguments: Sequence[str]) -> dict[str, Any]:
     """The collectives of one step of this rank, and the bytes of parameters and optimizer state that it holds."""
-    config, device = parse_config(arguments), torch.device("cpu")
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, device)
-    optimizer = build_optimizer(model, config.optim)
-    tokens = torch.randint(config.model.vocab_size, (plan.micro_batch_size, config.train.seq_len))
-    batches = [Batch(tokens, tokens)] * plan.accumulation
-    with record_collectives(model, plan, mesh) as collectives:
-        train_step(model, optimizer, batches, config.train.grad_clip, data_parallel_group(mesh))
-    state = [value for values in optimizer.state.values() for value in values.values()]
+    run = build_sharded(arguments)
+    batches = random_batches(run)
+    with record_collectives(run.model, run.plan, run.mesh) as collectives:
+        train_step(run.model, run.optimizer, batches, 1.0, run.group)
+    state = [value for values in run.optimizer.state.values() for value in values.values()]
     return {"collectives": [dataclasses.asdict(collective) for collective in collectives],
-            "held": {"params": bytes_of(model.parameters()), "optimizer": bytes_of(state)}}  # fmt: skip
+            "held": {"params": bytes_of(run.model.parameters()), "optimizer": bytes_of(state)}}  # fmt: skip
 
 
 def bytes_of(tensors: Any) -> int:

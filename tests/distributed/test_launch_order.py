@@ -4,23 +4,19 @@ import re
 from collections.abc import Sequence
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from parallel.mesh import build_mesh, data_parallel_group
 from parallel.plan import Plan
 from parallel.planner.flow import Task
 from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.streams import launch_tasks, start_ahead
 from tests.support.launch import EAGER
+from tests.support.sharded import build_sharded, random_batches
 from tests.support.simulated import TINY
 from tests.support.worlds import run_ranks
-from train.build import build_model
 from train.config import parse_config
-from train.optim import build_optimizer
 from train.planning import plan_run
-from train.step import Batch, train_step
+from train.step import train_step
 
 CASES = {
     "fsdp": (2, []),
@@ -49,19 +45,11 @@ def test_real_processes_launch_in_the_order_of_the_simulated_step(case: str) -> 
 
 def profiled_step(arguments: Sequence[str]) -> list[Word]:
     """What the hooks of FSDP2 launch in the second step, and when products run, in the order of this rank's trace."""
-    config, device = parse_config(arguments), torch.device("cpu")
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, device)
-    optimizer = build_optimizer(model, config.optim)
-    tokens = torch.randint(config.model.vocab_size, (plan.micro_batch_size, config.train.seq_len))
-
-    def step() -> None:
-        train_step(model, optimizer, [Batch(tokens, tokens)], config.train.grad_clip, data_parallel_group(mesh))
-
-    step()  # FSDP2 sets itself up in the first
+    run = build_sharded(arguments)
+    batches = random_batches(run)[:1]
+    train_step(run.model, run.optimizer, batches, 1.0, run.group)  # FSDP2 sets itself up in the first
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        step()
+        train_step(run.model, run.optimizer, batches, 1.0, run.group)
     return words_of(trace)
 
 

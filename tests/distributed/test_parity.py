@@ -2,7 +2,7 @@
 
 The slow cases are a sample (matrix.py). All of them, about half an hour on two cores, or those of another seed:
 
-    MESHWRIGHT_PARITY_SEED=all pytest -m slow tests/distributed/test_parity.py
+    MESHWRIGHT_TESTS_SEED=all pytest -m slow tests/distributed/test_parity.py
 """
 
 import json
@@ -97,7 +97,7 @@ def test_a_mesh_trains_the_same_model_as_one_plain_process(name, trained, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW, ids=str)
 def test_every_pair_of_settings_trains_the_same_model_as_one_plain_process(name, trained, data):
-    """One that fails is found again with MESHWRIGHT_PARITY_SEED=all and its name."""
+    """One that fails is found again with MESHWRIGHT_TESTS_SEED=all and its name."""
     check(name, SLOW, trained, data)
 
 

@@ -20,16 +20,13 @@ import models.llama
 import parallel.tensor
 from models.kernels.document_blocks import block_mask
 from parallel.compile_check import count_compiled_graphs
-from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
-from train.build import build_model
-from train.config import Config, parse_config
-from train.data.loader import BatchShape, SampleOrder, TrainLoader
+from tests.support.sharded import build_sharded
+from train.data.loader import SampleOrder, TrainLoader
 from train.data.sequences import make_sequence_shape
 from train.data.tokens import load_corpus
 from train.evaluation import mean_loss, score_sets
-from train.optim import build_optimizer, learning_rate, set_learning_rate
-from train.planning import plan_run
+from train.optim import learning_rate, set_learning_rate
 from train.step import Batch, train_step
 
 CASE_LIMIT_S = 300  # a case that hangs ends the process with every thread's stack on stderr
@@ -48,17 +45,12 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train_case(config: Config, steps: int) -> dict[str, Any]:
+def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
     """The journey of train.main, with a look at everything on the way. Every rank's result; rank 0's counts."""
-    plan, device = plan_run(config, dist.get_world_size()), torch.device("cpu")
-    assert plan.mesh.world_size == dist.get_world_size()
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, device)
+    run, device = build_sharded(arguments), torch.device("cpu")
+    config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
     weights = {name: whole(p) for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, config.optim)
-    data_rank = data_parallel_rank(mesh, plan.mesh)
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_rank, plan.mesh.data_parallel)
-    corpus, group = load_corpus(config.data), data_parallel_group(mesh)
+    shape, corpus = run.shape, load_corpus(config.data)
     sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
     loader = TrainLoader(SampleOrder(corpus.sources, sequences, config.run.seed), sequences, shape, 0, device, 2)
     grads: dict[str, Tensor] = {}
@@ -84,7 +76,7 @@ def train_case(config: Config, steps: int) -> dict[str, Any]:
         graphs.append(count_compiled_graphs())
     loader.close()
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "graphs": graphs, "eval_loss": eval_loss,
-            "breaks": dict(counters["graph_break"]), "tokens": _tokens_of_all(torch.stack(seen), data_rank)}  # fmt: skip
+            "breaks": dict(counters["graph_break"]), "tokens": _tokens_of_all(torch.stack(seen), shape.data_rank)}  # fmt: skip
 
 
 def _tokens_of_all(mine: Tensor, data_rank: int) -> Tensor:
@@ -127,7 +119,7 @@ def train_cases(folder: Path, cases: Mapping[str, Case]) -> None:
         counters.clear()
         torch.manual_seed(0)
         with changed(case.change):
-            result = train_case(parse_config(case.arguments), case.steps)
+            result = train_case(case.arguments, case.steps)
         dist.barrier()
         if dist.get_rank() == 0:
             torch.save(result, folder / f"{name}.part")

@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import Block, Llama, LlamaConfig, init_weights
-from parallel.mesh import build_mesh, data_parallel_group
 from parallel.planner.eager import Subject
 from parallel.planner.trace import trace_module
-from tests.support.launch import TINY
-from train.build import build_model
+from tests.support.launch import EAGER, TINY
+from tests.support.sharded import build_sharded
 from train.config import parse_config
-from train.optim import build_optimizer
 from train.place import Place
 from train.planning import plan_run
 from train.runtime import start_process
@@ -91,16 +89,13 @@ def test_in_bfloat16_they_are_off_by_roundings() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused: bool) -> None:
     """The real thing, sharded by FSDP2, eager: 12 products a block instead of 21, and the head's 3."""
-    config = parse_config([*TINY, "--parallel.compile.enabled=false", *([FUSED] if fused else [])])
-    plan = plan_run(config, 1)
-    assert plan.fused_projections == fused
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
+    run = build_sharded([*TINY, *EAGER, *([FUSED] if fused else [])])
+    assert run.plan.fused_projections == fused
     tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
     with Products() as products:
-        train_step(model, build_optimizer(model, config.optim), [Batch(tokens_BT, tokens_BT)], 1.0, data_parallel_group(mesh))
-    assert products.count == config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
-    assert set(dict(model.named_parameters())) == set(dict(Llama(config.model).named_parameters())), "names are as ever"
+        train_step(run.model, run.optimizer, [Batch(tokens_BT, tokens_BT)], 1.0, run.group)
+    assert products.count == run.config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
+    assert set(dict(run.model.named_parameters())) == set(dict(Llama(run.config.model).named_parameters())), "names are as ever"
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -149,5 +144,3 @@ def test_autograd_holds_no_more_memory() -> None:
         held.append(sum(storages.values()))
         del y
     assert held[1] <= held[0]
-
-

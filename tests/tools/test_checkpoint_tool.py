@@ -10,27 +10,21 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from models.llama import Llama
-from parallel.mesh import build_mesh
+from tests.support.sharded import sharded_alone
 from tools.checkpoint import main
 from tools.checkpoint_diff import compare_checkpoints
 from tools.convert_hf import main as convert
 from tools.whole_weights import find_newest, load_whole_weights
-from train.build import build_model
 from train.checkpoint.config import CheckpointConfig, CheckpointError
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.manifest import manifest_to_text, read_manifest
 from train.checkpoint.saver import Saver
 from train.checkpoint.verify import hash_file, verify_alone
-from train.config import load_config, parse_config
-from train.optim import build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
+from train.config import load_config
 
 Tool = Callable[..., CompletedProcess[str]]
 
@@ -223,23 +217,15 @@ def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, t
 
 def save_alone(checkpoint: Path, folder: Path) -> Path:
     """What this process, alone, saves after it has loaded a checkpoint of several."""
-    config = parse_config([f"--config={checkpoint / 'config.yaml'}"])
-    start_process(config.run, Place(0, 1, 0, 1, False), torch.device("cpu"))
-    try:
-        plan = plan_run(config, 1)
-        mesh = build_mesh(plan.mesh, "cpu")
-        model = build_model(config, plan, mesh, torch.device("cpu"))
-        optimizer, manifest = build_optimizer(model, config.optim), verify_alone(checkpoint)
-        load_checkpoint(checkpoint, manifest, model, optimizer)
-        texts = {"config.yaml": (checkpoint / "config.yaml").read_text()}
-        saver = Saver(CheckpointConfig(), folder, model, optimizer, mesh, texts, lambda: 2**30)
+    manifest, texts = verify_alone(checkpoint), {"config.yaml": (checkpoint / "config.yaml").read_text()}
+    with sharded_alone([f"--config={checkpoint / 'config.yaml'}"]) as run:
+        load_checkpoint(checkpoint, manifest, run.model, run.optimizer)
+        saver = Saver(CheckpointConfig(), folder, run.model, run.optimizer, run.mesh, texts, lambda: 2**30)
         saver.save(dataclasses.replace(manifest.position, world_size=1))
         saver.wait()
         (news,) = saver.news()
         assert news.path, news.error
         return news.path
-    finally:
-        dist.destroy_process_group()
 
 
 def test_verify_and_diff_as_commands(tool: Tool, tied_run: Path, tmp_path: Path) -> None:

@@ -12,12 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel.fsdp import copy_shard
-from parallel.mesh import build_mesh
-from train.build import build_model
-from train.config import parse_config
+from tests.support.sharded import build_sharded
 from train.kernels import adamw
-from train.optim import build_optimizer
-from train.planning import plan_run
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,10 +76,8 @@ STEPS = 3
 
 def train(arguments: list[str]) -> dict[str, Tensor]:
     """Parameters and moments after some steps on gradients that are the same on any mesh, whole, by name."""
-    config = parse_config(arguments)
-    plan = plan_run(config, dist.get_world_size())
-    model = build_model(config, plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
-    optimizer = build_optimizer(model, config.optim, config.run.seed)
+    run = build_sharded(arguments)
+    model, optimizer = run.model, run.optimizer
     for step in range(STEPS):
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{step}:{name}".encode()))

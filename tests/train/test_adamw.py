@@ -7,26 +7,21 @@ import re
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.llama import Llama, LlamaConfig, init_weights
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.support.launch import EAGER, TINY
+from tests.support.sharded import sharded_alone
 from tests.support.worlds import run_ranks
 from tests.train.adamw_on_ranks import compare_kernel, train, train_on_meshes
 from tests.train.test_step import READS, Count, make_batches
 from train.adamw import RoundedAdamW
-from train.build import build_model
 from train.checkpoint.config import CheckpointError
 from train.checkpoint.load import refuse_different
 from train.checkpoint.manifest import SavedTensor
 from train.config import parse_config
 from train.kernels.adamw import Slice, Step, element_bits, mix, round_stochastically, stream_bits, update
 from train.optim import OptimConfig, build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
 from train.step import train_step
 
 N = 2**18  # draws
@@ -243,13 +238,8 @@ def test_the_bits_are_the_same_on_any_mesh() -> None:
 
 @pytest.fixture
 def trainer():
-    config = parse_config([*TINY, *EAGER, *BFLOAT16])
-    start_process(config.run, Place(0, 1, 0, 1, False), torch.device("cpu"))
-    plan = plan_run(config, 1)
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    yield model, build_optimizer(model, config.optim), data_parallel_group(mesh)
-    dist.destroy_process_group()
+    with sharded_alone([*TINY, *EAGER, *BFLOAT16]) as run:
+        yield run.model, run.optimizer, run.group
 
 
 def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from parallel.mesh import build_mesh
 from parallel.plan_file import plan_to_yaml
 from tests.support.launch import EAGER, TINY
+from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks
 from tests.train.checkpoint_faults import Fault, make_faults
 from tools.checkpoint import main as checkpoint_tool
@@ -52,15 +53,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def save_two_steps(arguments: list[str], folder: Path) -> None:
-    config = parse_config(arguments)
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
-    saver = Saver(config.checkpoint, folder, model, build_optimizer(model, config.optim), mesh, texts, lambda: 2**30)
+    run = build_sharded(arguments)
+    texts = {"config.yaml": config_to_yaml(run.config), "plan.yaml": plan_to_yaml(run.plan)}
+    saver = Saver(run.config.checkpoint, folder, run.model, run.optimizer, run.mesh, texts, lambda: 2**30)
     for step in (1, 2):
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in run.model.parameters():
                 parameter.add_(step)
         saver.save(Position(step, 8 * step, 0, 32, dist.get_world_size(), "data"))
         saver.wait()

@@ -1,26 +1,20 @@
 """`metrics.gradient_norms`: right under every way of sharding, and free where it is off."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.support.launch import EAGER, TINY
+from tests.support.sharded import Sharded, build_sharded, random_batches, sharded_alone
 from tests.support.worlds import run_ranks
-from tests.train.test_step import Count, make_batches
-from train.build import build_model
-from train.config import parse_config
+from tests.train.test_step import Count
 from train.gradient_norms import GradientNorms
 from train.metrics import Metrics, MetricsConfig, Throughput
-from train.optim import build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
 from train.step import train_step
 
 BFLOAT16 = ["--parallel.storage_dtype=bfloat16", "--parallel.param_dtype=bfloat16", "--optim.state_dtype=bfloat16"]
@@ -34,25 +28,21 @@ PLANS = {
 
 def take_step(keys: list[str]) -> dict[str, Any]:
     """The norm that the step found; by unit those that were taken and those of the whole gradients."""
-    config = parse_config([*TINY, "--model.n_kv_heads=4", *EAGER, *keys])
-    plan = plan_run(config, dist.get_world_size())
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    optimizer = build_optimizer(model, config.optim, config.run.seed)
+    run = build_sharded([*TINY, "--model.n_kv_heads=4", *EAGER, *keys])
     expected: dict[str, float] = {}
 
     def gather(*_: Any) -> None:
-        for unit in plan.units:
-            held = dict.fromkeys(p for name in unit.modules for p in model.get_submodule(name).parameters() if p.grad is not None)
+        for unit in run.plan.units:
+            modules = [run.model.get_submodule(name) for name in unit.modules]
+            held = dict.fromkeys(p for module in modules for p in module.parameters() if p.grad is not None)
             whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in held]
             if whole:
                 expected[unit.name] = torch.cat([grad.double().flatten() for grad in whole]).norm().item()
 
-    optimizer.register_step_pre_hook(gather)
-    norms = GradientNorms(model, plan, optimizer)
+    run.optimizer.register_step_pre_hook(gather)
+    norms = GradientNorms(run.model, run.plan, run.optimizer)
     norms.want(True)
-    torch.manual_seed(mesh.get_rank() // plan.mesh.tp)  # ranks of one tp group see the same data
-    result = train_step(model, optimizer, make_batches(2), 0.01, data_parallel_group(mesh))
+    result = train_step(run.model, run.optimizer, random_batches(run), 0.01, run.group)
     found = norms.take()
     return {"grad_norm": result.grad_norm.item(), "found": found, "expected": expected, "then": norms.take()}
 
@@ -75,37 +65,31 @@ def test_the_norms_of_units_are_those_of_the_whole_gradients_on_all_ranks_and_ad
 
 
 @pytest.fixture
-def trainer():
-    config = parse_config([*TINY, *EAGER])
-    start_process(config.run, Place(0, 1, 0, 1, False), torch.device("cpu"))
-    plan = plan_run(config, 1)
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    yield model, plan, build_optimizer(model, config.optim), data_parallel_group(mesh)
-    dist.destroy_process_group()
+def trainer() -> Iterator[Sharded]:
+    with sharded_alone([*TINY, *EAGER]) as run:
+        yield run
 
 
-def operations_of(trainer: Any, metrics: Metrics, reported: bool) -> int:
+def operations_of(trainer: Sharded, metrics: Metrics, reported: bool) -> int:
     """How many operators a step runs, collectives among them."""
-    model, _, optimizer, group = trainer
+    batches = random_batches(trainer)
     metrics.before_step(reported)
     with Count("aten.", "c10d.") as counted:
-        train_step(model, optimizer, make_batches(1), 1.0, group)
+        train_step(trainer.model, trainer.optimizer, batches, 1.0, trainer.group)
     return counted.count
 
 
-def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_reported(trainer, tmp_path: Path) -> None:
-    model, plan, optimizer, _ = trainer
+def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_reported(trainer: Sharded, tmp_path: Path) -> None:
     throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
 
     def opened(on: bool) -> Metrics:
         config = MetricsConfig(tensorboard=False, gradient_norms=on)
         metrics = Metrics(config, throughput, tmp_path, torch.device("cpu"), False, {})
-        metrics.watch_gradients(model, plan, optimizer)
+        metrics.watch_gradients(trainer.model, trainer.plan, trainer.optimizer)
         return metrics
 
     off = opened(False)
-    assert not optimizer._optimizer_step_pre_hooks, "off, not even a function is called"
+    assert not trainer.optimizer._optimizer_step_pre_hooks, "off, not even a function is called"
     operations_of(trainer, off, False)  # FSDP sets itself up
     usual = operations_of(trainer, off, False)
     assert operations_of(trainer, off, True) == usual

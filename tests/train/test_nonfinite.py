@@ -8,20 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.support.launch import EAGER, TINY
-from train.build import build_model
-from train.config import parse_config
+from tests.support.sharded import sharded_alone
 from train.data.loader import BatchShape, StepData
 from train.first_bad import BadValue, all_finite, first_bad_value
 from train.nonfinite import Finding, FiniteGuard, NonFiniteError, describe
-from train.optim import build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
 from train.step import Batch, StepResult, train_step
 
 
@@ -47,13 +40,8 @@ def eager() -> Iterator[Any]:
 
 def build(*arguments: str) -> Iterator[Any]:
     torch._dynamo.reset()
-    config = parse_config([*TINY, *arguments])
-    start_process(config.run, Place(0, 1, 0, 1, False), torch.device("cpu"))
-    plan = plan_run(config, 1)
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    yield model, build_optimizer(model, config.optim), data_parallel_group(mesh)
-    dist.destroy_process_group()
+    with sharded_alone([*TINY, *arguments]) as run:
+        yield run.model, run.optimizer, run.group
 
 
 def make_batches(count: int) -> list[Batch]:

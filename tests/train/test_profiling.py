@@ -14,12 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
-from train.build import build_model
-from train.config import parse_config
-from train.optim import build_optimizer
-from train.planning import plan_run
+from tests.support.sharded import build_sharded
 from train.profiling import ProfileConfig, Profiled, StepProfiler
 from train.step import Batch, train_step
 
@@ -158,15 +154,11 @@ def test_a_folder_that_cannot_be_made_is_one_warning(alone, count: int, tmp_path
 
 def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_smallest_step(alone, tmp_path: Path) -> None:
     """Calls of Python and C functions, not time. The step is eager, of two blocks and one micro batch."""
-    config = parse_config([*TINY, *EAGER])
-    plan, device = plan_run(config, 1), torch.device("cpu")
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, device)
-    optimizer, tokens = build_optimizer(model, config.optim), torch.zeros(1, 32, dtype=torch.int64)
-    off = StepProfiler(config.profile, tmp_path, Profiled(model, plan, device, range(1, 11)), print)
+    run, tokens = build_sharded([*TINY, *EAGER]), torch.zeros(1, 32, dtype=torch.int64)
+    off = StepProfiler(run.config.profile, tmp_path, Profiled(run.model, run.plan, torch.device("cpu"), range(1, 11)), print)
 
     def step(number: int) -> None:
-        train_step(model, optimizer, [Batch(tokens, tokens)], 1.0, data_parallel_group(mesh))
+        train_step(run.model, run.optimizer, [Batch(tokens, tokens)], 1.0, run.group)
 
     def profiled(number: int) -> None:
         off.before_step(number)

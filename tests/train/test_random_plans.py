@@ -167,9 +167,7 @@ def test_any_config_is_planned_or_refused(config: Config, processes: int, per_no
 @pytest.mark.slow
 @settings(MANY, max_examples=1_000)
 @given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
-def test_many_more_configs_are_planned_or_refused(
-    config: Config, processes: int, per_node: int | None, tmp_path: Path
-) -> None:
+def test_many_more_configs_are_planned_or_refused(config: Config, processes: int, per_node: int | None, tmp_path: Path) -> None:
     any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
 
 

@@ -7,19 +7,13 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.fsdp import clip_divisor, gradient_norm
-from parallel.mesh import build_mesh, data_parallel_group
 from tests.support.launch import EAGER, TINY
-from train.build import build_model
-from train.config import ConfigError, parse_config
+from tests.support.sharded import build_sharded, sharded_alone
+from train.config import ConfigError
 from train.evaluation import evaluate
-from train.optim import build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
 from train.step import Batch, count_targets, train_step
 
 # What makes the host wait: reading a value (.item()) and shapes that depend on values.
@@ -40,13 +34,8 @@ class Count(TorchDispatchMode):
 
 @pytest.fixture
 def trainer():
-    config = parse_config([*TINY, *EAGER])
-    start_process(config.run, Place(0, 1, 0, 1, False), torch.device("cpu"))
-    plan = plan_run(config, 1)
-    mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, torch.device("cpu"))
-    yield model, build_optimizer(model, config.optim), data_parallel_group(mesh)
-    dist.destroy_process_group()
+    with sharded_alone([*TINY, *EAGER]) as run:
+        yield run.model, run.optimizer, run.group
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -135,25 +124,21 @@ def test_a_step_reduces_three_scalars_over_the_ranks_however_many_parameters_the
 
 
 def test_frozen_parameters_stay_and_have_no_gradient_nor_moments(trainer):
-    config = parse_config([*TINY, *EAGER, "--train.freeze=[tok_embeddings.*, layers.0.*]"])
-    plan = plan_run(config, 1)
-    model = build_model(config, plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
-    optimizer = build_optimizer(model, config.optim)
+    run = build_sharded([*TINY, *EAGER, "--train.freeze=[tok_embeddings.*, layers.0.*]"])
+    model, optimizer = run.model, run.optimizer
     frozen = {name: p for name, p in model.named_parameters() if name.startswith(("tok_embeddings.", "layers.0."))}
     before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == list(frozen)
     assert not optimizer.state.keys() & set(frozen.values())
-    train_step(model, optimizer, make_batches(2), 1.0, trainer[2])
+    train_step(model, optimizer, make_batches(2), 1.0, run.group)
     changed = [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), before[name])]
     assert set(changed) == before.keys() - frozen.keys()
 
 
 @pytest.mark.parametrize(("pattern", "words"), [("layer.0.*", "layer.0.* matches no parameter"), ("*", "nothing to train")])
 def test_a_freeze_that_means_nothing_is_refused(trainer, pattern, words):
-    config = parse_config([*TINY, *EAGER, f'--train.freeze=["{pattern}"]'])
-    plan = plan_run(config, 1)
     with pytest.raises(ConfigError, match=re.escape(words)):
-        build_model(config, plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+        build_sharded([*TINY, *EAGER, f'--train.freeze=["{pattern}"]'])
 
 
 def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_back(trainer):

@@ -29,7 +29,7 @@ class Doubling(nn.Module):
 
 
 def work_of(*keys: str, ranks: int = 1) -> ModelWork:
-    """Traced, or read from the cache of this session."""
+    """Traced, or read from the cache that the tests share."""
     config = parse_config(keys)
     return trace_run(config, plan_run(config, ranks, 8))
 

@@ -1,0 +1,65 @@
+"""A model of a config, planned, sharded and with its optimizer, as train.main builds it: what a test trains step by step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.llama import Llama
+from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from parallel.plan import Plan
+from train.build import build_model
+from train.config import Config, parse_config
+from train.data.loader import BatchShape
+from train.optim import build_optimizer
+from train.place import Place
+from train.planning import plan_run
+from train.runtime import start_process
+from train.step import Batch
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """This rank's part of a run. `shape`: of its batches; `group`: of the data-parallel ranks."""
+
+    config: Config
+    plan: Plan
+    mesh: DeviceMesh
+    model: Llama
+    optimizer: torch.optim.Optimizer
+    shape: BatchShape
+    group: dist.ProcessGroup
+
+
+def build_sharded(arguments: Sequence[str]) -> Sharded:
+    """The run that config overrides describe, on the ranks of the group that is up."""
+    config = parse_config(arguments)
+    plan = plan_run(config, dist.get_world_size())
+    mesh = build_mesh(plan.mesh, "cpu")
+    model = build_model(config, plan, mesh, CPU)
+    optimizer = build_optimizer(model, config.optim, config.run.seed)
+    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
+    return Sharded(config, plan, mesh, model, optimizer, shape, data_parallel_group(mesh))
+
+
+@contextmanager
+def sharded_alone(arguments: Sequence[str]) -> Iterator[Sharded]:
+    """The same in this process, in a group of its own that is gone afterwards."""
+    start_process(parse_config(arguments).run, Place(0, 1, 0, 1, False), CPU)
+    try:
+        yield build_sharded(arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def random_batches(run: Sharded) -> list[Batch]:
+    """The micro batches of one step: tokens of any kind, the same on the ranks of one tp group."""
+    generator = torch.Generator().manual_seed(run.shape.data_rank)
+    size = (run.shape.micro_batch_size, run.config.train.seq_len + 1)
+    rows = [torch.randint(run.config.model.vocab_size, size, generator=generator) for _ in range(run.shape.accumulation)]
+    return [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in rows]
