@@ -32,6 +32,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
+def pytest_configure(config: Any) -> None:
+    config.option.loadscopereorder = False  # of pytest-xdist: what takes longest, to compile and to train, comes first
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     terminalreporter.write_line(f"slow cases were sampled with MESHWRIGHT_TESTS_SEED={seed} (all: takes every one)")

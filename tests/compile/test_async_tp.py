@@ -58,9 +58,7 @@ def check_run(result: Any, folder: Path, plainly: dict[int, Any], said: str) -> 
 
 
 def run_async(data: list[str], folder: Path, *arguments: str) -> Any:
-    """In a cache of its own: every test sees inductor's pass at work."""
-    return run(2, *TINY, *data, *ASYNC, *arguments, f"--run.dir={folder}", f"--parallel.compile.cache_dir={folder / 'graphs'}",
-               module="tests.compile.async_tp_worker", timeout_s=300, TORCHINDUCTOR_COMPILE_THREADS="1")  # fmt: skip
+    return run(2, *TINY, *data, *ASYNC, *arguments, f"--run.dir={folder}", module="tests.compile.async_tp_worker", timeout_s=300)
 
 
 def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, plainly, tmp_path) -> None:

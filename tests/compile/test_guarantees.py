@@ -1,6 +1,7 @@
 """What compiling promises: one graph per kind of block whatever the depth, no break, and recompiles that are seen."""
 
 import copy
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,15 +120,17 @@ def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
 
 
 def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
-    told = []
+    """In the folder that all tests share, which has what each compiler is asked about the machine first: no other run has a model
+    of this width, whose graphs are looked for."""
+    told, graphs = [], os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for start in ("cold", "warm"):
-        result = run(1, *TINY, *data, "--train.steps=1", f"--run.dir={tmp_path / start}",
-                     f"--parallel.compile.cache_dir={tmp_path / 'graphs'}", timeout_s=300,
+        result = run(1, *TINY, "--model.dim=48", *data, "--train.steps=1", f"--run.dir={tmp_path / start}",
+                     f"--parallel.compile.cache_dir={graphs}", timeout_s=300,
                      TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "not-here"))  # fmt: skip
         assert result.returncode == 0, result.stderr
         told += re.findall(r"compile cache (\S+): (\d+) graphs found there, (\d+) compiled anew", " ".join(result.stdout.split()))
     (cold_folder, *cold), (warm_folder, *warm) = told
-    assert cold_folder == warm_folder == str(tmp_path / "graphs")
+    assert cold_folder == warm_folder == graphs
     assert int(cold[1]) > 0
     assert cold[0] == warm[1] == "0"
     assert int(warm[0]) >= int(cold[1])

@@ -30,7 +30,7 @@ from tests.support.worlds import RanksError, run_ranks
 VERSION = ".".join(torch.__version__.split(".")[:2])
 only_2_13 = pytest.mark.skipif(VERSION != "2.13", reason=f"a fault of torch 2.13 (2.11 does not have it), this is {VERSION}")
 VOCAB, DIM, HEAD_DIM, TOKENS = 16, 8, 4, 8
-HANG_S = 30  # eight groups take a second
+HANG_S = 10  # eight groups take a second
 
 
 class Attention(nn.Module):
@@ -148,5 +148,5 @@ def test_resharding_to_smaller_groups_beside_tp_hangs():
     if VERSION not in ("2.11", "2.12", "2.13"):
         pytest.skip(f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/rules.py need refuse it still")
     run_ranks(8, shard_in_groups, True)
-    with pytest.raises(RanksError, match="no rank failed, but after"):
+    with pytest.raises(RanksError, match=r"(?s)no rank failed, but after.*in _new_process_group_helper"):
         run_ranks(8, shard_in_groups, 2, limit_s=HANG_S)

@@ -30,6 +30,7 @@ ELSEWHERE = {
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
 }
 SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])
+BLOCKS_OF_8B = "--model.n_layers=4 --model.dim=4096 --model.n_heads=32 --model.ffn_dim=14336"  # they are traced once
 QUICK = "--parallel.compile.enabled=false --train.steps=2 --train.eval_every=0"
 OVERRIDES = " ".join(f"--override {key[2:]}" for key in f"{SMALL} {QUICK}".split())
 SMALLER = [  # pattern, what it becomes; all that match, in this order
@@ -42,7 +43,7 @@ SMALLER = [  # pattern, what it becomes; all that match, in this order
     (r"/data/web", "web"),
     (r"--workers 16", "--workers 2"),
     (r"gpus=8\.\.4096", "gpus=8..16"),
-    (r"(tools\.plan .*llama_(?:70b|405b)\.yaml.*)", r"\1 --model.n_layers=4"),
+    (r"(tools\.plan .*llama_(?:70b|405b)\.yaml.*)", rf"\1 {BLOCKS_OF_8B}"),
     (r"(tools\.sweep prefetch)", rf"\1 --processes 1 {OVERRIDES}"),
     (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
     (r"--run_dir=/shared/runs", "--run_dir=runs"),

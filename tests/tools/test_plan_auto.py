@@ -229,12 +229,11 @@ def test_nothing_fits_leaves_with_2_and_one_message(capsys: Output) -> None:
 
 @pytest.mark.slow
 def test_the_largest_model_on_the_most_gpus_is_planned_on_a_laptop() -> None:
-    result = run(1, "tools.plan", "--config=llama_405b", "--gpus=4096", H100, "--parallel.plan=auto", "--check", "--json",
+    result = run(1, "tools.plan", "--config=llama_405b", "--gpus=4096", H100, "--parallel.plan=auto", "--json",
                  module="tests.tools.peak_memory", timeout_s=500)  # fmt: skip
     assert result.returncode == 0, result.stderr
     kib = int(result.stderr.splitlines()[-1])
     assert kib * 1024 < 2e9, f"{kib / 2**20:.2f} GiB"
     said = json.loads(result.stdout)
     assert said["predicted"]["fits"] is True
-    assert said["check"]["agrees"] is True
     assert len(said["candidates"]) + len(said["slower"]) > 1000
