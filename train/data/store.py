@@ -10,6 +10,7 @@ A folder with a manifest is complete: whoever writes one gives it its name by on
 """
 
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
@@ -154,9 +155,11 @@ def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> Shard:
 
 
 def check_size(path: Path, size_bytes: int) -> None:
-    """DataError unless there is such a file of this size, and in this folder: no link that leads elsewhere."""
-    if path.resolve().parent != path.parent.resolve():
-        raise DataError(f"{path} leads out of its folder, to {path.resolve()}: put the file itself there")
+    """DataError unless there is such a file of this size, and in this folder: no link that leads elsewhere, or nowhere."""
+    real = os.path.realpath(path)  # Path.resolve raises RuntimeError where links lead in a circle
+    if os.path.dirname(real) != os.path.realpath(path.parent):
+        raise DataError(f"{path} leads out of its folder, to {real}: put the file itself there")
     if not path.is_file() or path.stat().st_size != size_bytes:
-        here = f"{path.stat().st_size:,} bytes" if path.is_file() else "no such file"
+        missing = "a link to no file" if path.is_symlink() else "no such file"
+        here = f"{path.stat().st_size:,} bytes" if path.is_file() else missing
         raise DataError(f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again")
