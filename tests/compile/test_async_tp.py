@@ -13,6 +13,7 @@ from torch._inductor.codecache import PyCodeCache
 
 from parallel.async_tp import check_async_tp, describe_async_tp, not_shared, use_async_tp, verdict
 from parallel.plan import Plan, PlanError
+from tests.distributed import matrix
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from train.config import parse_config
 from train.planning import plan_run
@@ -61,17 +62,15 @@ def run_async(data: list[str], folder: Path, *arguments: str) -> Any:
     return run(2, *TINY, *data, *ASYNC, *arguments, f"--run.dir={folder}", module="tests.compile.async_tp_worker", timeout_s=300)
 
 
-def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, plainly, tmp_path) -> None:
-    """A block's forward has two gathers and two scatters, its backward as many, and the head one of each. The backward's
-    scatters come after sums, and the head's two stay apart."""
-    check_run(run_async(data, tmp_path), tmp_path, plainly,
-              "async tp: fused 6 of 10 gathers and scatters; the others (gathers: 1, scatters: 3)")  # fmt: skip
-
-
 @pytest.mark.slow
-def test_joined_projections_leave_no_collective_of_a_block_alone(data, plainly, tmp_path) -> None:
-    check_run(run_async(data, tmp_path, JOINED), tmp_path, plainly,
-              "async tp: fused 8 of 10 gathers and scatters; the others (gathers: 1, scatters: 1)")  # fmt: skip
+@pytest.mark.parametrize(("keys", "fused"), matrix.sample({
+    "apart": ([], "6 of 10 gathers and scatters; the others (gathers: 1, scatters: 3)"),
+    "joined": ([JOINED], "8 of 10 gathers and scatters; the others (gathers: 1, scatters: 1)"),
+}, parts=2).values())  # fmt: skip
+def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, plainly, keys, fused, tmp_path) -> None:
+    """A block's forward has two gathers and two scatters, its backward as many, and the head one of each. The backward's
+    scatters come after sums, unless projections are joined, and the head's two stay apart."""
+    check_run(run_async(data, tmp_path, *keys), tmp_path, plainly, f"async tp: fused {fused}")
 
 
 def test_a_run_on_a_cpu_is_refused_before_anything_is_made(data, tmp_path) -> None:

@@ -119,6 +119,7 @@ def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
     return kept, [*graphs, count_compiled_graphs()]
 
 
+@pytest.mark.slow
 def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
     """In the folder that all tests share, which has what each compiler is asked about the machine first: no other run has a model
     of this width, whose graphs are looked for."""

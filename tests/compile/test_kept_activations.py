@@ -70,7 +70,7 @@ def kept_bytes(build: Callable[[int], Subject]) -> int:
 @pytest.mark.parametrize(
     "build",
     [
-        pytest.param(block("none"), id="none"),
+        pytest.param(block("none"), id="none", marks=pytest.mark.slow),
         pytest.param(block("full"), id="full", marks=pytest.mark.slow),
         pytest.param(block("selective"), id="selective", marks=pytest.mark.slow),
         pytest.param(head, id="head"),

@@ -79,7 +79,7 @@ FAST = [
     case(8, (2, 2, 2), "eager", "none", loss_chunk=64),
 ]  # fmt: skip
 SLOW = cover_pairs(FACTORS, RULES, FAST)
-PARITY_PARTS = 8
+PARITY_PARTS = 16
 
 
 def sample(cases: Mapping[str, T], parts: int, seed: str = os.environ["MESHWRIGHT_TESTS_SEED"]) -> dict[str, T]:

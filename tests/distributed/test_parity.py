@@ -58,7 +58,8 @@ COMPILED = {
 # Compared in another way.
 BFLOAT16 = Job(4, [EAGER, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 0)
 ASYNC = Job(2, [AOT, TP], 2, "async")
-FAST, SLOW = jobs_of(matrix.FAST) | OTHERS, matrix.sample(jobs_of(matrix.SLOW) | COMPILED, matrix.PARITY_PARTS)
+FAST = jobs_of(matrix.FAST) | OTHERS
+SLOW = matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=5)
 EVERYDAY = FAST | {"bfloat16": BFLOAT16}
 
 
