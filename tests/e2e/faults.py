@@ -1,24 +1,20 @@
 """What the tests of faults have in common: launches of a tiny run, moments to wait for, and what must be left behind."""
 
 import json
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.support import launch
-from tests.support.launch import EAGER, TINY, Launch, read_metrics, read_status
+from tests.support.launch import EAGER, TINY, Launch, kill, read_metrics, read_status
 from tests.support.nested import NESTED
 from tools.bench.processes import any_lives, children
-from train.checkpoint.folder import list_checkpoints
+from train.checkpoint.folder import list_checkpoints, step_of
 from train.checkpoint.verify import verify_alone
 
-LIMIT_S = 240.0  # for anything that is waited for: the machine may be busy
+LIMIT_S = launch.LIMIT_S
 FOR_EVER = 100_000  # steps
-POLL_S = 0.005
 
 
 def tiny(data: Sequence[str], *more: str, steps: int = FOR_EVER) -> list[str]:
@@ -53,13 +49,6 @@ def workers(running: Launch) -> list[int]:
     return sorted(pid for pid in children(running.ranks[0].pid) if any_lives([pid]))
 
 
-def kill(pids: Sequence[int]) -> None:
-    """Kill those that still live."""
-    for pid in pids:
-        if any_lives([pid]):
-            os.kill(pid, signal.SIGKILL)
-
-
 def steps_of(folder: Path) -> set[int]:
     """The steps in metrics.jsonl so far."""
     return set(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else set()
@@ -67,13 +56,7 @@ def steps_of(folder: Path) -> set[int]:
 
 def wait(running: Launch, happened: Callable[[], object]) -> None:
     """Until it has happened; an AssertionError if the run ends before."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not happened():
-        if not running.running():
-            assert happened(), f"the run has ended, and printed:\n{running.output()[-3000:]}"
-            return
-        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s:\n{running.output()[-3000:]}"
-        time.sleep(POLL_S)
+    assert running.wait_until(happened), f"the run has ended, and printed:\n{running.output()[-3000:]}"
 
 
 def wait_for_step(running: Launch, folder: Path, step: int) -> None:
@@ -82,8 +65,8 @@ def wait_for_step(running: Launch, folder: Path, step: int) -> None:
 
 
 def wait_for_commit(running: Launch, folder: Path, step: int) -> None:
-    """Until the checkpoint of a step is committed, which may be some steps later."""
-    wait(running, lambda: (folder / "checkpoints" / f"step-{step:08d}").is_dir())
+    """Until the checkpoint of this step or of a later one is committed: retention (checkpoint.keep) deletes the older ones."""
+    wait(running, lambda: any(step_of(path) >= step for path in list_checkpoints(folder / "checkpoints")))
 
 
 def partials(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.faults import started, wait
+from tests.e2e.faults import started, wait_for_commit
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run
 from tests.train.texts import train_bpe
 from train.board_tags import tag_of
@@ -100,7 +100,7 @@ def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninte
     folder, longer = tmp_path / "run", tmp_path / "longer"
     more = [*mixture(stores), "--checkpoint.every=1", QUIET]
     with started(1, folder, arguments(folder, *more, "--train.steps=1000")) as launch:
-        wait(launch, lambda: (folder / "checkpoints" / "step-00000003").exists())
+        wait_for_commit(launch, folder, 3)
         launch.ranks[0].kill()
         launch.ranks[0].wait()
     done = max(step_of(path) for path in list_checkpoints(folder / "checkpoints"))

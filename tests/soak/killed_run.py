@@ -6,7 +6,7 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,18 +116,6 @@ def launched(mesh: Mesh, arguments: Sequence[str], folder: Path) -> Iterator[Lau
         yield launch
 
 
-def wait_for(launch: Launch, happened: Callable[[], bool]) -> bool:
-    """Look until something has happened: True; or the command has ended: False. Raises BenchError after LIMIT_S."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline_s:
-        if happened():
-            return True
-        if not launch.running():
-            return happened()
-        time.sleep(POLL_S)
-    raise BenchError(f"this run did not do within {LIMIT_S:g} s what was waited for, and printed:\n{launch.output()[-2000:]}")
-
-
 def launch_arguments(mesh: Mesh, keys: Sequence[str], asynchronous: bool, folder: Path) -> list[str]:
     """The command's arguments, for a start in `folder`."""
     here = (f"--checkpoint.asynchronous={str(asynchronous).lower()}", "--metrics.every=1", f"--run.dir={folder}")
@@ -165,7 +153,7 @@ class KilledRun:
         rows_before = len(read_rows(self._metrics))
         arguments = launch_arguments(self._mesh, self._keys, wanted.asynchronous, self._folder)
         with launched(self._mesh, arguments, self._folder) as launch:
-            wait_for(launch, lambda: len(read_rows(self._metrics)) > rows_before)
+            launch.wait_until(lambda: len(read_rows(self._metrics)) > rows_before, LIMIT_S, POLL_S)
             self._note_start(rows_before)
             if kill and self._wait_for_moment(launch, wanted.phase) and self._kill(launch, wanted):
                 return True
@@ -195,7 +183,7 @@ class KilledRun:
             seen.update(self._partial())
             return len(seen) >= number
 
-        return wait_for(launch, has_begun) and _stay(launch, delay_s)
+        return launch.wait_until(has_begun, LIMIT_S, POLL_S) and _stay(launch, delay_s)
 
     def _kill(self, launch: Launch, wanted: Wanted) -> bool:
         """Kill a random rank, and look at what is left when all have ended; False if it had ended before."""

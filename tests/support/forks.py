@@ -1,12 +1,18 @@
 """Processes forked from one that has imported torch and this project, and done nothing else.
 
 Starting Python and importing torch, its compiler and our code takes about six seconds of CPU; a fork takes a hundredth of
-that. `fork` runs a function, `fork_module` does what `python -m MODULE` does. The child is a process like any other: it has
-its own environment, folder, output and signals, and is killed and waited for as one. Python's own fork server
-(multiprocessing) is the parent: no operator has run in it, and it has one thread and no process group (tests/support/warm.py).
+that. `fork` runs a function, `fork_module` does what `python -m MODULE` does. The child has its own environment, folder,
+output and signals, is killed and waited for as any other process, and ends with the code of an interpreter. Python's own fork
+server (multiprocessing) is the parent: no operator has run in it, and it has one thread and no process group
+(tests/support/warm.py).
+
+What stays different from a command: torch, numpy and Python itself have started already, so of the variables that they read then
+only OMP_NUM_THREADS and CXX are the child's, the others (PYTHONHASHSEED, TORCH_LOGS, TORCHINDUCTOR_* ...) those of the server,
+which are the tests'; and /proc shows the server's command line.
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -14,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -133,26 +140,76 @@ def _start_server() -> None:
 def _run(function: Callable[..., Any], arguments: Sequence[Any], output: Path, errors: Path, env: Mapping[str, str],
          folder: Path) -> None:  # fmt: skip
     """In the child: make it what a started command would be, run, and end as the interpreter does."""
+    sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    paths = (Path(os.devnull), output, errors)
+    opened = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY) for path in paths]
+    become(env, folder, opened)
+    for number in opened:
+        if number > 2:
+            os.close(number)
+    sys.exit(exit_code(lambda: function(*arguments)))
+
+
+def become(env: Mapping[str, str] | None, folder: Path | None, files: Sequence[int]) -> None:
+    """Be as a process that was just started: no signal is handled, this environment and folder (None: as they are), and these
+    open files as stdin, stdout and stderr."""
     for which in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(which, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ |= env
-    os.chdir(folder)
-    sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    for path, number in ((Path(os.devnull), 0), (output, 1), (errors, 2)):
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
-        os.dup2(opened, number)
-        os.close(opened)
+    if env is not None:
+        os.environ.clear()
+        os.environ |= env
+    if folder is not None:
+        os.chdir(folder)
+    take_files(files)
+    read_environment()
+
+
+def take_files(files: Sequence[int]) -> None:
+    """These open files are stdin, stdout and stderr from now on."""
+    copies = [os.dup(number) for number in files]  # one of them may be another's place
+    for standard, copy in enumerate(copies):
+        os.dup2(copy, standard)
+        os.close(copy)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False, encoding="utf-8", buffering=1)
                                          for n, mode in enumerate("rww"))  # fmt: skip
-    if threads := env.get("OMP_NUM_THREADS"):  # the library has been loaded, and reads it no more
+
+
+def read_environment() -> None:
+    """What torch has read from the environment when it was imported, which was before the fork."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
+    if compiler := os.environ.get("CXX"):
+        from torch._inductor import config  # imported already, in the server
+
+        config.cpp.cxx = (None, compiler)
+
+
+def exit_code(function: Callable[[], object]) -> int:
+    """Run it, and what the interpreter does at its end; what it would end with. Interrupted it ends by SIGINT, as that does."""
+    code: Any = 0
+    interrupted = False
     try:
-        function(*arguments)
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        function()
+    except SystemExit as end:
+        code = end.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        interrupted = True
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if interrupted:
+        with contextlib.suppress(ValueError, OSError):  # closed, or nobody reads it
+            sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return int(code or 0)
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:

@@ -1,23 +1,26 @@
 """Starts train.main, or another module, as a user would: alone, or on as many ranks as torchrun would start."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tests.support.forks import ROOT, Fork, environment, fork_module
 from tests.support.worlds import launcher_store
+from tools.bench.processes import children
 
 TINY = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
         "--train.seq_len=32", "--train.micro_batch_size=2", "--train.global_batch_size=8", "--optim.warmup_steps=2",
         "--optim.lr=3e-3", "--metrics.every=1", "--run.threads=1"]  # fmt: skip
 EAGER = ["--parallel.compile.enabled=false"]
+LIMIT_S = 240.0  # for anything that is waited for: the machine may be busy
 TORCHRUN_GRACE_S = 30.0  # as torchrun: then it kills those that have not ended on SIGTERM
 POLL_S = 0.005
 
@@ -25,8 +28,9 @@ POLL_S = 0.005
 class Launch:
     """Ranks of one command, forked (tests/support/forks.py), that behave to each other as torchrun's workers do."""
 
-    def __init__(self, ranks: list[Fork], output: Path, errors: Path) -> None:
-        self.ranks, self._output, self._errors = ranks, output, errors
+    def __init__(self, ranks: list[Fork], output: Path) -> None:
+        self.ranks, self._output = ranks, output
+        self._kill_s: float | None = None  # when those are killed that have been asked to end
 
     @property
     def returncode(self) -> int:
@@ -35,28 +39,36 @@ class Launch:
         return codes[0] if len(codes) == 1 else int(any(codes))  # type: ignore[return-value]
 
     def running(self) -> bool:
-        """Whether a rank has not ended yet. The others are asked to end as soon as one has failed."""
-        living = [rank for rank in self.ranks if rank.poll() is None]
-        return bool(living)
+        """Whether a rank has not ended yet. Once one has failed the others are asked to end, and killed later, as by torchrun."""
+        codes = [rank.poll() for rank in self.ranks]
+        if None not in codes:
+            return False
+        if self._kill_s is None and any(codes):
+            self._kill_s = time.monotonic() + TORCHRUN_GRACE_S
+            self.send_signal(signal.SIGTERM)
+        elif self._kill_s is not None and time.monotonic() > self._kill_s:
+            self.send_signal(signal.SIGKILL)
+        return True
 
     def output(self) -> str:
         """All that was printed so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float) -> int:
-        """Until all ranks have ended; when one has failed the others are asked to end, and killed later, as torchrun does."""
-        deadline_s, kill_s = time.monotonic() + timeout_s, float("inf")
-        while self.running():
-            now_s = time.monotonic()
-            if kill_s == float("inf") and any(rank.poll() for rank in self.ranks):
-                kill_s = now_s + TORCHRUN_GRACE_S
-                self.send_signal(signal.SIGTERM)
-            if now_s > deadline_s:
-                raise subprocess.TimeoutExpired(f"{len(self.ranks)} ranks, which printed:\n{self.output()}", timeout_s)
-            if now_s > kill_s:
-                self.send_signal(signal.SIGKILL)
-            time.sleep(POLL_S)
+        """Until all ranks have ended; the exit code."""
+        self.wait_until(lambda: False, timeout_s)
         return self.returncode
+
+    def wait_until(self, happened: Callable[[], object], limit_s: float = LIMIT_S, poll_s: float = POLL_S) -> bool:
+        """Look until something has happened: True; or all ranks have ended without it: False. An error after `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
+        while not happened():
+            if not self.running():
+                return bool(happened())
+            if time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(f"{len(self.ranks)} ranks, which printed:\n{self.output()[-3000:]}", limit_s)
+            time.sleep(poll_s)
+        return True
 
     def send_signal(self, which: int) -> None:
         """To all ranks that there still are."""
@@ -74,17 +86,29 @@ def started(processes: int, *arguments: str, output: Path, errors: Path | None =
                              env=environment(**shared, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}), **env))
                  for rank in range(processes)]  # fmt: skip
         try:
-            yield Launch(ranks, output, errors or output)
+            yield Launch(ranks, output)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
 
 
+def kill(pids: Iterable[int]) -> None:
+    """Kill those that still live."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    return [pid, *(below for child in children(pid) for below in family(child))]
+
+
 def run(processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str) -> Any:
     """Run to the end, in forked processes; the result has returncode, stdout and stderr.
 
-    What `command` starts, without its start: for every test that does not ask what torchrun or the interpreter do.
+    What `run_command` starts, without its start: for every test that does not ask what torchrun or the interpreter do.
     """
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
@@ -93,18 +117,11 @@ def run(processes: int, *arguments: str, module: str = "train.main", timeout_s: 
         return subprocess.CompletedProcess(arguments, code, *(path.read_text(encoding="utf-8") for path in (out, err)))
 
 
-def command(processes: int, *arguments: str, module: str = "train.main") -> list[str]:
-    """The real command line for a number of processes; one runs without torchrun."""
-    if processes == 1:
-        return [sys.executable, "-m", module, *arguments]
+def run_command(processes: int, *arguments: str) -> Any:
+    """The real command, torchrun and interpreters, to the end; the result has returncode, stdout and stderr."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*torchrun, "-m", module, *arguments]
-
-
-def run_command(processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str) -> Any:
-    """Run the real command to the end; the result has returncode, stdout and stderr."""
-    return subprocess.run(command(processes, *arguments, module=module), cwd=ROOT, env=environment(**env),
-                          capture_output=True, text=True, timeout=timeout_s, check=False)  # fmt: skip
+    return subprocess.run([*torchrun, "-m", "train.main", *arguments], cwd=ROOT, env=environment(),
+                          capture_output=True, text=True, timeout=LIMIT_S, check=False)  # fmt: skip
 
 
 def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:

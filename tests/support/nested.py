@@ -3,6 +3,8 @@
 Such a process has its own pid, session, environment, folder and files, as any other; only that Python is started and torch
 imported anew (seconds of CPU) is left out. `run_nested("tools.sweep", ...)` runs a whole program so, whose children are forks of
 it; `ForkingPopen` in place of subprocess.Popen does it for a function that a test calls: then the fork server has the children.
+What stays different from a command is told in tests/support/forks.py. Of Popen's options files, env, cwd, session and process
+group are heeded; with `preexec_fn`, or `pass_fds` where the child would be the server's, a command is started as it is.
 """
 
 import atexit
@@ -10,22 +12,18 @@ import contextlib
 import inspect
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch._inductor import config as inductor
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from tests.support.forks import Fork, fork, run_module
-from tests.support.launch import run
+from tests.support.forks import Fork, become, exit_code, fork, run_module, take_files
+from tests.support.launch import LIMIT_S, run
 
 NESTED = "tests.support.nested"  # as the module of `run` and `started`; then the command's own module is the first argument
 STANDARD = (0, 1, 2)
@@ -33,9 +31,9 @@ GIVEN = ("p2cread", "c2pwrite", "errwrite")  # what a child has as these, in Pop
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
-def run_nested(module: str, *arguments: str, timeout_s: float = 240, **env: str) -> Any:
+def run_nested(module: str, *arguments: str, **env: str) -> Any:
     """`run` on one rank, of a module that starts Python itself."""
-    return run(1, module, *arguments, module=NESTED, timeout_s=timeout_s, **env)
+    return run(1, module, *arguments, module=NESTED, timeout_s=LIMIT_S, **env)
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
@@ -46,12 +44,13 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *arguments: Any) -> None:
         begin: Callable[..., None] = super()._execute_child  # type: ignore[misc]
         asked = inspect.signature(begin).bind(*arguments).arguments
-        command = asked["args"]
-        if isinstance(command, str) or list(command[:1]) != [sys.executable] or "-m" not in command[1:3]:
+        command, of_the_server = asked["args"], multiprocessing.parent_process() is None
+        known = not isinstance(command, str) and list(command[:1]) == [sys.executable] and "-m" in command[1:3]
+        if not known or asked["preexec_fn"] or (of_the_server and asked["pass_fds"]):
             begin(*arguments)
             return
         module, *words = [str(word) for word in command[command.index("-m") + 1 :]]
-        if multiprocessing.parent_process() is None:
+        if of_the_server:
             self._fork = _fork_of_the_server(module, words, asked)
             self.pid = self._fork.pid
         else:
@@ -92,17 +91,23 @@ def _taken(handed: Any) -> int:
 
 
 def _fork_of_the_server(module: str, arguments: Sequence[str], asked: Mapping[str, Any]) -> Fork:
-    files = [_Handed(standard if asked[name] == -1 else asked[name]) for standard, name in zip(STANDARD, GIVEN, strict=True)]
+    files = [_Handed(number) for number in _files(asked)]
     env = os.environ if asked["env"] is None else asked["env"]
     return fork(_begin, module, list(arguments), files, asked["start_new_session"], asked["process_group"],
                 output=Path(os.devnull), env={os.fsdecode(k): os.fsdecode(v) for k, v in env.items()},
                 folder=Path(asked["cwd"] or os.getcwd()))  # fmt: skip
 
 
+def _files(asked: Mapping[str, Any]) -> list[int]:
+    """What the child has as stdin, stdout and stderr."""
+    return [standard if asked[name] == -1 else asked[name] for standard, name in zip(STANDARD, GIVEN, strict=True)]
+
+
 def _begin(module: str, arguments: Sequence[str], files: Sequence[int], new_session: bool, group: int) -> None:
     """In the server's fork, which has its environment and folder already. What it starts in turn, as torchrun does, are forks."""
     fork_what_it_starts()
-    _take(files, new_session, group)
+    _join(new_session, group)
+    take_files(files)
     run_module(module, arguments)
 
 
@@ -116,20 +121,12 @@ def _be_the_child(module: str, arguments: Sequence[str], asked: Mapping[str, Any
     """In a fork of this very process: what the interpreter would do with a command; then end."""
     code = 1
     try:
-        for which in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(which, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit._clear()
-        if asked["env"] is not None:
-            environ = {os.fsdecode(name): os.fsdecode(value) for name, value in asked["env"].items()}
-            os.environ.clear()
-            os.environ |= environ
-        if asked["cwd"] is not None:
-            os.chdir(asked["cwd"])
-        files = [standard if asked[name] == -1 else asked[name] for standard, name in zip(STANDARD, GIVEN, strict=True)]
-        _take(files, asked["start_new_session"], asked["process_group"])
+        _join(asked["start_new_session"], asked["process_group"])
+        env = {os.fsdecode(name): os.fsdecode(value) for name, value in (asked["env"] or {}).items()}
+        become(None if asked["env"] is None else env, asked["cwd"], _files(asked))
         _close_others(asked["pass_fds"])
-        code = _exit_code(lambda: run_module(module, arguments))
+        code = exit_code(lambda: run_module(module, arguments))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -139,27 +136,12 @@ def _be_the_child(module: str, arguments: Sequence[str], asked: Mapping[str, Any
         os._exit(code)
 
 
-def _take(files: Sequence[int], new_session: bool, group: int) -> None:
-    """Session and standard files, as asked for."""
+def _join(new_session: bool, group: int) -> None:
+    """Session and process group, as asked for."""
     if new_session:
         os.setsid()
     elif group >= 0:
         os.setpgid(0, group)
-    copies = [os.dup(number) for number in files]  # one of them may be another's place
-    for standard, copy in zip(STANDARD, copies, strict=True):
-        os.dup2(copy, standard)
-        os.close(copy)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False, encoding="utf-8", buffering=1)
-                                         for n, mode in zip(STANDARD, "rww", strict=True))  # fmt: skip
-    read_environment()
-
-
-def read_environment() -> None:
-    """What torch has read from the environment when it was imported, which was before the fork."""
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))
-    if compiler := os.environ.get("CXX"):
-        inductor.cpp.cxx = (None, compiler)
 
 
 def _close_others(kept: Sequence[int]) -> None:
@@ -169,30 +151,7 @@ def _close_others(kept: Sequence[int]) -> None:
         os.closerange(low + 1, high)
 
 
-def _exit_code(function: Callable[[], None]) -> int:
-    """What the interpreter would end with."""
-    code: Any = 0
-    try:
-        function()
-    except SystemExit as end:
-        code = end.code
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    return int(code or 0)
-
-
 if __name__ == "__main__":
     os.setpgid(0, 0)  # as a shell does with a command
-    read_environment()
     fork_what_it_starts()
     run_module(sys.argv[1], sys.argv[2:])

@@ -4,8 +4,7 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.launch import EAGER, TINY, Launch, read_metrics, read_status, started, write_text
+from tests.support.launch import EAGER, LIMIT_S, TINY, Launch, family, kill, read_metrics, read_status, started, write_text
 from tests.support.nested import NESTED, run_nested
 from tests.tools.sweeps import Page
-from tools.bench.processes import any_lives, children
+from tools.bench.processes import children
 from tools.sweep.__main__ import main
 from train.checkpoint.folder import list_checkpoints, step_of
 from train.config import ConfigError
 
-LIMIT_S = 240.0
 STEPS = 200
 SPEC = {"config": "llama_debug.yaml", "processes": 1}
 
@@ -122,26 +120,7 @@ def sweeping(path: Path, output: Path) -> Iterator[Launch]:
         try:
             yield sweep
         finally:
-            kill_all(family(sweep.ranks[0].pid))
-
-
-def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    return [pid, *(below for child in children(pid) for below in family(child))]
-
-
-def kill_all(pids: Iterable[int]) -> None:
-    for pid in pids:
-        if any_lives([pid]):
-            os.kill(pid, signal.SIGKILL)
-
-
-def wait(sweep: Launch, happened: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not happened():
-        assert sweep.running(), sweep.output()
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+            kill(family(sweep.ranks[0].pid))
 
 
 def was_asked_to_end(pid: int) -> bool:
@@ -155,11 +134,11 @@ def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(key
     overrides = {**keys, "train.steps": STEPS, "train.global_batch_size": 2, "checkpoint.every": 20, "checkpoint.keep": 2}
     path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
     with sweeping(path, tmp_path / "first") as sweep:
-        wait(sweep, lambda: list_checkpoints(folder / "checkpoints"))
+        assert sweep.wait_until(lambda: list_checkpoints(folder / "checkpoints")), sweep.output()
         (trainer,) = children(sweep.ranks[0].pid)
         os.kill(trainer, signal.SIGSTOP)  # or it might be through before the signal reaches it
         sweep.send_signal(signal.SIGINT)
-        wait(sweep, lambda: was_asked_to_end(trainer))
+        assert sweep.wait_until(lambda: was_asked_to_end(trainer)), sweep.output()
         os.kill(trainer, signal.SIGCONT)
         assert sweep.wait(LIMIT_S) == 130, sweep.output()
     assert "interrupted: the same command goes on" in sweep.output()
@@ -167,8 +146,8 @@ def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(key
     assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
     assert max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
     with sweeping(path, tmp_path / "second") as sweep:
-        wait(sweep, lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"])
-        kill_all(family(sweep.ranks[0].pid))
+        assert sweep.wait_until(lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"]), sweep.output()
+        kill(family(sweep.ranks[0].pid))
     assert read_status(folder)["state"] == "running", "nobody was left to write another word"
     done = run_nested("tools.sweep", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
