@@ -21,7 +21,8 @@ from tests.e2e.faults import (
     wait_for_step,
     workers,
 )
-from tests.support.launch import read_metrics, read_status
+from tests.support.launch import Launch, read_metrics, read_status, run
+from train.checkpoint.folder import list_checkpoints
 
 LARGER = ["--model.dim=256", "--model.n_layers=4", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1024"]
 TERM = "signal SIGTERM"
@@ -75,15 +76,19 @@ def test_alone_the_exit_code_of_a_stop_in_an_evaluation_is_75(data, tmp_path):
 
 def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, tmp_path):
     folder = tmp_path / "run"
-    long_steps = ["--train.global_batch_size=400", "--checkpoint.every=1", "--checkpoint.asynchronous=false"]
-    with started(1, folder, tiny(data, *long_steps)) as launch:
-        wait(launch, lambda: check_commits(folder) == 1)
+    assert run(1, *tiny(data, "--checkpoint.every=1", steps=1), f"--run.dir={folder}").returncode == 0
+    assert check_commits(folder) == 1
+    minutes = "--train.global_batch_size=20000"  # that a step lasts for
+    with started(1, folder, tiny(data, "--checkpoint.every=1", minutes)) as launch:
+        wait(launch, lambda: read_status(folder)["resumed_from"] == 1)
+        used_s = cpu_s(launch.ranks[0].pid)
+        wait(launch, lambda: cpu_s(launch.ranks[0].pid) > used_s + 0.5)  # what is left to do before the step takes far less
         deadline_s = time.monotonic() + LIMIT_S
         while launch.running() and time.monotonic() < deadline_s:
             launch.send_signal(signal.SIGTERM)  # within half a second it is the same request, delivered twice
             time.sleep(0.05)
         assert launch.wait(LIMIT_S) == 128 + signal.SIGTERM, launch.output()
-    assert check_commits(folder) == 1, "a step takes seconds, and it was not waited for"
+    assert check_commits(folder) == 1, "the step was not waited for"
     assert steps_of(folder) <= {1}
     status = read_status(folder)
     assert (status["state"], status["reason"]) == ("stopped", f"{TERM}, then {TERM}: ended at once, without saving")
@@ -108,14 +113,29 @@ def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous
     folder = tmp_path / "run"
     saving = [*LARGER, "--checkpoint.every=2", f"--checkpoint.asynchronous={asynchronous}", "--checkpoint.keep=0"]
     with started(2, folder, tiny(data, *saving)) as launch:
-        wait(launch, lambda: partials(folder))
+        half = hold_in_a_save(launch, folder)
         launch.send_signal(signal.SIGTERM)
-        half = partials(folder)
+        launch.send_signal(signal.SIGCONT)
         launch.wait(LIMIT_S)
-    assert half, "the signal came during the save"
-    assert check_stopped(folder, TERM) > 2
-    committed = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert committed[0] == "step-00000002", "the save that was under way"
+    committed = [path.name for path in list_checkpoints(folder / "checkpoints")]
+    assert half in committed, "the save that was under way"
+    assert half < committed[-1] == f"step-{check_stopped(folder, TERM):08d}"
+
+
+def hold_in_a_save(launch: Launch, folder: Path) -> str:
+    """Stop all ranks while a checkpoint is being written; the name that it will have."""
+    while True:
+        wait(launch, lambda: partials(folder))
+        launch.send_signal(signal.SIGSTOP)
+        wait(launch, lambda: all(is_held(rank.pid) for rank in launch.ranks))
+        if half := partials(folder):
+            return half[0].name.removeprefix(".").removesuffix(".partial")
+        launch.send_signal(signal.SIGCONT)
+
+
+def is_held(pid: int) -> bool:
+    """Whether all threads of a process are stopped (proc(5), field 3 of stat)."""
+    return all(path.read_text().rpartition(")")[2].split()[0] == "T" for path in Path(f"/proc/{pid}/task").glob("*/stat"))
 
 
 @pytest.mark.slow

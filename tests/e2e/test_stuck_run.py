@@ -87,9 +87,10 @@ def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(da
     folder, arguments = tmp_path / "run", tiny(data, "--checkpoint.every=3", steps=6)
     load_corpus(parse_config(arguments).data)  # the tokens are a larger file
     with torchrun(folder, ["--standalone", "--nproc-per-node=1", "--max-restarts=3"], arguments) as launch:
-        # No larger file, of torchrun, of what it starts, or of what it has started already; a checkpoint has twice as much.
-        for pid in (launch.ranks[0].pid, *children(launch.ranks[0].pid)):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
+        # No larger file (a checkpoint is): first of torchrun, which hands it on to what it starts, then of what it had started.
+        for of_whom in (lambda pid: [pid], children):
+            for pid in of_whom(launch.ranks[0].pid):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
         assert launch.wait(LIMIT_S) == 1
     output = launch.output()
     assert "CrashLoopError: 3 starts in a row went no further than step 3 (from the beginning). The last: SaveError: " in output

@@ -1,7 +1,6 @@
 """The loss from hidden states, chunk by chunk, against float64; and the kernels in Triton's interpreter."""
 
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -81,8 +80,8 @@ def run_triton_kernels() -> list[tuple[Tensor, Tensor]]:
 def test_triton_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read as triton is imported: in a new interpreter
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        results = pool.submit(run_triton_kernels).result()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # which ends its process, also one that hangs
+        results = pool.apply_async(run_triton_kernels).get(timeout=240)
     for case, (rows, gradient) in zip(ROW_CASES, results, strict=True):
         check_rows(case, rows, gradient)
 

@@ -126,8 +126,8 @@ def test_compile_splits_a_start(started: str, tmp_path: Path, capsys: Output, re
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_descendant_is_found_by_its_words_with_its_age() -> None:
-    parent = subprocess.Popen(["sh", "-c", "sleep 60.25; true"])
     began_s = time.monotonic()
+    parent = subprocess.Popen(["sh", "-c", "sleep 60.25; true"])
     try:
         while (age_s := descendant_age_s(b"60.25", b"true")) is None or age_s < 0.2:  # the shell's own words have both
             assert time.monotonic() - began_s < 60

@@ -6,20 +6,23 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.launch import Launch, started
-from tests.support.nested import NESTED, run_nested
+from tests.support.forks import fork, run_module
+from tests.support.launch import LIMIT_S, Launch, kill, started
+from tests.support.nested import NESTED, fork_what_it_starts, run_nested
 from tests.train.texts import files_of, odd_texts, texts_of, train_bpe, write_jsonl
 from tools.bench.processes import any_lives, children
 from tools.command import run_tool
 from tools.prepare_data import PlainLines, main, make_figures, to_line
 from train.data.config import DataError
+from train.data.preparing import pool
 from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.store import read_manifest
 
@@ -101,36 +104,46 @@ def test_the_folder_one_stands_in_is_no_new_name(source: Path, tmp_path: Path, m
 def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", odd_texts(12_000, seed=12, mean_bits=60))
     tokenizer, out = train_bpe(tmp_path / "bpe"), tmp_path / "out"
-    call = ["tools.prepare_data", str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
+    call = [str(source), str(out), f"--tokenizer={tokenizer}", "--workers=2", "--shard_mb=1"]
     results = tmp_path / ".out.partial" / "results"
-    with started(1, *call, output=tmp_path / "said", module=NESTED) as preparing:
-        pid = preparing.ranks[0].pid
-        until(lambda: len(children(pid)) == 2, preparing)
-        until(lambda: list(results.glob("*.json")), preparing)
-        for worker in children(pid):
-            os.kill(worker, signal.SIGSTOP)  # the signal must not come when all is done
-        kept = {path.name for path in results.iterdir()}
-        workers = children(pid)
-        assert all(os.getpgid(worker) != pid for worker in workers), "Ctrl-C reaches the one only that then ends them"
-        os.killpg(pid, signal.SIGINT)  # as a terminal does: to all of its group
-        assert preparing.wait(60) == 130
-    assert (tmp_path / "said").read_text() == "stopped: the same command goes on with what is not finished\n"
+    process = fork(prepare_with_a_worker_held, call, output=tmp_path / "said")
+    preparing = Launch([process], tmp_path / "said")
+    try:
+        assert preparing.wait_until(lambda: list(results.glob("*.json"))), preparing.output()
+        workers = children(process.pid)
+        assert all(os.getpgid(worker) != process.pid for worker in workers), "Ctrl-C reaches the one only that then ends them"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its group
+        assert preparing.wait(LIMIT_S) == 130
+    finally:
+        kill(children(process.pid))
+        process.kill()
+    assert preparing.output() == "stopped: the same command goes on with what is not finished\n"
     assert len(workers) == 2
     assert not any_lives(workers)
     assert not out.exists()
-    again = run_nested(*call)
+    again = run_nested("tools.prepare_data", *call)
     assert again.returncode == 0
     assert re.search(r"going on after \d+\.\d MB that are finished", again.stderr)
-    assert kept
     prepare(str(source), str(tokenizer), "auto", "auto", tmp_path / "afresh", PrepareSettings(shard_bytes=2**20))
     assert files_of(out) == files_of(tmp_path / "afresh")
 
 
-def until(happened: Callable[[], object], launch: Launch) -> None:
-    """Wait, as long as the command runs."""
-    while not happened():
-        assert launch.running(), launch.output()
-        time.sleep(0.005)
+def prepare_with_a_worker_held(call: Sequence[str]) -> None:
+    """The command, in a group of its own. The second of its two workers is stopped from the start, so it is not soon done."""
+    begin, processes = pool._start, list[subprocess.Popen[str]]()
+
+    def start() -> subprocess.Popen[str]:
+        processes.append(begin())
+        if len(processes) == 2:
+            while os.getpgid(processes[1].pid) == os.getpgid(0):  # a fork is there before it has its group
+                time.sleep(0.001)
+            processes[1].send_signal(signal.SIGSTOP)
+        return processes[-1]
+
+    os.setpgid(0, 0)
+    pool._start = start
+    fork_what_it_starts()
+    run_module("tools.prepare_data", call)
 
 
 def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
@@ -138,8 +151,9 @@ def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
     call = ["tools.prepare_data", str(source), str(tmp_path / "out"), "--text_field=body", "--json"]
     with started(1, *call, output=tmp_path / "said", errors=Path(os.ttyname(its_end)), module=NESTED, TERM="xterm",
                  COLUMNS="100") as preparing:  # fmt: skip
-        seen = b""
+        seen, deadline_s = b"", time.monotonic() + LIMIT_S
         while preparing.running() or select.select([terminal], [], [], 0)[0]:
+            assert time.monotonic() < deadline_s, seen
             if select.select([terminal], [], [], 0.05)[0]:
                 seen += os.read(terminal, 4096)
     os.close(its_end)
