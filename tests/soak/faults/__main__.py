@@ -1,6 +1,8 @@
 """Puts known faults into the product, one at a time, and sees which test notices: `python -m tests.soak.faults -h`."""
 
 import argparse
+import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 from tests.soak.faults.broken import BROKEN
 from tests.soak.faults.fault import Fault
 from tests.soak.faults.forked import load_libraries
+from tests.soak.faults.lines import commit_of, compare_lines, to_lines, write_lines
 from tests.soak.faults.measure import LINES, SECONDS, measure
 from tests.soak.faults.mended import MENDED
 from tests.soak.faults.reach import Measured, choose_tests, read_measured
@@ -37,6 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, place in find_places(options.at.resolve(), FAULTS).items():
             print(f"{name}: {place.path}:{min(place.lines)}")
         return 0
+    if options.command == "lines":
+        lines = to_lines(options.at.resolve(), options.measured / LINES)
+        write_lines(lines, options.record)
+        print(f"{lines['covered']} of {lines['statements']} statements covered: {options.record}")
+        if options.against:
+            for news in compare_lines(ROOT, lines, json.loads(options.against.read_text(encoding="utf-8"))):
+                print(news)
+        return 0
     if options.command == "show":
         print(to_table(read_record(options.record, "")))
         return 0
@@ -52,12 +63,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak.faults", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
         epilog="First `coverage --into FOLDER -- -m 'not slow' tests`, which takes longer than the tests alone; then\n"
-               "`run --measured FOLDER --record FILE`. Stopped, it goes on with the faults that its record lacks.")  # fmt: skip
+               "`run --measured FOLDER --record FILE`. Stopped, it goes on with the faults that its record lacks.\n"
+               "`lines --measured FOLDER --record FILE --against OLD` says what is reached no more.")  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="that every snippet stands exactly once in the product")
     cover = commands.add_parser("coverage", help="measure which lines each test reaches; what follows -- goes to pytest")
     cover.add_argument("--into", type=Path, required=True, metavar="FOLDER", help="a new folder for what is measured")
-    for command in (check, cover):
+    lines = commands.add_parser("lines", help="write down which lines nothing has reached")
+    lines.add_argument("--measured", type=Path, required=True, metavar="FOLDER", help="what `coverage` has written")
+    lines.add_argument("--record", type=Path, required=True, metavar="FILE", help="to write, JSON")
+    lines.add_argument("--against", type=Path, metavar="FILE", help="an older one: print what it has more")
+    for command in (check, cover, lines):
         command.add_argument("--at", type=Path, default=ROOT, metavar="FOLDER", help="a checkout (default: this one)")
     show = commands.add_parser("show", help="print a record as a table")
     run = commands.add_parser("run", help="put in one fault after the other, and run the tests that reach it")
@@ -94,8 +110,7 @@ def run_all(root: Path, options: argparse.Namespace) -> Record:
     restore(undo)
     deadline_s = time.monotonic() + options.hours * 3600
     places = find_places(root, FAULTS)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False).stdout
-    record = read_record(options.record.resolve(), commit.strip())
+    record = read_record(options.record.resolve(), commit_of(root))
     measured = _measured(options, places.values())
     wanted = [fault for fault in FAULTS if not options.only or fault.name in options.only]
     forget = {fault.name for fault in wanted} if options.again else set()
@@ -105,7 +120,7 @@ def run_all(root: Path, options: argparse.Namespace) -> Record:
         for fault in wanted:
             if fault.name not in record.faults and time.monotonic() < deadline_s:
                 outcome = try_fault(root, fault, places[fault.name], measured, options, undo, record.fail_anyway)
-                record.faults[fault.name] = outcome
+                record.faults[fault.name] = dataclasses.replace(outcome, commit=record.commit)
                 record.faults = {one.name: record.faults[one.name] for one in FAULTS if one.name in record.faults}
                 record.write()
                 print(to_line(fault.name, outcome), flush=True)

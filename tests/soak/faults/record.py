@@ -8,18 +8,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one fault: the test that caught it and how, "" for none; seconds; how many tests were tried, and which ran."""
+    """Of one fault: the test that caught it and how, "" for none; seconds; which tests ran; and the commit it was tried at."""
 
     caught: bool
     test: str
     how: str
     seconds: float
     ran: tuple[str, ...]
+    commit: str = ""
 
 
 @dataclass
 class Record:
-    """Outcomes by fault, in the order of the table, at a commit; and tests that fail without any fault, which catch nothing."""
+    """Outcomes by fault, in the order of the table; tests that fail without any fault, which catch nothing; and the commit at
+    which the last ones were tried."""
 
     path: Path
     commit: str
@@ -37,12 +39,13 @@ class Record:
 
 
 def read_record(path: Path, commit: str) -> Record:
-    """What is there already, or an empty record."""
+    """What is there already, or an empty record, that goes on at a commit ("": at its own)."""
     if not path.exists():
         return Record(path, commit)
     plain = json.loads(path.read_text(encoding="utf-8"))
-    faults = {name: Outcome(**{**one, "ran": tuple(one["ran"])}) for name, one in plain["faults"].items()}
-    return Record(path, commit, faults, plain["fail_anyway"])
+    outcomes = ({"commit": plain["commit"], **one, "ran": tuple(one["ran"])} for one in plain["faults"].values())
+    faults = {name: Outcome(**one) for name, one in zip(plain["faults"], outcomes, strict=True)}
+    return Record(path, commit or plain["commit"], faults, plain["fail_anyway"])
 
 
 def to_line(name: str, one: Outcome, width: int = 0) -> str:
@@ -51,8 +54,9 @@ def to_line(name: str, one: Outcome, width: int = 0) -> str:
 
 
 def to_table(record: Record) -> str:
-    """A line for each fault."""
+    """A line for each fault, with its commit if that is not the record's."""
     width = max(map(len, record.faults), default=0)
-    lines = [to_line(name, one, width) for name, one in record.faults.items()]
+    lines = [to_line(name, one, width) + (f"  (at {one.commit})" if one.commit != record.commit else "")
+             for name, one in record.faults.items()]  # fmt: skip
     caught = sum(one.caught for one in record.faults.values())
     return "\n".join([*lines, f"{caught} of {len(record.faults)} caught"])

@@ -64,20 +64,20 @@ def try_tests(root: Path, tests: Sequence[str], usual_s: Mapping[str, float], li
         if hung:
             failed[hung] = "it did not end"
         began = tuple(entry["began"] for entry in heard if "began" in entry)
-        words = (folder / "said").read_text(errors="replace").strip().splitlines()[-5:]
+        said = (folder / "said").read_text(errors="replace").strip() or "it began no test, and said nothing"
         unable = not failed and (not began or pytest.returncode == NOT_FOUND)
-        return Trial(failed, began, time.monotonic() - start_s, "\n".join(words) if unable else "")
+        return Trial(failed, began, time.monotonic() - start_s, "\n".join(said.splitlines()[-5:]) if unable else "")
 
 
 def _wait(pytest: ForkedPytest, heard: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
-    """Until pytest has ended; or the test that hangs."""
+    """Until pytest has ended: "", also if it begins no test in time; or the test that hangs."""
     start_s = time.monotonic()
     while pytest.poll() is None:
         time.sleep(POLL_S)
         entries = [entry for entry in _read(heard) if "began" in entry]
         if not entries:
             if time.monotonic() - start_s > START_S + limits.test_s:
-                return "before the first test"
+                return ""
             continue
         test = entries[-1]["began"]
         if time.monotonic() - entries[-1]["at_s"] > max(limits.test_s, 10 * usual_s.get(test, 0.0)):
