@@ -12,19 +12,22 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from tests.support.forks import fork_module
+from tests.support.forks import Fork, fork_module
 from tests.support.hf_models import make_hf, save_hf
-from tests.support.launch import ROOT, TINY, environment
+from tests.support.launch import ROOT, TINY, environment, family, kill
 from tests.support.nested import NESTED
 
 PAGES = ("README.md", "docs/planner.md", "docs/profiling.md", "docs/experiments.md", "docs/cluster.md", "docs/fsdp.md",
          "docs/plan.md", "docs/speed.md", "docs/scaling.md", "docs/measured.md", "docs/faults.md", "docs/tested.md",
          "docs/tried.md")  # fmt: skip
+CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
 ELSEWHERE = {
     r"pytest -m 'not slow'": "this is what runs here: .ci/run starts it from the README",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
@@ -116,23 +119,34 @@ def test_a_command_of_the_docs_works(command: str, place: Path) -> None:
 
 
 def run_line(line: str, place: Path, env: dict[str, str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a line. Python and torchrun are forked, with the words that the shell makes of the line;
-    the first line of all is left to the shell, as a reader's would be, and so are others."""
+    """Exit code, stdout and stderr of a line. `python -m` and torchrun are forked, with the words that bash makes of the line; a
+    line that begins with neither is run by bash. After TIMEOUT_S nothing of it is left."""
     known = re.match(r"python -m (\S+)|torchrun(?= )", line)
     if known is None:
-        shell = ["bash", "-c", line]
-        done = subprocess.run(shell, cwd=place, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        return done.returncode, done.stdout, done.stderr
+        pipe, words = subprocess.PIPE, ["bash", "-c", line]
+        shell = subprocess.Popen(words, cwd=place, env=env, stdout=pipe, stderr=pipe, text=True)
+        with shell, ended(shell):
+            out_text, err_text = shell.communicate(timeout=TIMEOUT_S)
+            return shell.returncode, out_text, err_text
+    assert not re.search(r"[|&;<>]", line), f"more than one command, or a file, which only bash knows: {line}"
     split = ["bash", "-c", f"printf '%s\\0' {line[known.end() :]}"]
     words = subprocess.run(split, cwd=place, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
         process = fork_module(NESTED, known[1] or "torch.distributed.run", *filter(None, words), output=out, errors=err, env=env,
                               folder=place)  # fmt: skip
-        try:
+        with ended(process):
             return process.wait(TIMEOUT_S), out.read_text(), err.read_text()
-        finally:
-            process.kill()
+
+
+@contextmanager
+def ended(process: Fork | subprocess.Popen[str]) -> Iterator[None]:
+    """At the end nothing is left of what still runs then, in whatever session it is."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            kill(family(process.pid))
 
 
 def see_board(line: str, place: Path, env: dict[str, str]) -> None:
@@ -156,7 +170,7 @@ def read(address: str) -> str:
 
 def test_every_page_is_read_and_every_link_leads_somewhere() -> None:
     assert set(PAGES) == {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
-    for page in PAGES:
+    for page in (*PAGES, CONTRIBUTING):
         text = (ROOT / page).read_text(encoding="utf-8")
         assert "@@" not in text, f"{page} has a place that is still to be filled"
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
@@ -164,7 +178,7 @@ def test_every_page_is_read_and_every_link_leads_somewhere() -> None:
 
 
 def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
-    for page in PAGES:
+    for page in (*PAGES, CONTRIBUTING):
         text = (ROOT / page).read_text(encoding="utf-8")
         for module in re.findall(r"python -m ((?:tools|train|tests)(?:\.\w+)+)", text):
             path = ROOT / module.replace(".", "/")
