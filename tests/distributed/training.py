@@ -1,7 +1,6 @@
 """What a rank of the parity tests does (parity.py): trains cases one after another, and writes down what it sees of each."""
 
 import contextlib
-import faulthandler
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from train.data.tokens import load_corpus
 from train.evaluation import mean_loss, score_sets
 from train.optim import learning_rate, set_learning_rate
 from train.step import Batch, train_step
-
-CASE_LIMIT_S = 300  # a case that hangs ends the process with every thread's stack on stderr
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,6 @@ def train_cases(folder: Path, cases: Mapping[str, Case]) -> None:
     The first case that fails ends the process group: what state it leaves behind is no ground for another.
     """
     for name, case in cases.items():
-        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(0)
@@ -126,4 +122,3 @@ def train_cases(folder: Path, cases: Mapping[str, Case]) -> None:
             (folder / f"{name}.part").rename(folder / name)
         del result
         gc.collect()
-    faulthandler.cancel_dump_traceback_later()

@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from tests.support.forks import Fork, environment, fork
 
+Keeper = Callable[[int], AbstractContextManager[dict[str, str]]]  # of the ranks' store, and the variables that name it
 LIMIT_S = 180.0  # for the whole call: on a busy machine too no test comes near it
 PATIENCE_S = 2.0  # that the other ranks have to end by themselves, once one has failed
 FRAMES, LINES = 5, 16  # that are shown of a rank that waits, and of a traceback
@@ -44,19 +45,33 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s
 
     The function finds a gloo group that is up. `env`: environment variables, beside those that torchrun sets.
     """
-    with tempfile.TemporaryDirectory() as name, launcher_store(ranks) as launcher:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environments = [environment(**launcher, RANK=str(rank), LOCAL_RANK=str(rank), **env) for rank in range(ranks)]
-        forks = [fork(_run_rank, folder, function, arguments, output=folder / f"{rank}.out", env=environments[rank])
-                 for rank in range(ranks)]  # fmt: skip
-        try:
+        with forked(ranks, _run_rank, folder, function, arguments, folder=folder, **env) as forks:
             if not _wait(forks, folder, limit_s) or any(folder.glob("*.error")) or any(f.poll() for f in forks):
                 raise RanksError(_report(forks, folder, _stacks(forks, folder), limit_s))
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(ranks)]
+
+
+@contextmanager
+def forked(ranks: int, function: Callable[..., Any], *arguments: Any, folder: Path, keeper: Keeper | None = None,
+           errors: str = "out", **env: str) -> Iterator[list[Fork]]:  # fmt: skip
+    """function(*arguments) as so many ranks, which find each other by what `keeper` says; at the end nothing of them is left.
+
+    What a rank prints is in `folder`: RANK.out, and what it prints to stderr in RANK.`errors`.
+    """
+    forks: list[Fork] = []
+    with (keeper or launcher_store)(ranks) as found:
+        try:
+            for rank in range(ranks):
+                environ = environment(**{**found, "RANK": str(rank), "LOCAL_RANK": str(rank), **env})
+                files = {"output": folder / f"{rank}.out", "errors": folder / f"{rank}.{errors}"}
+                forks.append(fork(function, *arguments, **files, env=environ))
+            yield forks
         finally:
             for process in forks:
                 process.kill()
                 process.wait()
-        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(ranks)]
 
 
 @contextmanager
@@ -88,19 +103,26 @@ def _stacks(forks: Sequence[Fork], folder: Path) -> dict[int, str]:
     for rank in busy:
         forks[rank].send_signal(signal.SIGUSR1)
     paths = {rank: folder / f"{rank}.stack" for rank in busy}
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s and not all(path.exists() and path.stat().st_size for path in paths.values()):
-        time.sleep(0.01)
+    _wait_until_written(list(paths.values()))
     frames = {rank: path.read_text().splitlines()[1:] if path.exists() else [] for rank, path in paths.items()}
     return {rank: "\n".join(lines[:FRAMES]) or "  (it does not answer)" for rank, lines in frames.items()}
 
 
+def _wait_until_written(paths: Sequence[Path]) -> None:
+    """Until each file has something in it and grows no more: faulthandler writes piece by piece."""
+    deadline_s, sizes, unchanged = time.monotonic() + PATIENCE_S, list[int](), 0
+    while (unchanged < 2 or 0 in sizes) and time.monotonic() < deadline_s:
+        before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in paths]
+        unchanged = unchanged + 1 if sizes == before else 0
+        time.sleep(0.02)
+
+
 def _report(forks: Sequence[Fork], folder: Path, stacks: dict[int, str], limit_s: float) -> str:
     """Who failed first, whole; what the others said or did, in short. Under 40 lines."""
-    crashed = {rank: f"ended with {f.returncode}:\n" + _last(folder / f"{rank}.out", LINES) for rank, f in enumerate(forks)
+    crashed = {rank: f"ended with {f.returncode}:\n" + _last(folder / f"{rank}.out") for rank, f in enumerate(forks)
                if f.returncode and not (folder / f"{rank}.error").exists() and rank not in stacks}  # fmt: skip
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
-    failed = {int(path.stem): f"failed:\n{_last(path, LINES)}" for path in errors}
+    failed = {int(path.stem): f"failed:\n{_last(path)}" for path in errors}
     first, *others = [*crashed.items(), *failed.items()] or [(-1, f"no rank failed, but after {limit_s:g} s")]
     lines = [f"rank {first[0]} {first[1]}" if first[0] >= 0 else first[1]]
     lines += _together({rank: f"{told.splitlines()[0]} {told.splitlines()[-1][:200]}" for rank, told in others})
@@ -116,8 +138,16 @@ def _together(words: dict[int, str]) -> list[str]:
     return [f"rank {', '.join(who)} {told}" for told, who in ranks.items()]
 
 
-def _last(path: Path, lines: int) -> str:
-    return "\n".join(path.read_text(errors="replace").strip("\n").splitlines()[-lines:])
+def _last(path: Path) -> str:
+    """The end of it; of stacks of faulthandler, whose innermost frame comes first, what is said above them, and the beginning of
+    the one of the thread that failed: it is called the current one, or is the main thread, which comes last."""
+    lines = path.read_text(errors="replace").strip("\n").splitlines()
+    stacks = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    if not stacks:
+        return "\n".join(lines[-LINES:])
+    failed = next((number for number in stacks if lines[number].startswith("Current thread")), stacks[-1])
+    said = [line for line in lines[: stacks[0]] if line.strip()]
+    return "\n".join([*said[-3:], *lines[failed + 1 : failed + 1 + FRAMES]])
 
 
 def _run_rank(folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.forks import environment, fork
-from tests.support.worlds import launcher_store
+from tests.support.worlds import forked
 from train.checkpoint import folder as folder_module
 from train.checkpoint import saver as saver_module
 from train.checkpoint import shard_file
@@ -78,14 +77,8 @@ def names(folder: Path) -> list[str]:
 def save_with_one_killed(case: str, asynchronous: bool, folder: Path) -> list[str]:
     """Steps 1 and 2 are saved on two ranks, and in step 2 one is killed: what each of them heard of that, or how it ended."""
     folder.mkdir()
-    with launcher_store(RANKS) as store:
-        ranks = [fork(_rank_of_a_kill, case, asynchronous, folder, output=folder / f"{rank}.out",
-                      env=environment(**store, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(RANKS)]  # fmt: skip
-        try:
-            codes = [rank.wait(60) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
+    with forked(RANKS, _rank_of_a_kill, case, asynchronous, folder, folder=folder) as ranks:
+        codes = [rank.wait(60) for rank in ranks]
     return [(folder / f"heard.{rank}").read_text() if code == 0 else f"exit {code}" for rank, code in enumerate(codes)]
 
 
