@@ -17,7 +17,7 @@ from train.data.tokens import load_corpus
 from train.nonfinite import FiniteGuard, NonFiniteError
 from train.step import train_step
 
-FAULTY_STEP, FAULTY_RANK = 2, 1
+STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 Now = dict[str, int]
 
 
@@ -27,7 +27,6 @@ class Case:
 
     arguments: Sequence[str]
     fault: str
-    steps: int = 4
 
 
 def faulty(now: Now) -> bool:
@@ -111,9 +110,9 @@ def train(case: Case) -> dict[str, Any]:
     now: Now = {"step": 0}
     FAULTS[fault](model, now)
     hooks = count_hooks(model)
-    seen: dict[str, Any] = {"steps": [], "lines": [], "error": None, "data_rank": shape.data_rank}
+    seen: dict[str, Any] = {"steps": [], "lines": [], "error": None}
     try:
-        for step in range(1, case.steps + 1):
+        for step in range(1, STEPS + 1):
             now["step"] = step
             data = loader.next()
             seen["tokens"] = torch.cat([batch.tokens for batch in data.micro_batches]).tolist()

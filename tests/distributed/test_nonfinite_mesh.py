@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.faulty_training import FAULTY_STEP, Case, train_all
+from tests.distributed.faulty_training import FAULTY_STEP, STEPS, Case, train_all
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks
 from train.config import parse_config
@@ -20,7 +20,7 @@ MESHES = {
     "fsdp": (2, []),
     "fsdp x tp": (4, ["--parallel.tp=2", "--parallel.activation_checkpoint=full"]),
 }
-FSDP_ONLY = ("inf_loss", "huge_gradient", "nan_once")  # nothing about them hangs on the mesh
+FSDP_ONLY = ("inf_loss", "huge_gradient")  # nothing about them hangs on the mesh
 SAID = {
     "nan_output": "rank 1: the output of layers.1 is the first value that is not finite",
     "inf_gradient": "rank 1: the gradient of the input of layers.1 is the first value that is not finite",
@@ -28,6 +28,7 @@ SAID = {
     "huge_gradient": "rank 1: the gradient of head.output.weight (or its square) is the first value that is not finite",
     "nan_parameter": "rank 1 holds values that are not finite: layers.1.attention.wq.weight",
 }
+ON_MESHES = [(mesh, fault) for mesh in MESHES for fault in SAID if mesh == "fsdp" or fault not in FSDP_ONLY]
 Seen = list[dict[str, Any]]  # of every rank
 
 
@@ -38,15 +39,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return arguments
 
 
-@pytest.fixture(scope="module", params=MESHES.items(), ids=MESHES)
+@pytest.fixture(scope="module", params=list(MESHES))
 def seen(request: pytest.FixtureRequest, text: list[str]) -> dict[str, Seen]:
     """What every rank saw of every fault, on one mesh."""
-    name, (ranks, mesh) = request.param
+    name = request.param
+    ranks, mesh = MESHES[name]
     common = [*TINY, *text, *mesh, ONE_SKIP]
-    faults = [fault for fault in (*SAID, "nan_once", "none") if name == "fsdp" or fault not in FSDP_ONLY]
-    cases = {fault: Case([*common, *EAGER], fault) for fault in faults}
+    faults = [fault for on, fault in ON_MESHES if on == name]
+    cases = {fault: Case([*common, *EAGER], fault) for fault in (*faults, "nan_once", "none")}
+    cases["none at all"] = Case([*common, *EAGER, "--train.max_skipped_steps=0"], "nan_once")
     if name == "fsdp":
-        cases["none at all"] = Case([*common, *EAGER, "--train.max_skipped_steps=0"], "nan_once")
         cases["accumulated"] = Case([*common, *EAGER, "--train.micro_batch_size=1"], "nan_output")
         frozen = "--train.freeze=[tok_embeddings.*,layers.0.*]"
         cases["compiled"] = Case([*common, *COMPILED], "nan_parameter")
@@ -83,11 +85,8 @@ def test_a_run_stops_on_all_ranks_at_the_step_after_the_last_that_may_be_skipped
             assert (rank["gradients_left"], rank["hooks_left"]) == (0, 0), name
 
 
-@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize(("seen", "fault"), ON_MESHES, indirect=["seen"])
 def test_the_message_names_the_rank_and_the_module(fault: str, seen: dict[str, Seen]) -> None:
-    if fault not in seen:
-        assert fault in FSDP_ONLY
-        return
     error = seen[fault][0]["error"]
     assert SAID[fault] in error
     for rank in ("rank 0", "rank 2", "rank 3"):
@@ -98,12 +97,13 @@ def test_the_message_names_the_rank_and_the_module(fault: str, seen: dict[str, S
         assert "the output of layers.1.attention.wq is the first value" in error, "where it comes into the step"
 
 
-def test_the_sequences_that_are_named_are_those_the_rank_saw(seen: dict[str, Seen], text: list[str]) -> None:
+@pytest.mark.parametrize(("seen", "names"), [("fsdp", ["nan_output", "inf_gradient", "accumulated"]),
+                                             ("fsdp x tp", ["nan_output", "inf_gradient"])], indirect=["seen"])  # fmt: skip
+def test_the_sequences_that_are_named_are_those_the_rank_saw(names: list[str], seen: dict[str, Seen], text: list[str]) -> None:
     split = load_corpus(parse_config(text).data).sources[0].split
     seq_len = parse_config(TINY).train.seq_len
-    for name, part in (("nan_output", slice(0, 2)), ("accumulated", slice(0, 1)), ("inf_gradient", slice(0, 2))):
-        if name not in seen:
-            continue
+    for name in names:
+        part = slice(0, 1 if name == "accumulated" else 2)
         line = next(line for line in seen[name][0]["error"].splitlines() if line.startswith("rank 1: "))
         ids, source = line.partition("its sequences: ")[2].split(" of ")
         assert source == "text"
@@ -118,13 +118,13 @@ def read_tokens(split: Split, first: int, count: int) -> list[int]:
 
 
 def test_a_fault_that_does_not_come_again_costs_one_step_of_the_budget(seen: dict[str, Seen]) -> None:
-    for rank in seen.get("nan_once", []):
+    for rank in seen["nan_once"]:
         assert skips(rank) == [0, 1, 0, 0]
         assert (rank["error"], rank["skipped"]) == (None, 1)
 
 
 def test_without_a_budget_the_first_stops_the_run_and_what_is_not_found_again_is_called_so(seen: dict[str, Seen]) -> None:
-    for rank in seen.get("none at all", []):
+    for rank in seen["none at all"]:
         assert skips(rank) == [0, 1]
         assert rank["lines"] == []
         assert "not found again when the step was repeated" in rank["error"]
@@ -132,5 +132,5 @@ def test_without_a_budget_the_first_stops_the_run_and_what_is_not_found_again_is
 
 def test_a_sound_run_says_nothing(seen: dict[str, Seen]) -> None:
     for rank in seen["none"]:
-        assert skips(rank) == [0] * 4
+        assert skips(rank) == [0] * STEPS
         assert (rank["lines"], rank["error"], rank["skipped"]) == ([], None, 0)

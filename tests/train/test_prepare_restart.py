@@ -57,7 +57,7 @@ def run_preparation(source: Path, tokenizer: Path, out: Path, workers: int, stop
         raise SystemExit(f"DataError: {error}") from None
 
 
-def kill_session() -> None:
+def kill_self() -> None:
     """The process that calls it, and its workers with it: they see that their pipes are closed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -86,7 +86,7 @@ def test_killed_twice_it_keeps_finished_shards_and_ends_the_same(
 ) -> None:
     out, kept = tmp_path / "out", {}
     for _ in range(2):
-        process = start(source, tokenizer, out, workers, len(kept) + 3, kill_session)
+        process = start(source, tokenizer, out, workers, len(kept) + 3, kill_self)
         assert process.wait(60) == -signal.SIGKILL
         wait_for(lambda: not processes_of(process.pid))  # noqa: B023
         assert not out.exists()
@@ -118,7 +118,7 @@ def test_a_kept_shard_that_was_damaged_is_made_again(
     source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert start(source, tokenizer, out, 1, 3, kill_session).wait(60) == -signal.SIGKILL
+    assert start(source, tokenizer, out, 1, 3, kill_self).wait(60) == -signal.SIGKILL
     shards = out.with_name(".out.partial") / "data"
     (shards / "train-00000.bin").write_bytes(whole["train-00000.bin"][:-2] + b"\0\0")
     (shards / "train-00001.ends").unlink()
