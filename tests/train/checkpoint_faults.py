@@ -64,7 +64,7 @@ def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
         for _ in range(count):
             place, bit = rng.choice(places), rng.randrange(8)
             words = f"bit {bit} of byte {place} ({region}) of {path.name}"
-            yield Fault(words, _flip(path.name, place, bit), f"{path.suffix}: {region}", path.suffix == ".safetensors")
+            yield Fault(words, _flip(path.name, place, bit), f"{_class_of(path.name)}: {region}", path.suffix == ".safetensors")
 
 
 def _flip(name: str, place: int, bit: int) -> Damage:
@@ -105,7 +105,12 @@ def _of_a_file(name: str, before: Path, outside: Path) -> Iterator[Fault]:
     if (before / name).read_bytes() != (outside / "copy" / name).read_bytes():
         damages["the one of the step before"] = lambda folder: shutil.copyfile(before / name, folder / name)
     for kind, damage in damages.items():
-        yield Fault(f"{name}: {kind}", damage, f"{'manifest' if name == MANIFEST else 'file'}: {kind}")
+        yield Fault(f"{name}: {kind}", damage, f"{_class_of(name)}: {kind}")
+
+
+def _class_of(name: str) -> str:
+    """What files are alike: all shards."""
+    return "shard" if name.endswith(".safetensors") else name
 
 
 def _append(path: Path, content: bytes) -> None:
