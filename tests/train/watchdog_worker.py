@@ -51,9 +51,16 @@ def note(message: str) -> None:
     (FOLDER / f"on_stuck_{RANK}.txt").write_text(message)
 
 
+def wait_for_diagnosis() -> None:
+    """Of rank 0, which waits in vain for this one; meanwhile the connections of this one stay open."""
+    deadline_s = time.monotonic() + 120
+    while not (FOLDER / "on_stuck_0.txt").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
 def main() -> None:
     """The loop; at STUCK_STEP the stuck rank goes wrong. Prints when that was, so that a test can tell how long it took."""
-    timeouts = TimeoutConfig(setup_s=3 if WAY == "alone" else 60, step_s=4 if WAY == "slow" else 3, evaluation_s=60)
+    timeouts = TimeoutConfig(setup_s=3 if WAY == "alone" else 60, step_s=5.5 if WAY == "slow" else 3, evaluation_s=60)
     watchdog = Watchdog(timeouts, RANK, WORLD_SIZE, note)
     if WAY == "alone":
         print(f"stuck at {time.time()}", flush=True)
@@ -63,7 +70,7 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     watchdog.connect()
     watchdog.report_to(FOLDER / "a_file" if WAY == "behind" else FOLDER)
-    for step in range(1, 5):
+    for step in range(1, 13 if WAY == "slow" else 5):
         watchdog.enter("step", step)
         if step == STUCK_STEP:
             print(f"stuck at {time.time()}", flush=True)
@@ -72,11 +79,11 @@ def main() -> None:
             if RANK == STUCK_RANK:
                 go_wrong(watchdog)
         if WAY == "slow":
-            time.sleep(1.2 + 0.2 * RANK)  # all together longer than the time-out
+            time.sleep(0.45 + 0.05 * RANK)  # all together longer than the time-out
         reduce()
     watchdog.close()
     if WAY == "ended":
-        time.sleep(6)  # its connections stay open while the other waits in vain
+        wait_for_diagnosis()
     threads = [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
     print(f"threads left: {threads}", flush=True)
     print("finished", flush=True)
