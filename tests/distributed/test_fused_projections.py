@@ -6,12 +6,14 @@ from tests.distributed.parity import Job, Result, check_compiled, check_parity, 
 from tests.support.launch import EAGER, write_text
 
 FUSED, TP, AOT = "--parallel.fused_projections=true", "--parallel.tp=2", "--parallel.compile.backend=aot_eager"
+INDUCTOR, SELECTIVE = "--parallel.compile.backend=inductor", "--parallel.activation_checkpoint=selective"
 FULL = [TP, FUSED, "--parallel.activation_checkpoint=full", "--parallel.sequence_parallel=false"]
 JOBS = {
     "eager-tp": Job(2, [*EAGER, TP, FUSED], 0),
     "eager-tp-full": Job(2, [*EAGER, *FULL], 0),
-    "eager-fsdp-selective": Job(2, [*EAGER, FUSED, "--parallel.activation_checkpoint=selective"], 0),
+    "eager-fsdp-selective": Job(2, [*EAGER, FUSED, SELECTIVE], 0),
 }
+COMPILED = {"aot-tp-full": Job(2, [AOT, *FULL], 2), "inductor-fsdp-selective": Job(2, [INDUCTOR, FUSED, SELECTIVE], 2)}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,9 @@ def test_one_product_trains_the_same_model(name: str, trained: dict[str, Result]
 
 
 @pytest.mark.slow
-def test_one_product_trains_the_same_model_compiled(data: list[str]) -> None:
-    job = Job(2, [AOT, *FULL], 2)
-    (got,) = run_jobs({"aot-tp-full": job}, data).values()
+@pytest.mark.parametrize("name", COMPILED)
+def test_one_product_trains_the_same_model_compiled(name: str, data: list[str]) -> None:
+    job = COMPILED[name]
+    (got,) = run_jobs({name: job}, data).values()
     check_parity(got, plain_run(job, data))
     check_compiled(got, job.graphs)

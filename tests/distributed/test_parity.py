@@ -57,6 +57,7 @@ COMPILED = {
 }  # fmt: skip
 # Compared in another way.
 BFLOAT16 = Job(4, [EAGER, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 0)
+BFLOAT16_COMPILED = Job(2, [AOT, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 2)
 ASYNC = Job(2, [AOT, TP], 2, "async")
 FAST = jobs_of(matrix.FAST) | OTHERS
 SLOW = matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=5)
@@ -149,10 +150,19 @@ def check_rounding(got, other, loss, gradient):
 def test_bfloat16_is_off_by_its_roundings_and_no_more(trained, data):
     """Against float32, and against one plain process that computes in bfloat16: then the rounded weights are the same, and
     two runs differ by what each rounds apart."""
-    got = trained("bfloat16", EVERYDAY)
+    check_bfloat16(trained("bfloat16", EVERYDAY), BFLOAT16, data)
+
+
+@pytest.mark.slow
+def test_compiled_bfloat16_is_off_by_no_more_than_eager(data):
+    (got,) = run_jobs({"bfloat16-compiled": BFLOAT16_COMPILED}, data).values()
+    check_bfloat16(got, BFLOAT16_COMPILED, data)
+
+
+def check_bfloat16(got, job, data):
     assert "error" not in got, got["error"]
-    exact, plain = plain_run(BFLOAT16, data), plain_run(BFLOAT16, data, torch.bfloat16)
+    exact, plain = plain_run(job, data), plain_run(job, data, torch.bfloat16)
     check_rounding(got, exact, OF_A_TOKEN + OF_THE_WEIGHTS, OF_A_GRADIENT)
     check_rounding(got, plain, math.sqrt(2) * OF_A_TOKEN, math.sqrt(2) * OF_A_GRADIENT)
     assert max(abs(a - b) for a, b in zip(got["losses"], exact["losses"], strict=True)) > 2 * LOSS, "bfloat16 was not used"
-    check_compiled(got, BFLOAT16.graphs)
+    check_compiled(got, job.graphs)
