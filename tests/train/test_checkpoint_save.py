@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,8 +187,7 @@ def test_what_one_rank_cannot_write_no_rank_commits(fault: str, said: str, async
 def train_on_a_small_disk(arguments: list[str]) -> None:
     """train.main where everything can be written but the tensors."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-    sys.argv = ["train.main", *arguments]
-    train.main.main()
+    train.main.main(arguments)
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("warn", 0)])

@@ -185,9 +185,12 @@ def test_a_plan_that_fits_is_said_to_need_what_is_predicted() -> None:
     assert check_fits(config, plan, 80 * GIB, "H100") == predict_memory(config, plan)
 
 
-@pytest.mark.parametrize(("gpus", "available_gib"), [(1, 79), (8, 40), (8, 24)])
-def test_ways_out_of_a_plan_that_does_not_fit_really_fit(gpus: int, available_gib: int) -> None:
-    config = config_of(*EAGER)
+@pytest.mark.parametrize(("gpus", "available_gib", "keys"), [
+    (1, 79, EAGER), (8, 40, EAGER), (8, 24, EAGER),
+    pytest.param(2, 79, EAGER, marks=pytest.mark.slow), pytest.param(8, 40, [], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ways_out_of_a_plan_that_does_not_fit_really_fit(gpus: int, available_gib: int, keys: list[str]) -> None:
+    config = config_of(*keys)
     with pytest.raises(PlanError) as error:
         check_fits(config, plan_run(config, gpus), available_gib * GIB, "this GPU")
     message = str(error.value)

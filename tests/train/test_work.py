@@ -1,6 +1,7 @@
 """A Llama's work, as it is read from its code, against what is known of the 8B, and what reading it leaves behind."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -51,11 +52,12 @@ def test_a_compiled_8b_block_keeps_1089_mib_of_8192_tokens() -> None:
     assert 64 < kept_mib("--parallel.activation_checkpoint=selective") < 1089
 
 
-def test_a_smaller_budget_keeps_less() -> None:
+@pytest.mark.parametrize("shares", [(0, 0.5, 1), pytest.param((0, 0.25, 0.5, 0.75, 1), marks=pytest.mark.slow)], ids=len)
+def test_a_smaller_budget_keeps_less(shares: tuple[float, ...]) -> None:
     budget = "--parallel.activation_checkpoint=budget"
-    none, half, whole = (kept_mib(budget, f"--parallel.activation_budget={share}") for share in (0, 0.5, 1))
-    assert (none, whole) == (64, kept_mib())
-    assert none < half < whole
+    kept = [kept_mib(budget, f"--parallel.activation_budget={share}") for share in shares]
+    assert (kept[0], kept[-1]) == (64, kept_mib())
+    assert all(less < more for less, more in itertools.pairwise(kept)), kept
 
 
 def test_an_eager_block_keeps_what_autograd_saves() -> None:
