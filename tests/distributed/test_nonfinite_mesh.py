@@ -1,6 +1,8 @@
 """Steps that are not finite on one rank: skipped by all, counted, and, when there are too many, explained."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,10 +41,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return arguments
 
 
-@pytest.fixture(scope="module", params=list(MESHES))
-def seen(request: pytest.FixtureRequest, text: list[str]) -> dict[str, Seen]:
+@pytest.fixture(scope="module")
+def on_mesh(text: list[str]) -> Callable[[str], dict[str, Seen]]:
+    """see_faults, of each mesh once."""
+    return functools.cache(lambda name: see_faults(name, text))
+
+
+@pytest.fixture(params=list(MESHES))
+def seen(request: pytest.FixtureRequest, on_mesh: Callable[[str], dict[str, Seen]]) -> dict[str, Seen]:
+    return on_mesh(request.param)
+
+
+def see_faults(name: str, text: list[str]) -> dict[str, Seen]:
     """What every rank saw of every fault, on one mesh."""
-    name = request.param
     ranks, mesh = MESHES[name]
     common = [*TINY, *text, *mesh, ONE_SKIP]
     faults = [fault for on, fault in ON_MESHES if on == name]
