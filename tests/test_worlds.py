@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def fail_on_one(how: str, depth: int = 40) -> None:
     if depth:
         return fail_on_one(how, depth - 1)
     if dist.get_rank() == 1:
-        {"raise": divide, "crash": crash, "hang": hang}[how]()
+        {"raise": divide, "crash": crash, "leave": leave, "hang": hang}[how]()
     return dist.barrier()
 
 
@@ -40,6 +41,11 @@ def divide() -> None:
 
 def crash() -> None:
     os.abort()
+
+
+def leave() -> None:
+    traceback.print_stack()  # or nothing would say where
+    os._exit(0)
 
 
 def hang() -> None:
@@ -63,8 +69,9 @@ def test_each_rank_gives_back_what_it_returned(ranks):
 @pytest.mark.parametrize(("how", "first", "innermost"), [
     ("raise", "rank 1 failed:", "in divide\n    _ = 1 / 0\n"),
     ("crash", "rank 1 ended with -6:\nFatal Python error: Aborted\n", " in crash\n"),
+    ("leave", "rank 1 ended with 0:\n", "in leave\n"),
     ("hang", "no rank failed, but after ", " in hang\n"),
-], ids=["raise", "crash", "hang"])  # fmt: skip
+], ids=["raise", "crash", "leave", "hang"])  # fmt: skip
 def test_a_failure_names_the_rank_its_line_and_where_the_others_were(how, first, innermost):
     for limit_s in (3, 15, 60) if how == "hang" else (60,):  # on a busy machine they may not have met when the first is over
         with pytest.raises(RanksError) as caught:

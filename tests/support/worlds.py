@@ -48,9 +48,10 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with forked(ranks, _run_rank, folder, function, arguments, folder=folder, **env) as forks:
-            if not _wait(forks, folder, limit_s) or any(folder.glob("*.error")) or any(f.poll() for f in forks):
+            results = [folder / f"{rank}.result" for rank in range(ranks)]
+            if not _wait(forks, folder, limit_s) or any(f.poll() for f in forks) or not all(path.exists() for path in results):
                 raise RanksError(_report(forks, folder, _stacks(forks, folder), limit_s))
-        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(ranks)]
+        return [pickle.loads(path.read_bytes()) for path in results]
 
 
 @contextmanager
@@ -118,9 +119,10 @@ def _wait_until_written(paths: Sequence[Path]) -> None:
 
 
 def _report(forks: Sequence[Fork], folder: Path, stacks: dict[int, str], limit_s: float) -> str:
-    """Who failed first, whole; what the others said or did, in short. Under 40 lines."""
-    crashed = {rank: f"ended with {f.returncode}:\n" + _last(folder / f"{rank}.out") for rank, f in enumerate(forks)
-               if f.returncode and not (folder / f"{rank}.error").exists() and rank not in stacks}  # fmt: skip
+    """Who crashed or else failed first, whole; what the others said or did, in short. Under 40 lines."""
+    ended = [rank for rank in range(len(forks)) if rank not in stacks and not (folder / f"{rank}.error").exists()]
+    crashed = {rank: f"ended with {forks[rank].returncode}:\n" + _last(folder / f"{rank}.out") for rank in ended
+               if forks[rank].returncode or not (folder / f"{rank}.result").exists()}  # fmt: skip
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
     failed = {int(path.stem): f"failed:\n{_last(path)}" for path in errors}
     first, *others = [*crashed.items(), *failed.items()] or [(-1, f"no rank failed, but after {limit_s:g} s")]
@@ -160,7 +162,7 @@ def _run_rank(folder: Path, function: Callable[..., Any], arguments: Sequence[An
         (folder / f"{rank}.result").write_bytes(pickle.dumps(function(*arguments)))
         dist.barrier()  # one that is through must not end while others still talk to it
     except BaseException:
-        written = folder / f".{rank}.error"
+        written = folder / f"{rank}.writing"
         written.write_text(traceback.format_exc())
         written.rename(folder / f"{rank}.error")
         signal.pause()  # to end now would make the others fail too, in a way that says nothing
