@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.llama import Llama
 from parallel.check_plan import check_plan
-from parallel.float8 import check_float8
+from parallel.float8 import apply_float8, check_float8
 from parallel.plan import Float8Plan, Plan, PlanError
 from parallel.plan_file import load_plan, plan_to_table, plan_to_yaml
 from parallel.planner.costs import step_times
 from parallel.planner.hardware import load_hardware
 from parallel.planner.memory import predict_step_memory
+from tests.support.launch import TINY
 from tools.simulate import simulate_run
 from train.config import parse_config
 from train.planning import model_units, plan_run
@@ -45,6 +47,17 @@ def names(plan: Plan) -> tuple[str, ...]:
 ])  # fmt: skip
 def test_linears_are_chosen_by_name_and_by_the_size_of_a_ranks_part(arguments, chosen) -> None:
     assert names(plan_8b(*arguments)) == chosen
+
+
+def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
+    """On a GPU the gradient of a weight sums over a multiple of 16 tokens; emulated, nothing asks for that."""
+    pytest.importorskip("torchao")
+    config = parse_config([*TINY, TENSORWISE, "--parallel.float8.min_dim=16"])
+    model = Llama(config.model)
+    apply_float8(model, plan_run(config, 1), "cpu")
+    configs = [module.linear_mm_config for module in model.modules() if hasattr(module, "linear_mm_config")]
+    assert len(configs) == 7 * config.model.n_layers
+    assert all(config.grad_weight.pad_inner_dim for config in configs)
 
 
 @pytest.mark.parametrize(("arguments", "tokens"), [

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -208,9 +209,11 @@ def test_no_more_than_so_many_steps_are_read_before_they_are_asked_for(ahead: in
 
 
 def test_an_exception_in_the_thread_reaches_whoever_asks_for_the_next_batch() -> None:
-    loader = load(shape_of(0, 1), seed=-1)
-    with pytest.raises(ValueError, match="non-negative"):
-        loader.next()
+    loader, thread = load(shape_of(0, 1), seed=-1), ThreadPool(1)
+    for _ in range(2):  # whoever asks again hears the same
+        with pytest.raises(ValueError, match="non-negative"):
+            thread.apply_async(loader.next).get(60)
+    thread.terminate()
     loader.close()
     assert loader_threads() == []
 

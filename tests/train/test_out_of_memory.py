@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import train.loop
+import train.savings
 from parallel.planner.hardware import load_hardware
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_status, write_text
@@ -72,6 +73,20 @@ def test_what_counts_as_running_out_of_memory() -> None:
         torch.empty(2**62, dtype=torch.int8)
     assert is_out_of_memory(refused.value)
     assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+
+
+def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a run that does not name it, whose global batch is what its ranks take at once."""
+    monkeypatch.setattr(train.savings, "SHOWN", 100)
+    monkeypatch.setattr(train.savings, "WORTH", -100.0)
+    keys = [*EAGER, "--model.n_heads=8", "--model.n_kv_heads=8", "--train.micro_batch_size=4", "--parallel.dp_replicate=2"]
+    config = parse_config([*keys, "--train.global_batch_size=-1"])
+    plan = plan_run(config, 8)
+    advised = [saving.keys for saving in largest_savings(config, plan, None, 8)]
+    assert {"parallel.tp", "train.micro_batch_size", "parallel.dp_replicate"} <= {key for keys in advised for key in keys}
+    for change in advised:
+        changed = parse_config([*keys, *(f"--{key}={str(value).lower()}" for key, value in change.items())])
+        assert plan_run(changed, 8).global_batch_size == plan.global_batch_size, change
 
 
 def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:

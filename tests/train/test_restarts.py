@@ -1,14 +1,18 @@
 """The decision whether a run may start again by itself, and status.json, which it is made from."""
 
+import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.support.worlds import run_ranks
 from train.place import Place
 from train.restarts import CrashLoopError, check_crash_loop
 from train.status import FailedStarts, State, Status, read_status, write_status
+from train.together import with_restarts_of_all
 
 NONE = FailedStarts()
 
@@ -70,6 +74,17 @@ def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
         with pytest.raises(CrashLoopError):
             check_crash_loop(read_status(tmp_path), again(restarts), 40)
     assert check_crash_loop(read_status(tmp_path), again(0), 40) == NONE
+
+
+def most_restarts(of_ranks: list[Place]) -> Place:
+    return with_restarts_of_all(of_ranks[dist.get_rank()])
+
+
+def test_the_restarts_of_all_nodes_count() -> None:
+    """Slurm started the first node twice, and the second one's torchrun its workers three times."""
+    first, second = Place(0, 2, 0, 1, True, 2, 0), Place(1, 2, 0, 1, True, 3, 3)
+    assert run_ranks(2, most_restarts, [first, second]) == [dataclasses.replace(one, restarts=3, torchrun_restarts=3)
+                                                           for one in (first, second)]  # fmt: skip
 
 
 def test_a_long_reason_with_anything_in_it_becomes_one_line() -> None:

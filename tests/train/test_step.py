@@ -153,6 +153,24 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_batch(trainer):
+    """Of micro batches that have unlike numbers of them."""
+    model, optimizer, group = trainer
+    batches = make_batches(2)
+    batches[1] = Batch(batches[1].tokens, batches[1].targets.masked_fill(torch.arange(32) < 20, -100))
+    total, tokens = evaluate(model, batches, group)
+    (sum(model(b.tokens, b.targets) for b in batches) / tokens).backward()
+    expected = [p.grad.full_tensor() for p in model.parameters()]
+    optimizer.zero_grad()
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.full_tensor() for p in model.parameters()))
+    result = train_step(model, optimizer, batches, math.inf, group)
+    assert tokens.item() == 2 * 32 + 2 * 12
+    assert result.loss.item() == pytest.approx((total / tokens).item(), rel=1e-6)
+    for grad, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(grad, wanted)
+
+
 def test_ignored_targets_are_not_counted():
     targets = torch.tensor([[1, -100, 2], [-100, -100, 3]])
     assert count_targets([Batch(targets, targets), Batch(targets, targets)]).item() == 6

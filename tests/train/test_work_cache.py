@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel.compile_check import use_cache_folder
+from parallel.config import CompileConfig
+from parallel.plan import PlanError
 from parallel.planner.work import ModuleWork
 from tests.support.launch import EAGER
 from train import work_cache
@@ -36,6 +39,11 @@ def work_of(folder: Path, *arguments: str) -> dict[str, ModuleWork]:
     _trace.cache_clear()  # as in another process
     config = parse_config([*TINY, f"--parallel.compile.cache_dir={folder}", *arguments])
     return dict(trace_run(config, plan_run(config, 4)).modules)
+
+
+def test_a_folder_of_a_name_that_none_can_have_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"parallel\.compile\.cache_dir=.*null byte.*name another"):
+        use_cache_folder(CompileConfig(cache_dir="a\0b"))
 
 
 def check_alike(one: dict[str, ModuleWork], other: dict[str, ModuleWork]) -> None:

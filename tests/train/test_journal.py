@@ -1,0 +1,34 @@
+"""What the first process writes into status.json when an error ends the run."""
+
+from pathlib import Path
+
+import pytest
+
+from train.console import Screen
+from train.journal import Journal
+from train.place import Place
+from train.status import FailedStarts, read_status, write_status
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+
+
+def end_by(error: Exception, folder: Path) -> str:
+    """The reason that stands in status.json after this error has ended rank 0."""
+    journal = Journal(Place(0, 2, 0, 2, True), Screen(False), named=False)
+    with pytest.raises(type(error)), journal.opened(folder):
+        raise error
+    status = read_status(folder)
+    assert status is not None
+    return status.reason
+
+
+def test_who_has_lost_another_process_does_not_write_over_why_that_one_is_gone(tmp_path: Path) -> None:
+    """A rank whose memory has ended writes for all (OutOfMemory), and rank 0 hears of its end a moment later."""
+    assert write_status(tmp_path, "failed", 3, None, False, "OutOfMemory: rank 1", FailedStarts()) == ""
+    assert end_by(LOST, tmp_path) == "OutOfMemory: rank 1"
+    assert end_by(ValueError("its own"), tmp_path) == "ValueError: its own"
+
+
+def test_where_nobody_has_said_why_the_loss_is_said(tmp_path: Path) -> None:
+    assert write_status(tmp_path, "running", 3, None, False, "", FailedStarts()) == ""
+    assert "a process of this run has died" in end_by(LOST, tmp_path)
