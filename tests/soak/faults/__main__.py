@@ -145,13 +145,13 @@ def try_fault(root: Path, fault: Fault, place: Place, measured: Measured, option
     """Put it in, run the tests that may catch it, take it out. FaultError where they could not be run."""
     tests = choose_tests(root, fault, place, measured, options.most, options.slowest_s, without)
     if not tests:
-        return Outcome(False, "", "no test is known to reach it", 0.0, ())
+        return Outcome(False, "", "no test is known to reach it", 0.0, 0)
     with put_in(root, fault, place, undo):
         trial = try_tests(root, tests, measured.seconds, Limits(options.fault_s, options.test_s))
     if trial.problem:
-        return Outcome(False, "", f"pytest could not run: {trial.problem}", trial.seconds, trial.began)
+        return Outcome(False, "", f"pytest could not run: {trial.problem}", trial.seconds, len(trial.began))
     test, how = next(iter(trial.failed.items()), ("", ""))
-    return Outcome(bool(test), test, how, round(trial.seconds, 1), trial.began)
+    return Outcome(bool(test), test, how, round(trial.seconds, 1), len(trial.began))
 
 
 def find_unsound(root: Path, record: Record, measured: Measured, options: argparse.Namespace, names: Sequence[str]) -> list[str]:

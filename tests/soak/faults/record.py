@@ -8,13 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one fault: the test that caught it and how, "" for none; seconds; which tests ran; and the commit it was tried at."""
+    """Of one fault: the test that caught it and how, "" for none; seconds; how many tests ran; and the commit it was tried at."""
 
     caught: bool
     test: str
     how: str
     seconds: float
-    ran: tuple[str, ...]
+    ran: int
     commit: str = ""
 
 
@@ -43,14 +43,14 @@ def read_record(path: Path, commit: str) -> Record:
     if not path.exists():
         return Record(path, commit)
     plain = json.loads(path.read_text(encoding="utf-8"))
-    outcomes = ({"commit": plain["commit"], **one, "ran": tuple(one["ran"])} for one in plain["faults"].values())
+    outcomes = ({"commit": plain["commit"], **one} for one in plain["faults"].values())
     faults = {name: Outcome(**one) for name, one in zip(plain["faults"], outcomes, strict=True)}
     return Record(path, commit or plain["commit"], faults, plain["fail_anyway"])
 
 
 def to_line(name: str, one: Outcome, width: int = 0) -> str:
     """What became of a fault."""
-    return f"{name:{width}}  {one.seconds:5.0f} s  {one.test or f'SURVIVED {len(one.ran)} tests {one.how}'.rstrip()}"
+    return f"{name:{width}}  {one.seconds:5.0f} s  {one.test or f'SURVIVED {one.ran} tests {one.how}'.rstrip()}"
 
 
 def to_table(record: Record) -> str:
