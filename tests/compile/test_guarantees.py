@@ -34,10 +34,11 @@ def test_blocks_share_one_graph_whatever_the_depth_and_none_breaks(data):
     check_compiled(got, 2)
 
 
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(2)]
 MODES = {"aot": [AOT], "inductor": [], "tp-selective": [AOT, "--parallel.tp=2", "--parallel.activation_checkpoint=selective"]}
 
 
-@pytest.mark.parametrize("mode", [pytest.param(keys, id=name, marks=[pytest.mark.slow] if name != "aot" else [])
+@pytest.mark.parametrize("mode", [pytest.param(keys, id=name, marks=[] if name == "aot" else SAMPLED)
                                   for name, keys in MODES.items()])  # fmt: skip
 def test_nothing_is_compiled_after_the_first_step_with_evaluations_in_between(mode, data, tmp_path):
     steps = ["--train.steps=6", "--train.eval_every=2", "--train.eval_sequences=13", "--checkpoint.every=3"]
@@ -120,6 +121,7 @@ def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
     """In the folder that all tests share, which has what each compiler is asked about the machine first: no other run has a model
     of this width, whose graphs are looked for."""

@@ -65,14 +65,16 @@ def kept_bytes(build: Callable[[int], Subject]) -> int:
     return allocated - result.untyped_storage().nbytes() + sum(tensor.nbytes for tensor in rest)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo hides it
 @pytest.mark.parametrize(
     "build",
     [
-        pytest.param(block("none"), id="none", marks=pytest.mark.slow),
-        pytest.param(block("full"), id="full", marks=pytest.mark.slow),
-        pytest.param(block("selective"), id="selective", marks=pytest.mark.slow),
+        pytest.param(block("none"), id="none"),
+        pytest.param(block("full"), id="full"),
+        pytest.param(block("selective"), id="selective"),
         pytest.param(head, id="head"),
     ],
 )

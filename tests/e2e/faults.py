@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.support import launch
 from tests.support.launch import EAGER, TINY, Launch, kill, read_metrics, read_status
+from tests.support.limited import LIMITED
 from tests.support.nested import NESTED
 from tools.bench.processes import any_lives, children
 from train.checkpoint.folder import list_checkpoints, step_of
@@ -32,10 +33,13 @@ def started(processes: int, folder: Path, arguments: Sequence[str]) -> Iterator[
 
 
 @contextmanager
-def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str], name: str = "torchrun") -> Iterator[Launch]:
-    """The same under torchrun, which is the launch's only process; `workers` are those that it has started."""
+def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str], name: str = "torchrun",
+             limit: str = "") -> Iterator[Launch]:  # fmt: skip
+    """The same under torchrun, which is the launch's only process; `workers` are those that it has started. `limit`: of
+    tests/support/limited.py, on it and them."""
     words = ["torch.distributed.run", *options, "-m", "train.main", *arguments, f"--run.dir={folder}"]
-    with launch.started(1, *words, output=folder.with_name(f"{name}.txt"), module=NESTED) as running:
+    words, module = ([limit, *words], LIMITED) if limit else (words, NESTED)
+    with launch.started(1, *words, output=folder.with_name(f"{name}.txt"), module=module) as running:
         try:
             yield running
         finally:

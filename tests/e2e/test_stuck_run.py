@@ -1,7 +1,6 @@
 """Runs that hang, that share a folder, and that fail again and again: each ends with words that say why."""
 
 import os
-import resource
 import signal
 
 import pytest
@@ -21,7 +20,6 @@ from tests.e2e.faults import (
     workers,
 )
 from tests.support.launch import read_status, run
-from tools.bench.processes import children
 from train.config import parse_config
 from train.data.tokens import load_corpus
 
@@ -86,11 +84,9 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_and_it_goes_on(data, tm
 def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(data, tmp_path):
     folder, arguments = tmp_path / "run", tiny(data, "--checkpoint.every=3", steps=6)
     load_corpus(parse_config(arguments).data)  # the tokens are a larger file
-    with torchrun(folder, ["--standalone", "--nproc-per-node=1", "--max-restarts=3"], arguments) as launch:
-        # No larger file (a checkpoint is): first of torchrun, which hands it on to what it starts, then of what it had started.
-        for of_whom in (lambda pid: [pid], children):
-            for pid in of_whom(launch.ranks[0].pid):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
+    no_larger_file = "FSIZE=200000"  # than about a half of a checkpoint
+    options = ["--standalone", "--nproc-per-node=1", "--max-restarts=3"]
+    with torchrun(folder, options, arguments, limit=no_larger_file) as launch:
         assert launch.wait(LIMIT_S) == 1
     output = launch.output()
     assert "CrashLoopError: 3 starts in a row went no further than step 3 (from the beginning). The last: SaveError: " in output

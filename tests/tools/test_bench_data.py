@@ -34,6 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_whole_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "--quick", f"--folder={tmp_path}", "--json"])
     figures = json.loads(capsys.readouterr().out)["figures"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import run
+from tests.support.limited import LIMITED
 from tests.support.nested import run_nested
 from tools.doctor.__main__ import main
 from tools.doctor.checks import read_said
@@ -186,8 +187,10 @@ def test_whatever_goes_wrong_is_why_it_is_unknown():
     assert find(lambda: 3) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
-    done = run(1, "64", "tools.doctor", "--json", f"--run_dir={tmp_path}", module="tests.tools.limited", CXX="/nonexistent",
+    done = run(1, "NOFILE=64", "tools.doctor", "--json", f"--run_dir={tmp_path}", module=LIMITED, CXX="/nonexistent",
                NCCL_DEBUG="INFO")  # fmt: skip
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
@@ -202,6 +205,7 @@ def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_this_machine_as_it_is(tmp_path):
     done = run_nested("tools.doctor", f"--run_dir={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
