@@ -26,23 +26,23 @@ def jobs_of(cases: list[matrix.Case]) -> dict[str, Job]:
     return {matrix.name(case): Job(case["ranks"], matrix.arguments(case), matrix.graphs(case)) for case in cases}
 
 
-# What is not a factor of the matrix, by hand. Graphs: block 0 is frozen and its input needs no gradient; nor does that of
+# What is not a factor of the matrix, by hand. Of FREEZE's blocks: block 0 is frozen and its input needs no gradient; nor does that of
 # block 1, which is trained; block 2 has a frozen weight; block 3 is an ordinary one; and the head.
 OTHERS = {
-    "frozen": Job(1, [AOT, FOUR, FREEZE], 5),
     "frozen-tp": Job(4, [EAGER, FOUR, FREEZE, TP, FULL], 0),
     "offload": Job(4, [EAGER, OFFLOAD, TP], 0),
     # A block has 9,280 parameters: two make a unit.
     "joined": Job(4, [EAGER, FOUR, JOINED, TP, FULL], 0),
-    # The attention that runs on a GPU. Fully checkpointed it fails on a CPU (test_torch_faults.py), where we have our own.
-    "flash-selective": Job(2, [AOT, TP, FLASH, "--parallel.activation_checkpoint=selective",
-                               "--parallel.selective_policy=aten.mm,aten._scaled_dot_product_flash_attention_for_cpu"], 2),
     "math": Job(2, [EAGER, MATH, "--parallel.loss_chunk_tokens=64"], 0),
     # What keeps documents apart on a GPU.
     "flex-selective": Job(1, [AOT, DOCUMENTS, "--parallel.activation_checkpoint=selective"], 2, "flex"),
 }  # fmt: skip
 # The same where more ranks compile, and what differs from one above in little.
 COMPILED = {
+    "frozen": Job(1, [AOT, FOUR, FREEZE], 5),
+    # The attention that runs on a GPU. Fully checkpointed it fails on a CPU (test_torch_faults.py), where we have our own.
+    "flash-selective": Job(2, [AOT, TP, FLASH, "--parallel.activation_checkpoint=selective",
+                               "--parallel.selective_policy=aten.mm,aten._scaled_dot_product_flash_attention_for_cpu"], 2),
     "frozen-tp-compiled": Job(4, [AOT, FOUR, FREEZE, TP, FULL], 5),
     "offload-compiled": Job(4, [AOT, OFFLOAD, TP], 2),
     "offload-hsdp": Job(4, [EAGER, OFFLOAD, "--parallel.dp_replicate=2", "--train.micro_batch_size=2"], 0),
@@ -62,7 +62,7 @@ ASYNC = Job(2, [AOT, TP], 2, "async")
 BY_HAND = jobs_of(matrix.FAST) | OTHERS
 FAST = {name: job for name, job in BY_HAND.items() if "inductor" not in name}  # whose kernels take as long as all the others
 SLOW = {name: job for name, job in BY_HAND.items() if name not in FAST}
-SLOW |= matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=5)
+SLOW |= matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=6)
 EVERYDAY = FAST | {"bfloat16": BFLOAT16}
 
 

@@ -82,7 +82,7 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_and_it_goes_on(data, tm
 
 @pytest.mark.slow
 def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(data, tmp_path):
-    folder, arguments = tmp_path / "run", tiny(data, "--checkpoint.every=3", steps=6)
+    folder, arguments = tmp_path / "run", tiny(data, "--checkpoint.every=3", "--checkpoint.asynchronous=false", steps=6)
     load_corpus(parse_config(arguments).data)  # the tokens are a larger file
     no_larger_file = "FSIZE=200000"  # than about a half of a checkpoint
     options = ["--standalone", "--nproc-per-node=1", "--max-restarts=3"]

@@ -168,7 +168,7 @@ def test_any_config_is_planned_or_refused(config: Config, processes: int, per_no
 
 @pytest.mark.slow
 @OF_THE_SEED
-@settings(MANY, max_examples=1_000)
+@settings(MANY, max_examples=500)
 @given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
 def test_many_more_configs_are_planned_or_refused(config: Config, processes: int, per_node: int | None, tmp_path: Path) -> None:
     any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
@@ -294,7 +294,7 @@ def test_any_plan_file_is_run_or_refused(text: str, processes: int, tmp_path: Pa
 
 @pytest.mark.slow
 @OF_THE_SEED
-@settings(MANY, max_examples=600)
+@settings(MANY, max_examples=300)
 @given(text=mutated_plans(), processes=st.sampled_from([8, 8, 8, 4]))
 def test_many_more_plan_files_are_run_or_refused(text: str, processes: int, tmp_path: Path) -> None:
     any_plan_file_is_run_or_refused(text, processes, tmp_path)
