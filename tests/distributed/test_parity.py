@@ -26,8 +26,8 @@ def jobs_of(cases: list[matrix.Case]) -> dict[str, Job]:
     return {matrix.name(case): Job(case["ranks"], matrix.arguments(case), matrix.graphs(case)) for case in cases}
 
 
-# What is not a factor of the matrix, by hand. Of FREEZE's blocks: block 0 is frozen and its input needs no gradient; nor does that of
-# block 1, which is trained; block 2 has a frozen weight; block 3 is an ordinary one; and the head.
+# What is not a factor of the matrix, by hand. FREEZE has five graphs: block 0 is frozen and its input needs no gradient; nor
+# does that of block 1, which is trained; block 2 has a frozen weight; block 3 is an ordinary one; and the head.
 OTHERS = {
     "frozen-tp": Job(4, [EAGER, FOUR, FREEZE, TP, FULL], 0),
     "offload": Job(4, [EAGER, OFFLOAD, TP], 0),
