@@ -39,13 +39,17 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Skip what is marked `sampled(n)` on all days but one of n; what has the same `together=NAME` on the same days."""
+    """Skip what is marked `sampled(n)` on all days but one of n; what has the same `together=NAME` on the same days.
+
+    They take turns, so that no day has many of them: which day is whose depends on what is collected.
+    """
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
-    for item in items:
-        for mark in item.iter_markers("sampled"):
-            days, what = mark.args[0], mark.kwargs.get("together", item.nodeid)
-            if seed != "all" and (zlib.crc32(what.encode()) + int(seed)) % days:
-                item.add_marker(pytest.mark.skip(reason=f"one run of {days} takes it, and MESHWRIGHT_TESTS_SEED=all"))
+    marks = [(item, mark) for item in items for mark in item.iter_markers("sampled")]
+    marked = [(item, mark.args[0], mark.kwargs.get("together", item.nodeid)) for item, mark in marks]
+    order = sorted({what for _, _, what in marked}, key=lambda what: zlib.crc32(what.encode()))
+    for item, days, what in marked:
+        if seed != "all" and (order.index(what) + int(seed)) % days:
+            item.add_marker(pytest.mark.skip(reason=f"one run of {days} takes it, and MESHWRIGHT_TESTS_SEED=all"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

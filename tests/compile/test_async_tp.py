@@ -62,7 +62,7 @@ def run_async(data: list[str], folder: Path, *arguments: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("keys", "fused"), [
     ([], "6 of 10 gathers and scatters; the others (gathers: 1, scatters: 3)"),
     ([JOINED], "8 of 10 gathers and scatters; the others (gathers: 1, scatters: 1)"),

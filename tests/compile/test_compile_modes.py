@@ -11,7 +11,7 @@ from tests.support.launch import write_text
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_mode_that_chooses_kernels_by_trying_them_trains_the_same_model(tmp_path):
     job = Job(2, ["--parallel.compile.mode=max-autotune-no-cudagraphs"], 2)
     data = write_text(tmp_path)

@@ -34,7 +34,7 @@ def test_blocks_share_one_graph_whatever_the_depth_and_none_breaks(data):
     check_compiled(got, 2)
 
 
-SAMPLED = [pytest.mark.slow, pytest.mark.sampled(5)]
+SAMPLED = [pytest.mark.slow, pytest.mark.sampled(10)]
 MODES = {"aot": [AOT], "inductor": [], "tp-selective": [AOT, "--parallel.tp=2", "--parallel.activation_checkpoint=selective"]}
 
 
@@ -121,7 +121,7 @@ def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
     """In the folder that all tests share, which has what each compiler is asked about the machine first: no other run has a model
     of this width, whose graphs are looked for."""

@@ -66,7 +66,7 @@ def kept_bytes(build: Callable[[int], Subject]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo hides it
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_one_product_trains_the_same_model(name: str, trained: dict[str, Result]
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", COMPILED)
 def test_one_product_trains_the_same_model_compiled(name: str, data: list[str]) -> None:
     job = COMPILED[name]

@@ -61,8 +61,8 @@ BFLOAT16_COMPILED = Job(2, [AOT, FOUR, TP, "--parallel.param_dtype=bfloat16", *m
 ASYNC = Job(2, [AOT, TP], 2, "async")
 BY_HAND = jobs_of(matrix.FAST) | OTHERS
 FAST = {name: job for name, job in BY_HAND.items() if "inductor" not in name}  # whose kernels take as long as all the others
-SLOW = {name: job for name, job in BY_HAND.items() if name not in FAST}
-SLOW |= matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=6)
+COMPILED |= {name: job for name, job in BY_HAND.items() if name not in FAST}
+SLOW = matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=7)
 EVERYDAY = FAST | {"bfloat16": BFLOAT16}
 
 

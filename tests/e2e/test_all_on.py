@@ -15,6 +15,7 @@ OF_A_STEP, OF_THE_MEAN = 0.06, 0.005  # measured: 0.018, 0.0001
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(10)
 def test_everything_on_learns_what_the_plain_run_learns(data, tmp_path) -> None:
     curves = {}
     for name, ranks, keys in (("off", 1, OFF), ("on", 2, ON)):

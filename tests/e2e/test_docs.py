@@ -70,8 +70,8 @@ def smaller(command: str) -> str:
 
 PAGE_OF = {command: Path(page).stem for page in reversed(PAGES) for command in reversed(commands(page))
            if not any(re.search(pattern, command) for pattern in ELSEWHERE)}  # fmt: skip
-LONG = r"tools\.(plan|doctor)(?!.*--timeline)"  # they plan large models, or compile; nothing that comes later needs them
-ALL = [pytest.param(command, id=f"{page}: {command[:90]}", marks=[pytest.mark.sampled(5)] * bool(re.search(LONG, command)))
+LONG = r"tools\.(plan|doctor|eval)(?!.*--timeline)"  # they plan large models, or compile; nothing that comes later needs them
+ALL = [pytest.param(command, id=f"{page}: {command[:90]}", marks=[pytest.mark.sampled(10)] * bool(re.search(LONG, command)))
        for command, page in reversed(PAGE_OF.items())]  # fmt: skip
 
 

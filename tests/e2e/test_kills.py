@@ -80,7 +80,7 @@ def test_the_ratio_of_saves_is_taken_within_each_round_and_decides() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_what_safety_costs_is_measured() -> None:
     done = run_nested("tests.soak.safety", "--rounds=1", "--json", *TINY, *EAGER)
     assert done.returncode == 0, done.stderr

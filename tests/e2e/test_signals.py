@@ -96,6 +96,7 @@ def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, 
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(10)
 def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
     folder, cache = tmp_path / "run", tmp_path / "compiled"
     compiled = [argument for argument in tiny(data, "--checkpoint.every=1000") if "compile.enabled" not in argument]

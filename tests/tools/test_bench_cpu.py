@@ -103,7 +103,7 @@ def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_needed() 
         run_what_runs([Contender(OURS, fails_at_second)], 3, "keep")
 
 
-@pytest.mark.parametrize("started", ["forked", pytest.param("afresh", marks=[pytest.mark.slow, pytest.mark.sampled(5)])])
+@pytest.mark.parametrize("started", ["forked", pytest.param("afresh", marks=[pytest.mark.slow, pytest.mark.sampled(10)])])
 def test_compile_splits_a_start(started: str, tmp_path: Path, capsys: Output, request: pytest.FixtureRequest,
                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     if started == "forked":  # a fork has its server's command line, by which it cannot be found

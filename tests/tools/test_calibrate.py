@@ -143,7 +143,7 @@ def test_a_gpu_of_no_known_kind_needs_a_base() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.usefixtures("forked_commands")
 def test_a_real_calibration_is_read_by_the_planner(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"

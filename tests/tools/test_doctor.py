@@ -188,7 +188,7 @@ def test_whatever_goes_wrong_is_why_it_is_unknown():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
     done = run(1, "NOFILE=64", "tools.doctor", "--json", f"--run_dir={tmp_path}", module=LIMITED, CXX="/nonexistent",
                NCCL_DEBUG="INFO")  # fmt: skip
@@ -205,7 +205,7 @@ def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_this_machine_as_it_is(tmp_path):
     done = run_nested("tools.doctor", f"--run_dir={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -228,7 +228,7 @@ def test_nothing_fits_leaves_with_2_and_one_message(capsys: Output) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 def test_the_largest_model_on_the_most_gpus_is_planned_on_a_laptop() -> None:
     result = run(1, "tools.plan", "--config=llama_405b", "--gpus=4096", H100, "--parallel.plan=auto", "--json",
                  module="tests.tools.peak_memory", timeout_s=500)  # fmt: skip

@@ -23,7 +23,7 @@ from tools.bench.published import (
 )
 
 # The compiler, which traces in this process here, has several warnings of its own.
-pytestmark = [pytest.mark.slow, pytest.mark.sampled(5, together="published"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, together="published"), pytest.mark.filterwarnings("ignore")]
 RUNS = published_rows()
 
 

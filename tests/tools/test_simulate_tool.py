@@ -99,7 +99,7 @@ def test_compare_puts_three_strategies_side_by_side(capsys: Output) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [(8, []), (4096, ["--parallel.dp_replicate=512"]), (4096, ["--parallel.tp=8"])],

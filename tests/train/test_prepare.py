@@ -25,7 +25,7 @@ WITH_TEXT = [text for text in TEXTS if text]
 SMALL = {"held_out": 0.1, "shard_bytes": 4000}
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.sampled(10)])])
 def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_path: Path) -> None:
     """One of them so long that it is encoded in parts."""
     texts = odd_texts(count - 1, seed=count)
