@@ -63,7 +63,7 @@ def case(ranks: int, degrees: tuple[int, int, int], backend: str, recompute: str
     return {**plain, **mesh, "ranks": ranks, "backend": backend, "recompute": recompute, **others}
 
 
-# By hand, and, but for inductor's, everyday: what is used most, and where faults were met. To compile takes most of the time, so few
+# By hand, and, but for inductor's, everyday: what is used most, and where faults were met. To compile takes most time, so few
 # ranks do: two for each axis, four where FSDP and tensor parallelism meet; inductor, whose kernels other tests run too, once.
 FAST = [
     case(1, (1, 1, 1), "aot_eager", "none"),
