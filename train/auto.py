@@ -1,7 +1,6 @@
 """A run with `parallel.plan: auto`: the planner on the machine at hand."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 
 import torch
@@ -16,6 +15,7 @@ from parallel.planner.timeline import Timeline
 from train.best_dtype import dtype_here
 from train.choose import choose_plan
 from train.config import Config
+from train.cores import usable_cores
 from train.host_memory import device_memory_bytes
 from train.place import Place
 from train.plan_here import check_here
@@ -42,7 +42,7 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
     if asked.param_dtype == "auto":
         asked = dataclasses.replace(asked, param_dtype=dtype_here(device))
     if kind.cores:  # its rates are of one core, and what cpu_offload keeps in host memory is on the device
-        kind = dataclasses.replace(kind, cores=min(os.cpu_count() or 1, place.local_world_size * torch.get_num_threads()))
+        kind = dataclasses.replace(kind, cores=min(usable_cores(), place.local_world_size * torch.get_num_threads()))
         asked = dataclasses.replace(asked, cpu_offload=False)
     on_device = dataclasses.replace(config, parallel=asked)
     machines = Machines(kind, place.local_world_size, device_memory_bytes(device, place))

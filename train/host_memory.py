@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from train.control_groups import memory_left_bytes
 from train.place import Place
 
 
@@ -15,15 +16,18 @@ def device_memory_bytes(device: torch.device, place: Place) -> int:
     """Memory that one process can have: a whole GPU, or its share of what the node has free."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    return free_host_bytes() // place.local_world_size
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Memory that all processes of this machine, or of this container, can still have together: also what the kernel can give
+    back of its page cache. `root`: where /proc and /sys are."""
+    meminfo, left = root / "proc/meminfo", memory_left_bytes(root)
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = "/proc/meminfo"
-    if os.path.exists(meminfo):  # counts what the page cache can give back
-        with open(meminfo, encoding="ascii") as lines:
-            free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), free)
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():  # a container's own limit
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free // place.local_world_size
+    if meminfo.is_file():
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), free)
+    return free if left is None else min(free, left)
 
 
 def peak_resident_bytes() -> int:

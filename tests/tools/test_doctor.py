@@ -17,7 +17,7 @@ from tools.doctor.checks import read_said
 from tools.doctor.environment import judge_environment
 from tools.doctor.facts import Check, Facts, Folder, Gpu, Machine, Software, Unknown, find
 from tools.doctor.judge import find_slow_pairs, judge
-from tools.doctor.machine import find_cgroup_limit, find_filesystem, folder_bytes, look_at_run_folder, nearest_existing
+from tools.doctor.machine import find_filesystem, folder_bytes, look_at_run_folder, nearest_existing
 from tools.doctor.software import find_library, is_bundled, parse_gpus, strip_colours
 from tools.doctor.text import format_report
 from train.config import ConfigError
@@ -148,15 +148,6 @@ def test_folders_are_looked_at_for_real(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/a / ext4 rw 0 0\nhost:/x {tmp_path} nfs4 rw 0 0\n")
     assert find_filesystem(tmp_path, mounts) == "nfs4"
-
-
-@pytest.mark.parametrize(("name", "text", "gib"), [("memory.max", "max", None), ("memory.max", str(2**31), 2.0),
-                                                   ("memory/memory.limit_in_bytes", str(2**63 - 4096), None)])  # fmt: skip
-def test_cgroup_limits(name, text, gib, tmp_path):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    assert find_cgroup_limit(tmp_path) == gib
 
 
 def test_a_write_that_fails_is_why_the_folder_cannot_be_written(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.control_groups import write_groups
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from train.cores import usable_cores
 from train.place import Place
@@ -13,16 +14,13 @@ from train.run_config import RunConfig
 from train.runtime import start_process
 
 
-def write_system(folder: Path, siblings: dict[int, str], quota: str = "") -> Path:
-    """A /sys that says which hardware threads share a core, and a container's quota."""
+def write_system(root: Path, siblings: dict[int, str], quota: str = "") -> Path:
+    """A machine that says which hardware threads share a core, and a container's quota."""
     for cpu, text in siblings.items():
-        topology = folder / f"devices/system/cpu/cpu{cpu}/topology"
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{text}\n")
-    (folder / "fs/cgroup").mkdir(parents=True)
-    if quota:
-        (folder / "fs/cgroup/cpu.max").write_text(f"{quota}\n")
-    return folder
+    return write_groups(root, {"cpu.max": quota}) if quota else root
 
 
 EIGHT = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}  # 4 cores of 2 threads, numbered as Linux does on x86
@@ -44,6 +42,11 @@ EIGHT = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}  # 4 cores of 2 th
 )
 def test_cores_are_counted_once_and_within_a_containers_quota(siblings, quota, cpus, cores, tmp_path) -> None:
     assert usable_cores(write_system(tmp_path, siblings, quota), cpus) == cores
+
+
+def test_a_quota_of_version_1_counts(tmp_path) -> None:
+    groups = {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"}, {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}
+    assert usable_cores(write_groups(tmp_path, *groups, version_1="cpu,cpuacct"), range(8)) == 3
 
 
 @pytest.mark.parametrize("processes", [1, 2, 64])

@@ -6,7 +6,6 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from parallel.planner.hardware import COLLECTIVES, GIB, HARDWARE_FOLDER, Hardware, Link
 from tools.bench.calibrate_file import Noted, source_in
 from tools.bench.calibrate_links import LinkFit, Timing, fit_link
+from train.control_groups import memory_limit_bytes
 
 ATTENTION = ("attention_forward", "attention_backward")
 
@@ -155,6 +155,4 @@ def _stamp(machine: Machine) -> str:
 def _cpu_memory_gib() -> float:
     """What the machine has, or a container may use."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return min(total, int(text) if text.isdigit() else math.inf) / GIB
+    return min(total, memory_limit_bytes() or total) / GIB

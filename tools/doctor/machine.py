@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.doctor.facts import Folder, Machine, Unknown, find
+from train.control_groups import memory_limit_bytes
 from train.cores import usable_cores
+from train.host_memory import free_host_bytes
 
 GIB = 2**30
 WRITTEN_BYTES = 256 * 2**20
-CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and 1, below /sys/fs/cgroup
-NO_LIMIT_BYTES = 2**60  # cgroup 1 says "no limit" by a number near 2^63
 
 
 def look_at_machine() -> Machine:
     """Everything of it; what cannot be found out is Unknown."""
     return Machine(
         memory_gib=find(lambda: read_meminfo("MemTotal")),
-        available_gib=find(lambda: read_meminfo("MemAvailable")),
+        available_gib=find(lambda: free_host_bytes() / GIB),
         cgroup_gib=find(find_cgroup_limit),
         cores=find(usable_cores),
         threads=find(lambda: len(os.sched_getaffinity(0))),
@@ -45,13 +45,10 @@ def read_meminfo(name: str) -> float:
     return int(found[name]) * 1024 / GIB
 
 
-def find_cgroup_limit(system: Path = Path("/sys/fs/cgroup")) -> float | None:
+def find_cgroup_limit() -> float | None:
     """Of memory, in GiB; None without one."""
-    for name in CGROUP_FILES:
-        path = system / name
-        if path.is_file() and (text := path.read_text(encoding="ascii").strip()).isdecimal():
-            return int(text) / GIB if int(text) < NO_LIMIT_BYTES else None
-    return None
+    limit = memory_limit_bytes()
+    return None if limit is None else limit / GIB
 
 
 def soft_limit(kind: int, unit: int) -> int | None:

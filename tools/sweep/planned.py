@@ -1,7 +1,6 @@
 """Every run of a sweep is checked before the first is started: its config, its plan, and that it goes on with what it began."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from train.config import (
     make_parser,
     parser_arguments,
 )
+from train.cores import usable_cores
 from train.data.config import DataError
 from train.place import Place, choose_device
 from train.plan_here import plan_here
@@ -114,7 +114,7 @@ def predict_here(planned: Planned) -> dict[str, float]:
     if config.parallel.plan == "auto" or kind is None:
         return {}
     if kind.cores:  # its rates are of one core
-        kind = dataclasses.replace(kind, cores=min(os.cpu_count() or 1, processes * max(1, torch.get_num_threads() // processes)))
+        kind = dataclasses.replace(kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes)))
     plan = plan_here(config, place, device, name)
     figures = predict(config, plan, kind, processes)
     peak = figures.memory.peak_bytes if device.type == "cuda" else figures.reserved_bytes

@@ -1,0 +1,25 @@
+"""Control groups as Linux shows them below /proc and /sys, written into a folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_groups(root: Path, *groups: Mapping[str, str | int], version_1: str = "", container: bool = False) -> Path:
+    """A process in the last of nested groups, the files of each by name. `version_1`: the controllers of its hierarchy; else it is
+    of version 2. `container`: only the own group is mounted, as by Docker with version 1. Returns the root."""
+    names = [f"group_{depth}" for depth in range(1, len(groups))]
+    own = "/".join(["", *names]) or "/"
+    mounted, kind, options = (own if container else "/"), "cgroup" if version_1 else "cgroup2", f"rw,{version_1}" if version_1 else "rw"
+    point = root / "sys/fs/cgroup" / version_1
+    for depth, files in enumerate(groups):
+        folder = point if container else point.joinpath(*names[:depth])
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items() if not container or depth == len(groups) - 1 else ():
+            (folder / name).write_text(f"{text}\n")
+    process = root / "proc/self"
+    process.mkdir(parents=True, exist_ok=True)
+    (process / "cgroup").write_text(f"12:pids:{own}\n{4 if version_1 else 0}:{version_1}:{own}\n")
+    shown = f"/{point.relative_to(root)}"
+    (process / "mountinfo").write_text("23 1 0:21 / /proc rw,relatime - proc proc rw\n"
+                                       f"31 23 0:29 {mounted} {shown} ro,nosuid shared:9 - {kind} cgroup {options}\n")  # fmt: skip
+    return root

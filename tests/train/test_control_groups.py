@@ -1,0 +1,99 @@
+"""Memory that a container or a job leaves to a process: without the page cache, in the tightest group, of either version."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.control_groups import write_groups
+from tests.support.worlds import run_ranks
+from train.control_groups import memory_left_bytes, memory_limit_bytes
+from train.host_memory import free_host_bytes
+
+GIB = 2**30
+NO_LIMIT = 2**63 - 4096  # as version 1 says it
+REAL = Path("/sys/fs/cgroup/memory")
+
+
+def version_2(limit_gib: float | None, used_gib: float, cache_gib: float = 0.0) -> dict[str, str | int]:
+    limit = "max" if limit_gib is None else int(limit_gib * GIB)
+    inactive, active = int(cache_gib * 0.75 * GIB), int(cache_gib * 0.25 * GIB)
+    stat = f"anon 1\nfile {inactive + active + GIB}\ninactive_file {inactive}\nactive_file {active}"  # 1 GiB of shared memory
+    return {"memory.max": limit, "memory.high": "max", "memory.current": int(used_gib * GIB), "memory.stat": stat}
+
+
+def version_1(limit_gib: float | None, used_gib: float, cache_gib: float = 0.0) -> dict[str, str | int]:
+    limit = NO_LIMIT if limit_gib is None else int(limit_gib * GIB)
+    stat = f"inactive_file 7\nactive_file 7\ntotal_inactive_file {int(cache_gib * GIB)}\ntotal_active_file 0"
+    return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": int(used_gib * GIB), "memory.stat": stat}
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "left_gib", "limit_gib"),
+    [
+        pytest.param([version_2(512, 511, 480)], {}, 481, 512, id="a pod that has read its limit"),
+        pytest.param([version_2(512, 511)], {}, 1, 512, id="a pod that uses its limit"),
+        pytest.param([{}, version_2(None, 9)], {}, None, None, id="no limit"),
+        pytest.param([{}, version_2(100, 40, 10), version_2(None, 30), version_2(None, 8, 4)], {}, 70, 100, id="a job above"),
+        pytest.param([{}, version_2(100, 40), version_2(50, 20, 10)], {}, 40, 50, id="the tighter of two"),
+        pytest.param([version_2(100, 40) | {"memory.high": 60 * GIB}], {}, 20, 60, id="throttled above"),
+        pytest.param([version_2(4, 5)], {}, 0, 4, id="beyond its limit"),
+        pytest.param([version_1(None, 9), version_1(64, 60, 50)], {"version_1": "memory"}, 54, 64, id="version 1"),
+        pytest.param([version_1(None, 9), version_1(64, 60, 50)], {"version_1": "memory", "container": True}, 54, 64,
+                     id="version 1 in a container"),
+        pytest.param([version_1(None, 9)], {"version_1": "memory"}, None, None, id="version 1 without a limit"),
+    ],
+)  # fmt: skip
+def test_what_a_group_has_left_is_without_its_page_cache(groups, options, left_gib, limit_gib, tmp_path) -> None:
+    root = write_groups(tmp_path, *groups, **options)
+    assert memory_left_bytes(root) == (None if left_gib is None else left_gib * GIB)
+    assert memory_limit_bytes(root) == (None if limit_gib is None else limit_gib * GIB)
+
+
+def test_a_group_elsewhere_is_looked_for_at_the_mount_point(tmp_path) -> None:
+    root = write_groups(tmp_path, version_2(8, 2))
+    for path in ("/../../other", "/kubepods/pod1"):
+        (root / "proc/self/cgroup").write_text(f"0::{path}\n")
+        assert memory_left_bytes(root) == 6 * GIB
+
+
+@pytest.mark.parametrize(("available_gib", "free_gib"), [(1800, 481), (200, 200)])
+def test_the_host_has_the_less_of_machine_and_container(available_gib, free_gib, tmp_path) -> None:
+    root = write_groups(tmp_path, version_2(512, 511, 480))
+    (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemFree: 9 kB\nMemAvailable:  {available_gib * 2**20} kB\n")
+    assert free_host_bytes(root) == free_gib * GIB
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A real control group with a limit of 192 MiB, where this process may make one: as root, version 1."""
+    folder = REAL / f"meshwright-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(192 * 2**20))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def test_writing_a_file_leaves_a_real_groups_memory_as_it_is(group: Path, tmp_path: Path) -> None:
+    used, before, after = run_ranks(1, write_in, group, tmp_path / "file")[0]
+    assert used > 120 * 2**20, "the page cache is counted as used"
+    assert before < 192 * 2**20, "the group's limit is found"
+    assert after > before - 32 * 2**20, "and is not missed"
+
+
+def write_in(group: Path, path: Path) -> tuple[int, int, int]:
+    """In the group: its use and what is left after a file of 128 MiB was written, between them what was left before."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    before = free_host_bytes()
+    with path.open("wb") as file:
+        for _ in range(128):
+            file.write(bytes(2**20))
+    used = int((group / "memory.usage_in_bytes").read_text())
+    after = free_host_bytes()
+    path.unlink()
+    (REAL / "cgroup.procs").write_text(str(os.getpid()))
+    return used, before, after
