@@ -5,11 +5,15 @@ from pathlib import Path
 
 
 def write_groups(root: Path, *groups: Mapping[str, str | int], version_1: str = "", container: bool = False) -> Path:
-    """A process in the last of nested groups, the files of each by name. `version_1`: the controllers of its hierarchy; else it is
-    of version 2. `container`: only the own group is mounted, as by Docker with version 1. Returns the root."""
+    """A process in the last of nested groups, the files of each by name. Returns the root.
+
+    `version_1`: the controllers of its hierarchy, else it is of version 2. `container`: only its own group is mounted, as Docker
+    does with version 1.
+    """
     names = [f"group_{depth}" for depth in range(1, len(groups))]
     own = "/".join(["", *names]) or "/"
-    mounted, kind, options = (own if container else "/"), "cgroup" if version_1 else "cgroup2", f"rw,{version_1}" if version_1 else "rw"
+    mounted = own if container else "/"
+    filesystem = f"cgroup cgroup rw,{version_1}" if version_1 else "cgroup2 cgroup rw"
     point = root / "sys/fs/cgroup" / version_1
     for depth, files in enumerate(groups):
         folder = point if container else point.joinpath(*names[:depth])
@@ -21,5 +25,5 @@ def write_groups(root: Path, *groups: Mapping[str, str | int], version_1: str = 
     (process / "cgroup").write_text(f"12:pids:{own}\n{4 if version_1 else 0}:{version_1}:{own}\n")
     shown = f"/{point.relative_to(root)}"
     (process / "mountinfo").write_text("23 1 0:21 / /proc rw,relatime - proc proc rw\n"
-                                       f"31 23 0:29 {mounted} {shown} ro,nosuid shared:9 - {kind} cgroup {options}\n")  # fmt: skip
+                                       f"31 23 0:29 {mounted} {shown} ro,nosuid shared:9 - {filesystem}\n")  # fmt: skip
     return root

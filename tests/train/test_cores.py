@@ -45,7 +45,7 @@ def test_cores_are_counted_once_and_within_a_containers_quota(siblings, quota, c
 
 
 def test_a_quota_of_version_1_counts(tmp_path) -> None:
-    groups = {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"}, {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}
+    groups = [{"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000} for quota in (250000, -1)]
     assert usable_cores(write_groups(tmp_path, *groups, version_1="cpu,cpuacct"), range(8)) == 3
 
 

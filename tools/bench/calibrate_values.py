@@ -1,7 +1,6 @@
 """What a calibration found, as the values of a hardware file, each with its source."""
 
 import datetime
-import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
