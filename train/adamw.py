@@ -35,12 +35,16 @@ class RoundedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None and local_part(p).numel()]
+            trained = [p for p in group["params"] if p.grad is not None]
             # Fake tensors, of a simulation, have nothing to update; and a GPU's kernel would hold nothing beside them.
-            if held and not isinstance(local_part(held[0]), FakeTensor):
-                device = local_part(held[0]).device
-                step = self._make_step(group, held, device)
-                self._kernel(device)([self._slice(p) for p in held], step)
+            if not trained or isinstance(local_part(trained[0]), FakeTensor):
+                continue
+            device = local_part(trained[0]).device
+            skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf.to(device)
+            # Also of parameters of which this rank has no row: every rank counts alike, and any of them may save the count.
+            torch._foreach_add_([self.state[p]["step"] for p in trained], [1 - skip] * len(trained))
+            if held := [p for p in trained if local_part(p).numel()]:
+                self._kernel(device)([self._slice(p) for p in held], self._make_step(group, held, skip))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As any optimizer's, but that the state keeps its dtypes, where torch gives it the parameter's."""
@@ -50,14 +54,11 @@ class RoundedAdamW(torch.optim.Optimizer):
             p = parameters[number]
             self.state[p] = {name: value.to(local_part(p).device, copy=True) for name, value in state.items()}
 
-    def _make_step(self, group: dict[str, Any], parameters: list[Tensor], device: torch.device) -> Step:
+    def _make_step(self, group: dict[str, Any], parameters: list[Tensor], skip: Tensor) -> Step:
         """The step's scalars: computed on the device, where only the step count is known."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf.to(device)
-        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale.to(device)
-        steps = [self.state[p]["step"] for p in parameters]
-        torch._foreach_add_(steps, [1 - skip] * len(steps))
-        counts = torch.stack(steps)
+        divisor = torch.ones_like(skip) if self.grad_scale is None else self.grad_scale.to(skip.device)
+        counts = torch.stack([self.state[p]["step"] for p in parameters])
         rates, roots = lr / (1 - beta1 ** counts.double()), (1 - beta2 ** counts.double()).sqrt()
         decay = 1 - lr * group["weight_decay"]
         return Step(beta1, beta2, group["eps"], decay, counts, rates.float(), roots.float(), divisor, skip)

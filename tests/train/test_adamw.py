@@ -233,6 +233,14 @@ def test_the_bits_are_the_same_on_any_mesh() -> None:
         assert [name for name, value in alone.items() if not torch.equal(mesh[name], value)] == []
 
 
+def test_ranks_without_a_row_count_their_steps_too() -> None:
+    """Norms of 6 rows on 4 ranks are cut into 2, 2, 2 and 0: each rank may be the one that saves the count of steps."""
+    arguments = [*TINY, *EAGER, *BFLOAT16, "--model.dim=6", "--model.n_heads=1", "--model.n_kv_heads=1"]
+    (alone,) = run_ranks(1, train, arguments)
+    for rank in run_ranks(4, train, arguments):
+        assert [name for name, value in alone.items() if not torch.equal(rank[name], value)] == []
+
+
 # In a training step
 
 

@@ -22,6 +22,7 @@ from tests.train.checkpoint_saves import KILLS, TEXTS, Trainer, names, save_with
 from train.checkpoint import folder as folder_module
 from train.checkpoint import saver as saver_module
 from train.checkpoint.folder import list_checkpoints
+from train.checkpoint.load import load_checkpoint
 from train.checkpoint.manifest import MANIFEST
 from train.checkpoint.verify import verify_alone
 
@@ -146,6 +147,14 @@ def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: P
     assert "nothing writes into a committed checkpoint" in trainer.save(tmp_path, 1).error
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()} == before
     assert names(tmp_path) == ["step-00000001"]
+
+
+def test_steps_that_an_older_version_did_not_count_are_counted_on_loading(trainer: Trainer, tmp_path: Path) -> None:
+    for state, steps in zip(trainer.optimizer.state.values(), (7.0, 0.0), strict=True):
+        state["step"].fill_(steps)
+    saved = trainer.save(tmp_path, 1)
+    load_checkpoint(saved.path, verify_alone(saved.path, "full"), trainer.model, trainer.optimizer)
+    assert [state["step"].item() for state in trainer.optimizer.state.values()] == [7.0, 7.0]
 
 
 def test_a_folder_that_cannot_be_written_is_said(trainer: Trainer, tmp_path: Path) -> None:

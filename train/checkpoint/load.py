@@ -31,8 +31,17 @@ def load_checkpoint(checkpoint: Path, manifest: Manifest, model: nn.Module, opti
     same_size = manifest.position.world_size == dist.get_world_size()
     random = {name: state for name, state in random_state().items() if same_size and name in manifest.tensors}
     read_tensors(checkpoint, manifest, {**tensors, **random})
+    _count_steps_alike(optimizer)
     for name, state in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(state)
+
+
+def _count_steps_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Every parameter has made as many steps as the others. Checkpoints made before 23 November 2026 with bfloat16 moments or
+    parameters may say fewer for some: what was counted by a rank that had no row of them."""
+    steps = [state["step"] for state in optimizer.state.values()]
+    if steps:
+        torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
 
 
 def read_tensors(checkpoint: Path, manifest: Manifest, into: Mapping[str, Tensor], alone: bool = False) -> None:
