@@ -1,4 +1,4 @@
-"""The process: its threads, its device's settings and its process group."""
+"""The process: its limits, its threads, its device's settings and its process group."""
 
 import logging
 from dataclasses import astuple
@@ -9,6 +9,7 @@ import torch
 from train.allocator import use_expandable_segments
 from train.cores import usable_cores
 from train.meeting import join
+from train.open_files import allow_open_files
 from train.place import Place
 from train.run_config import RunConfig
 
@@ -19,7 +20,8 @@ def group_timeout(config: RunConfig) -> timedelta:
 
 
 def start_process(config: RunConfig, place: Place, device: torch.device) -> None:
-    """Set threads and device, and join the process group (alone too: the same code runs everywhere)."""
+    """Set limits, threads and device, and join the process group (alone too: the same code runs everywhere)."""
+    allow_open_files()
     if device.type == "cuda":
         if config.expandable_segments:
             use_expandable_segments()

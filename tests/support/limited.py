@@ -1,4 +1,5 @@
-"""`run(1, "NOFILE=64", "tools.doctor", ..., module=LIMITED)`: a command, and all that it starts, under a limit."""
+"""`run(1, "NOFILE=64", "tools.doctor", ..., module=LIMITED)`: a command, and all that it starts, under a limit that it
+cannot raise, as after `ulimit -n 64`."""
 
 import resource
 import sys
@@ -11,6 +12,6 @@ LIMITED = "tests.support.limited"
 if __name__ == "__main__":
     name, value = sys.argv[1].split("=")
     kind = getattr(resource, f"RLIMIT_{name}")
-    resource.setrlimit(kind, (int(value), resource.getrlimit(kind)[1]))
+    resource.setrlimit(kind, (int(value), int(value)))
     fork_what_it_starts()
     run_module(sys.argv[2], sys.argv[3:])

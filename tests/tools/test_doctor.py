@@ -70,7 +70,7 @@ def test_a_good_machine_has_no_findings():
         (facts(run_folder=Folder("runs", write_mb_s=50.0)), "slow", "50 MB/s, flushed, so 16 GB of a checkpoint take 5.3"),
         (facts(cache_folder=Folder("cache", writable=False)), "fails", "compile cache cache cannot be written"),
         (facts(cache_folder=Folder("cache", filesystem="nfs4")), "slow", "is on nfs4"),
-        (machine(open_files=64), "fails", "ulimit -n is 64"),
+        (machine(open_files=64, most_open_files=64), "fails", "ulimit -Hn is 64"),
         (machine(memlock_kib=64, infiniband=("mlx5_0",)), "fails", "ulimit -l is 64 KiB, and InfiniBand (mlx5_0)"),
         (machine(shm_gib=0.0625), "fails", "/dev/shm has 64 MiB"),
         (machine(cgroup_gib=2.0), "slow", "2.0 GiB of memory"),
@@ -106,7 +106,7 @@ def test_memlock_and_shm_matter_where_they_are_used():
 
 
 def test_the_most_important_comes_first():
-    both = dataclasses.replace(machine(open_files=64, addresses=("127.0.1.1",)), environment={"CUDA_LAUNCH_BLOCKING": "1"})
+    both = dataclasses.replace(machine(most_open_files=64, addresses=("127.0.1.1",)), environment={"CUDA_LAUNCH_BLOCKING": "1"})
     assert [one.kind for one in judge(both)] == ["fails", "slow", "note"]
 
 
@@ -187,7 +187,7 @@ def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
     report = json.loads(done.stdout)
     found = [(one["kind"], one["what"]) for one in report["findings"]]
     assert any(kind == "fails" and what.startswith("no C++ compiler") for kind, what in found)
-    assert any(kind == "fails" and what.startswith("ulimit -n is 64") for kind, what in found)
+    assert any(kind == "fails" and what.startswith("ulimit -Hn is 64") for kind, what in found)
     assert any(kind == "note" and what.startswith("NCCL_DEBUG=INFO") for kind, what in found)
     assert report["facts"]["compiled"]["failed"]
     assert report["facts"]["environment"]["CXX"] == "/nonexistent"

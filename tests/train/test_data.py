@@ -4,7 +4,6 @@ import threading
 import time
 from collections import Counter
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from models.loss import IGNORE_INDEX
+from tests.support import stores
 from train.data.checks import check_sequences
 from train.data.config import DataError
 from train.data.loader import BatchShape, SampleOrder, TrainLoader, hash_tokens
 from train.data.order import sample_indices
 from train.data.sequences import SequenceShape, read_batch
-from train.data.split import Shard, Split
+from train.data.split import Split
 from train.data.tokens import Source
 from train.evaluation import set_batches
 from train.step import Batch
@@ -80,7 +80,7 @@ SEQUENCES = SequenceShape(SEQ_LEN, packing=True, document_mask=False, start_id=N
 
 def split_of(count: int) -> Split:
     """Tokens 0, 1, 2 ...: sequence i starts with token i * SEQ_LEN."""
-    return Split([Shard(Path("a.bin"), np.arange(count, dtype=np.uint16), np.array([count], np.uint64))], count)
+    return stores.split_of([range(count)])
 
 
 TOKENS = split_of(N * SEQ_LEN + 1)

@@ -73,7 +73,8 @@ class Software:
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory in GiB, cores, limits. memlock_kib, open_files: None is unlimited; cgroup_gib: None is no limit."""
+    """Memory in GiB, cores, limits. memlock_kib, open_files and most_open_files, to which a run raises it: None is unlimited;
+    cgroup_gib: None is no limit."""
 
     memory_gib: float | Unknown = 64.0
     available_gib: float | Unknown = 64.0
@@ -82,6 +83,7 @@ class Machine:
     threads: int | Unknown = 8  # hardware threads that it may use
     memlock_kib: int | Unknown | None = None
     open_files: int | Unknown | None = None
+    most_open_files: int | Unknown | None = None
     shm_gib: float | Unknown = 32.0
     hostname: str = "node"
     addresses: tuple[str, ...] | Unknown = ("10.0.0.1",)  # what the host's own name resolves to

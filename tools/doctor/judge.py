@@ -11,7 +11,7 @@ from tools.doctor.finding import Finding, fails, is_slow, note
 LEAST_FREE_GIB = 1.0
 # NCCL maps buffers of about 10 MB for each peer of the node; Docker's default of 64 MiB is too little for 8 GPUs.
 LEAST_SHM_GIB = 1.0
-LEAST_OPEN_FILES = 1024  # Linux's own default: sockets to every peer, data shards, libraries
+LEAST_OPEN_FILES = 1024  # Linux's own default: sockets to every peer, a quarter for shards of the data, libraries
 SLOW_WRITE_MB_S = 200.0  # an 8B's state of 96 GB in float32 takes 8 minutes at this rate
 LEAST_MEMORY_GIB = 4.0  # torch, its compiler's workers and a process of a small model
 NETWORK = ("nfs", "lustre", "cifs", "smb", "9p", "fuse", "gpfs", "beegfs", "ceph", "wekafs", "virtiofs")
@@ -99,9 +99,9 @@ def is_network(filesystem: str | Unknown) -> bool:
 def judge_limits(facts: Facts) -> Iterator[Finding]:
     """ulimits and shared memory."""
     machine, gpus = facts.machine, count_gpus(facts)
-    if isinstance(machine.open_files, int) and machine.open_files < LEAST_OPEN_FILES:
-        yield fails(f"ulimit -n is {machine.open_files}; data and sockets to all peers need {LEAST_OPEN_FILES} and more",
-                    "ulimit -n 65536, or nofile in /etc/security/limits.conf")  # fmt: skip
+    if isinstance(machine.most_open_files, int) and machine.most_open_files < LEAST_OPEN_FILES:
+        yield fails(f"ulimit -Hn is {machine.most_open_files}; data and sockets to all peers need {LEAST_OPEN_FILES} and more",
+                    "nofile in /etc/security/limits.conf; Docker: --ulimit nofile=65536")  # fmt: skip
     if isinstance(machine.memlock_kib, int) and machine.infiniband:
         yield fails(f"ulimit -l is {machine.memlock_kib} KiB, and InfiniBand ({', '.join(machine.infiniband)}) pins more",
                     "memlock unlimited in /etc/security/limits.conf; Slurm: LimitMEMLOCK=infinity of slurmd")  # fmt: skip

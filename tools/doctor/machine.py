@@ -18,6 +18,7 @@ from train.host_memory import free_host_bytes
 
 GIB = 2**30
 WRITTEN_BYTES = 256 * 2**20
+SOFT, HARD = 0, 1  # of a limit: what holds, and how far a process may raise it
 
 
 def look_at_machine() -> Machine:
@@ -28,8 +29,9 @@ def look_at_machine() -> Machine:
         cgroup_gib=find(find_cgroup_limit),
         cores=find(usable_cores),
         threads=find(lambda: len(os.sched_getaffinity(0))),
-        memlock_kib=find(lambda: soft_limit(resource.RLIMIT_MEMLOCK, 1024)),
-        open_files=find(lambda: soft_limit(resource.RLIMIT_NOFILE, 1)),
+        memlock_kib=find(lambda: limit(resource.RLIMIT_MEMLOCK, SOFT, 1024)),
+        open_files=find(lambda: limit(resource.RLIMIT_NOFILE, SOFT)),
+        most_open_files=find(lambda: limit(resource.RLIMIT_NOFILE, HARD)),
         shm_gib=find(lambda: shutil.disk_usage("/dev/shm").free / GIB),
         hostname=socket.gethostname(),
         addresses=find(lambda: tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}))),
@@ -51,10 +53,10 @@ def find_cgroup_limit() -> float | None:
     return None if limit is None else limit / GIB
 
 
-def soft_limit(kind: int, unit: int) -> int | None:
+def limit(kind: int, which: int, unit: int = 1) -> int | None:
     """A limit of this process in `unit`s; None is unlimited."""
-    limit = resource.getrlimit(kind)[0]
-    return None if limit == resource.RLIM_INFINITY else limit // unit
+    found = resource.getrlimit(kind)[which]
+    return None if found == resource.RLIM_INFINITY else found // unit
 
 
 def look_at_interfaces(system: Path = Path("/sys/class/net")) -> tuple[str, ...]:

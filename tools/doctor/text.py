@@ -71,7 +71,7 @@ def machine(facts: Facts) -> list[tuple[str, object]]:
     have = facts.machine
     return [("memory", f"{_gib(have.memory_gib)}, available {_gib(have.available_gib)}, cgroup limit {_gib(have.cgroup_gib)}"),
             ("cores", f"{have.cores} usable, {have.threads} hardware threads"),
-            ("ulimit -l, -n", f"{_kib(have.memlock_kib)}, {'unlimited' if have.open_files is None else have.open_files}"),
+            ("ulimit -l, -n", f"{_kib(have.memlock_kib)}, {_files(have.open_files)} (a run has {_files(have.most_open_files)})"),
             ("/dev/shm", f"{_gib(have.shm_gib)} free"),
             ("name", f"{have.hostname}: {_joined(have.addresses)}"),
             ("interfaces", _joined(have.interfaces)),
@@ -100,6 +100,10 @@ def _gib(value: float | Unknown | None) -> str:
 
 def _kib(value: int | Unknown | None) -> str:
     return "unlimited" if value is None else f"{value} KiB" if isinstance(value, int) else str(value)
+
+
+def _files(value: int | Unknown | None) -> str:
+    return "unlimited" if value is None else str(value)
 
 
 def _joined(values: Sequence[str] | Unknown) -> str:

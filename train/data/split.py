@@ -1,20 +1,49 @@
-"""Tokenised documents, memory-mapped: a stream of tokens, and where in it each document lies."""
+"""Tokenised documents on disk: a stream of tokens, and where in it each document lies."""
 
+import errno
+import functools
+import hashlib
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from train.data.config import DataError
+from train.open_files import open_files_limit
+
+# Files that stay mapped after they were read: each is an open file, and a map, of which Linux gives a process 65,530.
+MOST_MAPPED = 4096
+
+
+@dataclass(eq=False)
+class MappedFile:
+    """Numbers in a file, mapped into memory when they are read. `modified_ns`: the file's time stamp; where that is another one,
+    `sha256` says whether it is still the same file."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    length: int
+    sha256: str
+    modified_ns: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def numbers(self) -> NDArray[Any]:
+        """numbers[length]. Raises DataError if the file cannot be opened, or is not the one that it was."""
+        return _maps()(self)
+
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard, memory-mapped: ids[tokens], ends[documents]."""
+    """A shard: ids[tokens], and ends[documents], where each document ends in it."""
 
-    path: Path
-    ids: NDArray[Any]
-    ends: NDArray[np.uint64]
+    ids: MappedFile
+    ends: MappedFile
 
 
 class Split:
@@ -38,14 +67,14 @@ class Split:
         done = 0
         while done < len(out):
             shard, offset = self._find(first + done)
-            part = self._shards[shard].ids[offset : offset + len(out) - done]
+            part = self._shards[shard].ids.numbers()[offset : offset + len(out) - done]
             out[done : done + len(part)] = part
             done += len(part)
 
     def document(self, index: int) -> tuple[int, int]:
         """First token of a document, and the one after its last."""
         shard = int(np.searchsorted(self._documents, index, side="right")) - 1
-        ends, within = self._shards[shard].ends, index - int(self._documents[shard])
+        ends, within = self._shards[shard].ends.numbers(), index - int(self._documents[shard])
         begin = int(self._tokens[shard])
         return begin + (int(ends[within - 1]) if within else 0), begin + int(ends[within])
 
@@ -54,8 +83,10 @@ class Split:
         found = []
         shard = self._find(first)[0]
         while shard < len(self._shards) and self._tokens[shard] < last:
-            begin, ends = int(self._tokens[shard]), self._shards[shard].ends
-            low, high = (int(np.searchsorted(ends, max(0, at - begin), side="right")) for at in (first, last))
+            begin, ends = int(self._tokens[shard]), self._shards[shard].ends.numbers()
+            # As uint64, which the ends are: for a Python int numpy would copy all of them as float64.
+            bounds = np.array([max(0, first - begin), last - begin], np.uint64)
+            low, high = np.searchsorted(ends, bounds, side="right").tolist()
             found.append(ends[low:high].astype(np.int64) + begin)
             shard += 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
@@ -64,8 +95,36 @@ class Split:
         """Where a token lies, for people: file and byte offset."""
         shard, offset = self._find(token)
         ids = self._shards[shard].ids
-        return f"{self._shards[shard].path}, byte {offset * ids.itemsize:,} (token {offset:,})"
+        return f"{ids.path}, byte {offset * ids.dtype.itemsize:,} (token {offset:,})"
 
     def _find(self, token: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._tokens, token, side="right")) - 1
         return shard, token - int(self._tokens[shard])
+
+
+@functools.cache
+def _maps() -> Callable[[MappedFile], NDArray[Any]]:
+    """`_map`, of which the latest are kept: for all data of this process at most a quarter of the files that it may open."""
+    return functools.lru_cache(maxsize=min(open_files_limit() // 4, MOST_MAPPED))(_map)
+
+
+def _map(file: MappedFile) -> NDArray[Any]:
+    try:
+        with open(file.path, "rb") as opened:
+            _check_unchanged(file, opened)
+            return np.memmap(opened, file.dtype, "r")
+    except OSError as error:
+        remedy = (f"this process may have {open_files_limit()} files open (ulimit -n), allow it 1,024 or more"
+                  if error.errno == errno.EMFILE else "a run reads its data as long as it goes on")  # fmt: skip
+        raise DataError(f"{file.path} cannot be opened ({error.strerror}): {remedy}") from None
+
+
+def _check_unchanged(file: MappedFile, opened: BinaryIO) -> None:
+    """DataError where the file is another one than at the start of the run: its tokens would be of other documents."""
+    status = os.fstat(opened.fileno())
+    if status.st_mtime_ns == file.modified_ns:
+        return
+    # Some touch their files, lest a cluster deletes them.
+    if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+        raise DataError(f"{file.path} has been changed since the run began: start the run again")
+    file.modified_ns = status.st_mtime_ns

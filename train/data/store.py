@@ -21,7 +21,7 @@ import numpy as np
 
 from parallel.one_line import one_line
 from train.data.config import DataError
-from train.data.split import Shard, Split
+from train.data.split import MappedFile, Shard, Split
 from train.data.tokenizer import TokenizerInfo
 from train.read_json import read_json
 
@@ -126,8 +126,8 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def open_split(folder: Path, manifest: Manifest, *splits: str) -> Split:
-    """Splits as one, memory-mapped. Raises DataError where a file is not there, has another size than the manifest says, or is a
-    link that leads out of the folder."""
+    """Splits as one. Raises DataError where a file is not there, has another size than the manifest says, or is a link that leads
+    out of the folder. No file stays open: there may be more of them than a process may open."""
     infos = [info for split in splits for info in manifest.splits[split]]
     shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
     return Split(shards, sum(info.text_bytes for info in infos))
@@ -145,17 +145,20 @@ def _sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
 
 
 def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> Shard:
-    for name, size in _sizes(info, dtype).items():
-        check_size(folder / name, size)
-    ids, ends = (folder / name for name in _sizes(info, dtype))
-    shard = Shard(ids, np.memmap(ids, dtype.newbyteorder("<"), "r"), np.memmap(ends, "<u8", "r"))
-    if shard.ends[-1] != info.tokens:
-        raise DataError(f"{ends}: the last document ends at token {shard.ends[-1]} of {info.tokens}: prepare the data again")
-    return shard
+    ids = _open_file(folder / f"{info.name}.bin", dtype.newbyteorder("<"), info.tokens, info.sha256)
+    ends = _open_file(folder / f"{info.name}.ends", np.dtype("<u8"), info.documents, info.ends_sha256)
+    if (last := ends.numbers()[-1]) != info.tokens:
+        raise DataError(f"{ends.path}: the last document ends at token {last} of {info.tokens}: prepare the data again")
+    return Shard(ids, ends)
 
 
-def check_size(path: Path, size_bytes: int) -> None:
-    """DataError unless there is such a file of this size, and in this folder: no link that leads elsewhere, or nowhere."""
+def _open_file(path: Path, dtype: np.dtype, length: int, sha256: str) -> MappedFile:
+    return MappedFile(path, dtype, length, sha256, check_size(path, length * dtype.itemsize).st_mtime_ns)
+
+
+def check_size(path: Path, size_bytes: int) -> os.stat_result:
+    """What the system says of a file. DataError unless there is such a file of this size, and in this folder: no link that leads
+    elsewhere, or nowhere."""
     real = os.path.realpath(path)  # Path.resolve raises RuntimeError where links lead in a circle
     if os.path.dirname(real) != os.path.realpath(path.parent):
         raise DataError(f"{path} leads out of its folder, to {real}: put the file itself there")
@@ -163,3 +166,4 @@ def check_size(path: Path, size_bytes: int) -> None:
         missing = "a link to no file" if path.is_symlink() else "no such file"
         here = f"{path.stat().st_size:,} bytes" if path.is_file() else missing
         raise DataError(f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again")
+    return path.stat()

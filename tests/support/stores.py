@@ -1,0 +1,49 @@
+"""Prepared data, written shard by shard without a source: as many and as small shards as a test wants."""
+
+import functools
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from train.data.split import Split
+from train.data.store import MANIFEST, Manifest, ShardInfo, manifest_to_json, open_split
+from train.data.tokenizer import ByteTokenizer
+
+Documents = Sequence[Sequence[int]]  # the tokens of each
+
+_NUMBERS = itertools.count()
+
+
+def write_store(folder: Path, train: Sequence[Documents], held_out: Sequence[Documents] = ()) -> Manifest:
+    """A prepared folder of byte tokens, of which each shard holds the documents of one item."""
+    folder.mkdir(parents=True)
+    splits = {split: tuple(_write_shard(folder, f"{split}-{number:05d}", documents) for number, documents in enumerate(shards))
+              for split, shards in (("train", train), ("held_out", held_out))}  # fmt: skip
+    manifest = Manifest(ByteTokenizer.info, "uint16", (), splits)
+    (folder / MANIFEST).write_text(manifest_to_json(manifest))
+    return manifest
+
+
+def split_of(*shards: Documents) -> Split:
+    """A split of these shards."""
+    folder = Path(_folders().name, str(next(_NUMBERS)))
+    return open_split(folder, write_store(folder, shards), "train")
+
+
+@functools.cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    """Until this process ends."""
+    return tempfile.TemporaryDirectory()
+
+
+def _write_shard(folder: Path, name: str, documents: Documents) -> ShardInfo:
+    ids = np.concatenate([np.array(document, "<u2") for document in documents])
+    ends = np.cumsum([len(document) for document in documents]).astype("<u8")
+    ids.tofile(folder / f"{name}.bin")
+    ends.tofile(folder / f"{name}.ends")
+    sha256, ends_sha256 = (hashlib.sha256(array.tobytes()).hexdigest() for array in (ids, ends))
+    return ShardInfo(name, len(ids), len(documents), len(ids), int(ids.max()), sha256, ends_sha256)

@@ -1,0 +1,103 @@
+"""More shards than a process may have open files, and files that change under a run."""
+
+import os
+import resource
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.launch import EAGER, TINY, read_metrics, run
+from tests.support.limited import LIMITED
+from tests.support.stores import split_of, write_store
+from tests.support.worlds import run_ranks
+from train.data import split as split_module
+from train.data.config import DataError
+from train.data.store import open_split, read_manifest
+from train.open_files import ENOUGH, allow_open_files, open_files_limit
+
+
+def test_2000_shards_are_trained_on_where_256_files_may_be_open(tmp_path: Path) -> None:
+    shards = [[[number % 251] * 40] for number in range(2000)]
+    write_store(tmp_path / "store", shards[:1900], shards[1900:])
+    result = run(1, "NOFILE=256", "train.main", *TINY, *EAGER, f"--data.source={tmp_path / 'store'}", "--train.seq_len=64",
+                 "--train.micro_batch_size=8", "--train.global_batch_size=64", "--train.steps=4", "--train.eval_every=4",
+                 "--data.document_mask=true", f"--run.dir={tmp_path / 'run'}", module=LIMITED)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert list(read_metrics(tmp_path / "run")) == [0, 1, 2, 3, 4]
+
+
+def test_a_limit_that_does_not_do_is_said(tmp_path: Path) -> None:
+    write_store(tmp_path / "store", [[[1, 2, 3]]] * 3)
+    (said,) = run_ranks(1, load_with_no_file_left, tmp_path / "store")
+    assert "train-00000.ends cannot be opened (Too many open files): this process may have" in said
+    assert "files open (ulimit -n), allow it 1,024 or more" in said
+
+
+def load_with_no_file_left(folder: Path) -> str:
+    manifest, limits = read_manifest(folder), resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd")) - 1  # one was of the listing
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+    try:
+        open_split(folder, manifest, "train")
+    except DataError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return ""
+
+
+def test_the_limit_is_raised_as_far_as_it_goes() -> None:
+    assert run_ranks(1, limits_after, 256, 512) == [512]
+    assert run_ranks(1, limits_after, 600, 10**6) == [min(ENOUGH, resource.getrlimit(resource.RLIMIT_NOFILE)[1])]
+
+
+def limits_after(soft: int, hard: int) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, min(hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
+    allow_open_files()
+    return open_files_limit()
+
+
+def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = split_of(*([[[number, number]] for number in range(40)]))
+    monkeypatch.setattr(split_module, "MOST_MAPPED", 4)
+    split_module._maps.cache_clear()
+    try:
+        before, out = len(os.listdir("/proc/self/fd")), np.empty(80, np.int64)
+        for _ in range(2):
+            shards.read(0, out)
+            assert out.tolist() == [number for number in range(40) for _ in range(2)]
+            assert len(os.listdir("/proc/self/fd")) == before + 4
+    finally:
+        split_module._maps.cache_clear()
+
+
+@pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "gone"])
+def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_path: Path) -> None:
+    """But one that was touched is, as some do so that their cluster does not delete it."""
+    split = open_split(tmp_path / "store", write_store(tmp_path / "store", [[[1, 2, 3]], [[4, 5, 6]]]), "train")
+    path, out = tmp_path / "store/train-00001.bin", np.empty(6, np.int64)
+    if change == "gone":
+        path.unlink()
+    else:
+        np.array({"touched": [4, 5, 6], "rewritten": [4, 5, 7], "longer": [4, 5, 6, 7]}[change], "<u2").tofile(path)
+        os.utime(path, ns=(0, 1))
+    if change == "touched":
+        split.read(0, out)
+        assert out.tolist() == [1, 2, 3, 4, 5, 6]
+    else:
+        said = r"train-00001\.bin (has been changed since the run began|cannot be opened \(No such file)"
+        with pytest.raises(DataError, match=said):
+            split.read(0, out)
+
+
+def test_where_documents_end_is_found_without_copying_the_shard() -> None:
+    split = split_of([[1, 2]] * 50_000)
+    split.ends_between(0, 10)  # maps it
+    tracemalloc.start()
+    try:
+        assert split.ends_between(60_001, 60_006).tolist() == [60_002, 60_004, 60_006]
+        assert tracemalloc.get_traced_memory()[1] < 50_000, "of 400,000 bytes"
+    finally:
+        tracemalloc.stop()
