@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from models.loss import IGNORE_INDEX
 from tests.support import stores
+from tests.support.device_calls import DeviceCalls
+from train.data import loader as loader_module
+from train.data import to_device as to_device_module
 from train.data.checks import check_sequences
 from train.data.config import DataError
 from train.data.loader import BatchShape, SampleOrder, TrainLoader, hash_tokens
@@ -120,6 +123,20 @@ def test_a_step_has_the_same_samples_however_it_is_cut_and_no_rank_has_anothers(
     for step in range(steps):
         expected = between(step * 8, 8, N, seed=3).tolist()
         assert [sample for rank in by_rank for sample in rank[step]] == expected
+
+
+def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun local rank 1 of 2 computes on cuda:1, and every new thread begins on cuda:0."""
+    calls = DeviceCalls(monkeypatch)
+    monkeypatch.setattr(loader_module, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape))
+    monkeypatch.setattr(to_device_module, "to_device", lambda batch, device: batch)
+    order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
+    loader = TrainLoader(order, SEQUENCES, shape_of(1, 2), 0, torch.device("cuda:1"), ahead=2)
+    for _ in range(3):
+        loader.next()
+    loader.close()
+    assert calls.by_thread.keys() == {"MainThread", "train-loader"}
+    assert set(calls.by_thread["train-loader"]) == {1}
 
 
 def test_an_epoch_shows_every_sample_once() -> None:

@@ -112,6 +112,8 @@ class TrainLoader:
 
     def _fill(self, first_sample: int) -> None:
         try:
+            if self._stream is not None:  # a thread begins on GPU 0, and would make a second context there
+                torch.cuda.set_device(self._stream.device)
             while self._room.acquire() and not self._closed.is_set():
                 self._ready.put(self._read_step(first_sample))
                 first_sample += self._shape.global_batch_size
