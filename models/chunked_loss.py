@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from models.kernels.cross_entropy import read_rows, write_gradient
 from models.loss import IGNORE_INDEX, join_rows
@@ -15,17 +16,20 @@ from models.loss import IGNORE_INDEX, join_rows
 @torch.library.custom_op("meshwright::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
     h_nD: Tensor, weight_vD: Tensor, targets_n: Tensor, first_id: int, group_name: str, chunk_tokens: int, z_loss: float,
-    h_gradient: bool, weight_gradient: bool,
+    learning: Tensor, h_gradient: bool, weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum as in `cross_entropy_sum`, and its gradients by h[n, D] and weight[v, D], each empty where it is not wanted.
+    """The sum as in `cross_entropy_sum`, and its gradients by h[n, D] and weight[v, D], each empty where it is not wanted, and of
+    no value with `learning` 0.
 
     weight holds the ids from `first_id` on; the ranks of the process group named `group_name` hold the others ("": none). By h
     it is then this rank's summand of the gradient. One operation for the compiler, which can so neither keep the logits nor
     compute them again; products and the weight's gradient, which is added up chunk by chunk, are in the dtype of h.
     """
+    dh, dweight = _empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
+    if not isinstance(h_nD, FakeTensor) and not learning:  # in a simulation tensors have no values; else it is on the CPU
+        z_loss, h_gradient, weight_gradient = 0.0, False, False
     n, wanted = len(h_nD), h_gradient or weight_gradient
     loss = torch.zeros((), device=h_nD.device)
-    dh, dweight = _empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
     buffer = h_nD.new_empty(min(chunk_tokens, n), len(weight_vD))
     for first in range(0, n, chunk_tokens):
         h = h_nD[first : first + chunk_tokens]
@@ -40,7 +44,7 @@ def linear_cross_entropy(
 
 @linear_cross_entropy.register_fake
 def _(h_nD: Tensor, weight_vD: Tensor, targets_n: Tensor, first_id: int, group_name: str, chunk_tokens: int, z_loss: float,
-      h_gradient: bool, weight_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+      learning: Tensor, h_gradient: bool, weight_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty((), device=h_nD.device), *_empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
 
 
@@ -56,7 +60,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 def _scale_gradients(ctx: Any, grad: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
     dh, dweight = ctx.saved_tensors
     scaled = ((x * grad).to(x.dtype) if len(x) else None for x in (dh, dweight))
-    return *scaled, *[None] * 7
+    return *scaled, *[None] * 8
 
 
 linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)

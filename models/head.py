@@ -16,12 +16,18 @@ class LinearCrossEntropySum(nn.Module):
 
     `chunk_tokens`: how many tokens' logits are there at a time, each chunk's gradients computed at once and its logits
     overwritten; 0 makes all logits and leaves their gradient to autograd. `z_loss`: of training, where gradients are wanted.
+    `learning`: 1, or 0 in an evaluation that has autograd on, which counts no z-loss and makes no gradients. A tensor, and on the
+    CPU: for a plain number the compiler would build a second graph, and nobody waits for its value.
     """
 
     chunk_tokens = 0
     z_loss = 0.0
     group_name = ""
     rank = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learning = torch.ones((), device="cpu")
 
     def split_vocabulary(self, group_name: str, rank: int) -> None:
         """From now on the output makes the `rank`-th share of the logits of the process group's ranks."""
@@ -35,12 +41,12 @@ class LinearCrossEntropySum(nn.Module):
             h, weight = h_BTD.flatten(0, 1), output.matrix()
             wanted = (training and h.requires_grad, training and weight.requires_grad)
             return linear_cross_entropy(h, weight, targets_BT.flatten(), self.rank * weight.shape[0], self.group_name,
-                                        self.chunk_tokens, z_loss, *wanted)[0]  # fmt: skip
+                                        self.chunk_tokens, z_loss, self.learning, *wanted)[0]  # fmt: skip
         logits = output(h_BTD)
         if not self.group_name:
-            return cross_entropy_sum(logits, targets_BT, z_loss)
-        first_id = self.rank * logits.shape[-1]
-        return SplitCrossEntropySum.apply(logits.flatten(0, 1), targets_BT.flatten(), first_id, self.group_name, z_loss)
+            return cross_entropy_sum(logits, targets_BT, z_loss, self.learning)
+        logits, first_id = logits.flatten(0, 1), self.rank * logits.shape[-1]
+        return SplitCrossEntropySum.apply(logits, targets_BT.flatten(), first_id, self.group_name, z_loss, self.learning)
 
 
 class Head(nn.Module):

@@ -12,16 +12,18 @@ from torch import Tensor
 IGNORE_INDEX = -100  # a target that counts for nothing: padding
 
 
-def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> Tensor:
+def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, z_loss: float = 0.0, learning: Tensor | float = 1.0) -> Tensor:
     """Sum over tokens of -log p(target) + z_loss * log_sum_exp(logits)^2, in nats: float32 scalar. Targets of IGNORE_INDEX add
-    nothing.
+    nothing. With `learning` 0, as in an evaluation, the z-loss does not count.
 
     A sum, not a mean: whoever knows the whole global batch divides by its number of tokens, once. The z-loss keeps the logits
     from drifting (PaLM, arXiv 2204.02311, section 5).
     """
     logits, targets = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
     loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    return loss + z_loss * (logits.logsumexp(1).square() * (targets != IGNORE_INDEX)).sum() if z_loss else loss
+    if not z_loss:
+        return loss
+    return loss + learning * (z_loss * (logits.logsumexp(1).square() * (targets != IGNORE_INDEX)).sum())
 
 
 def join_rows(rows_3n: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
@@ -40,7 +42,8 @@ class SplitCrossEntropySum(torch.autograd.Function):
     """`cross_entropy_sum` of logits[n, v] that hold the ids from `first_id` on; every rank of the group returns all of it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float,
+                learning: Tensor) -> Tensor:  # fmt: skip
         values, ids, counts = logits.float(), targets - first_id, targets != IGNORE_INDEX
         mine = (ids >= 0) & (ids < values.shape[1])
         ids = ids.where(mine, 0)
@@ -50,14 +53,17 @@ class SplitCrossEntropySum(torch.autograd.Function):
         log_sum, target = join_rows(torch.stack((largest, exp_sum, target)), group_name)
         ctx.save_for_backward(logits, ids, mine, log_sum, counts)
         ctx.z_loss = z_loss
-        return (log_sum - target + z_loss * log_sum.square()).where(counts, 0.0).sum()
+        loss = log_sum - target
+        if z_loss:
+            loss = loss + learning * (z_loss * log_sum.square())
+        return loss.where(counts, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, ids, mine, log_sum, counts = ctx.saved_tensors
         p = (logits.float() - log_sum[:, None]).exp() * (1 + 2 * ctx.z_loss * log_sum)[:, None]
         p = p.scatter_add(1, ids[:, None], -mine[:, None].float())
-        return (p * (counts * grad)[:, None]).to(logits.dtype), None, None, None, None
+        return (p * (counts * grad)[:, None]).to(logits.dtype), None, None, None, None, None
 
 
 def _all_reduce(x: Tensor, op: str, group_name: str) -> Tensor:

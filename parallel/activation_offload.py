@@ -108,10 +108,11 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Sends and fetches what the blocks of one model save; `sent_bytes` counts all of it, over all steps."""
+    """Sends and fetches what the blocks of one model save; `sent_bytes` counts all of it, over all steps. Not `enabled`, it leaves
+    everything to autograd."""
 
     def __init__(self) -> None:
-        self.sent_bytes = 0
+        self.enabled, self.sent_bytes = True, 0
         self._sending: _Block | None = None  # the last one sent, which is still on the device too
         self._unused: dict[int, list[Tensor]] = defaultdict(list)  # host memory, kept from step to step
         self._where = torch.device("cpu")  # the blocks are
@@ -125,7 +126,7 @@ class ActivationOffload:
 
     def run(self, module: nn.Module, compute: Callable[..., Tensor], stays: bool, *inputs: Any) -> Tensor:
         """The block's forward. `stays`: what it saves is needed next, and not sent."""
-        if not torch.is_grad_enabled():
+        if not (self.enabled and torch.is_grad_enabled()):
             return compute(*inputs)
         if self._copies is None:
             self._where = inputs[0].device

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.reshard import reshard_units
+from models.head import LinearCrossEntropySum
+from parallel.no_backward import without_backward
 from train.data.loader import BatchShape
 from train.data.sequences import SequenceShape, read_batch
 from train.data.split import Split
@@ -88,13 +90,26 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.Pro
     Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second graph.
     """
     totals = None
-    for batch in batches:
-        loss = model(batch.tokens, batch.targets, batch.first).detach()
-        add = torch.stack((loss, count_targets([batch]))).double()
-        totals = add if totals is None else totals + add
-    reshard_units(model)
+    with without_backward(model), _not_learning(model):
+        for batch in batches:
+            loss = model(batch.tokens, batch.targets, batch.first).detach()
+            add = torch.stack((loss, count_targets([batch]))).double()
+            totals = add if totals is None else totals + add
     assert totals is not None, "a set has at least one batch on every rank"
     return summed(totals, data_parallel)
+
+
+@contextmanager
+def _not_learning(model: nn.Module) -> Iterator[None]:
+    """Within it the loss of the model counts no z-loss and makes no gradients."""
+    switches = [module.learning for module in model.modules() if isinstance(module, LinearCrossEntropySum)]
+    for switch in switches:
+        switch.zero_()
+    try:
+        yield
+    finally:
+        for switch in switches:
+            switch.fill_(1.0)
 
 
 def mean_loss(scores: Mapping[str, Score]) -> float:

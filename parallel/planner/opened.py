@@ -34,8 +34,10 @@ def _run(node: Node, code: Callable[..., Any], fixed: Collection[Node], sequence
         if not isinstance(value, Node):
             return value
         tensor: Tensor = value.meta["val"]
-        first, *rest = tensor.shape
-        return tensor.new_empty(first if value in fixed else first * sequences // traced, *rest)
+        size = list(tensor.shape)
+        if size and value not in fixed:
+            size[0] = size[0] * sequences // traced
+        return tensor.new_empty(size)
 
     arguments, options = tree_map(argument, (node.args, node.kwargs))
     with torch.no_grad():

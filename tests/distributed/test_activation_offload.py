@@ -14,6 +14,7 @@ from tests.distributed import matrix
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
+from train.evaluation import evaluate
 from train.step import train_step
 
 STEPS = 3
@@ -42,6 +43,9 @@ def train_case(arguments: Sequence[str]) -> dict[str, Any]:
         seen["graphs"].append(count_compiled_graphs())
         seen["sent"].append(offload.sent_bytes if offload else 0)
         seen["held"].append(offload.host_bytes if offload else 0)
+    evaluate(run.model, batches[:1], run.group)
+    assert offload is None or offload.sent_bytes == seen["sent"][-1], "an evaluation sends nothing"
+    assert count_compiled_graphs() == seen["graphs"][-1], "and needs no graph of its own"
     return {**seen, **measure(run.model, batches[0].tokens)}
 
 

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import chunked_loss
 from models.chunked_loss import linear_cross_entropy
 from models.head import Head
-from models.kernels.cross_entropy import plain_gradient, plain_rows
+from models.kernels.cross_entropy import plain_gradient, plain_rows, write_gradient
 from models.loss import IGNORE_INDEX, cross_entropy_sum
+from parallel.compile_check import count_compiled_graphs
 
 BLOCK = 4096  # of models.kernels.cross_entropy_triton
 DIM, VOCABULARY = 32, 301
@@ -147,6 +149,25 @@ def test_no_gradients_are_made_that_nobody_wants(chunk) -> None:
     assert torch.equal(torch.autograd.grad(head(x.detach(), targets), head.output.weight)[0], whole[1])
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_an_evaluation_makes_no_gradients_and_counts_no_z_loss_by_the_graph_of_training(chunk, monkeypatch) -> None:
+    torch._dynamo.reset()
+    head, (x, targets) = build_head(chunk, z_loss=0.1), make_batch()
+    plain = build_head(chunk)(x, targets).item()
+    made = []
+    monkeypatch.setattr(chunked_loss, "write_gradient", lambda *args: made.append(write_gradient(*args)))
+    head.compile(fullgraph=True, backend="aot_eager")
+    trained = head(x, targets).item()
+    assert (trained > 1.1 * plain, bool(made)) == (True, bool(chunk))
+    made.clear()
+    graphs = count_compiled_graphs()
+    head.loss.learning.zero_()
+    assert head(x, targets).item() == pytest.approx(plain, rel=1e-6)
+    head.loss.learning.fill_(1)
+    assert (made, count_compiled_graphs()) == ([], graphs)
+    assert head(x, targets).item() == trained
+
+
 def test_a_batch_that_counts_for_nothing_has_no_loss() -> None:
     head, (x, targets) = build_head(64), make_batch()
     loss = head(x, torch.full_like(targets, IGNORE_INDEX))
@@ -163,4 +184,4 @@ def test_the_operator_keeps_torchs_contract(wanted) -> None:
     h.requires_grad_(wanted[0])
     weight.requires_grad_(wanted[1])
     targets = torch.randint(0, 41, (70,), generator=generator)
-    torch.library.opcheck(linear_cross_entropy, (h, weight, targets, 0, "", 64, 0.0, *wanted))
+    torch.library.opcheck(linear_cross_entropy, (h, weight, targets, 0, "", 64, 0.0, torch.ones(()), *wanted))

@@ -22,7 +22,7 @@ TEXT = "def f(x):\n    return x + 1  # é\n"
 
 @pytest.fixture(scope="session")
 def tied_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _train(tmp_path_factory.mktemp("tied"), 1, "--model.tie_embeddings=true")
+    return _train(tmp_path_factory.mktemp("tied"), 1, "--model.tie_embeddings=true", "--train.z_loss=0.01")
 
 
 @pytest.fixture(scope="session")

@@ -192,18 +192,19 @@ def test_a_mixture_draws_by_weight_and_each_source_runs_through_epochs_of_its_ow
 # Scores
 
 
+class OneBitOff(torch.nn.Module):
+    """A model that is off by exactly one bit for each token."""
+
+    def forward(self, tokens, targets, first):
+        return (targets != IGNORE_INDEX).sum() * math.log(2)
+
+
 @pytest.mark.parametrize(("packing", "masked", "start_id", "predicted"), [
     (True, False, None, 19), (True, True, None, 16), (False, False, None, 16), (False, False, EOS, 20),
 ])  # fmt: skip
 def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, predicted, monkeypatch):
-    """A model that is off by exactly one bit for each token."""
     split, shape = split_of(DOCUMENTS), SequenceShape(30 if not packing else 6, packing, masked, start_id, 100)
-
-    def model(tokens, targets, first):
-        return (targets != IGNORE_INDEX).sum() * math.log(2)
-
-    monkeypatch.setattr("train.evaluation.reshard_units", lambda model: None)
     monkeypatch.setattr("train.step.dist.all_reduce", lambda value, group: None)
-    score = score_sets(model, {"set": split}, shape, BatchShape(2, 1, 0, 1), 0, torch.device("cpu"), None)["set"]
+    score = score_sets(OneBitOff(), {"set": split}, shape, BatchShape(2, 1, 0, 1), 0, torch.device("cpu"), None)["set"]
     assert score.tokens == predicted
     assert score.bits_per_byte == pytest.approx(predicted / split.text_bytes)

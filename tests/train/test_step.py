@@ -153,6 +153,26 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_nothing_is_kept_for_a_backward_that_an_evaluation_does_not_make(trainer, z_loss):
+    """Autograd is on in it: only what a forward saves is dropped. Afterwards training is as before."""
+    model, _, group = trainer
+    batches, losses = make_batches(1), []
+    plain = evaluate(model, batches, group)[0].item()
+    model.head.loss.z_loss = z_loss
+    hook = model.register_forward_hook(lambda _model, _inputs, loss: losses.append(loss))
+    assert evaluate(model, batches, group)[0].item() == plain, "the z-loss does not count"
+    hook.remove()
+    assert losses[0].requires_grad
+    with pytest.raises(RuntimeError, match="nothing was kept for it"):
+        losses[0].backward()
+    model.zero_grad()
+    loss = model(batches[0].tokens, batches[0].targets)
+    loss.backward()
+    assert (loss.item() > plain) == bool(z_loss)
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_batch(trainer):
     """Of micro batches that have unlike numbers of them."""
     model, optimizer, group = trainer
