@@ -108,8 +108,8 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Sends and fetches what the blocks of one model save; `sent_bytes` counts all of it, over all steps. Not `enabled`, it leaves
-    everything to autograd."""
+    """Sends and fetches what the blocks of one model save; `sent_bytes` counts all of it, over all steps. While it is not
+    `enabled`, everything is left to autograd."""
 
     def __init__(self) -> None:
         self.enabled, self.sent_bytes = True, 0

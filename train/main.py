@@ -44,7 +44,7 @@ from train.data.together import load_together
 from train.data.tokens import Corpus
 from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_process, say_error, say_user_error
 from train.fits import check_fits
-from train.host_memory import device_memory_bytes
+from train.host_memory import device_memory_bytes, free_host_bytes
 from train.init_from import find_weights, load_weights, say_start
 from train.journal import Journal
 from train.loop import Run, train_loop
@@ -185,12 +185,23 @@ def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen
     metrics.watch_gradients(model, plan, optimizer)
     data = (corpus.description, total_steps)
     metrics.show(describe_run(config, plan, planned.device_name, data, planned.said, planned.timeline))
-    saver = Saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts,
-                  lambda: device_memory_bytes(torch.device("cpu"), place))  # fmt: skip
+    saver = Saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts, free_host_bytes, place.machine)
+    if config.checkpoint.every:
+        _make_room(saver, config.checkpoint, screen)
     finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
     the_run = Run(config, folder, device, model, optimizer, corpus, sequences, order, shape, group, metrics, saver, screen, stop,
                   watchdog, RecompileGuard(plan.compile), finite, total_steps, plan)  # fmt: skip
     return _train(the_run, journal, start)
+
+
+def _make_room(saver: Saver, config: CheckpointConfig, screen: Screen) -> None:
+    """Host memory for saves, before hours are trained that could not be saved. Raises ConfigError where there is too little."""
+    if not (missing := saver.make_room()):
+        return
+    if config.on_error == "stop":
+        raise ConfigError(f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer processes on "
+                          "each or with more memory (of a container: its limit), or save nothing: checkpoint.every=0")  # fmt: skip
+    screen.line(f"warning: saves will fail unless memory becomes free: {missing}")
 
 
 def _train(run: Run, journal: Journal, start: Position) -> bool:

@@ -25,6 +25,11 @@ class Place:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def machine(self) -> int:
+        """The lowest rank on this machine: a number of its own."""
+        return self.rank - self.local_rank
+
 
 def read_place() -> Place:
     """Read the launcher's environment variables, here and nowhere else."""

@@ -7,7 +7,7 @@ commits. Either the checkpoint is there on the word of every rank, or nothing of
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.memory_by_kind import GIB
 from parallel.one_line import one_line
 from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import SaveError, abandon, begin_save, commit, delete_others, write_synced
 from train.checkpoint.manifest import Manifest, Position, SavedFile, SavedTensor, describe_tensor
+from train.checkpoint.room import RoomAsked, copy_bytes, describe_missing
 from train.checkpoint.shard_file import write_shard_file
 from train.checkpoint.shards import Shard, needed_bytes, own_shards, random_state, training_tensors
 from train.checkpoint.verify import hash_file
@@ -62,9 +62,11 @@ class Saver:
     makes one, and calls it at the same steps; a save never overlaps the one before."""
 
     def __init__(self, config: CheckpointConfig, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
-                 mesh: DeviceMesh, texts: Mapping[str, str], host_bytes: Callable[[], int]) -> None:  # fmt: skip
-        """`host_bytes`: how much host memory a copy may take now."""
-        self._config, self._folder, self._texts, self._host_bytes = config, folder, dict(texts), host_bytes
+                 mesh: DeviceMesh, texts: Mapping[str, str], host_bytes: Callable[[], int],
+                 machine: int = 0) -> None:  # fmt: skip
+        """`host_bytes`: how much host memory this machine has left; `machine`: a number that the ranks on it share."""
+        self._config, self._folder, self._texts = config, folder, dict(texts)
+        self._host_bytes, self._machine = host_bytes, machine
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         # Writing takes its time; a rank that is gone is an error at once, one that is stuck is the watchdog's.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -83,14 +85,17 @@ class Saver:
             self._news.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
             return
         start_s = time.perf_counter()
-        tensors = training_tensors(self._model, self._optimizer)
-        random = random_state()
-        shards = own_shards(tensors, self._mesh)
-        limits = _limits(shards)
-        shards |= {name: Shard(state, (0,) * state.dim()) for name, state in random.items()}
+        tensors, random = training_tensors(self._model, self._optimizer), random_state()
+        shards = self._own_shards(tensors, random)
+        limits = _limits(shards[name] for name in shards if name not in random)
         described = {name: describe_tensor(tensor) for name, tensor in {**tensors, **random}.items()}
         needed = needed_bytes(tensors, random, dist.get_world_size()) + _MANIFEST_BYTES
-        problem = self._make_room(shards)
+        try:
+            problem = self._take_room(shards)
+        except RuntimeError as failed:  # of a call to the other ranks
+            self.failed = self._was_cut_off(position.step, failed)
+            self._news.put(Saved(position.step, None, self.cut_off, 0.0, time.perf_counter() - start_s))
+            return
         copies = {} if problem else self._copy(shards)
         job = _Job(position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem)
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-saver", daemon=True)
@@ -108,24 +113,37 @@ class Saver:
         """What has become of saves since the last call."""
         return [self._news.get() for _ in range(self._news.qsize())]
 
-    def _make_room(self, shards: Mapping[str, Shard]) -> str:
-        """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits instead."""
-        on_cpu = all(shard.values.device.type == "cpu" for shard in shards.values())
-        missing = {name: s.values for name, s in shards.items() if name not in self._copies}
-        needed_bytes, host_bytes = sum(values.nbytes for values in missing.values()), self._host_bytes()
-        self._asynchronous = self._config.asynchronous and not (on_cpu and needed_bytes > host_bytes)
-        if on_cpu and not self._asynchronous:
+    def make_room(self) -> str:
+        """On GPUs take the host memory for the copies, which saves need, already now; every rank calls it. Returns why there is
+        not enough, the same on all ranks, or "". On a CPU nothing is taken ahead: without room the training waits for saves."""
+        shards = self._own_shards(training_tensors(self._model, self._optimizer), random_state())
+        return "" if _on_cpu(shards) else self._take_room(shards)
+
+    def _own_shards(self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]) -> dict[str, Shard]:
+        states = {name: Shard(state, (0,) * state.dim()) for name, state in random.items()}
+        return own_shards(tensors, self._mesh) | states
+
+    def _take_room(self, shards: Mapping[str, Shard]) -> str:
+        """Memory for the copies, kept for later saves; or why there is none: all ranks decide alike, and ask before any takes its
+        part. On a CPU the training waits instead."""
+        on_cpu = _on_cpu(shards)
+        if self._copies or (on_cpu and not self._config.asynchronous):
             return ""
-        if needed_bytes > host_bytes:
-            return (f"a copy of this rank's {needed_bytes / GIB:.1f} GiB in host memory is needed, which has "
-                    f"{host_bytes / GIB:.1f} GiB left for it")  # fmt: skip
-        self._copies |= {name: torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type != "cpu")
-                         for name, values in missing.items()}  # fmt: skip
+        values = {name: shard.values for name, shard in shards.items()}
+        asked: list[Any] = [None] * dist.get_world_size()
+        mine = RoomAsked(self._machine, copy_bytes(values.values()), self._host_bytes())
+        dist.all_gather_object(asked, mine, group=self._group)
+        missing = describe_missing(asked)
+        self._asynchronous = self._config.asynchronous and not (on_cpu and missing)
+        if missing:
+            return "" if on_cpu else missing
+        self._copies = {name: torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type != "cpu")
+                        for name, value in values.items()}  # fmt: skip
         return ""
 
     def _copy(self, shards: dict[str, Shard]) -> dict[str, Shard]:
         """The shards in host memory, where the training does not change them, if it goes on."""
-        if not self._asynchronous and all(shard.values.device.type == "cpu" for shard in shards.values()):
+        if not self._asynchronous and _on_cpu(shards):
             return shards
         copied = {name: Shard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
                   for name, shard in shards.items()}  # fmt: skip
@@ -140,12 +158,15 @@ class Saver:
         except SaveError as failed:
             error = str(failed)
         except Exception as failed:  # a thread has nobody to raise to: the loop hears of it through `news`
-            said = one_line(str(failed).strip().rpartition("\n")[2])
-            error = f"the save of step {job.position.step} was cut off, as by the death of another process ({said})"
-            self.cut_off = error
+            error = self._was_cut_off(job.position.step, failed)
         self.failed = error
         stall_s = job.stall_s if self._asynchronous else time.perf_counter() - job.start_s
         self._news.put(Saved(job.position.step, path, error, stall_s, time.perf_counter() - job.start_s))
+
+    def _was_cut_off(self, step: int, failed: Exception) -> str:
+        said = one_line(str(failed).strip().rpartition("\n")[2])
+        self.cut_off = f"the save of step {step} was cut off, as by the death of another process ({said})"
+        return self.cut_off
 
     def _write(self, job: _Job) -> Path:
         """Write this rank's file and take part in the commit. Raises SaveError on all ranks alike."""
@@ -225,7 +246,11 @@ def _attempt(work: Any) -> Any:
         return SaveError(f"{type(error).__name__}: {error}")
 
 
-def _limits(shards: Mapping[str, Shard]) -> Tensor:
+def _on_cpu(shards: Mapping[str, Shard]) -> bool:
+    return all(shard.values.device.type == "cpu" for shard in shards.values())
+
+
+def _limits(shards: Iterable[Shard]) -> Tensor:
     """limits[shards, 2]: least and largest value of each, where they lie; both NaN where one is. One pass over the memory."""
-    limits = [limit.float() for shard in shards.values() for limit in shard.values.aminmax()]
+    limits = [limit.float() for shard in shards for limit in shard.values.aminmax()]
     return torch.stack(limits).reshape(-1, 2) if limits else torch.zeros(0, 2)

@@ -6,8 +6,9 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +120,7 @@ def _map(file: MappedFile) -> NDArray[Any]:
         raise DataError(f"{file.path} cannot be opened ({error.strerror}): {remedy}") from None
 
 
-def _check_unchanged(file: MappedFile, opened: BinaryIO) -> None:
+def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
     """DataError where the file is another one than at the start of the run: its tokens would be of other documents."""
     status = os.fstat(opened.fileno())
     if status.st_mtime_ns == file.modified_ns:
