@@ -200,7 +200,7 @@ def _make_room(saver: Saver, config: CheckpointConfig, screen: Screen) -> None:
         return
     if config.on_error == "stop":
         raise ConfigError(f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer processes on "
-                          "each or with more memory (of a container: its limit), or save nothing: checkpoint.every=0")  # fmt: skip
+                          "each or more memory (of a container: its limit), or save nothing: checkpoint.every=0")  # fmt: skip
     screen.line(f"warning: saves will fail unless memory becomes free: {missing}")
 
 
