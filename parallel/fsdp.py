@@ -1,13 +1,16 @@
 """FSDP2: units, precision, resharding, gradient reduction and the prefetch schedule."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallel.plan import Plan, UnitPlan, prefetch_schedule
@@ -21,15 +24,16 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     Also with one process: the same code, the same precision policy and the same names everywhere.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    for unit in plan.units:
-        modules = [model.get_submodule(name) for name in unit.modules]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=_precision(unit),
-            offload_policy=offload,
-        )
+    with _same_groups_for_all_units():
+        for unit in plan.units:
+            modules = [model.get_submodule(name) for name in unit.modules]
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=mesh,
+                reshard_after_forward=unit.reshard_after_forward,
+                mp_policy=_precision(unit),
+                offload_policy=offload,
+            )
     fully_shard(model, mesh=mesh, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -37,6 +41,28 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             # sum also spares gloo PREMUL_SUM, which it does not have and FSDP2 uses for other divisors.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def _same_groups_for_all_units() -> Iterator[None]:
+    """With reshard_after_forward=INT, FSDP2 (torch 2.11 to 2.13) makes a mesh for the smaller groups anew for every unit: two
+    process groups each, with their sockets, threads and, on GPUs, a communicator's memory. Here units share one."""
+    fsdp: Any = _fully_shard
+    make_mesh, made = fsdp._get_post_forward_mesh_info, dict[tuple[int, DeviceMesh], Any]()
+
+    def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+        if isinstance(reshard_after_forward, bool):
+            return make_mesh(reshard_after_forward, mesh_info)
+        key = (reshard_after_forward, mesh_info.mesh)
+        if key not in made:
+            made[key] = make_mesh(reshard_after_forward, mesh_info)
+        return made[key]
+
+    fsdp._get_post_forward_mesh_info = shared
+    try:
+        yield
+    finally:
+        fsdp._get_post_forward_mesh_info = make_mesh
 
 
 def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 
 from tools.command import format_table
-from train.checkpoint.load import read_tensors
+from train.checkpoint.load import open_reader, read_tensors
 from train.checkpoint.manifest import Manifest, SavedTensor
 from train.checkpoint.verify import verify_alone
+from train.hf_folder import FilesReader
 
 RANDOM = "random."  # states of the processes that saved, which say nothing of the model
+_Opened = tuple[Path, Manifest, FilesReader]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def compare_checkpoints(one: Path, other: Path) -> Differences:
     position = {key: (value, getattr(there.position, key)) for key, value in vars(here.position).items()
                 if value != getattr(there.position, key) and key != "world_size"}  # fmt: skip
     names = [name for name in {**here.tensors, **there.tensors} if not name.startswith(RANDOM)]
-    found = tuple(each for name in names if (each := _compare(name, (one, here), (other, there))))
+    opened = [(checkpoint, manifest, open_reader(checkpoint, manifest)) for checkpoint, manifest in ((one, here), (other, there))]
+    found = tuple(each for name in names if (each := _compare(name, *opened)))
     config = tuple(difflib.unified_diff(_lines(one), _lines(other), "config.yaml", "config.yaml", lineterm="", n=0))
     return Differences(position, config, found, len(names), not (position or config or found))
 
@@ -60,19 +63,19 @@ def difference_text(differences: Differences) -> str:
     return "\n".join([*lines, count])
 
 
-def _compare(name: str, one: tuple[Path, Manifest], other: tuple[Path, Manifest]) -> TensorDifference | None:
+def _compare(name: str, one: _Opened, other: _Opened) -> TensorDifference | None:
     here, there = one[1].tensors.get(name), other[1].tensors.get(name)
     if here is None or there is None or here != there:
         return TensorDifference(name, str(here or "missing"), str(there or "missing"), None)
-    a, b = (_read(checkpoint, manifest, name, here) for checkpoint, manifest in (one, other))
+    a, b = (_read(name, here, *opened) for opened in (one, other))
     if torch.equal(a, b):
         return None
     return TensorDifference(name, str(here), str(there), (a.double() - b.double()).abs().max().item())
 
 
-def _read(checkpoint: Path, manifest: Manifest, name: str, saved: SavedTensor) -> torch.Tensor:
+def _read(name: str, saved: SavedTensor, checkpoint: Path, manifest: Manifest, reader: FilesReader) -> torch.Tensor:
     whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    read_tensors(checkpoint, manifest, {name: whole}, alone=True)
+    read_tensors(checkpoint, manifest, {name: whole}, alone=True, reader=reader)
     return whole
 
 

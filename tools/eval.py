@@ -49,7 +49,8 @@ PROG = "tools.eval"
 ANEW = (
     "--run.device=auto", "--parallel.plan=manual", "--parallel.strategy=null", "--parallel.dp_replicate=auto",
     "--parallel.dp_shard=auto", "--parallel.tp=auto", "--parallel.reshard_after_forward=auto",
-    "--parallel.activation_checkpoint=none", "--parallel.unit_min_params=0", "--train.global_batch_size=-1",
+    "--parallel.activation_checkpoint=none", "--parallel.checkpointed_blocks=auto", "--parallel.async_tp=false",
+    "--parallel.float8.all_gather=false", "--parallel.unit_min_params=0", "--train.global_batch_size=-1",
     "--train.micro_batch_size=1", "--train.freeze=[]",
 )  # fmt: skip
 

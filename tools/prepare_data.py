@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import rich.progress
 from rich.console import Console
 
 from tools.command import format_table, positive, run_tool
+from train.cores import usable_threads
 from train.data.config import DataError
 from train.data.paths import user_path
 from train.data.preparing.partial_folder import is_there
@@ -67,8 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help="field of a record that holds its text (default text)")  # fmt: skip
     parser.add_argument("--held_out", type=_share, default=0.02, metavar="SHARE",
                         help="share of documents kept for evaluation (default 0.02): at least one, or none with 0")  # fmt: skip
-    parser.add_argument("--workers", type=positive, default=len(os.sched_getaffinity(0)), metavar="N",
-                        help="processes (default: one for each core)")  # fmt: skip
+    parser.add_argument("--workers", type=positive, default=usable_threads(), metavar="N",
+                        help="processes (default: one for each hardware thread, within a container's quota)")  # fmt: skip
     parser.add_argument("--shard_mb", type=positive, default=64, metavar="N",
                         help="MiB of source that become one shard, about (default 64; less of a small source)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")

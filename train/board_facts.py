@@ -1,11 +1,10 @@
 """What TensorBoard shows of a run beside its curves: facts, config and plan as texts, the predicted step, its hyperparameters."""
 
-import dataclasses
 import importlib.util
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from parallel.planner.timeline import Timeline
 from train import VERSION
 from train.board import Shown
 from train.board_hparams import HParams, Value
-from train.config import Config, config_to_yaml
+from train.config import Config, config_to_yaml, keys_of
 
 PREDICTED_STEP = "predicted_step"  # the image's name
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
@@ -65,7 +64,7 @@ def run_facts(config: Config, plan: Plan, device_name: str, data: str, steps: in
 def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
     """Every key by which runs differ, by its name in the config: with the plan's value where the plan has one."""
     values = {name: _plain(value, declared) for section in SECTIONS for name, value, declared in
-              _leaves(getattr(config, section), section)}  # fmt: skip
+              keys_of(getattr(config, section), section)}  # fmt: skip
     del values["data.cache_dir"]
     mesh = plan.mesh
     values |= {"parallel.dp_replicate": mesh.dp_replicate, "parallel.dp_shard": mesh.dp_shard, "parallel.tp": mesh.tp}
@@ -78,16 +77,6 @@ def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozens
     """Keys that are shown first: those on the command line, where a sweep puts what it varies; without any the usual ones."""
     given = {argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")}
     return frozenset(given & values.keys()) or USUAL & values.keys()
-
-
-def _leaves(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, value and declared type of each key."""
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{name}.{item.name}")
-        else:
-            yield f"{name}.{item.name}", value, item.type
 
 
 def _plain(value: Any, declared: Any) -> Value:

@@ -47,7 +47,8 @@ def fill_model(model: Llama, config: Config, plan: Plan, device: torch.device, c
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Exclude parameters from training by fqn pattern, as in layers.0.* (their gradients are not even computed)."""
     for pattern in patterns:
-        found = [p for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        # A tied weight by either of its names.
+        found = [p for name, p in model.named_parameters(remove_duplicate=False) if fnmatch.fnmatchcase(name, pattern)]
         if not found:
             raise ConfigError(f"train.freeze: {pattern} matches no parameter; names are as tok_embeddings.weight or layers.0.*")
         for parameter in found:

@@ -100,6 +100,16 @@ def config_to_yaml(config: Config) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
+def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted name, value and declared type of each key of a section of the config, whose own name is `name`."""
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from keys_of(value, f"{name}.{item.name}")
+        else:
+            yield f"{name}.{item.name}", value, item.type
+
+
 class _Parser(ArgumentParser):
     """Its help leaves out jsonargparse's options for a file per section: --config is the one way."""
 

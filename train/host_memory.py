@@ -30,8 +30,12 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     return free if left is None else min(free, left)
 
 
-def peak_resident_bytes() -> int:
-    """The most that this process has had in memory."""
+def peak_resident_bytes(root: Path = Path("/")) -> int:
+    """The most that this process has had in memory. Linux's getrusage(2) would count its launcher too, before the exec."""
+    status = root / "proc/self/status"
+    if status.is_file():
+        lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

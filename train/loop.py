@@ -125,8 +125,9 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
 
 
 def _save(run: Run, position: Position, on_progress: Callable[[int], None]) -> None:
-    """Start to save, when all rows of the steps before are on disk."""
+    """Start to save, when the steps before are known to be finite, and all their rows are on disk."""
     run.watchdog.enter("checkpoint", position.step)
+    run.screen.lines(run.finite.finish())
     run.metrics.flush()
     run.saver.save(position)
     _hear_saver(run, position.step, on_progress)

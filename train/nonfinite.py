@@ -31,12 +31,14 @@ class Finding:
         parameters: names of those of which its part is not finite
         first: what it came to first when the step was repeated, if to anything
         sequences: those that this was in, in words
+        repeated: whether it could be, for it takes more memory than a compiled step
     """
 
     rank: int
     parameters: tuple[str, ...]
     first: BadValue | None
     sequences: str
+    repeated: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,13 @@ class FiniteGuard:
     def _diagnose(self, done: _Step) -> str:
         """What all ranks together find out about a step. On a GPU the step after it may have changed the weights a little."""
         damaged = parameters_not_finite(self._model)
-        first = first_bad_value(self._model, done.micro_batches, self._data_parallel)
+        first, repeated = None, True
+        try:
+            first = first_bad_value(self._model, done.micro_batches, self._data_parallel)
+        except torch.OutOfMemoryError:
+            repeated = False
         micro_batch = None if first is None else first.micro_batch
-        found = _gather(Finding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch)))
+        found = _gather(Finding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch), repeated))
         last_sample = done.first_sample + self._shape.global_batch_size - 1
         return describe(done.step, self._max_skipped, found, f"{done.first_sample} to {last_sample}")
 
@@ -126,7 +132,9 @@ def describe(step: int, max_skipped: int, found: Sequence[Finding], positions: s
               for one in firsts[:_MANY] if one.first is not None]  # fmt: skip
     if len(firsts) > _MANY:
         lines.append(f"{len(firsts) - _MANY} other ranks: likewise")
-    if not places:
+    if failed := [one.rank for one in found if not one.repeated]:
+        lines.append(f"rank {_listed(failed)}: no memory to repeat it, which takes more than a compiled step")
+    elif not places:
         lines.append("not found again when the step was repeated, on no rank: a fault of the hardware, of the network or of "
                      "compiled code is likely")  # fmt: skip
     lines.append("No weight was changed by it. The same command goes on from the last checkpoint; a lower optim.lr, a longer "

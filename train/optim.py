@@ -40,6 +40,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both lie in [0, 1)")
+        if self.eps == 0:
+            raise ValueError("optim.eps=0 must be greater than 0: a weight without a gradient so far would become 0/0")
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

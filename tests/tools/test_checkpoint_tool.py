@@ -20,11 +20,13 @@ from tools.checkpoint_diff import compare_checkpoints
 from tools.convert_hf import main as convert
 from tools.whole_weights import find_newest, load_whole_weights
 from train.checkpoint.config import CheckpointConfig, CheckpointError
+from train.checkpoint.folder import list_checkpoints
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.manifest import manifest_to_text, read_manifest
 from train.checkpoint.saver import Saver
 from train.checkpoint.verify import hash_file, verify_alone
 from train.config import load_config
+from train.hf_folder import FilesReader
 
 Tool = Callable[..., CompletedProcess[str]]
 
@@ -205,6 +207,13 @@ def test_diff_tells_what_training_has_changed(sharded_run: Path, tied_run: Path,
     assert "+  tie_embeddings: true" in said
     assert "model.head.output.weight" in said
     assert "missing" in said
+
+
+def test_diff_reads_the_headers_of_each_checkpoint_once(sharded_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, really = [], FilesReader.__init__
+    monkeypatch.setattr(FilesReader, "__init__", lambda self, files: opened.append(files) or really(self, files))
+    assert compare_checkpoints(*list_checkpoints(sharded_run / "checkpoints")[-2:]).compared > 20
+    assert len(opened) == 2
 
 
 def test_the_same_tensors_of_another_mesh_are_no_difference(sharded_run: Path, tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY, read_metrics
 from tests.support.launch import run as launch
 from tests.train.texts import odd_texts, train_bpe, write_jsonl
-from tools.eval import Subject, find_subject, make_parser
+from tools.eval import ANEW, Subject, find_subject, make_parser
 from tools.generate import load_model
 from tools.whole_weights import checkpoint_config, find_newest
 from train.checkpoint.config import CheckpointError
-from train.config import ConfigError
+from train.config import ConfigError, config_to_yaml, parse_config
 from train.data.checks import check_data
 from train.data.config import DataError
 from train.data.preparing.prepare import PrepareSettings, prepare
 from train.data.tokenizer import JsonTokenizer
+from train.planning import plan_run
 
 SEQ_LEN = 48
 TEXTS, MORE_TEXTS = odd_texts(60, seed=5), odd_texts(30, seed=6)
@@ -80,6 +81,16 @@ def test_the_score_of_a_checkpoint_is_its_runs_own(made: str, processes: int, re
     assert score["loss"] == pytest.approx(row["eval_loss"], rel=1e-6)
     assert score["bits_per_byte"] == pytest.approx(row["eval/held_out/bits_per_byte"], rel=1e-6)
     assert figures["model"].endswith("step-00000002")
+
+
+def test_the_keys_of_how_a_run_was_spread_are_left_behind(tmp_path: Path) -> None:
+    """Of a run on more ranks, with what only such a run may have."""
+    path = tmp_path / "config.yaml"
+    spread = ["--parallel.tp=2", "--parallel.async_tp=true", "--parallel.activation_checkpoint=full",
+              "--parallel.checkpointed_blocks=1", "--parallel.float8.all_gather=true"]  # fmt: skip
+    path.write_text(config_to_yaml(parse_config(spread)))
+    plan = plan_run(parse_config([f"--config={path}", *ANEW]), 1)
+    assert (plan.async_tp, plan.mesh.tp, plan.units[1].activation_checkpoint) == (False, 1, "none")
 
 
 def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(hf_dir: Path, records: Path, tmp_path: Path) -> None:

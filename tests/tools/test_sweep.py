@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.launch import EAGER, LIMIT_S, TINY, Launch, family, kill, rea
 from tests.support.nested import NESTED, run_nested
 from tests.tools.sweeps import Page
 from tools.bench.processes import children
+from tools.sweep import launch
 from tools.sweep.__main__ import main
 from train.checkpoint.folder import list_checkpoints, step_of
 from train.config import ConfigError
@@ -111,6 +113,16 @@ def test_a_changed_spec_is_refused_before_anything_runs(swept: tuple[Path, Any])
     folder, _ = swept
     with pytest.raises(ConfigError, match=r"one: train\.grad_clip: 1\.0 -> 0\.5"):
         main([str(folder / "study.yaml"), "--override", "train.grad_clip=0.5"])
+
+
+def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are given again: first a compiler of the run had it, then a program of somebody else."""
+    with subprocess.Popen(["sleep", "60"]) as stranger, subprocess.Popen(["sleep", "0.2"]) as process:
+        monkeypatch.setattr(launch, "start_times", lambda pids: dict.fromkeys(pids, 1))
+        monkeypatch.setattr(launch, "children", lambda pid: [stranger.pid])
+        launch._wait(process, launch.Interrupts(), lambda: None)
+        assert stranger.poll() is None
+        stranger.kill()
 
 
 @contextmanager

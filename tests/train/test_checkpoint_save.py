@@ -149,6 +149,14 @@ def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: P
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_a_file_system_that_does_not_know_its_size_is_not_full(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some in user space say 0 of everything."""
+    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    assert trainer.save(tmp_path, 1).error == ""
+
+
 def test_steps_that_an_older_version_did_not_count_are_counted_on_loading(trainer: Trainer, tmp_path: Path) -> None:
     for state, steps in zip(trainer.optimizer.state.values(), (7.0, 0.0), strict=True):
         state["step"].fill_(steps)

@@ -192,6 +192,7 @@ OUT_OF_RANGE = [
     ("--train.grad_clip=-1", ["train.grad_clip=-1", "at least 0"]),
     ("--model.n_kv_heads=3", ["model.n_kv_heads=3", "model.n_heads=8"]),
     ("--optim.lr=-1", ["optim.lr=-1", "at least 0"]),
+    ("--optim.eps=0", ["optim.eps=0", "greater than 0"]),
     ("--optim.betas=[0.9,1.0]", ["optim.betas=[0.9, 1.0]", "[0, 1)"]),
     ("--optim.warmup_steps=-1", ["optim.warmup_steps=-1"]),
     ("--optim.decay_ratio=2", ["optim.decay_ratio=2", "between 0 and 1"]),

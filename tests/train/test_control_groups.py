@@ -9,7 +9,7 @@ import pytest
 from tests.support.control_groups import write_groups
 from tests.support.worlds import run_ranks
 from train.control_groups import memory_left_bytes, memory_limit_bytes
-from train.host_memory import free_host_bytes
+from train.host_memory import free_host_bytes, peak_resident_bytes
 
 GIB = 2**30
 NO_LIMIT = 2**63 - 4096  # as version 1 says it
@@ -63,6 +63,14 @@ def test_the_host_has_the_less_of_machine_and_container(available_gib, free_gib,
     root = write_groups(tmp_path, version_2(512, 511, 480))
     (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemFree: 9 kB\nMemAvailable:  {available_gib * 2**20} kB\n")
     assert free_host_bytes(root) == free_gib * GIB
+
+
+def test_the_peak_is_this_processs_own(tmp_path) -> None:
+    """getrusage would count what the launcher had before it started this program."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("Name:\tpython\nVmHWM:\t   1234 kB\nVmRSS:\t 1000 kB\n")
+    assert peak_resident_bytes(tmp_path) == 1234 * 1024
+    assert 2**26 < peak_resident_bytes() < 2**34
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from tests.support.control_groups import write_groups
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
-from train.cores import usable_cores
+from train import cores as cores_module
+from train.cores import usable_cores, usable_threads
 from train.place import Place
 from train.run_config import RunConfig
 from train.runtime import start_process
@@ -47,6 +48,13 @@ def test_cores_are_counted_once_and_within_a_containers_quota(siblings, quota, c
 def test_a_quota_of_version_1_counts(tmp_path) -> None:
     groups = [{"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": 100000} for quota in (250000, -1)]
     assert usable_cores(write_groups(tmp_path, *groups, version_1="cpu,cpuacct"), range(8)) == 3
+
+
+def test_threads_are_no_more_than_a_quota_and_no_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quota, threads in ((None, 5), (3, 3), (9, 5)):
+        monkeypatch.setattr(cores_module, "processors", lambda quota=quota: quota)
+        monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda _: set(range(5)))
+        assert usable_threads() == threads
 
 
 @pytest.mark.parametrize("processes", [1, 2, 64])

@@ -193,6 +193,18 @@ def test_a_shard_that_changed_is_named_with_both_fingerprints(ending: str, seen_
     assert load_corpus(with_cache(prepared, verify="size")).sources, "only the sizes are looked at"
 
 
+def test_a_copy_with_the_files_own_time_is_looked_at_again(prepared: Path) -> None:
+    """As rsync makes it: on another node's disk, under the same path."""
+    config, shard = with_cache(prepared), prepared / "train-00000.bin"
+    load_corpus(config)
+    content, times = bytearray(shard.read_bytes()), shard.stat()
+    content[0] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(DataError, match="has changed since it was prepared"):
+        load_corpus(config)
+
+
 @pytest.mark.parametrize("what", ["shorter", "gone", "manifest cut", "manifest of another kind", "name outside", "count"])
 def test_a_damaged_folder_is_refused_by_file(what: str, prepared: Path) -> None:
     shard, manifest = prepared / "train-00000.bin", prepared / MANIFEST

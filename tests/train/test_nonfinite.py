@@ -3,7 +3,9 @@
 import itertools
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
+from train import loop
+from train.checkpoint.manifest import Position
 from train.data.loader import BatchShape, StepData
 from train.first_bad import BadValue, all_finite, first_bad_value
 from train.nonfinite import Finding, FiniteGuard, NonFiniteError, describe
@@ -118,6 +122,28 @@ def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_name
     told = "the output of layers.0.ffn_norm is the first value that is not finite; its sequences: 142 of books; 143 of code"
     assert f"rank 0: {told}" in str(error.value)
     assert "40 to 43 of the order" in str(error.value)
+
+
+def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the_same(eager, monkeypatch):
+    """Not compiled it takes more."""
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("train.nonfinite.first_bad_value", full)
+    guard = open_guard(eager[0], eager[2], 0)
+    with pytest.raises(NonFiniteError, match=r"rank 0: no memory to repeat it") as error:
+        guard.step_done(1, 0, StepData([], 0, 0.0), result_of(True))
+    assert "not found again" not in str(error.value)
+
+
+def test_every_step_is_known_to_be_finite_before_a_save() -> None:
+    """On a GPU news of a step is one step late."""
+    told: list[str] = []
+    run = SimpleNamespace(watchdog=Mock(), screen=Mock(lines=told.extend), metrics=Mock(), finite=Mock(), saver=Mock())
+    run.finite.finish.side_effect = NonFiniteError("step 4")
+    with pytest.raises(NonFiniteError):
+        loop._save(run, Position(4), lambda step: None)  # type: ignore[arg-type]
+    run.saver.save.assert_not_called()
 
 
 def test_whether_tensors_are_finite_is_told_of_every_kind():

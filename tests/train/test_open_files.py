@@ -1,9 +1,11 @@
 """More shards than a process may have open files, and files that change under a run."""
 
+import errno
 import os
 import resource
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,6 +92,13 @@ def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_pat
         said = r"train-00001\.bin (has been changed since the run began|cannot be opened \(No such file)"
         with pytest.raises(DataError, match=said):
             split.read(0, out)
+
+
+def test_a_fault_of_the_disk_is_not_called_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = split_of([[1]], [[2]])
+    monkeypatch.setattr(split_module, "_check_unchanged", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(OSError, match="Stale"):
+        split.read(0, np.empty(2, np.int64))
 
 
 def test_where_documents_end_is_found_without_copying_the_shard() -> None:

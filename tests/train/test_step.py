@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.llama import Llama, LlamaConfig
 from parallel.fsdp import clip_divisor, gradient_norm
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
+from train.build import freeze
 from train.config import ConfigError
 from train.evaluation import evaluate
 from train.step import Batch, count_targets, train_step
@@ -133,6 +135,13 @@ def test_frozen_parameters_stay_and_have_no_gradient_nor_moments(trainer):
     train_step(model, optimizer, make_batches(2), 1.0, run.group)
     changed = [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), before[name])]
     assert set(changed) == before.keys() - frozen.keys()
+
+
+def test_a_tied_weight_is_frozen_by_either_name():
+    for pattern in ("tok_embeddings.*", "head.*"):
+        model = Llama(LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, tie_embeddings=True))
+        freeze(model, [pattern])
+        assert not model.tok_embeddings.weight.requires_grad
 
 
 @pytest.mark.parametrize(("pattern", "words"), [("layer.0.*", "layer.0.* matches no parameter"), ("*", "nothing to train")])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from train.config import ConfigError
@@ -88,27 +88,31 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if not family:  # no /proc here: its own process group is all that is known
             os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and (process.poll() is None or _alive(family)):
+        while time.monotonic() < deadline and (process.poll() is None or alive(family)):
             time.sleep(POLL_S)
     finally:
-        _send(signal.SIGKILL, _family(_alive(family)))
+        _send(signal.SIGKILL, _family(alive(family)))
         if process.poll() is None:
             process.kill()
         process.wait()
 
 
 def _send(number: signal.Signals, family: dict[int, int]) -> None:
-    for pid in _alive(family):
+    for pid in alive(family):
         try:
             os.kill(pid, number)
         except ProcessLookupError:  # it has just ended
             continue
 
 
-def _alive(family: dict[int, int]) -> list[int]:
-    """Those that still run: the same number with another start time is a stranger."""
-    running = _running()
-    return [pid for pid, start in family.items() if pid in running and running[pid][1] == start]
+def alive(family: Mapping[int, int]) -> list[int]:
+    """Those of processes, with their start times, that still run: the same number with another start time is a stranger."""
+    return [pid for pid, start in family.items() if start_times([pid]).get(pid) == start]
+
+
+def start_times(pids: Iterable[int]) -> dict[int, int]:
+    """When those of the processes started that have not ended, in ticks since the machine did."""
+    return {pid: found[1] for pid in pids if (found := _parent_and_start(pid))}
 
 
 def _family(roots: Iterable[int]) -> dict[int, int]:
@@ -124,16 +128,18 @@ def _family(roots: Iterable[int]) -> dict[int, int]:
 
 
 def _running() -> dict[int, tuple[int, int]]:
-    """Parent and start time of every process that has not ended (proc(5), fields 3, 4 and 22 of stat)."""
-    running = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_bytes().rpartition(b")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if fields[0] not in (b"Z", b"X"):
-            running[int(path.parent.name)] = (int(fields[1]), int(fields[19]))
-    return running
+    """Parent and start time of every process that has not ended."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return {pid: found for pid in pids if (found := _parent_and_start(pid))}
+
+
+def _parent_and_start(pid: int) -> tuple[int, int] | None:
+    """None if the process has ended (proc(5), fields 3, 4 and 22 of stat)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else (int(fields[1]), int(fields[19]))
 
 
 def descendant_age_s(words: bytes, not_words: bytes) -> float | None:

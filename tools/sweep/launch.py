@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import FrameType
 
 from parallel.plan import PlanError
-from tools.bench.processes import any_lives, children
+from tools.bench.processes import alive, children, start_times
 from tools.sweep.attempt import OUTPUT, Attempt, has_last_word, judge, now_s, output_since, write_attempt
 from tools.sweep.commands import run_command, run_environment
 from tools.sweep.planned import Planned, predict_here
@@ -104,20 +104,20 @@ def _predict(planned: Planned) -> dict[str, float]:
 
 def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Callable[[], None]) -> None:
     """Until the run has ended. Whatever ends this early, or the launcher alone, leaves nothing of it behind."""
-    told, workers = 0, set[int]()
+    told, workers = 0, dict[int, int]()  # with their start times: hours later a number may be another program's
     try:
         while process.poll() is None:
-            workers |= set(children(process.pid))
+            workers |= start_times(children(process.pid))
             if interrupts.count > told:
                 _ask_to_end(process, first=told == 0)
                 told = interrupts.count
             watch()
             time.sleep(POLL_S)
         deadline_s = time.monotonic() + LAST_S
-        while any_lives(workers) and time.monotonic() < deadline_s:
+        while alive(workers) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
     finally:
-        _kill(pid for pid in (*workers, process.pid) if any_lives([pid]))
+        _kill([*alive(workers), *([] if process.poll() is not None else [process.pid])])
         process.wait()
 
 

@@ -67,9 +67,9 @@ def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
             # Only the name that is needed now must be free: there is no harm in others, such as those that NFS keeps open.
             with suppress(*(() if leftover == partial else (OSError,))):
                 _remove(leftover)
-        free_bytes = shutil.disk_usage(folder).free
-        if free_bytes < needed_bytes:
-            raise SaveError(f"the checkpoint of step {step} needs {_size(needed_bytes)}, {folder} has {_size(free_bytes)} free: "
+        disk = shutil.disk_usage(folder)
+        if disk.total and disk.free < needed_bytes:  # some file systems in user space say 0 of everything
+            raise SaveError(f"the checkpoint of step {step} needs {_size(needed_bytes)}, {folder} has {_size(disk.free)} free: "
                             "make room, or lower checkpoint.keep")  # fmt: skip
         if final.exists():
             raise SaveError(f"{final} is there already, and nothing writes into a committed checkpoint: move it away")

@@ -44,26 +44,36 @@ def _count_steps_alike(optimizer: torch.optim.Optimizer) -> None:
         torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
 
 
-def read_tensors(checkpoint: Path, manifest: Manifest, into: Mapping[str, Tensor], alone: bool = False) -> None:
+def open_reader(checkpoint: Path, manifest: Manifest) -> FilesReader:
+    """What reads the files of all ranks; their headers are read now, once. Raises CheckpointError."""
+    try:
+        return FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
+    except UNREADABLE as error:
+        raise _unreadable(checkpoint, error) from None
+
+
+def read_tensors(checkpoint: Path, manifest: Manifest, into: Mapping[str, Tensor], alone: bool = False,
+                 reader: FilesReader | None = None) -> None:  # fmt: skip
     """Read saved tensors by name into tensors of the same shape and dtype, whole or sharded. `alone`: in this process, without
-    the other ranks. Raises CheckpointError."""
+    the other ranks. `reader`: an open one, for who reads several times. Raises CheckpointError."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    reader = reader or open_reader(checkpoint, manifest)
+    stored = reader.read_metadata().state_dict_metadata
+    headers = {name: SavedTensor(tuple(meta.size), dtype_word(meta.properties.dtype))
+               for name in into if isinstance(meta := stored.get(name), TensorStorageMetadata)}  # fmt: skip
+    refuse_different(checkpoint, {name: manifest.tensors[name] for name in into}, headers)
     try:
-        reader = FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
-        headers = {name: SavedTensor(tuple(meta.size), dtype_word(meta.properties.dtype))
-                   for name, meta in reader.read_metadata().state_dict_metadata.items()
-                   if isinstance(meta, TensorStorageMetadata)}  # fmt: skip
-        refuse_different(checkpoint, {name: manifest.tensors[name] for name in into},
-                         {name: headers[name] for name in into if name in headers})  # fmt: skip
         with warnings.catch_warnings():
             if alone:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as was asked for
             load(dict[str, Any](into), storage_reader=reader, no_dist=alone)
     except UNREADABLE as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{checkpoint} cannot be read ({error}): use another checkpoint") from None
+        raise _unreadable(checkpoint, error) from None
+
+
+def _unreadable(checkpoint: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{checkpoint} cannot be read ({error}): use another checkpoint")
 
 
 def refuse_different(checkpoint: Path, here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> None:

@@ -115,6 +115,8 @@ def _map(file: MappedFile) -> NDArray[Any]:
             _check_unchanged(file, opened)
             return np.memmap(opened, file.dtype, "r")
     except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.EACCES):
+            raise  # a fault of the disk or the network: no mistake of the user
         remedy = (f"this process may have {open_files_limit()} files open (ulimit -n), allow it 1,024 or more"
                   if error.errno == errno.EMFILE else "a run reads its data as long as it goes on")  # fmt: skip
         raise DataError(f"{file.path} cannot be opened ({error.strerror}): {remedy}") from None

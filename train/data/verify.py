@@ -64,9 +64,10 @@ def _checksums(manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield f"{shard.name}.ends", shard.ends_sha256
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> tuple[int, ...]:
     try:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}, but {path.parent / MANIFEST} lists it: prepare the data again") from None
-    return status.st_size, status.st_mtime_ns
+    # The last two are others in a copy that was given the file's time, as on another node's disk under the same path.
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

@@ -147,11 +147,12 @@ def _cut_file(part: Part, target: int) -> Iterator[Part]:
 
 def _group(parts: Iterator[Part], target: int) -> Iterator[tuple[Part, ...]]:
     """Consecutive parts, together at most `target` bytes if they are more than one."""
-    group: list[Part] = []
+    group, size_bytes = list[Part](), 0
     for part in parts:
-        if group and sum(p.size_bytes for p in group) + part.size_bytes > target:
+        if group and size_bytes + part.size_bytes > target:
             yield tuple(group)
-            group = []
+            group, size_bytes = [], 0
         group.append(part)
+        size_bytes += part.size_bytes
     if group:
         yield tuple(group)

@@ -1,5 +1,6 @@
 """From the text of a source to a folder of tokenised shards, whole or not at all, and begun again where it was cut off."""
 
+import json
 import os
 import shutil
 import time
@@ -96,7 +97,7 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer_name, bos, eos)
     check_text = source != "stdlib" or tokenizer.info.sha256 != ""  # bytes take the standard library as it is
     files, pieces = cut_source(source, settings.held_out, settings.shard_bytes, check_text)
-    if sum(len(file.name) + 150 for file in files) > MANIFEST_BYTES:
+    if sum(len(json.dumps(file.name)) + 150 for file in files) > MANIFEST_BYTES:
         raise DataError(f"{source} has {len(files):,} files, too many to be listed: pack them into .jsonl files")
     wanted = _empty_manifest(tokenizer, files, settings)
     with partial_folder(folder) as partial:

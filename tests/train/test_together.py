@@ -1,0 +1,49 @@
+"""Ranks that were not started alike: one error on all of them, before anything is built."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import train.main
+from tests.support.launch import EAGER, TINY, write_text
+from tests.support.worlds import run_ranks
+from train.config import ConfigError, parse_config
+from train.place import Place
+
+
+def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes: list[int]) -> str:
+    """What a rank says that was given some arguments of its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config = parse_config([*arguments, *of_rank.get(rank, [])])
+    place = Place(rank, world_size, rank % local_world_sizes[rank], local_world_sizes[rank], True)
+    try:
+        train.main.run(config, place)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [("--optim.lr=0.5", "optim.lr is 0.001 on rank 0, 0.5 on rank 1 (so 1 of 2 ranks)"),
+     ("--run.seed=7", "run.seed is 0 on rank 0, 7 on rank 1"),
+     ("--parallel.param_dtype=bfloat16", "parallel.param_dtype is 'float32' on rank 0, 'bfloat16' on rank 1"),
+     ("--data.cache_dir={}/node", "")],
+)  # fmt: skip
+def test_another_key_on_one_rank_is_named_on_all(own: str, said: str, tmp_path: Path) -> None:
+    """But nodes may have caches of their own."""
+    arguments = [*TINY, *EAGER, *write_text(tmp_path), f"--run.dir={tmp_path / 'run'}", "--optim.lr=0.001", "--train.steps=1",
+                 "--parallel.param_dtype=float32", "--train.eval_every=0", "--checkpoint.every=0"]  # fmt: skip
+    results = run_ranks(2, start, arguments, {1: [own.format(tmp_path)]}, [2, 2])
+    assert results[0] == results[1]
+    assert said in results[0]
+    assert bool(said) == results[0].startswith("the ranks were started with different settings: ")
+
+
+def test_nodes_of_unlike_sizes_that_make_unlike_plans_are_refused(tmp_path: Path) -> None:
+    """hybrid_shard shards within a node."""
+    arguments = [*TINY, *EAGER, *write_text(tmp_path), f"--run.dir={tmp_path / 'run'}", "--parallel.strategy=hybrid_shard"]
+    results = run_ranks(4, start, arguments, {}, [2, 2, 1, 1])
+    assert set(results) == {results[0]}
+    assert "of plan.yaml is '  dp_replicate: 2' on rank 0, '  dp_replicate: 4' on rank 2 (so 2 of 4 ranks)" in results[0]
