@@ -27,12 +27,13 @@ and DeviceMesh. Our attention for CPUs is not random; on a GPU the random state 
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -106,6 +107,27 @@ def split_styles(table: Mapping[str, str], whole: bool = False, gathered: bool =
 def split_in(plan: TensorPlan, table: Mapping[str, str]) -> bool:
     """Whether the plan splits the part of a model that has this table."""
     return any(not plan.styles.get(pattern, "whole_").startswith("whole_") for pattern in table)
+
+
+def average_copies(parameters: Iterable[Tensor]) -> None:
+    """Give every tp rank the same gradient of weights that it holds whole, where a part is not split: the mean of them all.
+
+    The ranks compute the same, but on GPUs not to the last bit (attention's backward adds in any order), and nothing else would
+    bring their copies together again: in hundreds of steps they would become different models. Where every part is split only
+    norms are whole, whose gradients come out of a sum over the ranks. Once a step, of this rank's shards.
+    """
+    copies: list[tuple[DTensor, int]] = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and "tp" in (names := grad.device_mesh.mesh_dim_names or ()):
+            axis = names.index("tp")
+            if grad.placements[axis].is_replicate() and grad.device_mesh.size(axis) > 1:
+                copies.append((grad, axis))
+    if all(grad.dim() == 1 for grad, _ in copies):
+        return
+    for grad, axis in copies:
+        dist.all_reduce(grad.to_local(), group=grad.device_mesh.get_group(axis))
+    torch._foreach_div_([grad.to_local() for grad, _ in copies], float(copies[0][0].device_mesh.size(copies[0][1])))
 
 
 # What a tp rank does at the edge of a part, and what the backward does there. x is one rank's tensor throughout.

@@ -105,7 +105,8 @@ def predict_traffic(config: Config, plan: Plan) -> Traffic:
     idle = {name for name in plan.modules if not work.has_backward((name,))}
     again = _gathered_again(plan, idle)
     of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
-    return _count([*chain.from_iterable(of_units), *_of_modules(plan, work, idle), *_of_norms(plan, model)])
+    return _count([*chain.from_iterable(of_units), *_of_modules(plan, work, idle), *_of_norms(plan, model),
+                   *_of_copies(plan, model)])  # fmt: skip
 
 
 def _gathered_again(plan: Plan, idle: set[str]) -> set[str]:
@@ -138,6 +139,17 @@ def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
             if find_style(plan.tensor, name.rpartition(".")[0]) in SEQUENCE_STYLES and parameter.requires_grad:
                 size = parameter.numel() * DTYPE_BYTES[unit.param_dtype]
                 yield from [("all_reduce", "tp", size)] * plan.accumulation
+
+
+def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
+    """Where a part is left whole, the gradients of all weights that tp ranks hold alike (parallel.tensor.average_copies)."""
+    styles = {name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()}
+    copies = [p for name, p in model.named_parameters() if p.requires_grad and styles[name].startswith(("whole_", "sequence"))]
+    if all(p.dim() == 1 for p in copies):
+        return
+    for parameter in copies:
+        rows = -(-parameter.shape[0] // plan.mesh.dp_shard)  # of rank 0
+        yield "all_reduce", "tp", rows * (parameter.numel() // parameter.shape[0]) * DTYPE_BYTES[plan.storage_dtype]
 
 
 def _padded(parameter: nn.Parameter, shards: int) -> int:

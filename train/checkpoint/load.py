@@ -72,7 +72,7 @@ def read_tensors(checkpoint: Path, manifest: Manifest, into: Mapping[str, Tensor
         raise _unreadable(checkpoint, error) from None
 
 
-def _unreadable(checkpoint: Path, error: Exception) -> CheckpointError:
+def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"{checkpoint} cannot be read ({error}): use another checkpoint")
 
 

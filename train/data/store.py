@@ -12,6 +12,7 @@ A folder with a manifest is complete: whoever writes one gives it its name by on
 import json
 import os
 import re
+import stat
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -159,11 +160,16 @@ def _open_file(path: Path, dtype: np.dtype, length: int, sha256: str) -> MappedF
 def check_size(path: Path, size_bytes: int) -> os.stat_result:
     """What the system says of a file. DataError unless there is such a file of this size, and in this folder: no link that leads
     elsewhere, or nowhere."""
-    real = os.path.realpath(path)  # Path.resolve raises RuntimeError where links lead in a circle
-    if os.path.dirname(real) != os.path.realpath(path.parent):
-        raise DataError(f"{path} leads out of its folder, to {real}: put the file itself there")
-    if not path.is_file() or path.stat().st_size != size_bytes:
+    if path.is_symlink():
+        real = os.path.realpath(path)  # Path.resolve raises RuntimeError where links lead in a circle
+        if os.path.dirname(real) != os.path.realpath(path.parent):
+            raise DataError(f"{path} leads out of its folder, to {real}: put the file itself there")
+    try:
+        status = path.stat()
+    except OSError:
+        status = None
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
         missing = "a link to no file" if path.is_symlink() else "no such file"
-        here = f"{path.stat().st_size:,} bytes" if path.is_file() else missing
+        here = f"{status.st_size:,} bytes" if status and stat.S_ISREG(status.st_mode) else missing
         raise DataError(f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again")
-    return path.stat()
+    return status
