@@ -35,7 +35,7 @@ from train.checkpoint.load import load_checkpoint
 from train.checkpoint.manifest import Position
 from train.checkpoint.resume import find_start
 from train.checkpoint.saver import Saver
-from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, keys_of, parse_config
+from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
 from train.data.checks import check_data, check_evaluation, check_sequences
 from train.data.loader import BatchShape, SampleOrder
@@ -116,7 +116,7 @@ def run(config: Config, place: Place) -> bool:
         watchdog.connect()
         stop.connect()
         place = with_restarts_of_all(place)
-        check_alike(place, _settings(config, planned.plan))
+        check_alike(place, config, planned.plan)
         with take_folder(folder, place, screen), journal.opened(folder):
             watchdog.report_to(folder)
             stopped = _run_in(folder, config, place, planned, screen, journal, watchdog, stop)
@@ -141,14 +141,6 @@ def _plan(config: Config, place: Place, screen: Screen) -> Planned:
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, place.local_world_size)
     return Planned(device, device_name, plan, _check_memory(config, plan, place, device, device_name))
-
-
-def _settings(config: Config, plan: Plan) -> dict[str, object]:
-    """Every key of the config but where nodes keep caches of their own, and the lines of the plan, in which auto has a value."""
-    keys = {name: value for section in dataclasses.fields(config)
-            for name, value, _ in keys_of(getattr(config, section.name), section.name) if not name.endswith("cache_dir")}
-    plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, cache_dir=None))
-    return keys | {f"line {number} of plan.yaml": line for number, line in enumerate(plan_to_yaml(plan).splitlines(), 1)}
 
 
 def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen: Screen, journal: Journal, watchdog: Watchdog,

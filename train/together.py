@@ -1,13 +1,15 @@
 """What one rank does for all."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from train.config import USER_ERRORS, ConfigError
+from parallel.plan import Plan
+from parallel.plan_file import plan_to_yaml
+from train.config import USER_ERRORS, Config, ConfigError, keys_of
 from train.place import Place
 
 T = TypeVar("T")
@@ -28,10 +30,10 @@ def from_main(place: Place, make: Callable[[], T]) -> T:
     return made[0]  # type: ignore[no-any-return]
 
 
-def check_alike(place: Place, settings: Mapping[str, object]) -> None:
-    """That every rank was started with rank 0's settings, in the words of repr. Raises ConfigError on all of them, with the first
-    that differs: else each rank would train its part of the model in its own way."""
-    mine = {key: repr(value) for key, value in settings.items()}
+def check_alike(place: Place, config: Config, plan: Plan) -> None:
+    """That every rank was started with rank 0's settings and makes its plan of them. Raises ConfigError on all ranks, with the
+    first difference: else each would train its part of the model in its own way."""
+    mine = _settings(config, plan)
     box = [mine]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     (theirs,) = box
@@ -42,6 +44,15 @@ def check_alike(place: Place, settings: Mapping[str, object]) -> None:
     if others := [one for one in said if one]:
         raise ConfigError(f"the ranks were started with different settings: {others[0]} (so {len(others)} of {place.world_size} "
                           "ranks). Start them all by the same command, with the same files on every node")  # fmt: skip
+
+
+def _settings(config: Config, plan: Plan) -> dict[str, str]:
+    """Every key of the config but where nodes keep caches of their own, and the lines of the plan, in which auto has a value."""
+    sections = {section.name: getattr(config, section.name) for section in fields(config)}
+    keys = {name: repr(value) for section, own in sections.items() for name, value, _ in keys_of(own, section)
+            if not name.endswith("cache_dir")}  # fmt: skip
+    plan = replace(plan, compile=replace(plan.compile, cache_dir=None))
+    return keys | {f"line {number} of plan.yaml": repr(line) for number, line in enumerate(plan_to_yaml(plan).splitlines(), 1)}
 
 
 def with_restarts_of_all(place: Place) -> Place:

@@ -20,6 +20,10 @@ from train.open_files import open_files_limit
 MOST_MAPPED = 4096
 
 
+class _TooManyOpenFiles(Exception):
+    """This process has as many files open as it may."""
+
+
 @dataclass(eq=False)
 class MappedFile:
     """Numbers in a file, mapped into memory when they are read. `modified_ns`: the file's time stamp; where that is another one,
@@ -36,7 +40,15 @@ class MappedFile:
 
     def numbers(self) -> NDArray[Any]:
         """numbers[length]. Raises DataError if the file cannot be opened, or is not the one that it was."""
-        return _maps()(self)
+        try:
+            return _maps()(self)
+        except _TooManyOpenFiles:  # others of this process have taken what was free: close all of these, and begin again
+            _maps.cache_clear()
+        try:
+            return _maps()(self)
+        except _TooManyOpenFiles as error:
+            raise DataError(f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} files open "
+                            "(ulimit -n), allow it 1,024 or more") from None  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,11 +127,11 @@ def _map(file: MappedFile) -> NDArray[Any]:
             _check_unchanged(file, opened)
             return np.memmap(opened, file.dtype, "r")
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.EACCES):
-            raise  # a fault of the disk or the network: no mistake of the user
-        remedy = (f"this process may have {open_files_limit()} files open (ulimit -n), allow it 1,024 or more"
-                  if error.errno == errno.EMFILE else "a run reads its data as long as it goes on")  # fmt: skip
-        raise DataError(f"{file.path} cannot be opened ({error.strerror}): {remedy}") from None
+        if error.errno == errno.EMFILE:
+            raise _TooManyOpenFiles(error.strerror) from None
+        if error.errno in (errno.ENOENT, errno.EACCES):
+            raise DataError(f"{file.path} cannot be opened ({error.strerror}): a run reads its data until its end") from None
+        raise  # a fault of the disk or of the network: no mistake of the user
 
 
 def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
