@@ -50,6 +50,25 @@ def load_with_no_file_left(folder: Path) -> str:
     return ""
 
 
+def test_files_that_others_need_are_given_back(tmp_path: Path) -> None:
+    write_store(tmp_path / "store", [[[number]] for number in range(40)])
+    assert run_ranks(1, read_with_a_limit_lowered, tmp_path / "store") == [list(range(40))]
+
+
+def read_with_a_limit_lowered(folder: Path) -> list[int]:
+    """All shards are mapped, and then nothing is left: those that are read next take the place of the others."""
+    manifest, out = read_manifest(folder), np.empty(40, np.int64)
+    open_split(folder, manifest, "train").read(0, out)
+    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd")) - 1
+    assert used > 80
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+    try:
+        open_split(folder, manifest, "train").read(0, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return out.tolist()
+
+
 def test_the_limit_is_raised_as_far_as_it_goes() -> None:
     assert run_ranks(1, limits_after, 256, 512) == [512]
     assert run_ranks(1, limits_after, 600, 10**6) == [min(ENOUGH, resource.getrlimit(resource.RLIMIT_NOFILE)[1])]

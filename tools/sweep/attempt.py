@@ -56,9 +56,11 @@ def read_attempt(folder: Path) -> Attempt:
     return attempt if sound else Attempt()
 
 
-def write_attempt(folder: Path, attempt: Attempt) -> None:
-    """By one rename. Raises ConfigError where the folder cannot be written."""
+def write_attempt(folder: Path, attempt: Attempt) -> float:
+    """By one rename. Returns when, by the clock of the folder's disk, which may be another machine's. Raises ConfigError where
+    the folder cannot be written."""
     write_whole(folder / NAME, (json.dumps(asdict(attempt), indent=2) + "\n").encode())
+    return (folder / NAME).stat().st_mtime
 
 
 def launched_with(folder: Path) -> dict[str, int]:
@@ -78,8 +80,8 @@ def state_of(folder: Path) -> tuple[Ended, str]:
 
 
 def judge(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[Ended, str]:
-    """What has become of a run that was started at `began_s` and has ended: its own word, where it has left one since, else what
-    it printed."""
+    """What has become of a run that was started at `began_s`, as `write_attempt` says it, and has ended: its own word, where it
+    has left one since, else what it printed."""
     status = read_status(folder)
     if status is not None and _written_since(folder / "status.json", began_s):
         if status.state in ("stopped", "finished") and (exit_code == 0 or status.state == "stopped"):

@@ -66,7 +66,7 @@ def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]
         _refuse_taken(planned)
         cell = planned.cell
         attempt = Attempt("running", cell.processes, cell.nodes, planned.arguments, began_s=now_s(), predicted=_predict(planned))
-        write_attempt(folder, attempt)
+        began_s = write_attempt(folder, attempt)
         command = run_command(planned)
         output.write(f"+ {shlex.join(command)}\n".encode())
         output.flush()
@@ -74,8 +74,8 @@ def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]
         process = subprocess.Popen(command, env=run_environment(planned), stdin=subprocess.DEVNULL, stdout=output,
                                    stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
         _wait(process, interrupts, watch)
-    state, reason = judge(folder, process.returncode, attempt.began_s, output_since(folder, offset))
-    if interrupts.count and not has_last_word(folder, attempt.began_s):
+    state, reason = judge(folder, process.returncode, began_s, output_since(folder, offset))
+    if interrupts.count and not has_last_word(folder, began_s):
         state, reason = "stopped", "interrupted before it could save"
     attempt = replace(attempt, state=state, reason=reason, exit_code=process.returncode)
     write_attempt(folder, attempt)
