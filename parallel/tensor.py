@@ -109,25 +109,30 @@ def split_in(plan: TensorPlan, table: Mapping[str, str]) -> bool:
     return any(not plan.styles.get(pattern, "whole_").startswith("whole_") for pattern in table)
 
 
-def average_copies(parameters: Iterable[Tensor]) -> None:
-    """Give every tp rank the same gradient of weights that it holds whole, where a part is not split: the mean of them all.
+def share_copies(parameters: Iterable[Tensor]) -> None:
+    """Where a part is not split, give every tp rank the first one's gradient of the weights that all of them hold whole.
 
     The ranks compute the same, but on GPUs not to the last bit (attention's backward adds in any order), and nothing else would
     bring their copies together again: in hundreds of steps they would become different models. Where every part is split only
     norms are whole, whose gradients come out of a sum over the ranks. Once a step, of this rank's shards.
     """
-    copies: list[tuple[DTensor, int]] = []
-    for parameter in parameters:
-        grad = parameter.grad
-        if isinstance(grad, DTensor) and "tp" in (names := grad.device_mesh.mesh_dim_names or ()):
-            axis = names.index("tp")
-            if grad.placements[axis].is_replicate() and grad.device_mesh.size(axis) > 1:
-                copies.append((grad, axis))
-    if all(grad.dim() == 1 for grad, _ in copies):
+    copies = [(parameter, axis) for parameter in parameters if (axis := _axis_of_copies(parameter)) is not None]
+    if all(parameter.dim() == 1 for parameter, _ in copies):
         return
-    for grad, axis in copies:
-        dist.all_reduce(grad.to_local(), group=grad.device_mesh.get_group(axis))
-    torch._foreach_div_([grad.to_local() for grad, _ in copies], float(copies[0][0].device_mesh.size(copies[0][1])))
+    for parameter, axis in copies:
+        if isinstance(grad := parameter.grad, DTensor):
+            own = grad.to_local()
+            if grad.device_mesh.get_local_rank(axis):
+                own.zero_()  # a sum to which the others add nothing
+            dist.all_reduce(own, group=grad.device_mesh.get_group(axis))
+
+
+def _axis_of_copies(parameter: Tensor) -> int | None:
+    """Which axis of its mesh is tp, if all ranks of that hold the parameter alike."""
+    if not isinstance(parameter, DTensor) or "tp" not in (names := parameter.device_mesh.mesh_dim_names or ()):
+        return None
+    axis = names.index("tp")
+    return axis if parameter.placements[axis].is_replicate() and parameter.device_mesh.size(axis) > 1 else None
 
 
 # What a tp rank does at the edge of a part, and what the backward does there. x is one rank's tensor throughout.

@@ -35,14 +35,15 @@ def processors(root: Path = Path("/")) -> int | None:
 def own_groups(controller: str, root: Path = Path("/")) -> list[Path]:
     """Folders of the groups that this process is in, each before those above it."""
     paths = dict(_own_paths(controller, root))
-    return [group for kind, mounted, point in _mounts(controller, root) if kind in paths
-            for group in _from_own(point, mounted, paths[kind])]  # fmt: skip
+    mounts = [(point, mounted, paths[kind]) for kind, mounted, point in _mounts(controller, root) if kind in paths]
+    shown = [mount for mount in mounts if _is_shown(*mount[1:])]
+    return [group for mount in shown or mounts for group in _from_own(*mount)]
 
 
 def _own_paths(controller: str, root: Path) -> Iterator[tuple[str, str]]:
     """Type of the hierarchy's file system -> the path of this process's group in it."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+    for line in _read(root / "proc/self/cgroup").split("\n"):
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:
             yield "cgroup2", path
         elif controller in controllers.split(","):
@@ -51,20 +52,24 @@ def _own_paths(controller: str, root: Path) -> Iterator[tuple[str, str]]:
 
 def _mounts(controller: str, root: Path) -> Iterator[tuple[str, str, Path]]:
     """Where such hierarchies are mounted: type of the file system, the group that stands at the mount point, mount point."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in _read(root / "proc/self/mountinfo").split("\n"):
         mount, _, filesystem = line.partition(" - ")
-        kind, _, options = filesystem.split(" ", 2)
+        kind, _, options = (*filesystem.split(" ", 2), "", "")[:3]
         if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
-            _, _, _, mounted, point, *_ = mount.split(" ")
+            _, _, _, mounted, point, *_ = map(_unescaped, mount.split(" "))
             yield kind, mounted, root / point.lstrip("/")
+
+
+def _is_shown(mounted: str, path: str) -> bool:
+    """Whether a mount of the group `mounted` shows the group `path`."""
+    return Path(path).is_relative_to(mounted) and ".." not in Path(path).parts
 
 
 def _from_own(point: Path, mounted: str, path: str) -> list[Path]:
     """The folder of the group `path`, and all above it up to the mount point, as far as they are there: a container sees its own
     group at the mount point, whatever the host calls it."""
-    inside = Path(path).relative_to(mounted) if Path(path).is_relative_to(mounted) and ".." not in path else Path()
-    folders = (point / inside, *(point / inside).parents)
-    return [folder for folder in folders if folder.is_relative_to(point) and folder.is_dir()]
+    own = point / (Path(path).relative_to(mounted) if _is_shown(mounted, path) else "")
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(point) and folder.is_dir()]
 
 
 def _memory_limits(group: Path) -> list[int]:
@@ -75,9 +80,10 @@ def _memory_limits(group: Path) -> list[int]:
 
 def _used_bytes(group: Path) -> int:
     used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
-    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    stat = dict(line.split(" ", 1) for line in _read(group / "memory.stat").split("\n") if " " in line)
     total = "total_" if "total_inactive_file" in stat else ""  # version 1: with the groups below, as the usage is
-    return used - sum(int(stat.get(f"{total}{name}", 0)) for name in ("inactive_file", "active_file"))
+    # Read a moment later, so perhaps more than what was used.
+    return max(0, used - sum(int(stat.get(f"{total}{name}", 0)) for name in ("inactive_file", "active_file")))
 
 
 def _cpu_quotas(group: Path) -> Iterator[float]:
@@ -93,9 +99,14 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def _unescaped(name: str) -> str:
+    """Spaces in a name are \\040 there (proc(5))."""
+    return name.replace("\\040", " ")
+
+
 def _read(path: Path) -> str:
     """The text of a file; nothing where there is none: of Linux's files that a kernel or a container may not have."""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
         return ""

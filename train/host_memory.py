@@ -35,7 +35,8 @@ def peak_resident_bytes(root: Path = Path("/")) -> int:
     status = root / "proc/self/status"
     if status.is_file():
         lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        if peak := [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]:
+            return peak[0]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -60,7 +60,7 @@ from train.status import read_status
 from train.stop import PeerLostError, Stop, as_lost_peer
 from train.take_folder import take_folder
 from train.throughput import make_throughput
-from train.together import check_alike, from_main, with_restarts_of_all
+from train.together import check_alike, from_main, lines_of, settings_of, with_restarts_of_all
 from train.watchdog import Watchdog
 
 EXPLAINED = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)  # failures of which the message says all: no traceback
@@ -111,12 +111,12 @@ def run(config: Config, place: Place) -> bool:
         planned = _plan(config, place, screen)
         check_data(config.data, config.model.vocab_size)  # a source that is not there is found out here, by every rank alike
         folder = _make_folder(config)
-        if not dist.is_initialized():
-            start_process(config.run, place, planned.device)
+        if config.parallel.plan != "auto":  # else they have joined before they planned
+            _join(config, place, planned.device)
+        check_alike(place, lines_of(planned.plan))
         watchdog.connect()
         stop.connect()
         place = with_restarts_of_all(place)
-        check_alike(place, config, planned.plan)
         with take_folder(folder, place, screen), journal.opened(folder):
             watchdog.report_to(folder)
             stopped = _run_in(folder, config, place, planned, screen, journal, watchdog, stop)
@@ -132,7 +132,7 @@ def _plan(config: Config, place: Place, screen: Screen) -> Planned:
     device, device_name = choose_device(config.run, place)
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner asks the compiler
-        start_process(config.run, place, device)  # one process plans for all: they must not differ
+        _join(config, place, device)  # one process plans for all: they must not differ
         screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
         check_compiler(chosen.plan, device.type, place.local_world_size)
@@ -141,6 +141,13 @@ def _plan(config: Config, place: Place, screen: Screen) -> Planned:
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, place.local_world_size)
     return Planned(device, device_name, plan, _check_memory(config, plan, place, device, device_name))
+
+
+def _join(config: Config, place: Place, device: torch.device) -> None:
+    """Meet the other ranks, who must have been started alike."""
+    if not dist.is_initialized():
+        start_process(config.run, place, device)
+    check_alike(place, settings_of(config))
 
 
 def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen: Screen, journal: Journal, watchdog: Watchdog,
@@ -201,7 +208,7 @@ def _make_room(saver: Saver, config: CheckpointConfig, screen: Screen) -> None:
         return
     if config.on_error == "stop":
         raise ConfigError(f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer processes on "
-                          "each or more memory (of a container: its limit), or save nothing: checkpoint.every=0")  # fmt: skip
+                          "each or more memory (of a container: its limit), or try with checkpoint.on_error=warn")  # fmt: skip
     screen.line(f"warning: saves will fail unless memory becomes free: {missing}")
 
 

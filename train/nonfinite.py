@@ -98,15 +98,15 @@ class FiniteGuard:
     def _diagnose(self, done: _Step) -> str:
         """What all ranks together find out about a step. On a GPU the step after it may have changed the weights a little."""
         damaged = parameters_not_finite(self._model)
-        first, repeated = None, True
+        positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
             first = first_bad_value(self._model, done.micro_batches, self._data_parallel)
-        except torch.OutOfMemoryError:
-            repeated = False
+        except torch.OutOfMemoryError:  # perhaps on this rank alone: nothing more can be agreed on with the others
+            alone = Finding(dist.get_rank(), damaged, None, self._sequences(done.first_sample, None), repeated=False)
+            return describe(done.step, self._max_skipped, [alone], positions)
         micro_batch = None if first is None else first.micro_batch
-        found = _gather(Finding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch), repeated))
-        last_sample = done.first_sample + self._shape.global_batch_size - 1
-        return describe(done.step, self._max_skipped, found, f"{done.first_sample} to {last_sample}")
+        found = _gather(Finding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch)))
+        return describe(done.step, self._max_skipped, found, positions)
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
         """This rank's sequences, of one micro batch or of the whole step, by source and index in it."""
@@ -132,8 +132,8 @@ def describe(step: int, max_skipped: int, found: Sequence[Finding], positions: s
               for one in firsts[:_MANY] if one.first is not None]  # fmt: skip
     if len(firsts) > _MANY:
         lines.append(f"{len(firsts) - _MANY} other ranks: likewise")
-    if failed := [one.rank for one in found if not one.repeated]:
-        lines.append(f"rank {_listed(failed)}: no memory to repeat it, which takes more than a compiled step")
+    if not found[0].repeated:
+        lines.append(f"rank {found[0].rank}: no memory to repeat it, which takes more than a compiled step")
     elif not places:
         lines.append("not found again when the step was repeated, on no rank: a fault of the hardware, of the network or of "
                      "compiled code is likely")  # fmt: skip

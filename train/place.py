@@ -27,7 +27,7 @@ class Place:
 
     @property
     def machine(self) -> int:
-        """The lowest rank on this machine: a number of its own."""
+        """The lowest rank on this machine, whose ranks follow one another, as torchrun numbers them: a number of its own."""
         return self.rank - self.local_rank
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models.loss import IGNORE_INDEX
 from parallel.fsdp import clip_divisor, gradient_norm, set_last_micro_batch
-from parallel.tensor import average_copies
+from parallel.tensor import share_copies
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def train_step(
         micro_loss = model(batch.tokens, batch.targets, batch.first) / global_tokens
         micro_loss.backward()
         loss += micro_loss.detach()
-    average_copies(model.parameters())
+    share_copies(model.parameters())
     grad_norm = gradient_norm(list(model.parameters()), loss)
     # What GradScaler tells fused AdamW: what to divide gradients by; and, at 1, to leave weights, moments and step count.
     optimizer.grad_scale = clip_divisor(grad_norm, grad_clip)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """What one rank does for all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -30,10 +30,9 @@ def from_main(place: Place, make: Callable[[], T]) -> T:
     return made[0]  # type: ignore[no-any-return]
 
 
-def check_alike(place: Place, config: Config, plan: Plan) -> None:
-    """That every rank was started with rank 0's settings and makes its plan of them. Raises ConfigError on all ranks, with the
+def check_alike(place: Place, mine: Mapping[str, str]) -> None:
+    """That every rank was started with rank 0's settings, or makes its plan of them. Raises ConfigError on all ranks, with the
     first difference: else each would train its part of the model in its own way."""
-    mine = _settings(config, plan)
     box = [mine]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     (theirs,) = box
@@ -42,17 +41,22 @@ def check_alike(place: Place, config: Config, plan: Plan) -> None:
     said = [""] * place.world_size
     dist.all_gather_object(said, mine_differs)
     if others := [one for one in said if one]:
-        raise ConfigError(f"the ranks were started with different settings: {others[0]} (so {len(others)} of {place.world_size} "
-                          "ranks). Start them all by the same command, with the same files on every node")  # fmt: skip
+        raise ConfigError(f"the ranks were started with different settings: {others[0]} ({len(others)} of {place.world_size} "
+                          "ranks differ from rank 0). Start all by the same command, with the same files; where auto means "
+                          "another thing on another kind of machine, give the key a value")  # fmt: skip
 
 
-def _settings(config: Config, plan: Plan) -> dict[str, str]:
-    """Every key of the config but where nodes keep caches of their own, and the lines of the plan, in which auto has a value."""
+def settings_of(config: Config) -> dict[str, str]:
+    """Every key of the config, but those that nodes may have for themselves: folders of caches, and threads."""
     sections = {section.name: getattr(config, section.name) for section in fields(config)}
-    keys = {name: repr(value) for section, own in sections.items() for name, value, _ in keys_of(own, section)
-            if not name.endswith("cache_dir")}  # fmt: skip
-    plan = replace(plan, compile=replace(plan.compile, cache_dir=None))
-    return keys | {f"line {number} of plan.yaml": repr(line) for number, line in enumerate(plan_to_yaml(plan).splitlines(), 1)}
+    return {name: repr(value) for section, own in sections.items() for name, value, _ in keys_of(own, section)
+            if not name.endswith(("cache_dir", "run.threads"))}  # fmt: skip
+
+
+def lines_of(plan: Plan) -> dict[str, str]:
+    """The lines of the plan, in which what is auto in the config has a value."""
+    text = plan_to_yaml(replace(plan, compile=replace(plan.compile, cache_dir=None)))
+    return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
 
 
 def with_restarts_of_all(place: Place) -> Place:

@@ -19,7 +19,8 @@ def train_with_other_roundings(arguments: list[str]) -> list[str]:
     run = build_sharded([*TINY, *EAGER, *arguments])
     off = 1.001 if dist.get_rank() == dist.get_world_size() - 1 else 1.0
     for block in run.model.layers:
-        block.attention.wq.register_forward_hook(lambda _module, _inputs, q: q.register_hook(lambda grad: grad * off) and None)
+        for module in (block.attention.wq, block.attention_norm):
+            module.register_forward_hook(lambda _module, _inputs, out: out.register_hook(lambda grad: grad * off) and None)
     for _ in range(3):
         train_step(run.model, run.optimizer, random_batches(run), 1.0, run.group)
     held = {name: p.to_local() for name, p in run.model.named_parameters() if p.placements[-1].is_replicate()}
@@ -28,7 +29,12 @@ def train_with_other_roundings(arguments: list[str]) -> list[str]:
     return [name for name in held if not all(torch.equal(copy[name], held[name]) for copy in copies)]
 
 
-@pytest.mark.parametrize("keys", [["--parallel.tp=2"], ["--parallel.tp=2", "--parallel.sequence_parallel=false"]])
+NORMS_ALONE = "--train.freeze=[layers.*.attention.w*, tok_embeddings.weight, head.output.weight]"
+WHOLE_TOKENS = "--parallel.sequence_parallel=false"
+
+
+@pytest.mark.parametrize("keys", [["--parallel.tp=2"], ["--parallel.tp=4"], ["--parallel.tp=2", WHOLE_TOKENS],
+                                  ["--parallel.tp=2", WHOLE_TOKENS, NORMS_ALONE]])  # fmt: skip
 def test_copies_of_whole_parts_do_not_drift_apart(keys: list[str]) -> None:
     for different in run_ranks(4, train_with_other_roundings, ["--parallel.tp_parts=[feed_forward]", *keys]):
         assert different == []

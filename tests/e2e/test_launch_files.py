@@ -65,7 +65,7 @@ def test_volumes_are_there_and_run_dir_is_on_one(manifest):
     assert set(mounts.values()) == set(volumes)
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
-    for what in ("--run.dir=/runs/", "--data.cache_dir=/runs/"):  # a pod's own disk is gone with it
+    for what in ("--run.dir=/runs/", "--data.cache_dir=/runs/cache/$HOSTNAME"):  # a pod's own disk is gone with it
         assert what in manifest["TrainJob"]["spec"]["trainer"]["args"][0]
 
 

@@ -1,20 +1,26 @@
 """Host memory for the copies that saves are written from: counted as it is taken, and agreed on by all ranks."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import train.main
 from tests.support.worlds import run_ranks
-from tests.train.checkpoint_saves import Trainer
+from tests.train.checkpoint_saves import Trainer, save
 from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.manifest import Position
 from train.checkpoint.room import RoomAsked, copy_bytes, describe_missing, round_up
 from train.checkpoint.saver import Saver
 from train.config import ConfigError
 from train.console import Screen
+from train.optim import OptimConfig, build_optimizer
 from train.place import Place
 
 GIB = 2**30
@@ -67,6 +73,39 @@ def test_all_ranks_decide_alike_by_what_the_machines_have_for_all_of_theirs(tmp_
     for left, beside in (([10_000, needs_kib], True), ([10_000, needs_kib - 2], False), ([0, 10_000], False)):
         results = run_ranks(4, save_on_machines, tmp_path / f"{left}", left)
         assert [(asynchronous, error, taken > 0) for asynchronous, error, taken in results] == [(beside, "", beside)] * 4
+
+
+def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]:
+    """What making room and two saves say where saves need copies, and how many tensors this rank has a copy of. On the rank
+    `refused_on` the system gives no memory at first."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    model = nn.Linear(4, 3)  # three rows: the last of four ranks has none
+    fully_shard(model, mesh=mesh)
+    saver = Saver(CheckpointConfig(), folder, model, build_optimizer(model, OptimConfig()), mesh, {}, lambda: 2**30)
+    saver._on_cpu, empty = False, torch.empty
+
+    def refuse(*size: Any, **options: Any) -> torch.Tensor:
+        if rank == refused_on and "pin_memory" in options:
+            raise RuntimeError("out of memory")
+        return empty(*size, **options)
+
+    with mock.patch.object(torch, "empty", refuse):
+        said = saver.make_room()
+        errors = [save(saver, 1).error]
+    errors.append(save(saver, 2).error)
+    return said, errors, len(saver._copies)
+
+
+def test_a_rank_with_nothing_to_write_makes_room_with_the_others(tmp_path: Path) -> None:
+    results = run_ranks(4, save_as_on_gpus, tmp_path, -1)
+    assert [(said, errors) for said, errors, _ in results] == [("", ["", ""])] * 4
+    assert results[3][2] == 1, "its random state"
+
+
+def test_memory_that_one_rank_does_not_get_is_no_rank_that_died(tmp_path: Path) -> None:
+    said = "host memory for copies of the training state cannot be taken (out of memory)"
+    for result in run_ranks(4, save_as_on_gpus, tmp_path, 1):
+        assert result[:2] == (said, [said, ""])
 
 
 class FullMachine:

@@ -134,6 +134,7 @@ def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the
     with pytest.raises(NonFiniteError, match=r"rank 0: no memory to repeat it") as error:
         guard.step_done(1, 0, StepData([], 0, 0.0), result_of(True))
     assert "not found again" not in str(error.value)
+    assert "142 of books" not in str(error.value)
 
 
 def test_every_step_is_known_to_be_finite_before_a_save() -> None:

@@ -4,6 +4,8 @@ import errno
 import os
 import resource
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -34,20 +36,33 @@ def test_a_limit_that_does_not_do_is_said(tmp_path: Path) -> None:
     write_store(tmp_path / "store", [[[1, 2, 3]]] * 3)
     (said,) = run_ranks(1, load_with_no_file_left, tmp_path / "store")
     assert "train-00000.ends cannot be opened (Too many open files): this process may have" in said
-    assert "files open (ulimit -n), allow it 1,024 or more" in said
+    assert "files open (ulimit -n), and all are taken: allow it more" in said
 
 
 def load_with_no_file_left(folder: Path) -> str:
-    manifest, limits = read_manifest(folder), resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd")) - 1  # one was of the listing
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+    manifest = read_manifest(folder)
     try:
-        open_split(folder, manifest, "train")
+        with no_file_left():
+            open_split(folder, manifest, "train")
     except DataError as error:
         return str(error)
+    return ""
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """All numbers up to the limit are taken."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    return ""
+        for number in taken:
+            os.close(number)
 
 
 def test_files_that_others_need_are_given_back(tmp_path: Path) -> None:
@@ -59,14 +74,16 @@ def read_with_a_limit_lowered(folder: Path) -> list[int]:
     """All shards are mapped, and then nothing is left: those that are read next take the place of the others."""
     manifest, out = read_manifest(folder), np.empty(40, np.int64)
     open_split(folder, manifest, "train").read(0, out)
-    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd")) - 1
-    assert used > 80
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
-    try:
+    assert opened_in(folder) == 80
+    with no_file_left():
         open_split(folder, manifest, "train").read(0, out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     return out.tolist()
+
+
+def opened_in(folder: Path) -> int:
+    """How many files of a folder this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(Path(os.readlink(link)).parent == folder for link in links if os.path.lexists(link))
 
 
 def test_the_limit_is_raised_as_far_as_it_goes() -> None:
@@ -81,29 +98,31 @@ def limits_after(soft: int, hard: int) -> int:
 
 
 def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = split_of(*([[[number, number]] for number in range(40)]))
     monkeypatch.setattr(split_module, "MOST_MAPPED", 4)
     split_module._maps.cache_clear()
+    manifest, out = write_store(tmp_path / "store", [[[number, number]] for number in range(40)]), np.empty(80, np.int64)
     try:
-        before, out = len(os.listdir("/proc/self/fd")), np.empty(80, np.int64)
+        shards = open_split(tmp_path / "store", manifest, "train")
         for _ in range(2):
             shards.read(0, out)
             assert out.tolist() == [number for number in range(40) for _ in range(2)]
-            assert len(os.listdir("/proc/self/fd")) == before + 4
+            assert opened_in(tmp_path / "store") == 4
     finally:
         split_module._maps.cache_clear()
 
 
-@pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "gone"])
+@pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "shorter, of the same time", "gone"])
 def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_path: Path) -> None:
     """But one that was touched is, as some do so that their cluster does not delete it."""
     split = open_split(tmp_path / "store", write_store(tmp_path / "store", [[[1, 2, 3]], [[4, 5, 6]]]), "train")
     path, out = tmp_path / "store/train-00001.bin", np.empty(6, np.int64)
+    before_ns = path.stat().st_mtime_ns
     if change == "gone":
         path.unlink()
     else:
-        np.array({"touched": [4, 5, 6], "rewritten": [4, 5, 7], "longer": [4, 5, 6, 7]}[change], "<u2").tofile(path)
-        os.utime(path, ns=(0, 1))
+        content = {"touched": [4, 5, 6], "rewritten": [4, 5, 7], "longer": [4, 5, 6, 7]}
+        np.array(content.get(change, [4]), "<u2").tofile(path)
+        os.utime(path, ns=(0, 1 if change in content else before_ns))
     if change == "touched":
         split.read(0, out)
         assert out.tolist() == [1, 2, 3, 4, 5, 6]

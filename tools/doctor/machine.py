@@ -15,6 +15,7 @@ from tools.doctor.facts import Folder, Machine, Unknown, find
 from train.control_groups import memory_limit_bytes
 from train.cores import usable_cores
 from train.host_memory import free_host_bytes
+from train.open_files import ENOUGH
 
 GIB = 2**30
 WRITTEN_BYTES = 256 * 2**20
@@ -31,7 +32,7 @@ def look_at_machine() -> Machine:
         threads=find(lambda: len(os.sched_getaffinity(0))),
         memlock_kib=find(lambda: limit(resource.RLIMIT_MEMLOCK, SOFT, 1024)),
         open_files=find(lambda: limit(resource.RLIMIT_NOFILE, SOFT)),
-        most_open_files=find(lambda: limit(resource.RLIMIT_NOFILE, HARD)),
+        most_open_files=find(lambda: min(limit(resource.RLIMIT_NOFILE, HARD) or ENOUGH, ENOUGH)),
         shm_gib=find(lambda: shutil.disk_usage("/dev/shm").free / GIB),
         hostname=socket.gethostname(),
         addresses=find(lambda: tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}))),

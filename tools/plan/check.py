@@ -142,12 +142,12 @@ def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
 
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """Where a part is left whole, the gradients of all weights that tp ranks hold alike (parallel.tensor.average_copies)."""
+    """Where a part is left whole, the gradients of all weights that tp ranks hold alike (parallel.tensor.share_copies)."""
     styles = {name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()}
-    copies = [p for name, p in model.named_parameters() if p.requires_grad and styles[name].startswith(("whole_", "sequence"))]
+    copies = [p for name, p in model.named_parameters() if styles[name].startswith(("whole_", "sequence"))]
     if all(p.dim() == 1 for p in copies):
         return
-    for parameter in copies:
+    for parameter in (p for p in copies if p.requires_grad):
         rows = -(-parameter.shape[0] // plan.mesh.dp_shard)  # of rank 0
         yield "all_reduce", "tp", rows * (parameter.numel() // parameter.shape[0]) * DTYPE_BYTES[plan.storage_dtype]
 

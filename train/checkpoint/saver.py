@@ -70,6 +70,9 @@ class Saver:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         # Writing takes its time; a rank that is gone is an error at once, one that is stuck is the watchdog's.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        # Of the whole model: what is alike on all ranks, of which one may have nothing to write but its random state.
+        self._on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        self._room = False  # whether all machines have enough host memory for the copies, as far as was asked
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
@@ -116,34 +119,43 @@ class Saver:
     def make_room(self) -> str:
         """On GPUs take the host memory for the copies, which saves need, already now; every rank calls it. Returns why there is
         not enough, the same on all ranks, or "". On a CPU nothing is taken ahead: without room the training waits for saves."""
+        if self._on_cpu:
+            return ""
+        problems = [""] * dist.get_world_size()
         shards = self._own_shards(training_tensors(self._model, self._optimizer), random_state())
-        return "" if _on_cpu(shards) else self._take_room(shards)
+        dist.all_gather_object(problems, self._take_room(shards), group=self._group)
+        return next(filter(None, problems), "")
 
     def _own_shards(self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]) -> dict[str, Shard]:
         states = {name: Shard(state, (0,) * state.dim()) for name, state in random.items()}
         return own_shards(tensors, self._mesh) | states
 
     def _take_room(self, shards: Mapping[str, Shard]) -> str:
-        """Memory for the copies, kept for later saves; or why there is none: all ranks decide alike, and ask before any takes its
-        part. On a CPU the training waits instead."""
-        on_cpu = _on_cpu(shards)
-        if self._copies or (on_cpu and not self._config.asynchronous):
+        """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits instead."""
+        if self._on_cpu and not self._config.asynchronous:
             return ""
         values = {name: shard.values for name, shard in shards.items()}
-        asked: list[Any] = [None] * dist.get_world_size()
-        mine = RoomAsked(self._machine, copy_bytes(values.values()), self._host_bytes())
-        dist.all_gather_object(asked, mine, group=self._group)
-        missing = describe_missing(asked)
-        self._asynchronous = self._config.asynchronous and not (on_cpu and missing)
-        if missing:
-            return "" if on_cpu else missing
-        self._copies = {name: torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type != "cpu")
-                        for name, value in values.items()}  # fmt: skip
+        if not self._room and (missing := self._ask_room(values.values())):
+            self._asynchronous = self._config.asynchronous and not self._on_cpu
+            return "" if self._on_cpu else missing
+        self._room, self._asynchronous = True, self._config.asynchronous
+        try:
+            self._copies = self._copies or {name: torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
+                                            for name, value in values.items()}  # fmt: skip
+        except RuntimeError as error:  # as torch says that the system refuses, for whatever reason
+            return f"host memory for copies of the training state cannot be taken ({one_line(str(error), 200)})"
         return ""
+
+    def _ask_room(self, values: Iterable[Tensor]) -> str:
+        """What is missing for the copies of all ranks, or "": all of them ask, before any takes its part, and hear the same."""
+        asked: list[Any] = [None] * dist.get_world_size()
+        mine = RoomAsked(self._machine, copy_bytes(values), self._host_bytes())
+        dist.all_gather_object(asked, mine, group=self._group)
+        return describe_missing(asked)
 
     def _copy(self, shards: dict[str, Shard]) -> dict[str, Shard]:
         """The shards in host memory, where the training does not change them, if it goes on."""
-        if not self._asynchronous and _on_cpu(shards):
+        if not self._asynchronous and self._on_cpu:
             return shards
         copied = {name: Shard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
                   for name, shard in shards.items()}  # fmt: skip
@@ -244,10 +256,6 @@ def _attempt(work: Any) -> Any:
         return error
     except Exception as error:
         return SaveError(f"{type(error).__name__}: {error}")
-
-
-def _on_cpu(shards: Mapping[str, Shard]) -> bool:
-    return all(shard.values.device.type == "cpu" for shard in shards.values())
 
 
 def _limits(shards: Iterable[Shard]) -> Tensor:

@@ -48,7 +48,7 @@ class MappedFile:
             return _maps()(self)
         except _TooManyOpenFiles as error:
             raise DataError(f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} files open "
-                            "(ulimit -n), allow it 1,024 or more") from None  # fmt: skip
+                            "(ulimit -n), and all are taken: allow it more") from None  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,10 @@ def _map(file: MappedFile) -> NDArray[Any]:
 def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
     """DataError where the file is another one than at the start of the run: its tokens would be of other documents."""
     status = os.fstat(opened.fileno())
-    if status.st_mtime_ns == file.modified_ns:
+    same_size = status.st_size == file.length * file.dtype.itemsize
+    if same_size and status.st_mtime_ns == file.modified_ns:
         return
     # Some touch their files, lest a cluster deletes them.
-    if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+    if not same_size or hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
         raise DataError(f"{file.path} has been changed since the run began: start the run again")
     file.modified_ns = status.st_mtime_ns
