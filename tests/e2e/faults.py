@@ -10,7 +10,7 @@ from tests.support import launch
 from tests.support.launch import EAGER, TINY, Launch, kill, read_metrics, read_status
 from tests.support.limited import LIMITED
 from tests.support.nested import NESTED
-from tools.bench.processes import any_lives, children
+from tools.bench.processes import children, start_times
 from train.checkpoint.folder import list_checkpoints, step_of
 from train.checkpoint.verify import verify_alone
 
@@ -50,7 +50,7 @@ def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str], nam
 
 def workers(running: Launch) -> list[int]:
     """Process ids of torchrun's workers that there are at this moment, in the order of their ranks, in which it starts them."""
-    return sorted(pid for pid in children(running.ranks[0].pid) if any_lives([pid]))
+    return sorted(pid for pid in children(running.ranks[0].pid) if start_times([pid]))
 
 
 def steps_of(folder: Path) -> set[int]:

@@ -20,7 +20,7 @@ from tools.bench.__main__ import main
 from tools.bench.attention import compare, parse_shape
 from tools.bench.compile_depth import Compilation, median_ratio
 from tools.bench.peers import OURS, Contender, Figures, best_peers, make_ratios, parse_bench_lines, parse_peers, run_rounds
-from tools.bench.processes import BenchError, any_lives, run_to_end
+from tools.bench.processes import BenchError, run_to_end, start_times
 from tools.bench.record import make_document, without_names, write_record
 from tools.bench.run import Setup, make_figures, read_rows, resolve
 from tools.bench.variants import parse_variants, variant_figures, variant_rows
@@ -194,9 +194,9 @@ def test_what_is_interrupted_ends_with_all_its_descendants(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         run_to_end(f"{sys.executable} -S {tmp_path / 'script.py'}; true", dict(os.environ), tmp_path / "log", interrupt)
     deadline_s = time.monotonic() + 60
-    while any_lives(map(int, pids.read_text().split())) and time.monotonic() < deadline_s:
+    while start_times(map(int, pids.read_text().split())) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert not any_lives(map(int, pids.read_text().split()))
+    assert not start_times(map(int, pids.read_text().split()))
 
 
 def test_rows_still_being_written_are_left_out(tmp_path: Path) -> None:

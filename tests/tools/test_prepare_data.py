@@ -18,7 +18,7 @@ from tests.support.forks import fork, run_module
 from tests.support.launch import LIMIT_S, Launch, kill, started
 from tests.support.nested import NESTED, fork_what_it_starts, run_nested
 from tests.train.texts import files_of, odd_texts, texts_of, train_bpe, write_jsonl
-from tools.bench.processes import any_lives, children
+from tools.bench.processes import children, start_times
 from tools.command import run_tool
 from tools.prepare_data import PlainLines, main, make_figures, to_line
 from train.data.config import DataError
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
         process.kill()
     assert preparing.output() == "stopped: the same command goes on with what is not finished\n"
     assert len(workers) == 2
-    assert not any_lives(workers)
+    assert not start_times(workers)
     assert not out.exists()
     again = run_nested("tools.prepare_data", *call)
     assert again.returncode == 0

@@ -163,15 +163,3 @@ def children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             found += map(int, path.read_text().split())
     return found
-
-
-def any_lives(pids: Iterable[int]) -> bool:
-    """Whether one of these processes has not ended (proc(5), field 3 of stat; Z and X have)."""
-    return any(_state_of(pid) not in ("", "Z", "X") for pid in pids)
-
-
-def _state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
