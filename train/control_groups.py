@@ -56,7 +56,7 @@ def _mounts(controller: str, root: Path) -> Iterator[tuple[str, str, Path]]:
         mount, _, filesystem = line.partition(" - ")
         kind, _, options = (*filesystem.split(" ", 2), "", "")[:3]
         if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
-            _, _, _, mounted, point, *_ = map(_unescaped, mount.split(" "))
+            _, _, _, mounted, point, *_ = map(unescaped, mount.split(" "))
             yield kind, mounted, root / point.lstrip("/")
 
 
@@ -99,8 +99,8 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _unescaped(name: str) -> str:
-    """Spaces in a name are \\040 there (proc(5))."""
+def unescaped(name: str) -> str:
+    """A path as it is, of one in Linux's lists of mounts: spaces are \\040 there (proc(5))."""
     return name.replace("\\040", " ")
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.doctor.facts import Folder, Machine, Unknown, find
-from train.control_groups import memory_limit_bytes
+from train.control_groups import memory_limit_bytes, unescaped
 from train.cores import usable_cores
 from train.host_memory import free_host_bytes
 from train.open_files import ENOUGH
@@ -121,7 +121,7 @@ def _first_there(path: Path) -> Path:
 def find_filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Type of the file system it is on: that of the longest mount point above it. Raises OSError without /proc."""
     lines = (line.split() for line in mounts.read_text(encoding="utf-8").splitlines())
-    above = [(len(point), kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(_unescaped(point))]
+    above = [(len(point), kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(unescaped(point))]
     return max(above, key=lambda one: one[0])[1]  # of several at one point the first is found: they are rare
 
 
@@ -159,8 +159,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-def _unescaped(mount_point: str) -> str:
-    """Spaces in a mount point are \\040 there (fstab(5))."""
-    return mount_point.replace("\\040", " ")
