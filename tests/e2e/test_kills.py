@@ -36,7 +36,8 @@ def test_seven_kills_one_of_them_with_tensor_parallelism() -> None:
     assert (figures["damaged_checkpoints"], figures["wrong_steps"]) == (0, 0)
     assert [row["mesh"] for row in figures["rows"]].count("FSDP x TP") == 1
     assert {row["asynchronous"] for row in figures["rows"]} == {False, True}
-    assert figures["ended_s"]["worst"] < TORCHRUN_GRACE_S, "all end when they are asked to: none waits for one that is gone"
+    late = [row for row in figures["rows"] if row["ended_s"] >= TORCHRUN_GRACE_S]
+    assert late == [], f"seed {seed}: all end when they are asked to, none waits for one that is gone"
 
 
 def test_every_kill_that_was_asked_for_is_dealt_once_and_what_is_wrong_is_said() -> None:
