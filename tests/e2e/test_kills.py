@@ -37,8 +37,8 @@ def test_seven_kills_one_of_them_with_tensor_parallelism() -> None:
     assert [row["mesh"] for row in figures["rows"]].count("FSDP x TP") == 1
     assert {row["asynchronous"] for row in figures["rows"]} == {False, True}
     late = [row for row in figures["rows"] if row["ended_s"] >= TORCHRUN_GRACE_S]
-    # About one kill in a hundred leaves a rank that waits until it is killed too (tests/soak/records/2026-11-21-kills.json has two
-    # of 100): a fault that is known, not yet understood, and must not become more.
+    # About one kill in a hundred leaves a rank that waits until it is killed too (tests/soak/records/2026-11-21-kills.json has
+    # two of 100): a fault that is known, not yet understood, and must not become more.
     assert len(late) <= 1, (seed, late)
 
 
