@@ -18,7 +18,7 @@ class OptimConfig:
     Args:
         lr: peak learning rate
         betas: decay rates of the first and second moment
-        eps: added to the square root of the second moment
+        eps: added to the square root of the second moment; greater than 0
         weight_decay: decoupled decay, of matrices only: norms and embeddings have none
         warmup_steps: optimizer steps of linear warm-up from 0
         schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then linear)

@@ -37,7 +37,8 @@ class CheckpointConfig:
         keep_every: checkpoints of steps that this number divides stay for good; 0 is none
         asynchronous: write beside the training, from a copy in host memory; false lets the training wait (as a CPU without room
             for the copy does anyway)
-        on_error: what a failed save does: stop ends the run as failed after the step; warn says so and trains on
+        on_error: what a failed save does: stop ends the run as failed after the step; warn says so and trains on. Too little
+            host memory for the copy, which GPUs take before the first step, is an error of the config, or likewise a warning
         resume: auto goes on from the newest checkpoint of run.dir that verifies, or starts if there is none; none starts
             anew; or the path of a checkpoint
         verify: what is compared with the manifest before a tensor is used: full hashes every byte; size only the files' sizes
