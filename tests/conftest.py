@@ -24,7 +24,10 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait by spinning are s
 import pytest
 import torch  # it reads these variables
 
+from tests.support.gpu import FAKE, GPU
+
 torch.set_num_threads(1)
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
 
 # A shell starts what it puts in the background with SIGINT ignored, nohup with SIGHUP, and who is started by it ignores them
 # too. A handler is not handed on: what a test starts hears them.
@@ -39,10 +42,16 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Skip what is marked `sampled(n)` on all days but one of n; what has the same `together=NAME` on the same days.
+    """Skip what needs a GPU where there is none; and what is marked `sampled(n)` on all days but one of n, what has the same
+    `together=NAME` on the same days.
 
     They take turns, so that no day has many of them: which day is whose depends on what is collected.
     """
+    for item in items:
+        if item.get_closest_marker("gpu") and not GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("values") and FAKE:
+            item.add_marker(pytest.mark.skip(reason="needs values, and the fake GPU computes none"))
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
     marks = [(item, mark) for item in items for mark in item.iter_markers("sampled")]
     marked = [(item, mark.args[0], mark.kwargs.get("together", item.nodeid)) for item, mark in marks]
@@ -50,6 +59,13 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item, days, what in marked:
         if seed != "all" and (order.index(what) + int(seed)) % days:
             item.add_marker(pytest.mark.skip(reason=f"one run of {days} takes it, and MESHWRIGHT_TESTS_SEED=all"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: Any) -> None:
+    """On a machine with a GPU what a test starts sees it only if the test is about one: all others pass alike on every machine."""
+    if GPU:
+        os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE if item.get_closest_marker("gpu") else ""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

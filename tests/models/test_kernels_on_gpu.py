@@ -8,10 +8,7 @@ from models.attention import KERNELS, CausalAttention
 from models.kernels.cross_entropy import read_rows, write_gradient
 from tests.models.test_loss import ROW_CASES, check_rows, make_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.values]
 LLAMA_3 = [(7, 128_256, torch.bfloat16), (3, 128_256, torch.float32)]  # rows of its whole vocabulary
 ON_GPU = [name for name, devices in KERNELS.items() if "cuda" in devices and name != "flex"]
 

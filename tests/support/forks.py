@@ -126,9 +126,10 @@ def fork_module(module: str, *arguments: str, **options: Any) -> Fork:
 
 
 def _start_server() -> None:
-    """Start the fork server, unless it runs. numpy's linear algebra would start a thread as it is imported: not there."""
+    """Start the fork server, unless it runs. numpy's linear algebra would start a thread as it is imported: not there. And
+    torch.utils.cpp_extension asks as it is imported whether there is a GPU: asked through CUDA, no fork could use it."""
     before = dict(os.environ)
-    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                    "PYTHONPATH": f"{ROOT}:{before.get('PYTHONPATH', '')}", "PYTHONSAFEPATH": "1"}  # this tree, wherever we stand
     try:
         forkserver.ensure_running()
