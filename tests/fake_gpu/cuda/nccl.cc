@@ -1,0 +1,65 @@
+// libnccl.so.2: communicators that are alone, and collectives that are logged. `bytes` is the full side of a collective: an
+// all-gather's output, a reduce-scatter's input.
+#include "core.h"
+#include <cstdlib>
+#include <cstring>
+
+struct UniqueId { char data[128]; };
+struct Communicator { int size, rank, number; };
+static const int BYTES_OF[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // of an ncclDataType_t
+
+static Communicator* make(int size, int rank) {
+  static int made = 0;
+  Communicator* c = (Communicator*)malloc(sizeof(Communicator));
+  *c = {size, rank, made++};
+  fake_log("communicator", nullptr, "%d\tsize %d\trank %d", c->number, size, rank);
+  return c;
+}
+static int say(const char* op, size_t elements, int type, const Communicator* c, void* stream) {
+  if (int error = fake_expect(op, stream, fake_device())) return error;
+  fake_log("nccl", stream, "%s\t%d\t%d\t%zu", op, c->number, c->size, elements * BYTES_OF[type]);
+  return 0;
+}
+
+extern "C" {
+int ncclGetVersion(int* version) { *version = 22907; return 0; }
+int ncclGetUniqueId(UniqueId* id) { memset(id, 7, sizeof *id); return 0; }
+int ncclCommInitRank(Communicator** c, int size, UniqueId, int rank) { *c = make(size, rank); return 0; }
+int ncclCommInitRankConfig(Communicator** c, int size, UniqueId, int rank, void*) { *c = make(size, rank); return 0; }
+int ncclCommInitRankScalable(Communicator** c, int size, int rank, int, UniqueId*, void*) { *c = make(size, rank); return 0; }
+int ncclCommCount(Communicator* c, int* size) { *size = c->size; return 0; }
+int ncclCommUserRank(Communicator* c, int* rank) { *rank = c->rank; return 0; }
+int ncclCommGetAsyncError(Communicator*, int* error) { *error = 0; return 0; }
+int ncclCommDestroy(Communicator*) { return 0; }
+int ncclCommAbort(Communicator*) { return 0; }
+int ncclCommFinalize(Communicator*) { return 0; }
+int ncclCommRegister(Communicator*, void*, size_t, void** handle) { *handle = (void*)1; return 0; }
+int ncclCommDeregister(Communicator*, void*) { return 0; }
+int ncclGroupStart() { return 0; }
+int ncclGroupEnd() { return 0; }
+const char* ncclGetErrorString(int) { return "a fake NCCL's result"; }
+const char* ncclGetLastError(Communicator*) { return ""; }
+int ncclRedOpCreatePreMulSum(int* op, void*, int, int, Communicator*) { *op = 5; return 0; }
+int ncclRedOpDestroy(int, Communicator*) { return 0; }
+
+int ncclAllGather(const void*, void*, size_t each, int type, Communicator* c, void* stream) {
+  return say("all_gather", each * c->size, type, c, stream);
+}
+int ncclReduceScatter(const void*, void*, size_t each, int type, int, Communicator* c, void* stream) {
+  return say("reduce_scatter", each * c->size, type, c, stream);
+}
+int ncclAllReduce(const void*, void*, size_t count, int type, int, Communicator* c, void* stream) {
+  return say("all_reduce", count, type, c, stream);
+}
+int ncclBroadcast(const void*, void*, size_t count, int type, int, Communicator* c, void* stream) {
+  return say("broadcast", count, type, c, stream);
+}
+int ncclReduce(const void*, void*, size_t count, int type, int, int, Communicator* c, void* stream) {
+  return say("reduce", count, type, c, stream);
+}
+int ncclSend(const void*, size_t count, int type, int, Communicator* c, void* stream) { return say("send", count, type, c, stream); }
+int ncclRecv(void*, size_t count, int type, int, Communicator* c, void* stream) { return say("recv", count, type, c, stream); }
+int ncclAlltoAll(const void*, void*, size_t each, int type, Communicator* c, void* stream) {
+  return say("all_to_all", each * c->size, type, c, stream);
+}
+}

@@ -1,0 +1,63 @@
+"""Optimizer steps of rank 0 of N on the fake GPU: the real model, plan, collectives and compiler; the kernels compute nothing.
+
+    python -m tests.fake_gpu.step WORLD STEPS MEMORY_FILE --config=llama_8b.yaml [--section.key=value ...]
+
+The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it); MEMORY_FILE gets what the caching
+allocator says of the last step, in bytes. SANITIZE=1 in the environment turns torch's CUDA sanitizer on.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  the back end "fake", for tensors on the CPU
+
+from parallel.mesh import build_mesh, data_parallel_group
+from train.allocator import use_expandable_segments
+from train.attention_kernel import attention_here, check_attention
+from train.build import build_model
+from train.config import parse_config
+from train.optim import build_optimizer
+from train.planning import plan_run
+from train.step import Batch, train_step
+
+DEVICE = torch.device("cuda", 0)
+
+
+def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, int]:
+    """The steps; peaks of the last one."""
+    config = parse_config(arguments)
+    use_expandable_segments()
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=world_size)
+    plan = plan_run(config, world_size, 8, attention_here(config, DEVICE, torch.cuda.get_device_name(DEVICE)), "bfloat16")
+    check_attention(config, plan, "cuda")
+    mesh = build_mesh(plan.mesh, "cuda")
+    model = build_model(config, plan, mesh, DEVICE)
+    optimizer = build_optimizer(model, config.optim, config.train.steps)
+    mark = ctypes.CDLL("libfakecore.so").fake_mark
+    for step in range(steps):
+        tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=DEVICE)
+        batch = Batch(tokens, tokens, tokens.clone() if config.data.document_mask else None)
+        torch.cuda.reset_peak_memory_stats()
+        mark(f"step {step}".encode())
+        train_step(model, optimizer, [batch] * plan.accumulation, config.train.grad_clip, data_parallel_group(mesh))
+        mark(f"end {step}".encode())
+    stats: dict[str, Any] = torch.cuda.memory_stats()
+    return {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")}
+
+
+if __name__ == "__main__":
+    if os.environ.get("SANITIZE"):
+        import torch.cuda._sanitizer
+
+        torch.cuda._sanitizer.enable_cuda_sanitizer()
+    peaks = run_steps(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:])
+    Path(sys.argv[3]).write_text(json.dumps(peaks))
+    sys.stdout.flush()
+    os._exit(0)  # NCCL's threads wait for peers that are not there

@@ -1,0 +1,43 @@
+"""Eager steps on the fake H100: no access to memory races with another stream's; and the checks of this folder notice faults."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu import log
+from tests.fake_gpu.controls import NO_WAIT, READ, WRONG_STREAM, broken_copy
+from tests.fake_gpu.install import FakeGpu
+from tests.fake_gpu.record import run_steps, steady_step
+from tests.fake_gpu.test_steps import check_offload
+
+pytestmark = pytest.mark.slow
+ARGUMENTS = ("--config=llama_debug.yaml", "--model.n_layers=3", "--parallel.param_dtype=bfloat16", "--parallel.compile.enabled=false",
+             "--parallel.activation_checkpoint=offload")  # fmt: skip
+RACE = "CSAN detected a possible data race"
+
+
+def test_no_two_streams_race(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    result = run_steps(fake_gpu, tmp_path, ARGUMENTS, SANITIZE="1")
+    assert result.returncode == 0, result.stderr
+    assert RACE not in result.stderr
+    step = steady_step(log.read_log(tmp_path))
+    assert log.host_waits(step) == []
+    assert all(check_offload(step))
+
+
+def test_a_race_is_noticed_and_its_line_named(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    result = run_steps(fake_gpu, tmp_path, ARGUMENTS, broken_copy(NO_WAIT, tmp_path / "broken"), SANITIZE="1")
+    assert RACE in result.stderr
+    assert re.search(r"parallel/activation_offload.py", result.stderr)
+
+
+def test_a_read_and_a_wrong_stream_are_noticed(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    (tmp_path / "read").mkdir()
+    assert run_steps(fake_gpu, tmp_path / "read", ARGUMENTS, broken_copy(READ, tmp_path / "read-broken")).returncode == 0
+    waits = log.host_waits(steady_step(log.read_log(tmp_path / "read")))
+    assert {"stream_sync"} <= {call.kind for call in waits}
+    (tmp_path / "stream").mkdir()
+    assert run_steps(fake_gpu, tmp_path / "stream", ARGUMENTS, broken_copy(WRONG_STREAM, tmp_path / "stream-broken")).returncode == 0
+    with pytest.raises(AssertionError, match="on the stream on which the step computes"):
+        check_offload(steady_step(log.read_log(tmp_path / "stream")))

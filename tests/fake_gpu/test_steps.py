@@ -1,0 +1,100 @@
+"""The real compiled step of rank 0 of 8 on the fake H100: what the host waits for, what is allocated, sent, and compiled."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from parallel.collectives import Collective as Simulated
+from tests.fake_gpu import log
+from tests.fake_gpu.log import Call, Collective
+from tests.fake_gpu.plans import CASES, WORLD, Case
+from tests.fake_gpu.record import PATH, figures_of, run_steps, steady_step
+from tests.support.simulated import simulated
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case that has run: its folder, and its calls."""
+
+    name: str
+    case: Case
+    scratch: Path
+    calls: list[Call]
+
+    @property
+    def step(self) -> list[Call]:
+        return steady_step(self.calls)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request, fake_gpu, tmp_path_factory) -> Run:
+    scratch, case = tmp_path_factory.mktemp("case"), CASES[request.param]
+    result = run_steps(fake_gpu, scratch, case.arguments)
+    assert result.returncode == 0, result.stderr
+    return Run(request.param, case, scratch, log.read_log(scratch))
+
+
+def test_a_steady_step_waits_for_nothing_and_allocates_nothing(run: Run) -> None:
+    assert log.count_launches(run.step) > 200, "the log must have the step"
+    assert log.host_waits(run.step) == []
+    assert log.allocations(run.step) == []
+
+
+def test_nothing_is_called_that_the_fake_has_not_nor_on_another_device(run: Run) -> None:
+    assert log.unimplemented(run.calls) == []
+    assert log.wrong_devices(run.calls) == []
+    assert log.devices(run.calls) == {0}
+
+
+def test_no_kernel_spills_but_those_that_are_named(run: Run) -> None:
+    cubins = log.cubins(run.calls)
+    assert len(cubins) > 10
+    spilling = {cubin.name for cubin in cubins if cubin.stack_bytes}
+    named = {begin: {name for name in spilling if name.startswith(begin)} for begin, _ in run.case.spills}
+    assert spilling == set().union(*named.values())
+    assert all(named.values()), "a reason that nobody needs any more"
+
+
+def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run: Run) -> None:
+    check_collectives(log.collectives(run.step), simulated(WORLD, *run.case.arguments).collectives)
+
+
+def check_collectives(sent: Sequence[Collective], wanted: Sequence[Simulated]) -> None:
+    """Kind, bytes and order; one communicator for an axis; and which streams they are on."""
+    assert [(c.op, c.bytes) for c in sent] == [(c.op, c.bytes) for c in wanted]
+    both = list(zip(sent, wanted, strict=True))
+    communicators = {(w.axis, s.communicator, s.ranks) for s, w in both}
+    assert len(communicators) == len({w.axis for w in wanted}), communicators
+    streams: dict[tuple[str, str], set[int]] = {}
+    for s, w in both:
+        streams.setdefault((w.axis, w.op if w.axis == "dp_shard" else ""), set()).add(s.stream)
+    assert all(len(used) == 1 for used in streams.values()), streams
+    beside = [streams[key] for key in streams if key[0] in ("dp_shard", "dp_replicate", "tp")]
+    assert {0} not in beside, "none of them is in the way of what is computed"
+    assert len({frozenset(used) for used in beside}) == len(beside), "gathering, reducing, and each other axis have a stream each"
+
+
+def test_offloaded_activations_go_beside_what_is_computed_and_come_back(run: Run) -> None:
+    sent, fetched = check_offload(run.step)
+    assert sent == fetched
+    assert bool(sent) == ("--parallel.activation_checkpoint=offload" in run.case.arguments)
+
+
+def check_offload(step: Sequence[Call]) -> tuple[list[int], list[int]]:
+    """Bytes of the copies to the host and back, which are on one stream that is not the step's."""
+    copies = [call for call in step if call.kind == "memcpy" and call.words[0] == "DtoH"]
+    streams = {copy.stream for copy in copies}
+    assert len(streams) <= 1
+    assert 0 not in streams, "activations are copied on the stream on which the step computes"
+    back = [call for call in step if call.kind == "memcpy" and call.words[0] == "HtoD" and call.stream in streams]
+    return sorted(int(copy.words[1]) for copy in copies), sorted(int(copy.words[1]) for copy in back)
+
+
+def test_the_step_is_the_recorded_one(run: Run) -> None:
+    """A difference is a decision: python -m tests.fake_gpu.record writes the record anew, and the commit names what has changed."""
+    assert figures_of(run.scratch) == json.loads(PATH.read_text())[run.name]
