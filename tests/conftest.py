@@ -24,10 +24,9 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait by spinning are s
 import pytest
 import torch  # it reads these variables
 
-from tests.support.gpu import FAKE, GPU
+from tests.support.gpu import FAKE
 
 torch.set_num_threads(1)
-VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
 
 # A shell starts what it puts in the background with SIGINT ignored, nohup with SIGHUP, and who is started by it ignores them
 # too. A handler is not handed on: what a test starts hears them.
@@ -38,6 +37,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_configure(config: Any) -> None:
+    if "gpu" not in config.option.markexpr:  # all other tests are about the CPU, and pass alike on every machine
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.option.loadscopereorder = False  # of pytest-xdist: what takes longest, to compile and to train, comes first
 
 
@@ -48,8 +49,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     They take turns, so that no day has many of them: which day is whose depends on what is collected.
     """
     for item in items:
-        if item.get_closest_marker("gpu") and not GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and -m gpu"))
         if item.get_closest_marker("values") and FAKE:
             item.add_marker(pytest.mark.skip(reason="needs values, and the fake GPU computes none"))
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
@@ -59,13 +60,6 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item, days, what in marked:
         if seed != "all" and (order.index(what) + int(seed)) % days:
             item.add_marker(pytest.mark.skip(reason=f"one run of {days} takes it, and MESHWRIGHT_TESTS_SEED=all"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: Any) -> None:
-    """On a machine with a GPU what a test starts sees it only if the test is about one: all others pass alike on every machine."""
-    if GPU:
-        os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE if item.get_closest_marker("gpu") else ""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -11,12 +11,13 @@ SOURCES = Path(__file__).parent / "cuda"
 IMPLEMENTED = {
     "libcuda.so.1": "cuda.cc", "libcudart.so.13": "cudart.cc", "libcublas.so.13": "cublas.cc", "libcublasLt.so.13": "cublaslt.cc",
     "libcudnn.so.9": "cudnn.cc", "libcupti.so.13": "cupti.cc", "libnccl.so.2": "nccl.cc", "libnvidia-ml.so.1": "nvml.cc",
+    "libnvrtc.so.13": "nvrtc.cc",
 }  # fmt: skip
 STUBS = ("libcufft.so.12", "libcufile.so.0", "libcurand.so.10", "libcusolver.so.12", "libcusparse.so.12", "libcusparseLt.so.0",
-         "libnvrtc.so.13", "libnvshmem_host.so.3")  # fmt: skip
+         "libnvshmem_host.so.3")  # fmt: skip
 # Symbols that torch wants without a version, by the library that has them; the other libraries' symbols carry their soname.
-UNVERSIONED = {"libnccl.so.2": r"p?nccl", "libcusparseLt.so.0": "cusparseLt", "libcufile.so.0": "cuFile", "libcuda.so.1": r"cu[A-Z](?!Fi)",
-               "libcurand.so.10": None, "libnvidia-ml.so.1": None}  # fmt: skip
+UNVERSIONED = {"libnccl.so.2": r"p?nccl", "libcusparseLt.so.0": "cusparseLt", "libcufile.so.0": "cuFile",
+               "libcuda.so.1": r"cu[A-Z](?!Fi)", "libcurand.so.10": None, "libnvidia-ml.so.1": None}  # fmt: skip
 VERSIONS = {"libnvshmem_host.so.3": "NVSHMEM"}  # where it is not the soname
 FLAGS = ["-std=c++17", "-O1", "-fPIC"]
 

@@ -8,18 +8,19 @@ from tests.soak.faults.fault import Fault
 from tests.soak.faults.source import PRODUCT, find_places
 
 READ = Fault("loss-is-read", "the step reads its loss on the host",
-             "        loss += micro_loss.detach()\n",
-             "        loss += micro_loss.detach().item()\n")  # fmt: skip
+             "loss += micro_loss.detach()",
+             "loss += micro_loss.detach().item()")  # fmt: skip
 NO_WAIT = Fault("fetched-is-not-awaited", "the backward reads offloaded activations that are still on their way",
-                "        if block.copied is not None:\n            self._torch_device.current_stream().wait_event(block.copied)\n",
-                "")  # fmt: skip
+                "self._torch_device.current_stream().wait_event(block.copied)",
+                "pass")  # fmt: skip
 WRONG_STREAM = Fault("sent-on-the-computing-stream", "activations are copied where the step computes",
-                     "            with self._torch_device.stream(self._copies):\n                for storage in block.storages.values():\n"
-                     "                    self.sent_bytes += storage.send()\n",
-                     "            for storage in block.storages.values():\n                self.sent_bytes += storage.send()\n")  # fmt: skip
+                     "with self._torch_device.stream(self._copies):\n                for storage in block.storages.values():\n"
+                     "                    self.sent_bytes",
+                     "if True:\n                for storage in block.storages.values():\n"
+                     "                    self.sent_bytes")  # fmt: skip
 NO_DEVICE = Fault("thread-on-device-0", "the loader's thread does not take its rank's device",
-                  "                torch.cuda.set_device(self._stream.device)\n",
-                  "                pass\n")  # fmt: skip
+                  "torch.cuda.set_device(self._stream.device)",
+                  "pass")  # fmt: skip
 
 
 def broken_copy(fault: Fault, folder: Path) -> Path:

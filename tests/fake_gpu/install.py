@@ -34,8 +34,8 @@ class FakeGpu:
     site: Path
     libraries: Path
 
-    def environment(self, scratch: Path, devices: int = 1, gib: float | None = None, root: Path = ROOT) -> dict[str, str]:
-        """The variables of a process that sees so many H100s, of `gib` GiB each (None: 79.19), and imports the project of `root`.
+    def environment(self, scratch: Path, devices: int = 1, root: Path = ROOT) -> dict[str, str]:
+        """The variables of a process that sees so many H100s and imports the project of `root`.
 
         `scratch` gets a log of each process (log.PID), and the caches of what inductor and Triton compile.
         """
@@ -43,13 +43,14 @@ class FakeGpu:
                   (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"), ("HOME", "home"))}  # fmt: skip
         (scratch / "home").mkdir(parents=True, exist_ok=True)
         return {**os.environ, **caches, "PYTHONPATH": f"{self.site}:{root}", "LD_LIBRARY_PATH": str(self.libraries),
-                "FAKE_CUDA_LOG": str(scratch / "log"), "FAKE_CUDA_DEVICES": str(devices), "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                **({} if gib is None else {"FAKE_CUDA_GIB": str(gib)})}  # fmt: skip
+                "FAKE_CUDA_LOG": str(scratch / "log"), "FAKE_CUDA_DEVICES": str(devices),
+                "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
 
 
 def default_folder() -> Path:
     """MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests of the user (the tests have a HOME of their own)."""
-    return Path(os.environ.get("MESHWRIGHT_TESTS_CACHE") or f"{pwd.getpwuid(os.getuid()).pw_dir}/.cache/meshwright-tests")
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    return Path(os.environ.get("MESHWRIGHT_TESTS_CACHE") or f"{home}/.cache/meshwright-tests")
 
 
 def install(folder: Path | None = None) -> FakeGpu:
@@ -87,4 +88,6 @@ def _fetch(folder: Path) -> None:
                "--target", str(folder), f"torch==={TORCH}", f"triton==={TRITON}"]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise AbsentError(f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be fetched:\n{result.stderr.strip()[-500:]}")
+        raise AbsentError(f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be fetched:\n{result.stderr[-500:]}")
+    if not (folder / "torch/lib/libtorch_cuda.so").exists():
+        raise AbsentError(f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, and the package index here gave another build")

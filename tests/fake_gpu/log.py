@@ -21,8 +21,9 @@ class Call:
 
 
 @dataclass(frozen=True, order=True)
-class Cubin:
-    """A compiled kernel that was loaded: registers of a thread, and bytes of its stack, where spilled registers go."""
+class Loaded:
+    """A kernel that Triton compiled and the process loaded: registers of a thread, and bytes of its stack, where others are
+    spilled."""
 
     name: str
     registers: int
@@ -48,8 +49,8 @@ def read_log(scratch: Path) -> list[Call]:
 
 def read_calls(path: Path) -> list[Call]:
     """All calls of a log; a line that the process did not finish is left out."""
-    rows = (line.split("\t") for line in path.read_text().splitlines())
-    return [Call(row[1], int(row[2], 16), tuple(row[3:])) for row in rows if len(row) > 3]
+    rows = (line.split("\t") for line in path.read_text().split("\n")[:-1])
+    return [Call(row[1], int(row[2], 16), tuple(row[3:])) for row in rows]
 
 
 def between(calls: Sequence[Call], begin: str, end: str) -> list[Call]:
@@ -95,16 +96,16 @@ def collectives(calls: Sequence[Call]) -> list[Collective]:
     return [Collective(op, int(number), int(ranks), int(size), stream) for (op, number, ranks, size), stream in rows]
 
 
-def cubins(calls: Sequence[Call]) -> set[Cubin]:
-    """All that were loaded: those that run, and other configurations of them that inductor tried."""
-    return {_cubin(call) for call in calls if call.kind == "cubin"}
+def loaded_kernels(calls: Sequence[Call]) -> set[Loaded]:
+    """Those that run, and other configurations of them that inductor tried."""
+    return {_loaded(call) for call in calls if call.kind == "cubin"}
 
 
-def triton_launches(calls: Sequence[Call]) -> Counter[Cubin]:
+def triton_launches(calls: Sequence[Call]) -> Counter[Loaded]:
     """How often each kernel was launched that Triton compiled: inductor's and ours."""
-    return Counter(_cubin(call) for call in calls if call.kind == "triton")
+    return Counter(_loaded(call) for call in calls if call.kind == "triton")
 
 
-def _cubin(call: Call) -> Cubin:
+def _loaded(call: Call) -> Loaded:
     name, registers, stack = call.words[:3]
-    return Cubin(name, int(registers), int(stack))
+    return Loaded(name, int(registers), int(stack))

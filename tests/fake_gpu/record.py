@@ -43,17 +43,18 @@ def figures_of(scratch: Path) -> dict[str, Any]:
     """What the record says of one plan, from the log and the memory file of its run."""
     calls = log.read_log(scratch)
     step, peaks = steady_step(calls), json.loads((scratch / "memory.json").read_text())
-    stream_names = _stream_names(step)
+    names = _stream_names(step)
     return {
         "launches": log.count_launches(step),
-        "kernels": {f"{cubin.name}, {cubin.registers} registers, {cubin.stack_bytes} B of stack": count
-                    for cubin, count in sorted(log.triton_launches(step).items())},
+        "kernels": {f"{kernel.name}, {kernel.registers} registers, {kernel.stack_bytes} B of stack": count
+                    for kernel, count in sorted(log.triton_launches(step).items())},
         "torch_kernels": dict(sorted(_torch_kernels(step).items())),
         "products": dict(sorted(Counter(" ".join(c.words[:3]) for c in step if c.kind == "gemm").items())),
         "cudnn": dict(sorted(Counter(c.words[0] for c in step if c.kind == "cudnn").items())),
-        "copies": dict(sorted(Counter(f"{c.words[0]} {c.words[1]} B, {stream_names[c.stream]}" for c in step if c.kind == "memcpy").items())),
-        "collectives": [f"{c.op} {c.bytes} B, {c.ranks} ranks, {stream_names[c.stream]}" for c in log.collectives(step)],
-        "streams": dict(Counter(stream_names[c.stream] for c in step if c.kind in log.ON_STREAMS)),
+        "copies": dict(sorted(Counter(f"{c.words[0]} {c.words[1]} B, {names[c.stream]}"
+                                      for c in step if c.kind == "memcpy").items())),
+        "collectives": [f"{c.op} {c.bytes} B, {c.ranks} ranks, {names[c.stream]}" for c in log.collectives(step)],
+        "streams": dict(Counter(names[c.stream] for c in step if c.kind in log.ON_STREAMS)),
         "peak_allocated_bytes": peaks["allocated"],
         "peak_reserved_bytes": peaks["reserved"],
     }  # fmt: skip

@@ -2,8 +2,8 @@
 
     python -m tests.fake_gpu.step WORLD STEPS MEMORY_FILE --config=llama_8b.yaml [--section.key=value ...]
 
-The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it); MEMORY_FILE gets what the caching
-allocator says of the last step, in bytes. SANITIZE=1 in the environment turns torch's CUDA sanitizer on.
+The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it); MEMORY_FILE gets what the
+caching allocator says of the last step, in bytes. SANITIZE=1 in the environment turns torch's CUDA sanitizer on.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  the back end "fake", for tensors on the CPU
+import torch.testing._internal.distributed.fake_pg  # the back end "fake", for tensors on the CPU
 
 from parallel.mesh import build_mesh, data_parallel_group
 from train.allocator import use_expandable_segments

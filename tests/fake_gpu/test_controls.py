@@ -12,8 +12,8 @@ from tests.fake_gpu.record import run_steps, steady_step
 from tests.fake_gpu.test_steps import check_offload
 
 pytestmark = pytest.mark.slow
-ARGUMENTS = ("--config=llama_debug.yaml", "--model.n_layers=3", "--parallel.param_dtype=bfloat16", "--parallel.compile.enabled=false",
-             "--parallel.activation_checkpoint=offload")  # fmt: skip
+ARGUMENTS = ("--config=llama_debug.yaml", "--model.n_layers=3", "--parallel.param_dtype=bfloat16",
+             "--parallel.compile.enabled=false", "--parallel.activation_checkpoint=offload")  # fmt: skip
 RACE = "CSAN detected a possible data race"
 
 
@@ -33,11 +33,12 @@ def test_a_race_is_noticed_and_its_line_named(fake_gpu: FakeGpu, tmp_path: Path)
 
 
 def test_a_read_and_a_wrong_stream_are_noticed(fake_gpu: FakeGpu, tmp_path: Path) -> None:
-    (tmp_path / "read").mkdir()
-    assert run_steps(fake_gpu, tmp_path / "read", ARGUMENTS, broken_copy(READ, tmp_path / "read-broken")).returncode == 0
-    waits = log.host_waits(steady_step(log.read_log(tmp_path / "read")))
-    assert {"stream_sync"} <= {call.kind for call in waits}
-    (tmp_path / "stream").mkdir()
-    assert run_steps(fake_gpu, tmp_path / "stream", ARGUMENTS, broken_copy(WRONG_STREAM, tmp_path / "stream-broken")).returncode == 0
+    calls = {}
+    for fault in (READ, WRONG_STREAM):
+        scratch = tmp_path / fault.name
+        result = run_steps(fake_gpu, scratch, ARGUMENTS, broken_copy(fault, scratch / "broken"))
+        assert result.returncode == 0, result.stderr
+        calls[fault] = steady_step(log.read_log(scratch))
+    assert "stream_sync" in {call.kind for call in log.host_waits(calls[READ])}
     with pytest.raises(AssertionError, match="on the stream on which the step computes"):
-        check_offload(steady_step(log.read_log(tmp_path / "stream")))
+        check_offload(calls[WRONG_STREAM])

@@ -52,9 +52,9 @@ def test_nothing_is_called_that_the_fake_has_not_nor_on_another_device(run: Run)
 
 
 def test_no_kernel_spills_but_those_that_are_named(run: Run) -> None:
-    cubins = log.cubins(run.calls)
-    assert len(cubins) > 10
-    spilling = {cubin.name for cubin in cubins if cubin.stack_bytes}
+    kernels = log.loaded_kernels(run.calls)
+    assert len(kernels) > 10
+    spilling = {kernel.name for kernel in kernels if kernel.stack_bytes}
     named = {begin: {name for name in spilling if name.startswith(begin)} for begin, _ in run.case.spills}
     assert spilling == set().union(*named.values())
     assert all(named.values()), "a reason that nobody needs any more"
@@ -96,5 +96,5 @@ def check_offload(step: Sequence[Call]) -> tuple[list[int], list[int]]:
 
 
 def test_the_step_is_the_recorded_one(run: Run) -> None:
-    """A difference is a decision: python -m tests.fake_gpu.record writes the record anew, and the commit names what has changed."""
+    """A difference is a decision: python -m tests.fake_gpu.record writes it anew, and the commit names what has changed."""
     assert figures_of(run.scratch) == json.loads(PATH.read_text())[run.name]

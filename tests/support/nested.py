@@ -4,7 +4,8 @@ Such a process has its own pid, session, environment, folder and files, as any o
 imported anew (seconds of CPU) is left out. `run_nested("tools.sweep", ...)` runs a whole program so, whose children are forks of
 it; `ForkingPopen` in place of subprocess.Popen does it for a function that a test calls: then the fork server has the children.
 What stays different from a command is told in tests/support/forks.py. Of Popen's options files, env, cwd, session and process
-group are heeded; with `preexec_fn`, or `pass_fds` where the child would be the server's, a command is started as it is.
+group are heeded; with `preexec_fn`, or `pass_fds` where the child would be the server's, a command is started as it is. So are
+those of a whole program on a CUDA build of torch: there autograd, once used, has threads, and forbids forks.
 """
 
 import atexit
@@ -20,6 +21,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests.support.forks import Fork, become, exit_code, fork, run_module, take_files
@@ -46,7 +48,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         asked = inspect.signature(begin).bind(*arguments).arguments
         command, of_the_server = asked["args"], multiprocessing.parent_process() is None
         known = not isinstance(command, str) and list(command[:1]) == [sys.executable] and "-m" in command[1:3]
-        if not known or asked["preexec_fn"] or (of_the_server and asked["pass_fds"]):
+        unfit = asked["pass_fds"] if of_the_server else torch.version.cuda
+        if not known or asked["preexec_fn"] or unfit:
             begin(*arguments)
             return
         module, *words = [str(word) for word in command[command.index("-m") + 1 :]]

@@ -17,7 +17,7 @@ from train.kernels import adamw
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = (torch.float32, torch.bfloat16)
-PROGRAM = 2048 * 8  # elements, of train.kernels.adamw_triton
+PROGRAM = 512 * 32  # elements, of train.kernels.adamw_triton
 # Elements, place of the first, columns, gap: less than a block, more than one, more than a program, beyond 32 bits, one.
 PARTS = [(5, 0, 5, 0), (3000, 7, 100, 0), (PROGRAM + 17, 2**32 - 1000, 1000, 24), (1, 3, 1, 0), (64 * 33, 500, 33, 31)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

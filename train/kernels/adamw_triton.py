@@ -9,9 +9,11 @@ from torch import Tensor
 
 from train.kernels.adamw import Slice, Step
 
-# Not tuned: 16 values of each thread in flight, and parts long enough that finding their slice does not count.
-BLOCK = 2048  # elements that a program holds at once
-BLOCKS = 8  # that a program goes through, one after the other
+# Not tuned by time. A thread holds 4 elements at once, 16 loads in flight. With 8 it needs up to 168 registers, so that 12 of an
+# H100's 64 warps fit; with 16 up to 255, and spills (python -m tests.fake_gpu.kernel_table). Finding a program's slice does not
+# count beside its length.
+BLOCK = 512  # elements that a program holds at once
+BLOCKS = 32  # that a program goes through, one after the other
 COLUMNS = 10  # of the table: the first part's number, four pointers, elements, first, columns, gap, key
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -97,10 +99,12 @@ def _update(table, counts, rates, roots, divisor, skip, beta1, rest1, beta2, res
         exp_avg_sq = exp_avg_sq * beta2 + gradient * gradient * rest2
         denominator = tl.math.div_rn(tl.math.sqrt_rn(exp_avg_sq), root) + eps
         parameter = parameter * decay - tl.math.div_rn(exp_avg, denominator) * rate
-        # The row within this block by a division of 32 bits: one of 64 takes longer than all the rest.
-        begun = start // columns
-        rows = begun + ((start - begun * columns).to(tl.int32) + tl.arange(0, BLOCK)) // columns.to(tl.int32)
-        whole = first + place + rows * gap
+        whole = first + place
+        if gap != 0:  # a part of the columns: whole rows need no division
+            # The row within this block by a division of 32 bits: one of 64 takes longer than all the rest.
+            begun = start // columns
+            rows = begun + ((start - begun * columns).to(tl.int32) + tl.arange(0, BLOCK)) // columns.to(tl.int32)
+            whole += rows * gap
         bits = _mix(whole.to(tl.uint32) ^ key) + (whole >> 32).to(tl.uint32)
         tl.store(parameters + place, _rounded(parameter, bits, 0, PARAMETER), mask=here)
         tl.store(exp_avgs + place, _rounded(exp_avg, bits, 0x9E3779B9, MOMENT), mask=here)

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <stdio_ext.h>
 #include <string>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -21,7 +22,7 @@ static const size_t LARGE_BYTES = 64 * MIB;
 struct State {
   std::recursive_mutex lock;
   FILE* log = nullptr;
-  bool opened = false;
+  pid_t opened = 0;  // the process that has
   long lines = 0;
   void (*observer)(const char*, const void*, const char*) = nullptr;
   std::set<std::string> unimplemented;
@@ -51,8 +52,9 @@ void fake_log(const char* kind, const void* stream, const char* format, ...) {
   va_end(arguments);
   Guard guard(state().lock);
   State& s = state();
-  if (!s.opened) {
-    s.opened = true;
+  if (s.opened != getpid()) {
+    if (s.log) __fpurge(s.log);  // forked: what the parent has not written yet is the parent's to write
+    s.opened = getpid(), s.log = nullptr;
     if (const char* path = getenv("FAKE_CUDA_LOG")) {  // one file a process: FAKE_CUDA_LOG.PID
       s.log = fopen((std::string(path) + "." + std::to_string(getpid())).c_str(), "w");
       if (s.log) setvbuf(s.log, nullptr, _IOFBF, MIB);
@@ -81,9 +83,11 @@ void fake_observe(void (*observer)(const char*, const void*, const char*)) { sta
 
 // Devices
 
-int fake_devices() {  // asked anew each time: a forked process may have another environment
-  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-  return visible && !*visible ? 0 : (int)number_of("FAKE_CUDA_DEVICES", 1);
+int fake_installed() { return (int)number_of("FAKE_CUDA_DEVICES", 1); }
+int fake_devices() {  // looked up once, as CUDA does
+  static const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  static int count = visible && !*visible ? 0 : fake_installed();
+  return count;
 }
 int fake_device() { return device; }
 
@@ -128,12 +132,14 @@ int fake_expect(const char* call, const void* stream, int wanted) {
 
 // Memory
 
+// FAKE_CUDA_GIB: what the device says it has. FAKE_CUDA_REFUSES_GIB: it refuses more than that, whatever it says.
 size_t fake_total() { static size_t total = (size_t)(number_of("FAKE_CUDA_GIB", (double)H100_BYTES / GIB) * GIB); return total; }
 size_t fake_taken() { Guard guard(state().lock); return state().taken; }
 
 int fake_take(long long bytes) {
+  static const size_t most = (size_t)(number_of("FAKE_CUDA_REFUSES_GIB", (double)fake_total() / GIB) * GIB);
   Guard guard(state().lock);
-  if (bytes > 0 && state().taken + bytes > fake_total()) { fake_log("out_of_memory", nullptr, "%lld", bytes); return 2; }
+  if (bytes > 0 && state().taken + bytes > most) { fake_log("out_of_memory", nullptr, "%lld", bytes); return 2; }
   state().taken += bytes;
   return 0;
 }

@@ -13,7 +13,8 @@ int fake_unimplemented(const char* name);       // logs and prints the name, onc
 void fake_observe(void (*observer)(const char* kind, const void* stream, const char* text));  // told every line too
 
 // Devices. A thread's device is 0 until it sets another, as CUDA has it; what it touches gets a context.
-int fake_devices();
+int fake_installed();                           // in the machine
+int fake_devices();                             // that the process sees: none with CUDA_VISIBLE_DEVICES=""
 int fake_device();
 int fake_set_device(int device);                // 0, or cudaErrorInvalidDevice
 void fake_touch();                              // the calling thread's device has a context from now on

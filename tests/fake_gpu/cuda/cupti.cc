@@ -23,7 +23,7 @@ static uint8_t* buffer;  // of the caller's, which is being filled
 static size_t buffer_size, buffer_used;
 static std::set<std::string> names;  // a record holds a pointer to its name
 static std::map<uint32_t, uint64_t> busy_until;  // of each stream
-static thread_local std::vector<std::pair<CUpti_ExternalCorrelationKind, uint64_t>> operators;
+static thread_local std::map<CUpti_ExternalCorrelationKind, std::vector<uint64_t>> around;  // operators, annotations: the inmost last
 static CUpti_BuffersCallbackRequestFunc request_buffer;
 static CUpti_BuffersCallbackCompleteFunc complete_buffer;
 static CUpti_TimestampCallbackFunc clock_of_caller;
@@ -125,11 +125,12 @@ static void observe(const char* kind, const void* stream, const char* words) {
   const auto found = CALLS.find(kind);
   if (enabled.empty() || !request_buffer || found == CALLS.end()) return;
   correlation++;
-  if (!operators.empty()) {
+  for (const auto& [external, ids] : around) {
+    if (ids.empty()) continue;
     CUpti_ActivityExternalCorrelation record;
     memset(&record, 0, sizeof record);
     record.kind = CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION, record.correlationId = correlation;
-    record.externalKind = operators.back().first, record.externalId = operators.back().second;
+    record.externalKind = external, record.externalId = ids.back();
     add(record);
   }
   CUpti_ActivityAPI api;
@@ -174,13 +175,14 @@ CUptiResult cuptiActivityEnableRuntimeApi(CUpti_CallbackId, uint8_t) { return CU
 CUptiResult cuptiActivityEnableDriverApi(CUpti_CallbackId, uint8_t) { return CUPTI_SUCCESS; }
 CUptiResult cuptiActivityEnableCudaEventDeviceTimestamps(uint8_t) { return CUPTI_SUCCESS; }
 CUptiResult cuptiActivityPushExternalCorrelationId(CUpti_ExternalCorrelationKind kind, uint64_t id) {
-  operators.push_back({kind, id});
+  around[kind].push_back(id);
   return CUPTI_SUCCESS;
 }
-CUptiResult cuptiActivityPopExternalCorrelationId(CUpti_ExternalCorrelationKind, uint64_t* last) {
-  if (operators.empty()) return CUPTI_ERROR_QUEUE_EMPTY;
-  if (last) *last = operators.back().second;
-  operators.pop_back();
+CUptiResult cuptiActivityPopExternalCorrelationId(CUpti_ExternalCorrelationKind kind, uint64_t* last) {
+  std::vector<uint64_t>& ids = around[kind];
+  if (ids.empty()) return CUPTI_ERROR_QUEUE_EMPTY;
+  if (last) *last = ids.back();
+  ids.pop_back();
   return CUPTI_SUCCESS;
 }
 CUptiResult cuptiActivityFlushAll(uint32_t) { Guard guard(lock); hand_over(); return CUPTI_SUCCESS; }

@@ -1,0 +1,41 @@
+"""The tools that a first user with a GPU would try, and the tests marked `gpu`, on a fake one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu import log
+from tests.fake_gpu.commands import run
+from tests.fake_gpu.install import FakeGpu
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    code, said = run(fake_gpu, tmp_path, "tools.doctor", devices=2)
+    assert code == 1, said
+    assert "torch sees              2" in said
+    failures = [line for line in said.splitlines() if "FAILS" in line]
+    assert len(failures) == 2, said
+    assert "Tensor-likes are not close" in failures[0]  # for the fake computes nothing
+    assert "two processes of this machine cannot reduce together" in failures[1]
+    assert [log.unimplemented(log.read_calls(path)) for path in tmp_path.glob("log.*")] == [[]] * 3
+
+
+def test_bench_gpu_measures_every_kind_of_case(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    kinds = ["rooflines", "attention", "head", "optimizer", "kernels: 1", "rowwise", "eager: 1"]
+    code, said = run(fake_gpu, tmp_path, "tools.bench", "gpu", "--tiny", "--minutes=8", "--json", "--only", *kinds)
+    assert code == 0, said
+    assert said.count(" done, ") == len(kinds), said
+    assert [name for path in tmp_path.glob("log.*") for name in log.unimplemented(log.read_calls(path))] == []
+
+
+def test_gpu_tests_whose_subject_is_not_a_value_pass(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    """A part: all of them, as README.md beside this file says, take minutes."""
+    chosen = "not max-autotune and not compiled and not full and not half_matmul and not documents"
+    tests = ["tests/e2e/test_gpu.py", "tests/train/test_nonfinite.py", "tests/models/test_kernels_on_gpu.py"]
+    code, said = run(fake_gpu, tmp_path, "pytest", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider", *tests,
+                     MESHWRIGHT_TESTS_HOME=str(tmp_path / "home"))  # fmt: skip
+    assert code == 0, said
+    assert " passed" in said
+    assert " failed" not in said

@@ -1,0 +1,87 @@
+"""What a first user with GPUs would do, on fake ones: whole runs to their end, each from its command."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu import log
+from tests.fake_gpu.commands import run, start
+from tests.fake_gpu.controls import NO_DEVICE, broken_copy
+from tests.fake_gpu.install import ROOT, FakeGpu
+from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
+
+pytestmark = pytest.mark.slow
+HEADS = ["--model.n_heads=2", "--model.n_kv_heads=1", "--parallel.param_dtype=bfloat16"]  # of 16 channels, as cuDNN wants
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+FIRST, LAST = 6, 9  # profiled steps
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    return write_text(tmp_path)
+
+
+def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keys = ["--train.steps=12", "--train.eval_every=6", "--checkpoint.every=6", f"--profile.start={FIRST}",
+            f"--profile.steps={LAST - FIRST + 1}"]  # fmt: skip
+    code, said = run(fake_gpu, tmp_path / "scratch", *TORCHRUN, "train.main", *TINY, *HEADS, *data, *keys, f"--run.dir={folder}",
+                     devices=2)  # fmt: skip
+    assert code == 0, said
+    assert read_status(folder)["state"] == "finished"
+    assert (folder / "checkpoints" / "step-00000012").is_dir()
+    assert read_metrics(folder)[12]["eval_loss"] == 0.0
+    assert "attention cudnn" in said
+    logs = [log.read_calls(path) for path in (tmp_path / "scratch").glob("log.*")]
+    assert [log.unimplemented(calls) + log.wrong_devices(calls) for calls in logs] == [[], []]
+    assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], "each rank has a context on its own device only"
+    trace = subprocess.run([sys.executable, "-m", "tools.trace", str(folder), "--json"], cwd=ROOT, capture_output=True, text=True,
+                           timeout=LIMIT_S, check=True)  # fmt: skip
+    kernels = {row["name"] for row in json.loads(trace.stdout)["kernels"]}
+    assert {"NCCL all_gather", "NCCL reduce_scatter"} <= kernels
+    assert any(name.startswith("cudnn") for name in kernels)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = ["train.main", *TINY, *EAGER, *data, "--checkpoint.every=1000", f"--run.dir={folder}"]
+    with start(fake_gpu, tmp_path / "scratch", *command, "--train.steps=100000") as process:
+        try:
+            deadline_s = time.monotonic() + LIMIT_S
+            while not (folder / "metrics.jsonl").exists() or len(read_metrics(folder)) < 3:
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=LIMIT_S)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 75, said
+    step = read_status(folder)["step"]
+    code, said = run(fake_gpu, tmp_path / "scratch", *command, f"--train.steps={step + 2}")
+    assert code == 0, said
+    assert read_status(folder) | {"state": "finished", "resumed_from": step} == read_status(folder)
+
+
+def test_a_gpu_that_refuses_memory_is_explained(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
+    large = ["--train.micro_batch_size=2048", "--train.global_batch_size=2048", "--parallel.loss_chunk_tokens=0"]
+    code, said = run(fake_gpu, tmp_path / "scratch", "train.main", *TINY, *EAGER, *large, *data, "--train.steps=2",
+                     f"--run.dir={tmp_path / 'run'}", FAKE_CUDA_REFUSES_GIB="0.7")  # fmt: skip
+    assert code == 1
+    assert "OutOfMemory: rank 0 ran out of memory: CUDA out of memory." in said
+    assert "would help: --parallel.activation_checkpoint=full" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "run/profile/out-of-memory-rank-0.pickle").stat().st_size > 0
+
+
+def test_a_thread_without_its_device_is_noticed(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
+    scratch, broken = tmp_path / "scratch", broken_copy(NO_DEVICE, tmp_path / "broken")
+    run(fake_gpu, scratch, "train.main", *TINY, *EAGER, *data, "--train.steps=2", f"--run.dir={tmp_path / 'run'}", devices=2,
+        root=broken, LOCAL_RANK="1", LOCAL_WORLD_SIZE="1")  # fmt: skip
+    calls = log.read_log(scratch)
+    assert log.devices(calls) == {0, 1} or log.wrong_devices(calls)
