@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -9,6 +10,8 @@ import zlib
 from datetime import date
 from typing import Any
 
+# What lasts longer than a session: the fake GPU (tests/fake_gpu/install.py), below the user's own home.
+os.environ.setdefault("MESHWRIGHT_TESTS_CACHE", os.path.expanduser("~/.cache/meshwright-tests"))
 # One home for the whole session, so one cache of compiled graphs, of tokens and of traced work (~/.cache/meshwright): found by
 # every process that a test starts, and gone afterwards. The workers of pytest-xdist have it from the process that starts them.
 if "MESHWRIGHT_TESTS_HOME" not in os.environ:
@@ -37,7 +40,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_configure(config: Any) -> None:
-    if "gpu" not in config.option.markexpr:  # all other tests are about the CPU, and pass alike on every machine
+    # Tests that are not about a GPU do not see one: they pass alike on every machine.
+    if not re.search(r"(?<!not )gpu", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.option.loadscopereorder = False  # of pytest-xdist: what takes longest, to compile and to train, comes first
 

@@ -7,7 +7,6 @@ so the same interpreter, pytest and project run on either build of torch.
 import hashlib
 import os
 import platform
-import pwd
 import shutil
 import subprocess
 import sys
@@ -47,20 +46,17 @@ class FakeGpu:
                 "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
 
 
-def default_folder() -> Path:
-    """MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests of the user (the tests have a HOME of their own)."""
-    home = pwd.getpwuid(os.getuid()).pw_dir
-    return Path(os.environ.get("MESHWRIGHT_TESTS_CACHE") or f"{home}/.cache/meshwright-tests")
+def install() -> FakeGpu:
+    """Install what is not there yet in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a HOME of their own).
 
-
-def install(folder: Path | None = None) -> FakeGpu:
-    """What is not in `folder` yet, and where all of it is. Raises AbsentError where it cannot be had."""
+    Raises AbsentError where it cannot be had, and subprocess.CalledProcessError where the libraries do not compile.
+    """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise AbsentError(f"the fake GPU is for Linux on x86_64, and this is {platform.system()} on {platform.machine()}")
     for tool in ("gcc", "g++", "nm"):
         if not shutil.which(tool):
             raise AbsentError(f"the fake GPU's libraries are compiled here, and there is no {tool}")
-    folder = folder or default_folder()
+    folder = Path(os.environ.get("MESHWRIGHT_TESTS_CACHE") or Path.home() / ".cache/meshwright-tests")
     folder.mkdir(parents=True, exist_ok=True)
     sources = b"".join(path.read_bytes() for path in [*sorted(SOURCES.iterdir()), SOURCES.parent / "build.py"])
     python = f"{sys.implementation.name}{sys.version_info.major}{sys.version_info.minor}"

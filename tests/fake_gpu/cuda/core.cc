@@ -1,21 +1,24 @@
 #include "core.h"
+
+#include <stdio_ext.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
-#include <stdio_ext.h>
 #include <string>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #include <unordered_map>
 
 typedef std::lock_guard<std::recursive_mutex> Guard;
 static const size_t MIB = 1ul << 20, GIB = 1ul << 30;
 static const size_t H100_BYTES = 85029158912ul;  // what cudaMemGetInfo says of an H100 SXM: 79.19 GiB
-static const size_t CONTEXT_BYTES = 512 * MIB;   // an estimate: what a context takes before anything is allocated
+static const size_t CONTEXT_BYTES =
+    512 * MIB;  // an estimate: what a context takes before anything is allocated
 static const size_t LARGE_BYTES = 64 * MIB;
 
 // Never destroyed: threads of torch still call while the process ends.
@@ -27,13 +30,16 @@ struct State {
   void (*observer)(const char*, const void*, const char*) = nullptr;
   std::set<std::string> unimplemented;
   std::set<int> contexts;
-  std::unordered_map<const void*, int> handles;         // stream or event -> its device
-  std::map<uintptr_t, std::pair<size_t, int>> ranges;   // device addresses: size, device
+  std::unordered_map<const void*, int> handles;        // stream or event -> its device
+  std::map<uintptr_t, std::pair<size_t, int>> ranges;  // device addresses: size, device
   std::map<uintptr_t, size_t> allocated, pinned;
   size_t taken = CONTEXT_BYTES;
   std::unordered_map<const void*, std::string> kernels;
 };
-static State& state() { static State* s = new State; return *s; }
+static State& state() {
+  static State* s = new State;
+  return *s;
+}
 static thread_local int device;
 
 static double number_of(const char* variable, double otherwise) {
@@ -100,10 +106,14 @@ int fake_set_device(int wanted) {
 
 void fake_touch() {
   Guard guard(state().lock);
-  if (state().contexts.insert(device).second) fake_log("context", nullptr, "%d\tthread %ld", device, (long)syscall(SYS_gettid));
+  if (state().contexts.insert(device).second)
+    fake_log("context", nullptr, "%d\tthread %ld", device, (long)syscall(SYS_gettid));
 }
 
-int fake_has_context(int which) { Guard guard(state().lock); return (int)state().contexts.count(which); }
+int fake_has_context(int which) {
+  Guard guard(state().lock);
+  return (int)state().contexts.count(which);
+}
 
 // Handles
 
@@ -132,14 +142,24 @@ int fake_expect(const char* call, const void* stream, int wanted) {
 
 // Memory
 
-// FAKE_CUDA_GIB: what the device says it has. FAKE_CUDA_REFUSES_GIB: it refuses more than that, whatever it says.
-size_t fake_total() { static size_t total = (size_t)(number_of("FAKE_CUDA_GIB", (double)H100_BYTES / GIB) * GIB); return total; }
-size_t fake_taken() { Guard guard(state().lock); return state().taken; }
+// FAKE_CUDA_GIB: what the device says it has. FAKE_CUDA_REFUSES_GIB: it refuses more than that, whatever it
+// says.
+size_t fake_total() {
+  static size_t total = (size_t)(number_of("FAKE_CUDA_GIB", (double)H100_BYTES / GIB) * GIB);
+  return total;
+}
+size_t fake_taken() {
+  Guard guard(state().lock);
+  return state().taken;
+}
 
 int fake_take(long long bytes) {
   static const size_t most = (size_t)(number_of("FAKE_CUDA_REFUSES_GIB", (double)fake_total() / GIB) * GIB);
   Guard guard(state().lock);
-  if (bytes > 0 && state().taken + bytes > most) { fake_log("out_of_memory", nullptr, "%lld", bytes); return 2; }
+  if (bytes > 0 && state().taken + bytes > most) {
+    fake_log("out_of_memory", nullptr, "%lld", bytes);
+    return 2;
+  }
   state().taken += bytes;
   return 0;
 }
@@ -187,8 +207,10 @@ int fake_device_of(const void* pointer) {
 
 void fake_pin(const void* host, size_t bytes) {
   Guard guard(state().lock);
-  if (bytes) state().pinned[(uintptr_t)host] = bytes;
-  else state().pinned.erase((uintptr_t)host);
+  if (bytes)
+    state().pinned[(uintptr_t)host] = bytes;
+  else
+    state().pinned.erase((uintptr_t)host);
 }
 
 int fake_is_pinned(const void* host) {
@@ -199,28 +221,38 @@ int fake_is_pinned(const void* host) {
   return (uintptr_t)host < it->first + it->second;
 }
 
-// Device memory reads as 0, whatever was put there: nothing computes with it, so nothing else could be right. What is large is
-// left out: nobody looks at it, and its pages need not be there.
+// Device memory reads as 0, whatever was put there: nothing computes with it, so nothing else could be right.
+// What is large is left out: nobody looks at it, and its pages need not be there.
 void fake_copy(void* to, const void* from, size_t bytes) {
   const bool to_device = fake_device_of(to) >= 0, from_device = fake_device_of(from) >= 0;
   if (to_device || bytes > LARGE_BYTES) return;
-  if (from_device) memset(to, 0, bytes);
-  else memcpy(to, from, bytes);
+  if (from_device)
+    memset(to, 0, bytes);
+  else
+    memcpy(to, from, bytes);
 }
 
-// An H100 SXM, as cudaDeviceGetAttribute describes one (the names of the numbers: driver_types.h, enum cudaDeviceAttr).
+// An H100 SXM, as cudaDeviceGetAttribute describes one (the names of the numbers: driver_types.h, enum
+// cudaDeviceAttr).
 int fake_attribute(int number) {
   static const std::map<int, int> h100 = {
-      {1, 1024}, {2, 1024}, {3, 1024}, {4, 64}, {5, 2147483647}, {6, 65535}, {7, 65535}, {8, 49152}, {9, 65536}, {10, 32},
-      {11, 2147483647}, {12, 65536}, {13, 1980000}, {14, 512}, {15, 1}, {16, 132}, {19, 1}, {31, 1}, {32, 1}, {33, 25},
-      {36, 2619000}, {37, 5120}, {38, 52428800}, {39, 2048}, {40, 3}, {41, 1}, {75, 9}, {78, 1}, {79, 1}, {80, 1},
-      {81, 233472}, {82, 65536}, {83, 1}, {89, 1}, {90, 1}, {95, 1}, {97, 232448}, {98, 1}, {99, 1}, {102, 1}, {103, 1},
-      {106, 32}, {108, 134217728}, {109, 32768}, {111, 1024}, {115, 1}, {116, 1}, {119, 1}, {120, 1}, {121, 1}};
+      {1, 1024},        {2, 1024},    {3, 1024},     {4, 64},    {5, 2147483647},  {6, 65535},
+      {7, 65535},       {8, 49152},   {9, 65536},    {10, 32},   {11, 2147483647}, {12, 65536},
+      {13, 1980000},    {14, 512},    {15, 1},       {16, 132},  {19, 1},          {31, 1},
+      {32, 1},          {33, 25},     {36, 2619000}, {37, 5120}, {38, 52428800},   {39, 2048},
+      {40, 3},          {41, 1},      {75, 9},       {78, 1},    {79, 1},          {80, 1},
+      {81, 233472},     {82, 65536},  {83, 1},       {89, 1},    {90, 1},          {95, 1},
+      {97, 232448},     {98, 1},      {99, 1},       {102, 1},   {103, 1},         {106, 32},
+      {108, 134217728}, {109, 32768}, {111, 1024},   {115, 1},   {116, 1},         {119, 1},
+      {120, 1},         {121, 1}};
   auto it = h100.find(number);
   return it == h100.end() ? 0 : it->second;
 }
 
-void fake_name_kernel(const void* host, const char* name) { Guard guard(state().lock); state().kernels[host] = name; }
+void fake_name_kernel(const void* host, const char* name) {
+  Guard guard(state().lock);
+  state().kernels[host] = name;
+}
 
 const char* fake_kernel_name(const void* host) {
   Guard guard(state().lock);

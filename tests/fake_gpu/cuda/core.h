@@ -1,35 +1,40 @@
 // What the fake libraries share: devices, memory, handles, and the log of what was asked of the "GPU".
 #pragma once
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <sys/types.h>
 
 extern "C" {
-// The log, a line for each call: number, kind, stream (hexadecimal), then what belongs to the kind, all separated by tabs.
-void fake_log(const char* kind, const void* stream, const char* format, ...) __attribute__((format(printf, 3, 4)));
-void fake_mark(const char* text);               // a line of the test's own, and the log is on disk up to here
-int fake_unimplemented(const char* name);       // logs and prints the name, once; cudaErrorNotSupported
-void fake_observe(void (*observer)(const char* kind, const void* stream, const char* text));  // told every line too
+// The log, a line for each call: number, kind, stream (hexadecimal), then what belongs to the kind, all
+// separated by tabs.
+void fake_log(const char* kind, const void* stream, const char* format, ...)
+    __attribute__((format(printf, 3, 4)));
+void fake_mark(const char* text);          // a line of the test's own, and the log is on disk up to here
+int fake_unimplemented(const char* name);  // logs and prints the name, once; cudaErrorNotSupported
+void fake_observe(void (*observer)(const char* kind, const void* stream, const char* text));  // gets each too
 
 // Devices. A thread's device is 0 until it sets another, as CUDA has it; what it touches gets a context.
-int fake_installed();                           // in the machine
-int fake_devices();                             // that the process sees: none with CUDA_VISIBLE_DEVICES=""
+int fake_installed();  // in the machine
+int fake_devices();    // that the process sees: none with CUDA_VISIBLE_DEVICES=""
 int fake_device();
-int fake_set_device(int device);                // 0, or cudaErrorInvalidDevice
-void fake_touch();                              // the calling thread's device has a context from now on
+int fake_set_device(int device);  // 0, or cudaErrorInvalidDevice
+void fake_touch();                // the calling thread's device has a context from now on
 int fake_has_context(int device);
 
 // Handles of streams and events, each of the device of the thread that made it.
 void* fake_handle();
-int fake_handle_device(const void* handle);     // the current device for the default stream
-int fake_expect(const char* call, const void* stream, int device);  // 0, or cudaErrorInvalidResourceHandle and a line in the log
+int fake_handle_device(const void* handle);  // the current device for the default stream
+// 0 if the stream is of that device; else cudaErrorInvalidResourceHandle, and a line "wrong_device" in the
+// log.
+int fake_expect(const char* call, const void* stream, int device);
 
 // Device memory: addresses, whose pages nobody touches; and the count of what is taken.
-void* fake_alloc(size_t bytes);                 // null: out of memory
+void* fake_alloc(size_t bytes);  // null: out of memory
 int fake_free(void* pointer);
-void* fake_reserve(size_t bytes);               // addresses only
-int fake_take(long long bytes);                 // takes (+) or gives back (-); non-zero: out of memory
+void* fake_reserve(size_t bytes);  // addresses only
+int fake_take(long long bytes);    // takes (+) or gives back (-); non-zero: out of memory
 size_t fake_total();
 size_t fake_taken();
 int fake_device_of(const void* pointer);        // -1: not device memory
@@ -37,7 +42,7 @@ void fake_pin(const void* host, size_t bytes);  // 0 bytes: no longer
 int fake_is_pinned(const void* host);
 void fake_copy(void* to, const void* from, size_t bytes);
 
-int fake_attribute(int number);                 // of an H100 SXM, numbered as cudaDeviceAttr and CUdevice_attribute are
+int fake_attribute(int number);  // of an H100 SXM, numbered as cudaDeviceAttr and CUdevice_attribute are
 void fake_name_kernel(const void* host, const char* name);
 const char* fake_kernel_name(const void* host);
 }

@@ -1,20 +1,27 @@
-// libcudart.so.13, the runtime: what torch's own kernels, its allocator, its streams and its events are made of.
-#include "core.h"
-#include <cstdlib>
-#include <cstring>
+// libcudart.so.13, the runtime: what torch's own kernels, its allocator, its streams and its events are made
+// of.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
 #include <string>
 
-struct LaunchConfig { dim3 grid, block; size_t shared; cudaStream_t stream; };
+#include "core.h"
+
+struct LaunchConfig {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+};
 static thread_local cudaError_t last_error = cudaSuccess;
 static thread_local LaunchConfig pushed;
 
 static cudaError_t fail(int error) { return last_error = (cudaError_t)error; }
 static cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
   if (int error = fake_expect("cudaLaunchKernel", stream, fake_device())) return fail(error);
-  fake_log("kernel", stream, "%s\t%u,%u,%u\t%u,%u,%u\t%zu", fake_kernel_name(kernel), grid.x, grid.y, grid.z, block.x, block.y,
-           block.z, shared);
+  fake_log("kernel", stream, "%s\t%u,%u,%u\t%u,%u,%u\t%zu", fake_kernel_name(kernel), grid.x, grid.y, grid.z,
+           block.x, block.y, block.z, shared);
   return cudaSuccess;
 }
 static cudaError_t copy(const char* kind, void* to, const void* from, size_t bytes, cudaStream_t stream) {
@@ -22,7 +29,8 @@ static cudaError_t copy(const char* kind, void* to, const void* from, size_t byt
   const bool to_device = fake_device_of(to) >= 0, from_device = fake_device_of(from) >= 0;
   const char* const ways[] = {"HtoH", "HtoD", "DtoH", "DtoD"};
   const bool pinned = (to_device || fake_is_pinned(to)) && (from_device || fake_is_pinned(from));
-  fake_log(kind, stream, "%s\t%zu\t%s", ways[2 * from_device + to_device], bytes, pinned ? "pinned" : "pageable");
+  fake_log(kind, stream, "%s\t%zu\t%s", ways[2 * from_device + to_device], bytes,
+           pinned ? "pinned" : "pageable");
   fake_copy(to, from, bytes);
   return cudaSuccess;
 }
@@ -45,7 +53,8 @@ void** __cudaRegisterFatBinary(void*) { return (void**)calloc(1, 64); }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
-void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*,
+                            dim3*, int*) {
   fake_name_kernel(host, name);
 }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
@@ -57,14 +66,20 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
   *grid = pushed.grid, *block = pushed.block, *shared = pushed.shared, *(cudaStream_t*)stream = pushed.stream;
   return cudaSuccess;
 }
-cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) { *kernel = (cudaKernel_t)host; return cudaSuccess; }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = (cudaKernel_t)host;
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared,
+                               cudaStream_t stream) {
   return launch(kernel, grid, block, shared, stream);
 }
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared,
+                             cudaStream_t stream) {
   return launch(kernel, grid, block, shared, stream);
 }
-cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared,
+                                        cudaStream_t stream) {
   return launch(kernel, grid, block, shared, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* kernel, void**) {
@@ -82,34 +97,68 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);
-  attributes->maxThreadsPerBlock = 1024, attributes->numRegs = 64, attributes->binaryVersion = attributes->ptxVersion = 90;
+  attributes->maxThreadsPerBlock = 1024, attributes->numRegs = 64,
+  attributes->binaryVersion = attributes->ptxVersion = 90;
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) { *blocks = 2; return cudaSuccess; }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 2;
   return cudaSuccess;
 }
-cudaError_t cudaGetSymbolAddress(void** pointer, const void*) { *pointer = fake_alloc(65536); return cudaSuccess; }
-cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                                   unsigned) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
+  *pointer = fake_alloc(65536);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
+  return cudaSuccess;
+}
 
 // Devices
 
-cudaError_t cudaGetDeviceCount(int* count) { *count = fake_devices(); return *count ? cudaSuccess : fail(cudaErrorNoDevice); }
-cudaError_t cudaGetDevice(int* device) { *device = fake_device(); return cudaSuccess; }
-cudaError_t cudaSetDevice(int device) { int error = fake_set_device(device); return error ? fail(error) : cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = fake_devices();
+  return *count ? cudaSuccess : fail(cudaErrorNoDevice);
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = fake_device();
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  int error = fake_set_device(device);
+  return error ? fail(error) : cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = fake_attribute((int)attribute);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 0; return cudaSuccess; }
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) { snprintf(text, size, "0000:%02x:00.0", 25 + device); return cudaSuccess; }
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0, *greatest = -5; return cudaSuccess; }
-cudaError_t cudaDriverGetVersion(int* version) { *version = 13000; return cudaSuccess; }
-cudaError_t cudaRuntimeGetVersion(int* version) { *version = 13000; return cudaSuccess; }
+cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
+  snprintf(text, size, "0000:%02x:00.0", 25 + device);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0, *greatest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "NVIDIA H100 80GB HBM3");
@@ -122,23 +171,39 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->memPitch = 2147483647, p->totalConstMem = 65536, p->textureAlignment = 512, p->memoryBusWidth = 5120;
-  p->l2CacheSize = 52428800, p->persistingL2CacheMaxSize = 32768 * 1024, p->accessPolicyMaxWindowSize = 134213632;
-  p->canMapHostMemory = p->concurrentKernels = p->ECCEnabled = p->unifiedAddressing = p->streamPrioritiesSupported = 1;
+  p->l2CacheSize = 52428800, p->persistingL2CacheMaxSize = 32768 * 1024,
+  p->accessPolicyMaxWindowSize = 134213632;
+  p->canMapHostMemory = p->concurrentKernels = p->ECCEnabled = p->unifiedAddressing =
+      p->streamPrioritiesSupported = 1;
   p->globalL1CacheSupported = p->localL1CacheSupported = p->managedMemory = p->concurrentManagedAccess = 1;
-  p->computePreemptionSupported = p->canUseHostPointerForRegisteredMem = p->cooperativeLaunch = p->memoryPoolsSupported = 1;
+  p->computePreemptionSupported = p->canUseHostPointerForRegisteredMem = p->cooperativeLaunch =
+      p->memoryPoolsSupported = 1;
   p->asyncEngineCount = 3;
   return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { cudaError_t error = last_error; last_error = cudaSuccess; return error; }
+cudaError_t cudaGetLastError() {
+  cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
 cudaError_t cudaPeekAtLastError() { return last_error; }
 const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : error == cudaErrorInvalidResourceHandle ? "invalid resource handle"
-       : error == cudaErrorInvalidDevice ? "invalid device ordinal" : error ? "a fake error" : "no error";
+  return error == cudaErrorMemoryAllocation        ? "out of memory"
+         : error == cudaErrorInvalidResourceHandle ? "invalid resource handle"
+         : error == cudaErrorInvalidDevice         ? "invalid device ordinal"
+         : error                                   ? "a fake error"
+                                                   : "no error";
 }
 const char* cudaGetErrorName(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : error ? "cudaErrorFake" : "cudaSuccess";
+  return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+         : error                            ? "cudaErrorFake"
+                                            : "cudaSuccess";
 }
-cudaError_t cudaDeviceSynchronize() { fake_touch(); fake_log("device_sync", nullptr, "-"); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  fake_touch();
+  fake_log("device_sync", nullptr, "-");
+  return cudaSuccess;
+}
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
@@ -167,11 +232,19 @@ cudaError_t cudaFree(void* pointer) {
   return (cudaError_t)fake_free(pointer);
 }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
-  return posix_memalign(pointer, 4096, bytes ? bytes : 1) ? fail(cudaErrorMemoryAllocation) : pin(*pointer, bytes);
+  return posix_memalign(pointer, 4096, bytes ? bytes : 1) ? fail(cudaErrorMemoryAllocation)
+                                                          : pin(*pointer, bytes);
 }
-cudaError_t cudaFreeHost(void* pointer) { fake_pin(pointer, 0); free(pointer); return cudaSuccess; }
+cudaError_t cudaFreeHost(void* pointer) {
+  fake_pin(pointer, 0);
+  free(pointer);
+  return cudaSuccess;
+}
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) { return pin(pointer, bytes); }
-cudaError_t cudaHostUnregister(void* pointer) { fake_pin(pointer, 0); return cudaSuccess; }
+cudaError_t cudaHostUnregister(void* pointer) {
+  fake_pin(pointer, 0);
+  return cudaSuccess;
+}
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   fake_touch();
   *total = fake_total(), *free = *total - fake_taken();
@@ -197,33 +270,49 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t byt
 cudaError_t cudaMemset(void*, int, size_t bytes) { return fill(bytes, nullptr); }
 cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t stream) { return fill(bytes, stream); }
 
-// Streams and events. All work is done the moment it is launched; the order that the program asked for is in the log.
+// Streams and events. All work is done the moment it is launched; the order that the program asked for is in
+// the log.
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   *stream = (cudaStream_t)fake_handle();
   fake_log("stream", *stream, "priority %d", priority);
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { fake_log("stream_sync", stream, "-"); return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  fake_log("stream_sync", stream, "-");
+  return cudaSuccess;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   fake_log("wait", stream, "%lx", (unsigned long)(uintptr_t)event);
   return cudaSuccess;
 }
-cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
-                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* count) {
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
+  *priority = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                     size_t* count) {
   *status = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   if (count) *count = 0;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { *event = (cudaEvent_t)fake_handle(); return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = (cudaEvent_t)fake_handle();
+  return cudaSuccess;
+}
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -231,11 +320,16 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   fake_log("record", stream, "%lx", (unsigned long)(uintptr_t)event);
   return cudaSuccess;
 }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   fake_log("event_sync", nullptr, "%lx", (unsigned long)(uintptr_t)event);
   return cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { *milliseconds = 1.0f; return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  *milliseconds = 1.0f;
+  return cudaSuccess;
+}
 }

@@ -1,15 +1,21 @@
-// libnccl.so.2: communicators that are alone, and collectives that are logged. `bytes` is the full side of a collective: an
-// all-gather's output, a reduce-scatter's input.
-#include "core.h"
+// libnccl.so.2: communicators that are alone, and collectives that are logged. `bytes` is the full side of a
+// collective: an all-gather's output, a reduce-scatter's input.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
-struct UniqueId { char data[128]; };
-struct Communicator { int size, rank, number; };
+#include "core.h"
+
+struct UniqueId {
+  char data[128];
+};
+struct Communicator {
+  int size, rank, number;
+};
 static const int BYTES_OF[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // of an ncclDataType_t
 
 static Communicator* make(int size, int rank) {
-  static int made = 0;
+  static std::atomic<int> made{0};
   Communicator* c = (Communicator*)malloc(sizeof(Communicator));
   *c = {size, rank, made++};
   fake_log("communicator", nullptr, "%d\tsize %d\trank %d", c->number, size, rank);
@@ -22,24 +28,54 @@ static int say(const char* op, size_t elements, int type, const Communicator* c,
 }
 
 extern "C" {
-int ncclGetVersion(int* version) { *version = 22907; return 0; }
-int ncclGetUniqueId(UniqueId* id) { memset(id, 7, sizeof *id); return 0; }
-int ncclCommInitRank(Communicator** c, int size, UniqueId, int rank) { *c = make(size, rank); return 0; }
-int ncclCommInitRankConfig(Communicator** c, int size, UniqueId, int rank, void*) { *c = make(size, rank); return 0; }
-int ncclCommInitRankScalable(Communicator** c, int size, int rank, int, UniqueId*, void*) { *c = make(size, rank); return 0; }
-int ncclCommCount(Communicator* c, int* size) { *size = c->size; return 0; }
-int ncclCommUserRank(Communicator* c, int* rank) { *rank = c->rank; return 0; }
-int ncclCommGetAsyncError(Communicator*, int* error) { *error = 0; return 0; }
+int ncclGetVersion(int* version) {
+  *version = 22907;
+  return 0;
+}
+int ncclGetUniqueId(UniqueId* id) {
+  memset(id, 7, sizeof *id);
+  return 0;
+}
+int ncclCommInitRank(Communicator** c, int size, UniqueId, int rank) {
+  *c = make(size, rank);
+  return 0;
+}
+int ncclCommInitRankConfig(Communicator** c, int size, UniqueId, int rank, void*) {
+  *c = make(size, rank);
+  return 0;
+}
+int ncclCommInitRankScalable(Communicator** c, int size, int rank, int, UniqueId*, void*) {
+  *c = make(size, rank);
+  return 0;
+}
+int ncclCommCount(Communicator* c, int* size) {
+  *size = c->size;
+  return 0;
+}
+int ncclCommUserRank(Communicator* c, int* rank) {
+  *rank = c->rank;
+  return 0;
+}
+int ncclCommGetAsyncError(Communicator*, int* error) {
+  *error = 0;
+  return 0;
+}
 int ncclCommDestroy(Communicator*) { return 0; }
 int ncclCommAbort(Communicator*) { return 0; }
 int ncclCommFinalize(Communicator*) { return 0; }
-int ncclCommRegister(Communicator*, void*, size_t, void** handle) { *handle = (void*)1; return 0; }
+int ncclCommRegister(Communicator*, void*, size_t, void** handle) {
+  *handle = (void*)1;
+  return 0;
+}
 int ncclCommDeregister(Communicator*, void*) { return 0; }
 int ncclGroupStart() { return 0; }
 int ncclGroupEnd() { return 0; }
 const char* ncclGetErrorString(int) { return "a fake NCCL's result"; }
 const char* ncclGetLastError(Communicator*) { return ""; }
-int ncclRedOpCreatePreMulSum(int* op, void*, int, int, Communicator*) { *op = 5; return 0; }
+int ncclRedOpCreatePreMulSum(int* op, void*, int, int, Communicator*) {
+  *op = 5;
+  return 0;
+}
 int ncclRedOpDestroy(int, Communicator*) { return 0; }
 
 int ncclAllGather(const void*, void*, size_t each, int type, Communicator* c, void* stream) {
@@ -57,8 +93,12 @@ int ncclBroadcast(const void*, void*, size_t count, int type, int, Communicator*
 int ncclReduce(const void*, void*, size_t count, int type, int, int, Communicator* c, void* stream) {
   return say("reduce", count, type, c, stream);
 }
-int ncclSend(const void*, size_t count, int type, int, Communicator* c, void* stream) { return say("send", count, type, c, stream); }
-int ncclRecv(void*, size_t count, int type, int, Communicator* c, void* stream) { return say("recv", count, type, c, stream); }
+int ncclSend(const void*, size_t count, int type, int, Communicator* c, void* stream) {
+  return say("send", count, type, c, stream);
+}
+int ncclRecv(void*, size_t count, int type, int, Communicator* c, void* stream) {
+  return say("recv", count, type, c, stream);
+}
 int ncclAlltoAll(const void*, void*, size_t each, int type, Communicator* c, void* stream) {
   return say("all_to_all", each * c->size, type, c, stream);
 }
