@@ -41,9 +41,15 @@ class FakeGpu:
         caches = {name: str(scratch / folder) for name, folder in
                   (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"), ("HOME", "home"))}  # fmt: skip
         (scratch / "home").mkdir(parents=True, exist_ok=True)
-        return {**os.environ, **caches, "PYTHONPATH": f"{self.site}:{root}", "LD_LIBRARY_PATH": str(self.libraries),
-                "FAKE_CUDA_LOG": str(scratch / "log"), "FAKE_CUDA_DEVICES": str(devices),
-                "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
+        kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        return {**kept, **caches, "PYTHONPATH": _before("PYTHONPATH", self.site, root),
+                "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", self.libraries), "FAKE_CUDA_LOG": str(scratch / "log"),
+                "FAKE_CUDA_DEVICES": str(devices), "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
+
+
+def _before(variable: str, *folders: Path) -> str:
+    """The folders, then those that the variable names already."""
+    return ":".join([*map(str, folders), *filter(None, [os.environ.get(variable)])])
 
 
 def install() -> FakeGpu:
