@@ -42,9 +42,9 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(fake_gpu: FakeGpu,
     assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], "each rank has a context on its own device only"
     trace = subprocess.run([sys.executable, "-m", "tools.trace", str(folder), "--json"], cwd=ROOT, capture_output=True, text=True,
                            timeout=LIMIT_S, check=True)  # fmt: skip
-    kernels = {row["name"] for row in json.loads(trace.stdout)["kernels"]}
-    assert {"NCCL all_gather", "NCCL reduce_scatter"} <= kernels
-    assert any(name.startswith("cudnn") for name in kernels)
+    said = json.loads(trace.stdout)
+    sent = {(row["collective"], row["axis"]) for row in said["communication"]}
+    assert {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard")} <= sent
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
