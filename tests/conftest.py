@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -11,7 +10,8 @@ from datetime import date
 from typing import Any
 
 # What lasts longer than a session: the fake GPU (tests/fake_gpu/install.py), below the user's own home.
-os.environ.setdefault("MESHWRIGHT_TESTS_CACHE", os.path.expanduser("~/.cache/meshwright-tests"))
+if (HOME := os.path.expanduser("~")) != "~":
+    os.environ.setdefault("MESHWRIGHT_TESTS_CACHE", f"{HOME}/.cache/meshwright-tests")
 # One home for the whole session, so one cache of compiled graphs, of tokens and of traced work (~/.cache/meshwright): found by
 # every process that a test starts, and gone afterwards. The workers of pytest-xdist have it from the process that starts them.
 if "MESHWRIGHT_TESTS_HOME" not in os.environ:
@@ -26,6 +26,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait by spinning are s
 
 import pytest
 import torch  # it reads these variables
+from _pytest.mark.expression import Expression
 
 from tests.support.gpu import FAKE
 
@@ -41,7 +42,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 def pytest_configure(config: Any) -> None:
     # Tests that are not about a GPU do not see one: they pass alike on every machine.
-    if not re.search(r"(?<!not )gpu", config.option.markexpr):
+    asked = config.option.markexpr
+    if not asked or not Expression.compile(asked).evaluate(lambda name, **_: name == "gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.option.loadscopereorder = False  # of pytest-xdist: what takes longest, to compile and to train, comes first
 

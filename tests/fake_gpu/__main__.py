@@ -12,7 +12,7 @@ from tests.fake_gpu.install import ROOT, AbsentError, FakeGpu, install
 
 DESCRIPTION = (
     "Install a CUDA build of torch on libraries that stand for NVIDIA's (once, 0.53 GB to fetch, 1.9 GB in "
-    "~/.cache/meshwright-tests or in the folder MESHWRIGHT_TESTS_CACHE), and run a command that then believes to have H100s. "
+    "~/.cache/meshwright-tests or in the folder MESHWRIGHT_TESTS_CACHE), and run a command that sees H100s then. "
     "Kernels compute nothing and take no time: losses are 0, and no figure of time means anything."
 )
 EPILOG = "example: python -m tests.fake_gpu -- python -m train.main --config=llama_debug.yaml --train.steps=20"

@@ -13,20 +13,27 @@ IMPLEMENTED = {
     "libcudnn.so.9": "cudnn.cc", "libcupti.so.13": "cupti.cc", "libnccl.so.2": "nccl.cc", "libnvidia-ml.so.1": "nvml.cc",
     "libnvrtc.so.13": "nvrtc.cc",
 }  # fmt: skip
+# Where torch looks for NVIDIA's libraries below each folder of sys.path, and loads what it finds first.
+PLACE = Path("nvidia/cu13/lib")
 STUBS = ("libcufft.so.12", "libcufile.so.0", "libcurand.so.10", "libcusolver.so.12", "libcusparse.so.12", "libcusparseLt.so.0",
-         "libnvshmem_host.so.3")  # fmt: skip
+         "libnvJitLink.so.13", "libnvrtc-builtins.so.13.0", "libnvshmem_host.so.3")  # fmt: skip
 # Symbols that torch wants without a version, by the library that has them; the other libraries' symbols carry their soname.
 UNVERSIONED = {"libnccl.so.2": r"p?nccl", "libcusparseLt.so.0": "cusparseLt", "libcufile.so.0": "cuFile",
                "libcuda.so.1": r"cu[A-Z](?!Fi)", "libcurand.so.10": None, "libnvidia-ml.so.1": None}  # fmt: skip
-VERSIONS = {"libnvshmem_host.so.3": "NVSHMEM"}  # where it is not the soname
+VERSIONS = {"libnvshmem_host.so.3": "NVSHMEM", "libnvrtc-builtins.so.13.0": "libnvrtc_builtins"}  # where it is not the soname
 FLAGS = ["-std=c++17", "-O1", "-fPIC"]
 
 
-def build_libraries(site: Path, out: Path) -> None:
-    """Build all libraries for the torch and the triton of `site` (whose headers are CUDA's) into `out`.
+class BuildError(Exception):
+    """A command failed; the text has it and what it said."""
 
-    Raises subprocess.CalledProcessError with the compiler's words.
+
+def build_libraries(site: Path, out: Path) -> None:
+    """Build all libraries for the torch and the triton of `site` (whose headers are CUDA's) into `out` / PLACE.
+
+    Raises BuildError with the compiler's words.
     """
+    out = out / PLACE
     out.mkdir(parents=True)
     wanted = _wanted_symbols(site)
     _run("g++", *FLAGS, "-shared", SOURCES / "core.cc", "-o", out / "libfakecore.so", "-Wl,-soname,libfakecore.so")
@@ -77,4 +84,7 @@ def _owner(name: str) -> str | None:
 
 
 def _run(*command: object) -> str:
-    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"{' '.join(map(str, command))}\n{result.stderr.strip()[-2000:]}")
+    return result.stdout

@@ -10,16 +10,19 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
-from tests.fake_gpu.build import SOURCES, build_libraries
+from tests.fake_gpu.build import PLACE, SOURCES, build_libraries
 
 TORCH, TRITON = "2.13.0", "3.7.1"
 ROOT = Path(__file__).parents[2]
+# Variables of the tests or the user that would change what a process on the fake GPU does.
+NOT_HANDED_ON = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class AbsentError(Exception):
@@ -41,9 +44,9 @@ class FakeGpu:
         caches = {name: str(scratch / folder) for name, folder in
                   (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"), ("HOME", "home"))}  # fmt: skip
         (scratch / "home").mkdir(parents=True, exist_ok=True)
-        kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        return {**kept, **caches, "PYTHONPATH": _before("PYTHONPATH", self.site, root),
-                "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", self.libraries), "FAKE_CUDA_LOG": str(scratch / "log"),
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
+        return {**kept, **caches, "PYTHONPATH": _before("PYTHONPATH", self.libraries, self.site, root),
+                "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", self.libraries / PLACE), "FAKE_CUDA_LOG": str(scratch / "log"),
                 "FAKE_CUDA_DEVICES": str(devices), "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
 
 
@@ -55,23 +58,37 @@ def _before(variable: str, *folders: Path) -> str:
 def install() -> FakeGpu:
     """Install what is not there yet in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a HOME of their own).
 
-    Raises AbsentError where it cannot be had, and subprocess.CalledProcessError where the libraries do not compile.
+    Raises AbsentError where it cannot be had, and BuildError where the libraries do not compile.
     """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise AbsentError(f"the fake GPU is for Linux on x86_64, and this is {platform.system()} on {platform.machine()}")
     for tool in ("gcc", "g++", "nm"):
         if not shutil.which(tool):
             raise AbsentError(f"the fake GPU's libraries are compiled here, and there is no {tool}")
-    folder = Path(os.environ.get("MESHWRIGHT_TESTS_CACHE") or Path.home() / ".cache/meshwright-tests")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _cache_folder()
     sources = b"".join(path.read_bytes() for path in [*sorted(SOURCES.iterdir()), SOURCES.parent / "build.py"])
-    python = f"{sys.implementation.name}{sys.version_info.major}{sys.version_info.minor}"
+    python = sysconfig.get_config_var("SOABI")
     site = folder / f"torch-{TORCH}-triton-{TRITON}-{python}"
     libraries = folder / f"libraries-{python}-{hashlib.sha256(sources).hexdigest()[:12]}"
-    with FileLock(folder / "lock"):
-        _make(site, _fetch)
-        _make(libraries, lambda out: build_libraries(site, out))
+    if not (site.exists() and libraries.exists()):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / "lock"):
+                _make(site, _fetch)
+                _make(libraries, lambda out: build_libraries(site, out))
+        except OSError as error:
+            said = f"the fake GPU cannot be put into {folder} ({error}); MESHWRIGHT_TESTS_CACHE names another"
+            raise AbsentError(said) from error
     return FakeGpu(site, libraries)
+
+
+def _cache_folder() -> Path:
+    if named := os.environ.get("MESHWRIGHT_TESTS_CACHE"):
+        return Path(named).absolute()
+    try:
+        return Path.home() / ".cache/meshwright-tests"
+    except RuntimeError as error:
+        raise AbsentError(f"there is no folder for the fake GPU ({error}); MESHWRIGHT_TESTS_CACHE names one") from error
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:

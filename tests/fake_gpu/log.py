@@ -7,8 +7,9 @@ from pathlib import Path
 
 LAUNCHES = ("kernel", "gemm", "triton", "cudnn")  # torch's own, cuBLAS, Triton's (ours and inductor's), cuDNN
 ON_STREAMS = (*LAUNCHES, "nccl", "memcpy", "memset")
-WAITS = ("device_sync", "stream_sync", "event_sync", "memcpy_sync", "host_function")
-ALLOCATIONS = ("malloc", "free", "create", "release", "reserve", "pin", "out_of_memory")  # slow calls, or calls that wait
+WAITS = ("device_sync", "stream_sync", "event_sync", "memcpy_sync")
+# Slow calls, and some of them wait for the device too.
+ALLOCATIONS = ("malloc", "free", "create", "release", "reserve", "map", "unmap", "pin", "unpin", "out_of_memory")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,23 @@ def unimplemented(calls: Sequence[Call]) -> list[str]:
     return [call.words[0] for call in calls if call.kind == "unimplemented"]
 
 
-def wrong_devices(calls: Sequence[Call]) -> list[Call]:
-    """Calls on a stream of another device than the thread's, which a GPU refuses."""
-    return [call for call in calls if call.kind == "wrong_device"]
+def refused(calls: Sequence[Call]) -> list[Call]:
+    """Calls on a stream of another device than the thread's, and launches beyond an H100's limits."""
+    return [call for call in calls if call.kind in ("wrong_device", "bad_launch")]
+
+
+def stream_waits(calls: Sequence[Call], step: Sequence[Call]) -> Counter[tuple[int, int]]:
+    """How often in the step one stream waits for what another was given: (who waits, for whom). `calls`: all of the process up
+    to the step's end, for an event may have been recorded long before."""
+    recorded: dict[str, int] = {}
+    found: Counter[tuple[int, int]] = Counter()
+    begin = len(calls) - len(step)
+    for at, call in enumerate(calls):
+        if call.kind == "record":
+            recorded[call.words[0]] = call.stream
+        elif call.kind == "wait" and at >= begin and call.words[0] in recorded:
+            found[call.stream, recorded[call.words[0]]] += 1
+    return found
 
 
 def devices(calls: Sequence[Call]) -> set[int]:

@@ -17,8 +17,8 @@ class Case:
 CASES = {
     "fsdp-8": Case((*LLAMA_8B, "--model.n_layers=2")),
     "hsdp-2x4-accumulation-full-recomputation": Case((
-        *LLAMA_8B, "--model.n_layers=2", "--parallel.dp_replicate=2", "--parallel.dp_shard=4", "--train.global_batch_size=16",
-        "--parallel.activation_checkpoint=full")),
+        *LLAMA_8B, "--model.n_layers=2", "--parallel.dp_replicate=2", "--parallel.dp_shard=4",
+        "--train.micro_batch_size=1", "--train.global_batch_size=16", "--parallel.activation_checkpoint=full")),
     # Three layers: the last one's activations stay, and of two others one is fetched ahead.
     "tp-2-offload": Case((*LLAMA_8B, "--model.n_layers=3", "--parallel.tp=2", "--parallel.activation_checkpoint=offload")),
     "bfloat16-state-float8-documents": Case(

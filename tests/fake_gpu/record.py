@@ -7,12 +7,13 @@ The figures belong to the torch and the Triton of tests/fake_gpu/install.py. Non
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,11 @@ def figures_of(scratch: Path) -> dict[str, Any]:
     """What the record says of one plan, from the log and the memory file of its run."""
     calls = log.read_log(scratch)
     step, peaks = steady_step(calls), json.loads((scratch / "memory.json").read_text())
-    names = _stream_names(step)
+    waits = log.stream_waits(calls[: calls.index(Call("mark", 0, (f"end {STEPS - 1}",)))], step)
+    names = _stream_names(step, waits)
     return {
         "launches": log.count_launches(step),
+        "blocks": sum(_blocks(call) for call in step if call.kind in ("kernel", "triton")),
         "kernels": {f"{kernel.name}, {kernel.registers} registers, {kernel.stack_bytes} B of stack": count
                     for kernel, count in sorted(log.triton_launches(step).items())},
         "torch_kernels": dict(sorted(_torch_kernels(step).items())),
@@ -53,16 +56,36 @@ def figures_of(scratch: Path) -> dict[str, Any]:
         "cudnn": dict(sorted(Counter(c.words[0] for c in step if c.kind == "cudnn").items())),
         "copies": dict(sorted(Counter(f"{c.words[0]} {c.words[1]} B, {names[c.stream]}"
                                       for c in step if c.kind == "memcpy").items())),
-        "collectives": [f"{c.op} {c.bytes} B, {c.ranks} ranks, {names[c.stream]}" for c in log.collectives(step)],
+        "collectives": [f"{c.op} {c.bytes} B, {c.ranks} ranks, {names[c.stream]}, after {before} launches of the step"
+                        for c, before in zip(log.collectives(step), _launches_before(step), strict=True)],
         "streams": dict(Counter(names[c.stream] for c in step if c.kind in log.ON_STREAMS)),
+        "waits": {f"{names[one]} for {names[other]}": count for (one, other), count in sorted(waits.items())},
+        "queries": sum(call.kind == "query" for call in step),
         "peak_allocated_bytes": peaks["allocated"],
         "peak_reserved_bytes": peaks["reserved"],
     }  # fmt: skip
 
 
-def _stream_names(step: Sequence[Call]) -> dict[int, str]:
+def _launches_before(step: Sequence[Call]) -> list[int]:
+    """Of each collective, the launches on the default stream before it: prefetching shows in them."""
+    counts, launches = [], 0
+    for call in step:
+        launches += call.kind in log.LAUNCHES and call.stream == 0
+        if call.kind == "nccl":
+            counts.append(launches)
+    return counts
+
+
+def _blocks(launch: Call) -> int:
+    """Of a kernel of torch's or Triton's: its grid's."""
+    grid = launch.words[1 if launch.kind == "kernel" else 3]
+    return math.prod(map(int, grid.split(",")))
+
+
+def _stream_names(step: Sequence[Call], waits: Iterable[tuple[int, int]]) -> dict[int, str]:
     """Streams by the order of their first use; the default one is that on which the step computes."""
-    order = list(dict.fromkeys([0, *(call.stream for call in step if call.kind in log.ON_STREAMS)]))
+    used = (call.stream for call in step if call.kind in log.ON_STREAMS)
+    order = list(dict.fromkeys([0, *used, *sorted(stream for pair in waits for stream in pair)]))
     return {stream: f"stream {number}" for number, stream in enumerate(order)}
 
 

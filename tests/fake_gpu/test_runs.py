@@ -38,7 +38,7 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(fake_gpu: FakeGpu,
     assert read_metrics(folder)[12]["eval_loss"] == 0.0
     assert "attention cudnn" in said
     logs = [log.read_calls(path) for path in (tmp_path / "scratch").glob("log.*")]
-    assert [log.unimplemented(calls) + log.wrong_devices(calls) for calls in logs] == [[], []]
+    assert [log.unimplemented(calls) + log.refused(calls) for calls in logs] == [[], []]
     assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], "each rank has a context on its own device only"
     trace = subprocess.run([sys.executable, "-m", "tools.trace", str(folder), "--json"], cwd=ROOT, capture_output=True, text=True,
                            timeout=LIMIT_S, check=True)  # fmt: skip
@@ -84,4 +84,4 @@ def test_a_thread_without_its_device_is_noticed(fake_gpu: FakeGpu, data: list[st
     run(fake_gpu, scratch, "train.main", *TINY, *EAGER, *data, "--train.steps=2", f"--run.dir={tmp_path / 'run'}", devices=2,
         root=broken, LOCAL_RANK="1", LOCAL_WORLD_SIZE="1")  # fmt: skip
     calls = log.read_log(scratch)
-    assert log.devices(calls) == {0, 1} or log.wrong_devices(calls)
+    assert log.devices(calls) == {0, 1} or log.refused(calls)

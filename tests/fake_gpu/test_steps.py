@@ -45,9 +45,9 @@ def test_a_steady_step_waits_for_nothing_and_allocates_nothing(run: Run) -> None
     assert log.allocations(run.step) == []
 
 
-def test_nothing_is_called_that_the_fake_has_not_nor_on_another_device(run: Run) -> None:
+def test_nothing_is_called_that_the_fake_has_not_or_that_a_gpu_refuses(run: Run) -> None:
     assert log.unimplemented(run.calls) == []
-    assert log.wrong_devices(run.calls) == []
+    assert log.refused(run.calls) == []
     assert log.devices(run.calls) == {0}
 
 
@@ -57,7 +57,7 @@ def test_no_kernel_spills_but_those_that_are_named(run: Run) -> None:
     spilling = {kernel.name for kernel in kernels if kernel.stack_bytes}
     named = {begin: {name for name in spilling if name.startswith(begin)} for begin, _ in run.case.spills}
     assert spilling == set().union(*named.values())
-    assert all(named.values()), "a reason that nobody needs any more"
+    assert all(named.values()), "plans.py names a kernel that does not spill"
 
 
 def test_the_collectives_are_those_of_tools_simulate_each_on_its_axis_stream(run: Run) -> None:

@@ -52,9 +52,9 @@ REGISTERS = {"AdamW": 104, "cross entropy, read": 40, "cross entropy, write": 40
 ROUNDED = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32",
            "cvt.f32.bf16", "cvt.rn.bf16.f32", "cvt.rzi.s64.f32"}  # fmt: skip
 # Of each slice: elements, place of the first, columns, gap. One element; what a program holds at once (512), one less, one more;
-# a gap; a whole program; more than one, beyond 32 bits; rows of one.
+# a gap; a whole program; more than one, beyond 32 bits; rows of one, with gaps that together are.
 PARTS = [(1, 3, 1, 0), (511, 0, 73, 0), (512, 9, 512, 0), (513, 0, 27, 100), (64 * 33, 500, 33, 31), (512 * 32, 0, 128, 0),
-         (20_000, 2**32 - 1000, 1000, 24), (700, 7, 1, 6), (5 * 333, 17, 333, 0)]  # fmt: skip
+         (20_000, 2**32 - 1000, 1000, 24), (700, 7, 1, 2**26), (5 * 333, 17, 333, 0)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 #include "core.h"
 
-#include <stdio_ext.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
@@ -51,7 +51,7 @@ extern "C" {
 // The log
 
 void fake_log(const char* kind, const void* stream, const char* format, ...) {
-  char text[1024];
+  char text[4096];
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
@@ -59,22 +59,17 @@ void fake_log(const char* kind, const void* stream, const char* format, ...) {
   Guard guard(state().lock);
   State& s = state();
   if (s.opened != getpid()) {
-    if (s.log) __fpurge(s.log);  // forked: what the parent has not written yet is the parent's to write
     s.opened = getpid(), s.log = nullptr;
     if (const char* path = getenv("FAKE_CUDA_LOG")) {  // one file a process: FAKE_CUDA_LOG.PID
       s.log = fopen((std::string(path) + "." + std::to_string(getpid())).c_str(), "w");
-      if (s.log) setvbuf(s.log, nullptr, _IOFBF, MIB);
+      if (s.log) setvbuf(s.log, nullptr, _IOLBF, BUFSIZ);  // a process may end at any line
     }
   }
   if (s.log) fprintf(s.log, "%ld\t%s\t%lx\t%s\n", s.lines++, kind, (unsigned long)(uintptr_t)stream, text);
   if (s.observer) s.observer(kind, stream, text);
 }
 
-void fake_mark(const char* text) {
-  fake_log("mark", nullptr, "%s", text);
-  Guard guard(state().lock);
-  if (state().log) fflush(state().log);
-}
+void fake_mark(const char* text) { fake_log("mark", nullptr, "%s", text); }
 
 int fake_unimplemented(const char* name) {
   Guard guard(state().lock);
@@ -91,8 +86,12 @@ void fake_observe(void (*observer)(const char*, const void*, const char*)) { sta
 
 int fake_installed() { return (int)number_of("FAKE_CUDA_DEVICES", 1); }
 int fake_devices() {  // looked up once, as CUDA does
-  static const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-  static int count = visible && !*visible ? 0 : fake_installed();
+  static const int count = [] {
+    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+    if (!visible) return fake_installed();
+    return *visible ? std::min(fake_installed(), 1 + (int)std::count(visible, visible + strlen(visible), ','))
+                    : 0;
+  }();
   return count;
 }
 int fake_device() { return device; }
@@ -100,14 +99,16 @@ int fake_device() { return device; }
 int fake_set_device(int wanted) {
   if (wanted < 0 || wanted >= fake_devices()) return 101;  // cudaErrorInvalidDevice
   device = wanted;
-  fake_touch();  // since CUDA 12 cudaSetDevice makes the primary context
+  fake_make_context();  // since CUDA 12 cudaSetDevice makes the primary context
   return 0;
 }
 
-void fake_touch() {
+void fake_make_context() { fake_retain_context(device); }
+
+void fake_retain_context(int which) {
   Guard guard(state().lock);
-  if (state().contexts.insert(device).second)
-    fake_log("context", nullptr, "%d\tthread %ld", device, (long)syscall(SYS_gettid));
+  if (!state().contexts.insert(which).second) return;
+  fake_log("context", nullptr, "%d	thread %ld", which, (long)syscall(SYS_gettid));
 }
 
 int fake_has_context(int which) {
@@ -120,7 +121,7 @@ int fake_has_context(int which) {
 void* fake_handle() {
   static uintptr_t next = 0x1000;
   Guard guard(state().lock);
-  fake_touch();
+  fake_make_context();
   void* handle = (void*)(next += 16);
   state().handles[handle] = device;
   return handle;
@@ -133,11 +134,23 @@ int fake_handle_device(const void* handle) {
 }
 
 int fake_expect(const char* call, const void* stream, int wanted) {
-  fake_touch();
+  fake_make_context();
   const int has = fake_handle_device(stream);
   if (has == wanted) return 0;
   fake_log("wrong_device", stream, "%s\tstream of device %d\twanted %d", call, has, wanted);
   return 400;  // cudaErrorInvalidResourceHandle
+}
+
+int fake_launch(const char* call, const void* stream, const unsigned grid[3], const unsigned block[3],
+                size_t shared) {
+  if (int error = fake_expect(call, stream, fake_device())) return error;
+  const unsigned threads = block[0] * block[1] * block[2];
+  if (grid[0] <= 2147483647u && grid[1] <= 65535 && grid[2] <= 65535 && threads && threads <= 1024 &&
+      shared <= 232448)
+    return 0;
+  fake_log("bad_launch", stream, "%s\t%u,%u,%u\t%u,%u,%u\t%zu", call, grid[0], grid[1], grid[2], block[0],
+           block[1], block[2], shared);
+  return 1;  // cudaErrorInvalidValue
 }
 
 // Memory
@@ -178,7 +191,7 @@ void* fake_reserve(size_t bytes) {
 
 void* fake_alloc(size_t bytes) {
   Guard guard(state().lock);
-  fake_touch();
+  fake_make_context();
   if (!bytes || fake_take((long long)bytes)) return nullptr;
   void* pointer = fake_reserve(bytes);
   state().allocated[(uintptr_t)pointer] = bytes;
@@ -221,8 +234,8 @@ int fake_is_pinned(const void* host) {
   return (uintptr_t)host < it->first + it->second;
 }
 
-// Device memory reads as 0, whatever was put there: nothing computes with it, so nothing else could be right.
-// What is large is left out: nobody looks at it, and its pages need not be there.
+// Device memory reads as 0: no kernel computes, so nothing else could be right. A copy of more than 64 MiB to
+// the host changes nothing there: nobody looks at it, and its pages need not exist.
 void fake_copy(void* to, const void* from, size_t bytes) {
   const bool to_device = fake_device_of(to) >= 0, from_device = fake_device_of(from) >= 0;
   if (to_device || bytes > LARGE_BYTES) return;

@@ -11,7 +11,7 @@ extern "C" {
 // separated by tabs.
 void fake_log(const char* kind, const void* stream, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
-void fake_mark(const char* text);          // a line of the test's own, and the log is on disk up to here
+void fake_mark(const char* text);          // a line of the test's own
 int fake_unimplemented(const char* name);  // logs and prints the name, once; cudaErrorNotSupported
 void fake_observe(void (*observer)(const char* kind, const void* stream, const char* text));  // gets each too
 
@@ -20,7 +20,8 @@ int fake_installed();  // in the machine
 int fake_devices();    // that the process sees: none with CUDA_VISIBLE_DEVICES=""
 int fake_device();
 int fake_set_device(int device);  // 0, or cudaErrorInvalidDevice
-void fake_touch();                // the calling thread's device has a context from now on
+void fake_make_context();         // of the calling thread's device, unless it has one
+void fake_retain_context(int device);
 int fake_has_context(int device);
 
 // Handles of streams and events, each of the device of the thread that made it.
@@ -29,6 +30,10 @@ int fake_handle_device(const void* handle);  // the current device for the defau
 // 0 if the stream is of that device; else cudaErrorInvalidResourceHandle, and a line "wrong_device" in the
 // log.
 int fake_expect(const char* call, const void* stream, int device);
+// The same for a launch on the thread's device; cudaErrorInvalidValue and "bad_launch" beyond an H100's
+// limits.
+int fake_launch(const char* call, const void* stream, const unsigned grid[3], const unsigned block[3],
+                size_t shared);
 
 // Device memory: addresses, whose pages nobody touches; and the count of what is taken.
 void* fake_alloc(size_t bytes);  // null: out of memory

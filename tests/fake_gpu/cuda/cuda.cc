@@ -99,6 +99,7 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 CUresult cuCtxPushCurrent_v2(CUcontext) { return CUDA_SUCCESS; }
 CUresult cuCtxPopCurrent_v2(CUcontext* context) { return context ? cuCtxGetCurrent(context) : CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  fake_retain_context(device);
   *context = context_of(device);
   return CUDA_SUCCESS;
 }
@@ -148,7 +149,8 @@ CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchC
 }
 CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                         unsigned bz, unsigned shared, CUstream stream, void**, void**) {
-  if (int error = fake_expect("cuLaunchKernel", stream, fake_device())) return (CUresult)error;
+  const unsigned grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
+  if (int error = fake_launch("cuLaunchKernel", stream, grid, block, shared)) return (CUresult)error;
   const Function* f = (Function*)function;
   fake_log("triton", stream, "%s\t%d\t%d\t%u,%u,%u\t%u,%u,%u\t%u", f->name.c_str(), f->registers, f->stack,
            gx, gy, gz, bx, by, bz, shared);
@@ -201,7 +203,7 @@ CUresult cuMemAddressReserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdevic
 CUresult cuMemAddressFree(CUdeviceptr, size_t) { return CUDA_SUCCESS; }
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
                      unsigned long long) {
-  fake_touch();
+  fake_make_context();
   if (fake_take((long long)bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = (CUmemGenericAllocationHandle)(uintptr_t)fake_handle();
   fake_log("create", nullptr, "%zu", bytes);
@@ -216,10 +218,14 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   pages.erase(handle);
   return CUDA_SUCCESS;
 }
-CUresult cuMemMap(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+CUresult cuMemMap(CUdeviceptr, size_t bytes, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+  fake_log("map", nullptr, "%zu", bytes);
   return CUDA_SUCCESS;
 }
-CUresult cuMemUnmap(CUdeviceptr, size_t) { return CUDA_SUCCESS; }
+CUresult cuMemUnmap(CUdeviceptr, size_t bytes) {
+  fake_log("unmap", nullptr, "%zu", bytes);
+  return CUDA_SUCCESS;
+}
 CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
 CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
                                        CUmemAllocationGranularity_flags) {

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -19,13 +20,14 @@ static thread_local LaunchConfig pushed;
 
 static cudaError_t fail(int error) { return last_error = (cudaError_t)error; }
 static cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
-  if (int error = fake_expect("cudaLaunchKernel", stream, fake_device())) return fail(error);
+  const unsigned blocks[] = {grid.x, grid.y, grid.z}, threads[] = {block.x, block.y, block.z};
+  if (int error = fake_launch("cudaLaunchKernel", stream, blocks, threads, shared)) return fail(error);
   fake_log("kernel", stream, "%s\t%u,%u,%u\t%u,%u,%u\t%zu", fake_kernel_name(kernel), grid.x, grid.y, grid.z,
            block.x, block.y, block.z, shared);
   return cudaSuccess;
 }
 static cudaError_t copy(const char* kind, void* to, const void* from, size_t bytes, cudaStream_t stream) {
-  fake_touch();
+  fake_make_context();
   const bool to_device = fake_device_of(to) >= 0, from_device = fake_device_of(from) >= 0;
   const char* const ways[] = {"HtoH", "HtoD", "DtoH", "DtoD"};
   const bool pinned = (to_device || fake_is_pinned(to)) && (from_device || fake_is_pinned(from));
@@ -40,9 +42,15 @@ static cudaError_t fill(size_t bytes, cudaStream_t stream) {
   return cudaSuccess;
 }
 static cudaError_t pin(void* host, size_t bytes) {
-  fake_touch();
+  fake_make_context();
   fake_pin(host, bytes);
   fake_log("pin", nullptr, "%zu", bytes);
+  return cudaSuccess;
+}
+
+static cudaError_t unpin(void* host) {
+  fake_pin(host, 0);
+  fake_log("unpin", nullptr, "-");
   return cudaSuccess;
 }
 
@@ -113,10 +121,12 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
-  *pointer = fake_alloc(65536);
+  static void* const symbol = fake_reserve(65536);  // of the program's image, not allocated
+  *pointer = symbol;
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
+cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t bytes, size_t, cudaMemcpyKind) {
+  fake_log("memcpy_sync", nullptr, "HtoD\t%zu\tpageable", bytes);
   return cudaSuccess;
 }
 
@@ -200,7 +210,7 @@ const char* cudaGetErrorName(cudaError_t error) {
                                             : "cudaSuccess";
 }
 cudaError_t cudaDeviceSynchronize() {
-  fake_touch();
+  fake_make_context();
   fake_log("device_sync", nullptr, "-");
   return cudaSuccess;
 }
@@ -236,25 +246,24 @@ cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
                                                           : pin(*pointer, bytes);
 }
 cudaError_t cudaFreeHost(void* pointer) {
-  fake_pin(pointer, 0);
+  unpin(pointer);
   free(pointer);
   return cudaSuccess;
 }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) { return pin(pointer, bytes); }
-cudaError_t cudaHostUnregister(void* pointer) {
-  fake_pin(pointer, 0);
-  return cudaSuccess;
-}
+cudaError_t cudaHostUnregister(void* pointer) { return unpin(pointer); }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  fake_touch();
-  *total = fake_total(), *free = *total - fake_taken();
+  fake_make_context();
+  *total = fake_total(), *free = *total - std::min(*total, fake_taken());
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   memset(attributes, 0, sizeof *attributes);
   attributes->device = fake_device_of(pointer);
   const bool on_device = attributes->device >= 0;
-  attributes->type = on_device ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+  attributes->type = on_device                 ? cudaMemoryTypeDevice
+                     : fake_is_pinned(pointer) ? cudaMemoryTypeHost
+                                               : cudaMemoryTypeUnregistered;
   (on_device ? attributes->devicePointer : attributes->hostPointer) = (void*)pointer;
   return cudaSuccess;
 }
@@ -283,7 +292,10 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  fake_log("query", stream, "stream");
+  return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   fake_log("stream_sync", stream, "-");
   return cudaSuccess;
@@ -323,7 +335,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
 }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventQuery(cudaEvent_t) {
+  fake_log("query", nullptr, "event");
+  return cudaSuccess;
+}
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   fake_log("event_sync", nullptr, "%lx", (unsigned long)(uintptr_t)event);
   return cudaSuccess;

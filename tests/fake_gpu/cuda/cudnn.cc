@@ -9,7 +9,7 @@ struct Descriptor {
   int type, operations;
   Descriptor* graph;
 };
-static Descriptor* last_graph;
+static thread_local Descriptor* last_graph;
 enum { OPERATIONGRAPH_OPS = 801, HEUR_RESULTS = 202 };              // cudnnBackendAttributeName_t
 enum { TYPE_INT64 = 3, TYPE_DESCRIPTOR = 15, TYPE_BEHAVIOR = 23 };  // cudnnBackendAttributeType_t
 

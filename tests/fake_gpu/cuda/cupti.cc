@@ -93,7 +93,7 @@ static std::string kernel_name(const std::string& kind, const std::string& words
   if (kind == "gemm") return "nvjet_fake_" + first + "_TNT";
   if (kind == "cudnn")
     return "cudnn_generated_fort_native_sdpa_sm90_flash_" +
-           std::string(atoi(first.c_str()) > 10 ? "bprop" : "fprop");
+           std::string(atoi(first.c_str()) >= 24 ? "bprop" : "fprop");
   if (kind != "nccl") return first;
   return first == "all_gather"       ? "ncclDevKernel_AllGather_RING_LL"
          : first == "reduce_scatter" ? "ncclDevKernel_ReduceScatter_Sum_RING_LL"

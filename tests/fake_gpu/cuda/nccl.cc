@@ -21,7 +21,7 @@ static Communicator* make(int size, int rank) {
   fake_log("communicator", nullptr, "%d\tsize %d\trank %d", c->number, size, rank);
   return c;
 }
-static int say(const char* op, size_t elements, int type, const Communicator* c, void* stream) {
+static int log_collective(const char* op, size_t elements, int type, const Communicator* c, void* stream) {
   if (int error = fake_expect(op, stream, fake_device())) return error;
   fake_log("nccl", stream, "%s\t%d\t%d\t%zu", op, c->number, c->size, elements * BYTES_OF[type]);
   return 0;
@@ -79,27 +79,27 @@ int ncclRedOpCreatePreMulSum(int* op, void*, int, int, Communicator*) {
 int ncclRedOpDestroy(int, Communicator*) { return 0; }
 
 int ncclAllGather(const void*, void*, size_t each, int type, Communicator* c, void* stream) {
-  return say("all_gather", each * c->size, type, c, stream);
+  return log_collective("all_gather", each * c->size, type, c, stream);
 }
 int ncclReduceScatter(const void*, void*, size_t each, int type, int, Communicator* c, void* stream) {
-  return say("reduce_scatter", each * c->size, type, c, stream);
+  return log_collective("reduce_scatter", each * c->size, type, c, stream);
 }
 int ncclAllReduce(const void*, void*, size_t count, int type, int, Communicator* c, void* stream) {
-  return say("all_reduce", count, type, c, stream);
+  return log_collective("all_reduce", count, type, c, stream);
 }
 int ncclBroadcast(const void*, void*, size_t count, int type, int, Communicator* c, void* stream) {
-  return say("broadcast", count, type, c, stream);
+  return log_collective("broadcast", count, type, c, stream);
 }
 int ncclReduce(const void*, void*, size_t count, int type, int, int, Communicator* c, void* stream) {
-  return say("reduce", count, type, c, stream);
+  return log_collective("reduce", count, type, c, stream);
 }
 int ncclSend(const void*, size_t count, int type, int, Communicator* c, void* stream) {
-  return say("send", count, type, c, stream);
+  return log_collective("send", count, type, c, stream);
 }
 int ncclRecv(void*, size_t count, int type, int, Communicator* c, void* stream) {
-  return say("recv", count, type, c, stream);
+  return log_collective("recv", count, type, c, stream);
 }
 int ncclAlltoAll(const void*, void*, size_t each, int type, Communicator* c, void* stream) {
-  return say("all_to_all", each * c->size, type, c, stream);
+  return log_collective("all_to_all", each * c->size, type, c, stream);
 }
 }

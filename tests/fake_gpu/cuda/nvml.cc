@@ -26,7 +26,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned, void** device) {
 int nvmlDeviceGetGpuFabricInfoV(void*, void* info) {
   memset((char*)info + 4, 0, 28);
   return 0;
-}                                                                              // state 0: none
+}  // state 0: none
 int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return 3; }  // NVML_ERROR_NOT_SUPPORTED
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
 int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
