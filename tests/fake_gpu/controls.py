@@ -1,4 +1,4 @@
-"""The project with one fault put in: what the tests on the fake GPU must notice."""
+"""The project with faults put in: what the tests on the fake GPU must notice."""
 
 import shutil
 from pathlib import Path
@@ -18,17 +18,27 @@ WRONG_STREAM = Fault("sent-on-the-computing-stream", "activations are copied whe
                      "                    self.sent_bytes",
                      "if True:\n                for storage in block.storages.values():\n"
                      "                    self.sent_bytes")  # fmt: skip
+NOT_AWAITED = Fault("batches-are-not-awaited", "a step reads batches that are still on their way to the GPU",
+                    "stream.wait_event(copied)",
+                    "pass")  # fmt: skip
+READ_AT_ONCE = Fault("flag-is-read-at-once", "every step waits for its own flag of non-finite values",
+                     "return self._read(0 if copied is None else 1)",
+                     "return self._read(0)")  # fmt: skip
+SAVED_TOO_EARLY = Fault("copies-are-not-awaited", "a checkpoint is written while its values are still copied",
+                        "torch.cuda.synchronize()\n        return copied",
+                        "pass\n        return copied")  # fmt: skip
 NO_DEVICE = Fault("thread-on-device-0", "the loader's thread does not take its rank's device",
                   "torch.cuda.set_device(self._stream.device)",
                   "pass")  # fmt: skip
 
 
-def broken_copy(fault: Fault, folder: Path) -> Path:
-    """A copy of the project with the fault; FaultError where its snippet is not there any more, exactly once."""
-    place = find_places(ROOT, [fault])[fault.name]
+def broken_copy(folder: Path, *faults: Fault) -> Path:
+    """A copy of the project with the faults; FaultError where a snippet is not there any more, exactly once."""
+    places = find_places(ROOT, faults)
     for name in (*PRODUCT, "configs", "tests"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / place.path
-    path.write_text(path.read_text().replace(fault.found, fault.becomes))
+    for fault in faults:
+        path = folder / places[fault.name].path
+        path.write_text(path.read_text().replace(fault.found, fault.becomes))
     return folder

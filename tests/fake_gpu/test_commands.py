@@ -1,5 +1,6 @@
 """The tools that a first user with a GPU would try, and the tests marked `gpu`, on a fake one."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,5 +38,6 @@ def test_gpu_tests_whose_subject_is_not_a_value_pass(fake_gpu: FakeGpu, tmp_path
     code, said = run(fake_gpu, tmp_path, "pytest", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider", *tests,
                      MESHWRIGHT_TESTS_HOME=str(tmp_path / "home"))  # fmt: skip
     assert code == 0, said
-    assert " passed" in said
-    assert " failed" not in said
+    passed = re.search(r"(\d+) passed", said)
+    assert passed is not None
+    assert int(passed[1]) >= 9, said

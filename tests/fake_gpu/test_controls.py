@@ -27,7 +27,7 @@ def test_no_two_streams_race(fake_gpu: FakeGpu, tmp_path: Path) -> None:
 
 
 def test_a_race_is_noticed_and_its_line_named(fake_gpu: FakeGpu, tmp_path: Path) -> None:
-    result = run_steps(fake_gpu, tmp_path, ARGUMENTS, broken_copy(NO_WAIT, tmp_path / "broken"), SANITIZE="1")
+    result = run_steps(fake_gpu, tmp_path, ARGUMENTS, broken_copy(tmp_path / "broken", NO_WAIT), SANITIZE="1")
     assert RACE in result.stderr
     assert re.search(r"parallel/activation_offload.py", result.stderr)
 
@@ -36,7 +36,7 @@ def test_a_read_and_a_wrong_stream_are_noticed(fake_gpu: FakeGpu, tmp_path: Path
     calls = {}
     for fault in (READ, WRONG_STREAM):
         scratch = tmp_path / fault.name
-        result = run_steps(fake_gpu, scratch, ARGUMENTS, broken_copy(fault, scratch / "broken"))
+        result = run_steps(fake_gpu, scratch, ARGUMENTS, broken_copy(scratch / "broken", fault))
         assert result.returncode == 0, result.stderr
         calls[fault] = steady_step(log.read_log(scratch))
     assert "stream_sync" in {call.kind for call in log.host_waits(calls[READ])}

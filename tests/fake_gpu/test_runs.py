@@ -5,25 +5,62 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.fake_gpu import log
 from tests.fake_gpu.commands import run, start
-from tests.fake_gpu.controls import NO_DEVICE, broken_copy
+from tests.fake_gpu.controls import NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY, broken_copy
 from tests.fake_gpu.install import ROOT, FakeGpu
+from tests.fake_gpu.log import Call
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
 
 pytestmark = pytest.mark.slow
 HEADS = ["--model.n_heads=2", "--model.n_kv_heads=1", "--parallel.param_dtype=bfloat16"]  # of 16 channels, as cuDNN wants
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 FIRST, LAST = 6, 9  # profiled steps
+BATCH_BYTES = 2 * 32 * 8  # int64[2, 32] of tokens, or of targets (TINY)
+SAVED_BYTES = 32 * 4  # of TINY's smallest parameter
+STEP_LAUNCHES = 100  # fewer than a step has
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
     return write_text(tmp_path)
+
+
+def batches_awaited(calls: Sequence[Call]) -> int:
+    """How often the computing stream waits for the one on which batches are copied."""
+    (stream,) = {c.stream for c in calls if c.kind == "memcpy" and c.words == ("HtoD", str(BATCH_BYTES), "pinned") and c.stream}
+    return log.stream_waits(calls, calls)[0, stream]
+
+
+def saves_awaited(calls: Sequence[Call]) -> bool:
+    """Whether the whole device is waited for after each save's copies to page-locked memory, before any other wait."""
+    copied = saved = False
+    for call in calls:
+        if call.kind == "memcpy" and call.words[::2] == ("DtoH", "pinned") and int(call.words[1]) >= SAVED_BYTES:
+            copied = saved = True
+        elif call.kind in log.WAITS and copied:
+            if call.kind != "device_sync":
+                return False
+            copied = False
+    return saved and not copied
+
+
+def launches_before_flags(calls: Sequence[Call]) -> list[int]:
+    """Of each wait for an event, the launches since it was recorded: those of a whole step, if the host is a step ahead."""
+    launches, at = 0, dict[str, int]()
+    found = []
+    for call in calls:
+        launches += call.kind in log.LAUNCHES
+        if call.kind == "record":
+            at[call.words[0]] = launches
+        elif call.kind == "event_sync":
+            found.append(launches - at[call.words[0]])
+    return found
 
 
 def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
@@ -38,7 +75,11 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(fake_gpu: FakeGpu,
     assert read_metrics(folder)[12]["eval_loss"] == 0.0
     assert "attention cudnn" in said
     logs = [log.read_calls(path) for path in (tmp_path / "scratch").glob("log.*")]
-    assert [log.unimplemented(calls) + log.refused(calls) for calls in logs] == [[], []]
+    for calls in logs:
+        assert log.unimplemented(calls) + log.refused(calls) == []
+        assert batches_awaited(calls) >= 12
+        assert saves_awaited(calls)
+        assert sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)) <= 3, "two saves, and the end"
     assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], "each rank has a context on its own device only"
     trace = subprocess.run([sys.executable, "-m", "tools.trace", str(folder), "--json"], cwd=ROOT, capture_output=True, text=True,
                            timeout=LIMIT_S, check=True)  # fmt: skip
@@ -79,9 +120,18 @@ def test_a_gpu_that_refuses_memory_is_explained(fake_gpu: FakeGpu, data: list[st
     assert (tmp_path / "run/profile/out-of-memory-rank-0.pickle").stat().st_size > 0
 
 
-def test_a_thread_without_its_device_is_noticed(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
-    scratch, broken = tmp_path / "scratch", broken_copy(NO_DEVICE, tmp_path / "broken")
-    run(fake_gpu, scratch, "train.main", *TINY, *EAGER, *data, "--train.steps=2", f"--run.dir={tmp_path / 'run'}", devices=2,
-        root=broken, LOCAL_RANK="1", LOCAL_WORLD_SIZE="1")  # fmt: skip
-    calls = log.read_log(scratch)
-    assert log.devices(calls) == {0, 1} or log.refused(calls)
+def test_faults_of_loader_guard_and_saver_are_noticed(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
+    """As local rank 1 of two: what the checks of the other tests say with the code as it is, and with four faults at once."""
+    (tmp_path / "as it is").mkdir()
+    roots = {"as it is": ROOT, "broken": broken_copy(tmp_path / "copy", NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY)}
+    seen = {}
+    for name, root in roots.items():
+        keys = ["--train.steps=6", "--metrics.every=6", "--checkpoint.every=3", f"--run.dir={tmp_path / name / 'run'}"]
+        code, said = run(fake_gpu, tmp_path / name, "train.main", *TINY, *EAGER, *data, *keys, devices=2, root=root,
+                         LOCAL_RANK="1", LOCAL_WORLD_SIZE="1")  # fmt: skip
+        assert code == 0, said
+        calls = log.read_log(tmp_path / name)
+        seen[name] = (log.devices(calls), batches_awaited(calls) >= 6, saves_awaited(calls),
+                      sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)))  # fmt: skip
+    assert seen["as it is"] == ({1}, True, True, 2)
+    assert seen["broken"] == ({0, 1}, False, False, 6)
