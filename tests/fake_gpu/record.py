@@ -60,7 +60,6 @@ def figures_of(scratch: Path) -> dict[str, Any]:
                         for c, before in zip(log.collectives(step), _launches_before(step), strict=True)],
         "streams": dict(Counter(names[c.stream] for c in step if c.kind in log.ON_STREAMS)),
         "waits": {f"{names[one]} for {names[other]}": count for (one, other), count in sorted(waits.items())},
-        "queries": sum(call.kind == "query" for call in step),
         "peak_allocated_bytes": peaks["allocated"],
         "peak_reserved_bytes": peaks["reserved"],
     }  # fmt: skip
