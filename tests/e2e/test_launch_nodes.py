@@ -117,5 +117,6 @@ def test_a_node_that_is_gone_is_said_on_the_other(data, tmp_path):
         nodes.wait_for_step(6)
         gone = nodes.torchrun(2)
         kill([gone, *children(gone)])
-        nodes.wait_for(lambda: "PeerLostError: a process of this run has died" in nodes.screen(1))
+        # "a process of this run has died", or, if that was in the middle of one, "the save of step N was cut off"
+        nodes.wait_for(lambda: "PeerLostError: " in nodes.screen(1))
     assert "and the same command goes on" in nodes.screen(1)
