@@ -33,7 +33,7 @@ from train.nonfinite import FiniteGuard
 from train.optim import learning_rate, set_learning_rate
 from train.profiling import Profiled, StepProfiler
 from train.step import train_step
-from train.stop import PeerLostError, Stop
+from train.stop import INTACT, PeerLostError, Stop
 from train.watchdog import Watchdog
 
 
@@ -201,7 +201,7 @@ def _hear_saver(run: Run, step: int, on_progress: Callable[[int], None]) -> None
     """
     news = run.saver.news()
     if run.saver.cut_off:
-        raise PeerLostError(run.saver.cut_off)
+        raise PeerLostError(f"{run.saver.cut_off}; {INTACT}, and the same command goes on from there")
     for saved in news:
         if not saved.error:
             run.screen.line(f"saved {saved.path} (stood still {saved.stall_s:.2f} s, committed after {saved.total_s:.2f} s)")
