@@ -32,7 +32,7 @@ from train.metrics import Metrics
 from train.nonfinite import FiniteGuard
 from train.optim import learning_rate, set_learning_rate
 from train.profiling import Profiled, StepProfiler
-from train.step import train_step
+from train.step import StepResult, train_step
 from train.stop import INTACT, PeerLostError, Stop
 from train.watchdog import Watchdog
 
@@ -65,8 +65,8 @@ class Run:
 def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) -> Position:
     """Train from `start` to the last step, or until a stop is agreed; returns how far it got.
 
-    `on_progress` hears of the step after every report and every committed checkpoint. Raises SaveError if a checkpoint could
-    not be saved, NonFiniteError, and PeerLostError.
+    `on_progress` hears of the step after every report and every committed checkpoint. Raises SaveError if a
+    checkpoint could not be saved, NonFiniteError, and PeerLostError.
     """
     config, position, stopping = run.config, start, False
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
@@ -80,8 +80,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     try:
         while position.step < run.total_steps and not stopping:
             now = _next_position(run, position)
-            step = now.step
-            ended = step == run.total_steps
+            ended = (step := now.step) == run.total_steps
             evaluating = _due(step, config.train.eval_every, ended)
             run.metrics.before_step(reporting := _due(step, config.metrics.every, ended) or evaluating)
             run.watchdog.enter("first step" if position is start else "step", step)
@@ -89,7 +88,7 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
             profiler.before_step(step)
             data = loader.next()
             with watching():
-                result = train_step(run.model, run.optimizer, data.micro_batches, config.train.grad_clip, run.data_parallel)
+                result = _step(run, data)
             run.metrics.step_done(data.wait_s)
             garbage.step_done(step)
             if position is start:
@@ -124,6 +123,11 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     return position
 
 
+def _step(run: Run, data: StepData) -> StepResult:
+    clip = run.config.train.grad_clip
+    return train_step(run.model, run.optimizer, data.micro_batches, clip, run.data_parallel)
+
+
 def _save(run: Run, position: Position, on_progress: Callable[[int], None]) -> None:
     """Start to save, when the steps before are known to be finite, and all their rows are on disk."""
     run.watchdog.enter("checkpoint", position.step)
@@ -134,14 +138,16 @@ def _save(run: Run, position: Position, on_progress: Callable[[int], None]) -> N
 
 
 def _watch_kernels(run: Run) -> Callable[[], AbstractContextManager[None]]:
-    """What stands around every step: on rank 0 of GPUs, which choose among kernels behind a name, a look at what they ran."""
+    """What stands around every step: on rank 0 of GPUs, which choose among kernels behind a name, a look at
+    what they ran."""
     if run.device.type != "cuda" or dist.get_rank() or run.config.profile.start:
         return nullcontext
     return KernelCheck(run.plan.attention, run.device, run.screen.line).watching
 
 
 def _stop_agreed(run: Run) -> bool:
-    """Whether all ranks stop after this step. Raises SaveError where it is because a checkpoint could not be saved."""
+    """Whether all ranks stop after this step. Raises SaveError where it is because a checkpoint could not be
+    saved."""
     stopping = run.stop.agreed()
     if stopping and run.stop.failed:
         raise SaveError(run.stop.reason or "")
@@ -156,7 +162,8 @@ def _end_saving(run: Run, step: int, on_progress: Callable[[int], None]) -> None
 
 
 def _after_first_step(run: Run) -> None:
-    """Everything is compiled now: say where from, give back what it took, and listen for what should not come."""
+    """Everything is compiled now: say where from, give back what it took, and listen for what should not
+    come."""
     if told := describe_compiling():
         run.screen.line(told)
     if run.plan.async_tp:
@@ -178,13 +185,25 @@ def _next_position(run: Run, position: Position) -> Position:
 def _evaluate(run: Run, step: int) -> dict[str, Score]:
     run.watchdog.enter("evaluation", step)
     sets = {**run.corpus.held_out, **run.corpus.validation}
-    return score_sets(run.model, sets, run.sequences, run.shape, run.config.train.eval_sequences, run.device, run.data_parallel)
+    return score_sets(
+        run.model,
+        sets,
+        run.sequences,
+        run.shape,
+        run.config.train.eval_sequences,
+        run.device,
+        run.data_parallel,
+    )
 
 
 def _used(run: Run, position: Position, data: StepData) -> dict[str, Any]:
     """What a row says of the data, and of the steps that were skipped."""
     skipped = {"skipped_steps": run.finite.skipped} if run.finite.skipped else {}
-    return {**data_progress(run.order, position.samples), "data_hash": _hash_of_all(data.data_hash, run), **skipped}
+    return {
+        **data_progress(run.order, position.samples),
+        "data_hash": _hash_of_all(data.data_hash, run),
+        **skipped,
+    }
 
 
 def _hash_of_all(data_hash: int, run: Run) -> str:
@@ -195,16 +214,21 @@ def _hash_of_all(data_hash: int, run: Run) -> str:
 
 
 def _hear_saver(run: Run, step: int, on_progress: Callable[[int], None]) -> None:
-    """Say what has become of saves; one that failed asks for the end of the run, unless `checkpoint.on_error` is warn.
+    """Say what has become of saves; one that failed asks for the end of the run, unless `checkpoint.on_error`
+    is warn.
 
-    Raises PeerLostError where one was cut off: this rank must end for the others to notice, which may wait for it.
+    Raises PeerLostError where one was cut off: this rank must end for the others to notice, which may wait
+    for it.
     """
     news = run.saver.news()
     if run.saver.cut_off:
         raise PeerLostError(f"{run.saver.cut_off}; {INTACT}, and the same command goes on from there")
     for saved in news:
         if not saved.error:
-            run.screen.line(f"saved {saved.path} (stood still {saved.stall_s:.2f} s, committed after {saved.total_s:.2f} s)")
+            run.screen.line(
+                f"saved {saved.path} (stood still {saved.stall_s:.2f} s, committed after "
+                f"{saved.total_s:.2f} s)"
+            )
             run.metrics.later(partial(on_progress, step))
         elif run.config.checkpoint.on_error == "warn":
             run.screen.line(f"warning: not saved: {saved.error}")

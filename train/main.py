@@ -10,7 +10,9 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from models.llama import Llama
 from models.size import count_parameters
 from parallel.advice import advise, unused_keys
 from parallel.compile_check import check_compiler, use_cache_folder
@@ -33,7 +35,7 @@ from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.folder import SaveError, list_checkpoints, refuse_newer
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.manifest import Position
-from train.checkpoint.resume import find_start
+from train.checkpoint.resume import Start, find_start
 from train.checkpoint.saver import Saver
 from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
 from train.console import Screen
@@ -45,7 +47,7 @@ from train.data.tokens import Corpus
 from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_process, say_error, say_user_error
 from train.fits import check_fits
 from train.host_memory import device_memory_bytes, free_host_bytes
-from train.init_from import find_weights, load_weights, say_start
+from train.init_from import Weights, find_weights, load_weights, say_start
 from train.journal import Journal
 from train.loop import Run, train_loop
 from train.metrics import Metrics
@@ -63,12 +65,14 @@ from train.throughput import make_throughput
 from train.together import check_alike, from_main, lines_of, settings_of, with_restarts_of_all
 from train.watchdog import Watchdog
 
-EXPLAINED = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)  # failures of which the message says all: no traceback
+# failures of which the message says all: no traceback
+EXPLAINED = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Where a run computes and how, the bytes a process needs; and where the planner chose, its figures, reasons and step."""
+    """Where a run computes and how, the bytes a process needs; and where the planner chose, its figures,
+    reasons and step."""
 
     device: torch.device
     device_name: str
@@ -105,11 +109,17 @@ def run(config: Config, place: Place) -> bool:
     """The whole journey, watched over from the first moment; True if it was stopped before its last step."""
     screen = Screen(place.is_main)
     journal = Journal(place, screen, named=config.checkpoint.resume != "auto")
-    watchdog = Watchdog(config.run.timeouts, place.rank, place.world_size, lambda why: journal.say("failed", why, for_all=True))
+    watchdog = Watchdog(
+        config.run.timeouts,
+        place.rank,
+        place.world_size,
+        lambda why: journal.say("failed", why, for_all=True),
+    )
     stop = Stop(config.run, lambda why: journal.say("stopped", why))
     try:
         planned = _plan(config, place, screen)
-        check_data(config.data, config.model.vocab_size)  # a source that is not there is found out here, by every rank alike
+        # a source that is not there is found out here, by every rank alike
+        check_data(config.data, config.model.vocab_size)
         folder = _make_folder(config)
         if config.parallel.plan != "auto":  # else they have joined before they planned
             _join(config, place, planned.device)
@@ -136,7 +146,15 @@ def _plan(config: Config, place: Place, screen: Screen) -> Planned:
         screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
         chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
         check_compiler(chosen.plan, device.type, place.local_world_size)
-        return Planned(device, device_name, chosen.plan, chosen.peak_bytes, chosen.predicted, chosen.said, chosen.timeline)
+        return Planned(
+            device,
+            device_name,
+            chosen.plan,
+            chosen.peak_bytes,
+            chosen.predicted,
+            chosen.said,
+            chosen.timeline,
+        )
     plan = plan_here(config, place, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, place.local_world_size)
@@ -150,65 +168,154 @@ def _join(config: Config, place: Place, device: torch.device) -> None:
     check_alike(place, settings_of(config))
 
 
-def _run_in(folder: Path, config: Config, place: Place, planned: Planned, screen: Screen, journal: Journal, watchdog: Watchdog,
-            stop: Stop) -> bool:  # fmt: skip
+def _run_in(
+    folder: Path,
+    config: Config,
+    place: Place,
+    planned: Planned,
+    screen: Screen,
+    journal: Journal,
+    watchdog: Watchdog,
+    stop: Stop,
+) -> bool:
     """From the checkpoint to go on from to the last step, in a folder that no other run uses."""
     plan, device = planned.plan, planned.device
     checkpoints = folder / "checkpoints"
-    asked = _asked_checkpoint(config, place, checkpoints)
-    origin = find_start(asked, checkpoints, place)
-    own = asked.resume == "auto" or bool(origin.checkpoint and origin.checkpoint.resolve().parent == checkpoints.resolve())
-    from_main(place, lambda: refuse_newer(checkpoints, origin.step, own))
+    origin = _find_origin(config, place, checkpoints)
     weights = find_weights(config.checkpoint.init_from, config.model, origin.checkpoint)
     failed = from_main(place, lambda: check_crash_loop(read_status(folder), place, origin.step))
     journal.begin(origin.step if origin.checkpoint else None, failed)
-
     _say_what_runs(screen, place, planned, config)
     watchdog.enter("data")
     corpus = load_together(config.data, place, origin.checkpoint)
     watchdog.enter("set-up")
-    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    sequences = _sequence_shape(config, corpus)
     total_steps = _total_steps(config, corpus, sequences, plan)
     screen.line(f"data: {corpus.description}")
-    texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
-    if place.is_main:
-        _write_texts(folder, texts, screen)
+    texts = _write_texts(folder, config, plan, place, screen)
 
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim, config.run.seed)
+    start = _load_state(origin, weights, model, optimizer, config, corpus, total_steps, screen)
+
+    shape = _batch_shape(plan, mesh)
+    order, group = SampleOrder(corpus.sources, sequences, config.run.seed), data_parallel_group(mesh)
+    metrics = _build_metrics(folder, config, place, planned, screen, model, optimizer)
+    data = (corpus.description, total_steps)
+    metrics.show(describe_run(config, plan, planned.device_name, data, planned.said, planned.timeline))
+    saver = _build_saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts, place, screen)
+    finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
+    run = Run(
+        config,
+        folder,
+        device,
+        model,
+        optimizer,
+        corpus,
+        sequences,
+        order,
+        shape,
+        group,
+        metrics,
+        saver,
+        screen,
+        stop,
+        watchdog,
+        RecompileGuard(plan.compile),
+        finite,
+        total_steps,
+        plan,
+    )
+    return _train(run, journal, start)
+
+
+def _find_origin(config: Config, place: Place, checkpoints: Path) -> Start:
+    """The checkpoint to go on from, none of whose successors another start may have written."""
+    asked = _asked_checkpoint(config, place, checkpoints)
+    origin = find_start(asked, checkpoints, place)
+    own = asked.resume == "auto" or bool(
+        origin.checkpoint and origin.checkpoint.resolve().parent == checkpoints.resolve()
+    )
+    from_main(place, lambda: refuse_newer(checkpoints, origin.step, own))
+    return origin
+
+
+def _load_state(
+    origin: Start,
+    weights: Weights | None,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    corpus: Corpus,
+    total_steps: int,
+    screen: Screen,
+) -> Position:
+    """The weights, and of a checkpoint the optimizer's state too; where in the data the run begins."""
     screen.lines((*origin.said, *say_start(config.checkpoint.init_from, origin.checkpoint)))
-    start = Position()
     if origin.checkpoint and origin.manifest:
         load_checkpoint(origin.checkpoint, origin.manifest, model, optimizer)
         start = _same_order(origin.manifest.position, config, corpus, screen)
         screen.line(f"resumed from {origin.checkpoint}: step {start.step} of {total_steps} is done")
-    elif weights:
+        return start
+    if weights:
         load_weights(weights, model, config.checkpoint.verify)
+    return Position()
 
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
-    order, group = SampleOrder(corpus.sources, sequences, config.run.seed), data_parallel_group(mesh)
-    throughput = make_throughput(config, plan, planned.device_name)
-    metrics = Metrics(config.metrics, throughput, folder, device, place.is_main, planned.predicted, screen.line)
-    metrics.watch_gradients(model, plan, optimizer)
-    data = (corpus.description, total_steps)
-    metrics.show(describe_run(config, plan, planned.device_name, data, planned.said, planned.timeline))
-    saver = Saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts, free_host_bytes, place.machine)
-    if config.checkpoint.every:
-        _make_room(saver, config.checkpoint, screen)
-    finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
-    the_run = Run(config, folder, device, model, optimizer, corpus, sequences, order, shape, group, metrics, saver, screen, stop,
-                  watchdog, RecompileGuard(plan.compile), finite, total_steps, plan)  # fmt: skip
-    return _train(the_run, journal, start)
+
+def _sequence_shape(config: Config, corpus: Corpus) -> SequenceShape:
+    return make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+
+
+def _batch_shape(plan: Plan, mesh: DeviceMesh) -> BatchShape:
+    rank = data_parallel_rank(mesh, plan.mesh)
+    return BatchShape(plan.micro_batch_size, plan.accumulation, rank, plan.mesh.data_parallel)
+
+
+def _build_metrics(
+    folder: Path,
+    config: Config,
+    place: Place,
+    planned: Planned,
+    screen: Screen,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+) -> Metrics:
+    throughput = make_throughput(config, planned.plan, planned.device_name)
+    metrics = Metrics(
+        config.metrics, throughput, folder, planned.device, place.is_main, planned.predicted, screen.line
+    )
+    metrics.watch_gradients(model, planned.plan, optimizer)
+    return metrics
+
+
+def _build_saver(
+    config: CheckpointConfig,
+    checkpoints: Path,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    texts: Mapping[str, str],
+    place: Place,
+    screen: Screen,
+) -> Saver:
+    saver = Saver(config, checkpoints, model, optimizer, mesh, texts, free_host_bytes, place.machine)
+    if config.every:
+        _make_room(saver, config, screen)
+    return saver
 
 
 def _make_room(saver: Saver, config: CheckpointConfig, screen: Screen) -> None:
-    """Host memory for saves, before hours are trained that could not be saved. Raises ConfigError where there is too little."""
+    """Host memory for saves, before hours are trained that could not be saved. Raises ConfigError where there
+    is too little."""
     if not (missing := saver.make_room()):
         return
     if config.on_error == "stop":
-        raise ConfigError(f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer processes on "
-                          "each or more memory (of a container: its limit), or try with checkpoint.on_error=warn")  # fmt: skip
+        raise ConfigError(
+            f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer "
+            f"processes on "
+            "each or more memory (of a container: its limit), or try with checkpoint.on_error=warn"
+        )
     screen.line(f"warning: saves will fail unless memory becomes free: {missing}")
 
 
@@ -217,7 +324,9 @@ def _train(run: Run, journal: Journal, start: Position) -> bool:
     run.screen.start_progress(start.step, run.total_steps)
     outcome: Outcome = "failed"
     try:
-        with explaining_out_of_memory(run.config, run.plan, run.device, run.optimizer, run.folder / "profile"):
+        with explaining_out_of_memory(
+            run.config, run.plan, run.device, run.optimizer, run.folder / "profile"
+        ):
             reached = train_loop(run, start, journal.reached)
         stopped = reached.step < run.total_steps
         outcome = "stopped" if stopped else "finished"
@@ -233,7 +342,8 @@ def _train(run: Run, journal: Journal, start: Position) -> bool:
 
 def _asked_checkpoint(config: Config, place: Place, checkpoints: Path) -> CheckpointConfig:
     """Where to go on. After a restart it is what the run has committed itself by then, if anything."""
-    if place.restarts and from_main(place, lambda: bool(list_checkpoints(checkpoints))):  # the same on every rank by now
+    # the same on every rank by now
+    if place.restarts and from_main(place, lambda: bool(list_checkpoints(checkpoints))):
         return dataclasses.replace(config.checkpoint, resume="auto")
     return config.checkpoint
 
@@ -243,7 +353,9 @@ def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device
     # On a CPU what cpu_offload keeps in host memory is on the device.
     in_memory = dataclasses.replace(plan, cpu_offload=plan.cpu_offload and device.type != "cpu")
     available, kind = device_memory_bytes(device, place), find_hardware(device_name)
-    return check_fits(config, in_memory, usable_bytes(available, kind) if kind else available, device_name).peak_bytes
+    return check_fits(
+        config, in_memory, usable_bytes(available, kind) if kind else available, device_name
+    ).peak_bytes
 
 
 def _make_folder(config: Config) -> Path:
@@ -251,32 +363,46 @@ def _make_folder(config: Config) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.dir={folder}: cannot make this folder ({error.strerror}): name another") from None
+        raise ConfigError(
+            f"run.dir={folder}: cannot make this folder ({error.strerror}): name another"
+        ) from None
     return folder
 
 
-def _write_texts(folder: Path, texts: Mapping[str, str], screen: Screen) -> None:
-    """The config and the plan into the run's folder; where that fails the run goes on, for every checkpoint has them too."""
-    for name, text in texts.items():
+def _write_texts(folder: Path, config: Config, plan: Plan, place: Place, screen: Screen) -> dict[str, str]:
+    """The config and the plan, written into the run's folder; where that fails the run goes on, for every
+    checkpoint has them too."""
+    texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
+    for name, text in texts.items() if place.is_main else ():
         try:
             (folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             screen.line(f"warning: {folder / name} cannot be written ({error.strerror})")
+    return texts
 
 
 def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Config) -> None:
     """The first lines on the screen: versions, device, model, plan."""
     plan, plural = planned.plan, "es" if place.world_size > 1 else ""
     screen.line(f"meshwright {VERSION}, Python {platform.python_version()}, torch {torch.__version__}")
-    screen.line(f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU threads each")
+    screen.line(
+        f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU "
+        f"threads each"
+    )
     screen.lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
     parameters = count_parameters(config.model).total
-    screen.line(f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for training")
+    screen.line(
+        f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for "
+        f"training"
+    )
     if config.parallel.strategy:
         screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
     screen.line(plan_to_table(plan))
     if config.parallel.plan != "auto":  # there the planner has weighed what advice could say
-        screen.lines(f"advice: {told}" for told in (*advise(plan, place.local_world_size), *unused_keys(config.parallel)))
+        screen.lines(
+            f"advice: {told}"
+            for told in (*advise(plan, place.local_world_size), *unused_keys(config.parallel))
+        )
     screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
     screen.lines(f"planner: {line}" for line in planned.said)
 
@@ -286,12 +412,15 @@ def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen)
     same_data = start.data in (corpus.fingerprint, "")  # "": a checkpoint of a version that did not note it
     if same_data and (start.seed, start.seq_len) == (config.run.seed, config.train.seq_len):
         return start
-    screen.line("data: run.seed, train.seq_len or the data has changed since the checkpoint, so its order begins anew")
+    screen.line(
+        "data: run.seed, train.seq_len or the data has changed since the checkpoint, so its order begins anew"
+    )
     return dataclasses.replace(start, samples=0)
 
 
 def _total_steps(config: Config, corpus: Corpus, sequences: SequenceShape, plan: Plan) -> int:
-    """Optimizer steps of the whole run. Raises DataError where there is too little to train on or to evaluate."""
+    """Optimizer steps of the whole run. Raises DataError where there is too little to train on or to
+    evaluate."""
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if config.train.eval_every:
         check_evaluation(corpus)
