@@ -22,27 +22,41 @@ ATTENTION_OPS = (
 )
 
 # Kernels to choose from -> the devices they run on. "cpu" is ours; the others are torch's.
-KERNELS = {"cpu": ("cpu",), "math": ("cpu", "cuda"), "flash": ("cpu", "cuda"), "efficient": ("cuda",), "cudnn": ("cuda",),
-           "flex": ("cuda",)}  # fmt: skip
+KERNELS = {
+    "cpu": ("cpu",),
+    "math": ("cpu", "cuda"),
+    "flash": ("cpu", "cuda"),
+    "efficient": ("cuda",),
+    "cudnn": ("cuda",),
+    "flex": ("cuda",),
+}
 WITHIN_DOCUMENTS = ("cpu", "flex")  # kernels that can keep documents apart
-HALF_ON_GPUS = ("flash", "cudnn")  # kernels that on a GPU take no float32 (torch, sdp_utils.cpp: check_dtypes_low_precision)
-_TORCH_KERNELS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-                  "cudnn": SDPBackend.CUDNN_ATTENTION}  # fmt: skip
+# kernels that on a GPU take no float32 (torch, sdp_utils.cpp: check_dtypes_low_precision)
+HALF_ON_GPUS = ("flash", "cudnn")
+_TORCH_KERNELS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
-# What keeps attention within documents, as the device's kernel wants it; None where a sequence is one document.
+# What keeps attention within documents, as the device's kernel wants it; None where a sequence is one
+# document.
 Documents = Tensor | BlockMask | None
 
 
 def within_documents(first_BT: Tensor) -> Documents:
-    """Documents of first[B, T], the place in its sequence where each token's document begins. Made once for all blocks."""
+    """Documents of first[B, T], the place in its sequence where each token's document begins. Made once for
+    all blocks."""
     return first_BT if first_BT.is_cpu else block_mask(first_BT)
 
 
 class CausalAttention(nn.Module):
     """Causal softmax attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H]; K divides N.
 
-    Scale 1/sqrt(H). `kernel`: one of KERNELS and no other, which raises RuntimeError where it cannot; "" is ours on a CPU, and
-    what torch picks elsewhere. A module of its own, so that a sharding or a profile can name it.
+    Scale 1/sqrt(H). `kernel`: one of KERNELS and no other, which raises RuntimeError where it cannot; "" is
+    ours on a CPU, and what torch picks elsewhere. A module of its own, so that a sharding or a profile can
+    name it.
     """
 
     kernel = ""

@@ -15,18 +15,28 @@ from models.loss import IGNORE_INDEX, join_rows
 
 @torch.library.custom_op("meshwright::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
-    h_nD: Tensor, weight_vD: Tensor, targets_n: Tensor, first_id: int, group_name: str, chunk_tokens: int, z_loss: float,
-    learning: Tensor, h_gradient: bool, weight_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum as in `cross_entropy_sum`, and its gradients by h[n, D] and weight[v, D], each empty where it is not wanted, and of
-    no value with `learning` 0.
+    h_nD: Tensor,
+    weight_vD: Tensor,
+    targets_n: Tensor,
+    first_id: int,
+    group_name: str,
+    chunk_tokens: int,
+    z_loss: float,
+    learning: Tensor,
+    h_gradient: bool,
+    weight_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum as in `cross_entropy_sum`, and its gradients by h[n, D] and weight[v, D], each empty where it
+    is not wanted, and of no value with `learning` 0.
 
-    weight holds the ids from `first_id` on; the ranks of the process group named `group_name` hold the others ("": none). By h
-    it is then this rank's summand of the gradient. One operation for the compiler, which can so neither keep the logits nor
-    compute them again; products and the weight's gradient, which is added up chunk by chunk, are in the dtype of h.
+    weight holds the ids from `first_id` on; the ranks of the process group named `group_name` hold the others
+    ("": none). By h it is then this rank's summand of the gradient. One operation for the compiler, which can
+    so neither keep the logits nor compute them again; products and the weight's gradient, which is added up
+    chunk by chunk, are in the dtype of h.
     """
     dh, dweight = _empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
-    if not isinstance(h_nD, FakeTensor) and not learning:  # in a simulation tensors have no values; else it is on the CPU
+    # in a simulation tensors have no values; else it is on the CPU
+    if not isinstance(h_nD, FakeTensor) and not learning:
         z_loss, h_gradient, weight_gradient = 0.0, False, False
     n, wanted = len(h_nD), h_gradient or weight_gradient
     loss = torch.zeros((), device=h_nD.device)
@@ -34,7 +44,9 @@ def linear_cross_entropy(
     for first in range(0, n, chunk_tokens):
         h = h_nD[first : first + chunk_tokens]
         logits = torch.mm(h, weight_vD.t(), out=buffer[: len(h)])
-        loss += _chunk_sum(logits, targets_n[first : first + chunk_tokens], first_id, group_name, z_loss, wanted)
+        loss += _chunk_sum(
+            logits, targets_n[first : first + chunk_tokens], first_id, group_name, z_loss, wanted
+        )
         if h_gradient:
             torch.mm(logits, weight_vD, out=dh[first : first + chunk_tokens])
         if weight_gradient:
@@ -43,9 +55,21 @@ def linear_cross_entropy(
 
 
 @linear_cross_entropy.register_fake
-def _(h_nD: Tensor, weight_vD: Tensor, targets_n: Tensor, first_id: int, group_name: str, chunk_tokens: int, z_loss: float,
-      learning: Tensor, h_gradient: bool, weight_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty((), device=h_nD.device), *_empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
+def _(
+    h_nD: Tensor,
+    weight_vD: Tensor,
+    targets_n: Tensor,
+    first_id: int,
+    group_name: str,
+    chunk_tokens: int,
+    z_loss: float,
+    learning: Tensor,
+    h_gradient: bool,
+    weight_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty((), device=h_nD.device), *_empty_gradients(
+        h_nD, weight_vD, h_gradient, weight_gradient
+    )
 
 
 def _empty_gradients(h: Tensor, weight: Tensor, of_h: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
@@ -66,7 +90,9 @@ def _scale_gradients(ctx: Any, grad: Tensor, *unused: None) -> tuple[Tensor | No
 linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
-def _chunk_sum(logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float, wanted: bool) -> Tensor:
+def _chunk_sum(
+    logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float, wanted: bool
+) -> Tensor:
     """The sum over logits[n, v], which their gradient replaces if it is `wanted`."""
     counts, ids = (targets != IGNORE_INDEX).float(), targets - first_id
     log_sum, target = join_rows(read_rows(logits, ids), group_name)

@@ -1,11 +1,11 @@
 """Hugging Face's Llama: its config.json and its parameter names, to ours and back.
 
-Pure functions of plain data. Weights need no change of layout: ours already have Hugging Face's (a head's two halves rotate
-together, as models/rope.py has it), so a parameter is the same tensor under another name. Meta's own files pair neighbouring
-channels instead; they are not read.
+Pure functions of plain data. Weights need no change of layout: ours already have Hugging Face's (a head's two
+halves rotate together, as models/rope.py has it), so a parameter is the same tensor under another name.
+Meta's own files pair neighbouring channels instead; they are not read.
 
-Both forms of config.json are read: that of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`).
-Defaults are those of transformers' `LlamaConfig`.
+Both forms of config.json are read: that of transformers 4 (`rope_theta`, `rope_scaling`) and of 5
+(`rope_parameters`). Defaults are those of transformers' `LlamaConfig`.
 """
 
 import re
@@ -24,7 +24,12 @@ SIZES = {
     "ffn_dim": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 LARGEST = 2**24  # of a whole number, beyond any model; up to it float32 counts positions exactly
 WHOLE, NUMBER, SWITCH = f"a whole number from 1 to {LARGEST:,}", "a number", "true or false"
 TYPES = {  # of the keys that may be left out or null
@@ -43,7 +48,8 @@ ROPE_TYPES = {
     "high_freq_factor": NUMBER,
     "original_max_position_embeddings": WHOLE,
 }
-# Keys that change what the model computes, and the values with which they do not; absent and null are always such.
+# Keys that change what the model computes, and the values with which they do not; absent and null are always
+# such.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
     "attention_bias": (False,),
@@ -100,7 +106,8 @@ def _translate(name: str, names: Mapping[str, str]) -> str:
 
 
 def is_ignored(name: str, tied: bool) -> bool:
-    """Whether a tensor of a Hugging Face folder is no parameter: a computed table, or the second copy of a tied weight."""
+    """Whether a tensor of a Hugging Face folder is no parameter: a computed table, or the second copy of a
+    tied weight."""
     return bool(COMPUTED.fullmatch(name)) or (tied and name == OUTPUT)
 
 
@@ -113,12 +120,21 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     theta, scaling = _read_rope(hf, problems)
     head_dim = hf.get("head_dim")
     if not problems and head_dim is not None and head_dim * keys["n_heads"] != keys["dim"]:
-        problems.append(f"head_dim={head_dim} (only hidden_size / num_attention_heads = {keys['dim'] / keys['n_heads']:g})")
+        problems.append(
+            f"head_dim={head_dim} (only hidden_size / num_attention_heads = "
+            f"{keys['dim'] / keys['n_heads']:g})"
+        )
     if not problems:
         try:
-            return LlamaConfig(**keys, n_kv_heads=kv_heads, max_seq_len=other["max_position_embeddings"],
-                               rope_theta=float(theta), rope_scaling=scaling, norm_eps=float(other["rms_norm_eps"]),
-                               tie_embeddings=other["tie_word_embeddings"])  # fmt: skip
+            return LlamaConfig(
+                **keys,
+                n_kv_heads=kv_heads,
+                max_seq_len=other["max_position_embeddings"],
+                rope_theta=float(theta),
+                rope_scaling=scaling,
+                norm_eps=float(other["rms_norm_eps"]),
+                tie_embeddings=other["tie_word_embeddings"],
+            )
         except (ValueError, TypeError) as error:
             problems.append(str(error))
     raise ValueError(f"this is not a Llama that we have: {'; '.join(problems)}")
@@ -142,8 +158,11 @@ def _unsupported(hf: Mapping[str, Any]) -> list[str]:
 def _wrong_types(given: Mapping[str, Any], types: Mapping[str, str], where: str = "") -> list[str]:
     """What is no value of its type; null is none either."""
     found = {key: given.get(key) for key in types}
-    return [f"{where}{key}={value!r} (only {types[key]})" for key, value in found.items()
-            if value is not None and not _is_of(types[key], value)]  # fmt: skip
+    return [
+        f"{where}{key}={value!r} (only {types[key]})"
+        for key, value in found.items()
+        if value is not None and not _is_of(types[key], value)
+    ]
 
 
 def _is_of(kind: str, value: Any) -> bool:
@@ -168,7 +187,9 @@ def _with_default(hf: Mapping[str, Any], key: str) -> Any:
 
 def _read_rope(hf: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary embedding, from whichever form is there; both, if they say the same."""
-    given = [(name, hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name) not in (None, {})]
+    given = [
+        (name, hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name) not in (None, {})
+    ]
     read = [_read_form(hf, name, rope, problems) for name, rope in given]
     if not read:
         return _with_default(hf, "rope_theta"), None
@@ -180,7 +201,9 @@ def _read_rope(hf: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeS
     return read[-1]
 
 
-def _read_form(hf: Mapping[str, Any], where: str, rope: Any, problems: list[str]) -> tuple[float, RopeScaling | None]:
+def _read_form(
+    hf: Mapping[str, Any], where: str, rope: Any, problems: list[str]
+) -> tuple[float, RopeScaling | None]:
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         problems.append(f"{where}={rope} (only one mapping for all layers)")
         return 1.0, None
@@ -204,10 +227,13 @@ def _read_scaling(
 ) -> RopeScaling | None:
     wanted = LLAMA3_KEYS if kind == "llama3" else {"factor": "factor"}
     given = dict(rope)
-    on_top = hf.get("original_max_position_embeddings")  # transformers 5 lets it win over the one inside, 4 does not
+    # transformers 5 lets it win over the one inside, 4 does not
+    on_top = hf.get("original_max_position_embeddings")
     inside = given.setdefault("original_max_position_embeddings", on_top or hf.get("max_position_embeddings"))
     if kind == "llama3" and on_top not in (None, inside):
-        problems.append(f"original_max_position_embeddings={on_top} and {where}'s {inside} contradict each other")
+        problems.append(
+            f"original_max_position_embeddings={on_top} and {where}'s {inside} contradict each other"
+        )
     missing = [theirs for theirs in wanted.values() if given.get(theirs) is None]
     if missing:
         problems.append(f"{where} lacks {', '.join(missing)}, which rope_type={kind} needs")
@@ -218,8 +244,8 @@ def _read_scaling(
 def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json for our model, with the rotary embedding in the forms of transformers 4 and 5.
 
-    `dtype` is that of the saved weights, such as bfloat16. `token_ids`: bos_token_id, eos_token_id and pad_token_id; what is
-    not there is null, since transformers would take 1 and 2 for the first two.
+    `dtype` is that of the saved weights, such as bfloat16. `token_ids`: bos_token_id, eos_token_id and
+    pad_token_id; what is not there is null, since transformers would take 1 and 2 for the first two.
     """
     scaling: dict[str, Any] | None = None
     if config.rope_scaling:
@@ -250,7 +276,8 @@ def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) 
 
 
 def different_keys(ours: LlamaConfig, theirs: LlamaConfig) -> list[tuple[str, Any, Any]]:
-    """Keys of the config whose values differ, with both values; a key that one of them has not is None there."""
+    """Keys of the config whose values differ, with both values; a key that one of them has not is None
+    there."""
     one, other = _flatten(ours), _flatten(theirs)
     return [(key, one.get(key), other.get(key)) for key in one | other if one.get(key) != other.get(key)]
 

@@ -2,8 +2,9 @@
 
 Shapes: B batch, T tokens, D dim, N query heads, K key-value heads, H head dim, F ffn dim, V vocabulary.
 
-Sources: The Llama 3 Herd of Models (arXiv 2407.21783) and the Hugging Face implementation, whose weight layout
-(rotate-half RoPE) this follows. Blocks are pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)).
+Sources: The Llama 3 Herd of Models (arXiv 2407.21783) and the Hugging Face implementation, whose weight
+layout (rotate-half RoPE) this follows. Blocks are pre-norm: x + attention(norm(x)), then x +
+feed_forward(norm(x)).
 """
 
 import zlib
@@ -24,7 +25,8 @@ from models.rope_scaling import RopeScaling, check_scaling
 
 INIT_STD = 0.02  # normal initialisation: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 
-# Tensor-parallel style of each weight: part of the model -> fqn pattern -> style. `parallel/` gives the words their meaning.
+# Tensor-parallel style of each weight: part of the model -> fqn pattern -> style. `parallel/` gives the words
+# their meaning.
 SHARDING: dict[str, dict[str, str]] = {
     "embedding": {"tok_embeddings": "vocab"},
     "attention": {
@@ -57,8 +59,9 @@ class LlamaConfig:
         vocab_size: number of token ids
         max_seq_len: longest sequence the position tables cover, in tokens
         rope_theta: base of the rotary wavelengths
-        rope_scaling: stretching of rotary wavelengths, or null; a mapping with the keys kind (llama3 or linear), factor (a
-            ratio) and, for llama3, low_freq_factor, high_freq_factor (ratios) and original_max_seq_len (tokens)
+        rope_scaling: stretching of rotary wavelengths, or null; a mapping with the keys kind (llama3 or
+            linear), factor (a ratio) and, for llama3, low_freq_factor, high_freq_factor (ratios) and
+            original_max_seq_len (tokens)
         norm_eps: epsilon of every RMSNorm
         tie_embeddings: output head and token embedding share one weight
     """
@@ -88,8 +91,10 @@ class LlamaConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}")
         if self.dim % (2 * self.n_heads):
-            raise ValueError(f"model.dim={self.dim} must be an even multiple of model.n_heads={self.n_heads}: "
-                             "RoPE rotates channels in pairs")  # fmt: skip
+            raise ValueError(
+                f"model.dim={self.dim} must be an even multiple of model.n_heads={self.n_heads}: "
+                "RoPE rotates channels in pairs"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -97,7 +102,8 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with RoPE: x[B, T, D] -> [B, T, D]. `fused`: queries, keys and values by one product."""
+    """Grouped-query self-attention with RoPE: x[B, T, D] -> [B, T, D]. `fused`: queries, keys and values by
+    one product."""
 
     fused = False
 
@@ -114,14 +120,21 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents = None) -> Tensor:
         projections = self.wq, self.wk, self.wv
         projected = project_as_one(x, projections) if self.fused else (w(x) for w in projections)
-        q_BTNH, k_BTKH, v_BTKH = (rearrange(y, "B T (heads H) -> B T heads H", H=self.head_dim) for y in projected)
+        q_BTNH, k_BTKH, v_BTKH = (
+            rearrange(y, "B T (heads H) -> B T heads H", H=self.head_dim) for y in projected
+        )
         # Only the values are kept for the backward as they are: apart, so that they do not keep the others.
-        q_BTNH, k_BTKH, v_BTKH = apply_rope(q_BTNH, cos, sin), apply_rope(k_BTKH, cos, sin), v_BTKH.contiguous()
+        q_BTNH, k_BTKH, v_BTKH = (
+            apply_rope(q_BTNH, cos, sin),
+            apply_rope(k_BTKH, cos, sin),
+            v_BTKH.contiguous(),
+        )
         return self.wo(rearrange(self.inner(q_BTNH, k_BTKH, v_BTKH, documents), "B T N H -> B T (N H)"))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), x[B, T, D] -> [B, T, F] -> [B, T, D]. `fused`: w1 and w3 by one product."""
+    """SwiGLU: w2(silu(w1 x) * w3 x), x[B, T, D] -> [B, T, F] -> [B, T, D]. `fused`: w1 and w3 by one
+    product."""
 
     fused = False
 
@@ -154,8 +167,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """tokens[B, T] -> logits[B, T, V]; with targets[B, T] -> the summed loss in nats, a float32 scalar.
 
-    With first[B, T], the place in its sequence where each token's document begins, attention does not cross documents,
-    and positions count from there. Built on any device, meta included; `init_weights` must run before the first forward.
+    With first[B, T], the place in its sequence where each token's document begins, attention does not cross
+    documents, and positions count from there. Built on any device, meta included; `init_weights` must run
+    before the first forward.
     """
 
     cos_TH: Tensor
@@ -173,14 +187,16 @@ class Llama(nn.Module):
             self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
 
     def choose_kernels(self, attention: str, loss_chunk_tokens: int, fused_projections: bool) -> None:
-        """Which attention all blocks run, of `models.attention.KERNELS`, `chunk_tokens` of the loss, and whether projections of
-        the same input are one product."""
+        """Which attention all blocks run, of `models.attention.KERNELS`, `chunk_tokens` of the loss, and
+        whether projections of the same input are one product."""
         for block in self.layers:
             block.attention.inner.kernel = attention  # type: ignore[union-attr]
             block.attention.fused = block.feed_forward.fused = fused_projections  # type: ignore[union-attr]
         self.head.loss.chunk_tokens = loss_chunk_tokens
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, first_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, first_BT: Tensor | None = None
+    ) -> Tensor:
         x = self.tok_embeddings(tokens_BT)
         seq_len = tokens_BT.shape[1]
         cos, sin, documents = self.cos_TH[:seq_len], self.sin_TH[:seq_len], None
@@ -206,19 +222,29 @@ def tp_divides(config: LlamaConfig) -> dict[str, dict[str, int]]:
 def block_linears(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of a block's linears, by fqn pattern."""
     kv_dim = config.n_kv_heads * config.head_dim
-    attention = {"wq": (config.dim, config.dim), "wk": (kv_dim, config.dim), "wv": (kv_dim, config.dim),
-                 "wo": (config.dim, config.dim)}  # fmt: skip
-    feed_forward = {"w1": (config.ffn_dim, config.dim), "w2": (config.dim, config.ffn_dim), "w3": (config.ffn_dim, config.dim)}
+    attention = {
+        "wq": (config.dim, config.dim),
+        "wk": (kv_dim, config.dim),
+        "wv": (kv_dim, config.dim),
+        "wo": (config.dim, config.dim),
+    }
+    feed_forward = {
+        "w1": (config.ffn_dim, config.dim),
+        "w2": (config.dim, config.ffn_dim),
+        "w3": (config.ffn_dim, config.dim),
+    }
     parts = {"attention": attention, "feed_forward": feed_forward}
-    return {f"layers.*.{part}.{name}": size for part, linears in parts.items() for name, size in linears.items()}
+    return {
+        f"layers.*.{part}.{name}": size for part, linears in parts.items() for name, size in linears.items()
+    }
 
 
 def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:
-    """Modules whose parameters belong together, in the order in which the forward is done with them: embedding; each
-    block; norm and output.
+    """Modules whose parameters belong together, in the order in which the forward is done with them:
+    embedding; each block; norm and output.
 
-    Tied embeddings put the first and the last into one unit, since a parameter can live in only one. It is gathered
-    first and stays so until the end.
+    Tied embeddings put the first and the last into one unit, since a parameter can live in only one. It is
+    gathered first and stays so until the end.
     """
     blocks: list[tuple[str, ...]] = [(f"layers.{i}",) for i in range(config.n_layers)]
     if config.tie_embeddings:
@@ -241,13 +267,16 @@ def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None]
     `copy(parameter, value)` puts one whole tensor into a parameter, which may hold only a shard of it.
     """
     if model.config.tie_embeddings:
-        model.head.output.weight = model.tok_embeddings.weight  # `to_empty` has given each a tensor of its own
+        # `to_empty` has given each a tensor of its own
+        model.head.output.weight = model.tok_embeddings.weight
     residual_std = INIT_STD / (2 * model.config.n_layers) ** 0.5
     for fqn, parameter in model.named_parameters():
         if parameter.dim() == 1:
             value = torch.ones(parameter.shape, device=parameter.device)
         else:
-            std = residual_std if fqn.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else INIT_STD
+            std = (
+                residual_std if fqn.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else INIT_STD
+            )
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
             value = torch.randn(parameter.shape, generator=generator, device=parameter.device) * std
         copy(parameter, value)

@@ -12,12 +12,14 @@ from torch import Tensor
 IGNORE_INDEX = -100  # a target that counts for nothing: padding
 
 
-def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, z_loss: float = 0.0, learning: Tensor | float = 1.0) -> Tensor:
-    """Sum over tokens of -log p(target) + z_loss * log_sum_exp(logits)^2, in nats: float32 scalar. Targets of IGNORE_INDEX add
-    nothing. With `learning` 0, as in an evaluation, the z-loss does not count.
+def cross_entropy_sum(
+    logits_BTV: Tensor, targets_BT: Tensor, z_loss: float = 0.0, learning: Tensor | float = 1.0
+) -> Tensor:
+    """Sum over tokens of -log p(target) + z_loss * log_sum_exp(logits)^2, in nats: float32 scalar. Targets of
+    IGNORE_INDEX add nothing. With `learning` 0, as in an evaluation, the z-loss does not count.
 
-    A sum, not a mean: whoever knows the whole global batch divides by its number of tokens, once. The z-loss keeps the logits
-    from drifting (PaLM, arXiv 2204.02311, section 5).
+    A sum, not a mean: whoever knows the whole global batch divides by its number of tokens, once. The z-loss
+    keeps the logits from drifting (PaLM, arXiv 2204.02311, section 5).
     """
     logits, targets = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
     loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -27,8 +29,8 @@ def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor, z_loss: float = 0.
 
 
 def join_rows(rows_3n: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    """log-sum-exp and target of every row over all ranks. Two small all-reduces: the largest logit of each token, then
-    the sum of exponentials with the target's logit."""
+    """log-sum-exp and target of every row over all ranks. Two small all-reduces: the largest logit of each
+    token, then the sum of exponentials with the target's logit."""
     own_largest, exp_sum, target = rows_3n.unbind()
     if not group_name:
         return own_largest + exp_sum.log(), target
@@ -39,11 +41,19 @@ def join_rows(rows_3n: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
 
 
 class SplitCrossEntropySum(torch.autograd.Function):
-    """`cross_entropy_sum` of logits[n, v] that hold the ids from `first_id` on; every rank of the group returns all of it."""
+    """`cross_entropy_sum` of logits[n, v] that hold the ids from `first_id` on; every rank of the group
+    returns all of it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float,
-                learning: Tensor) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        first_id: int,
+        group_name: str,
+        z_loss: float,
+        learning: Tensor,
+    ) -> Tensor:
         values, ids, counts = logits.float(), targets - first_id, targets != IGNORE_INDEX
         mine = (ids >= 0) & (ids < values.shape[1])
         ids = ids.where(mine, 0)

@@ -29,7 +29,8 @@ def project_as_one(x: Tensor, projections: tuple[Projection, ...]) -> tuple[Tens
 
 @torch.library.custom_op("meshwright::join_weights", mutates_args=())
 def _join_weights(weights: list[Tensor], grad: Tensor) -> Tensor:
-    """The weights one below the other, once there is a `grad`: else the compiler would keep the forward's joined copy instead."""
+    """The weights one below the other, once there is a `grad`: else the compiler would keep the forward's
+    joined copy instead."""
     return torch.cat(weights)
 
 
@@ -41,8 +42,8 @@ def _(weights: list[Tensor], grad: Tensor) -> Tensor:
 class _OneProduct(torch.autograd.Function):
     """x[B, T, D] · the weights one below the other[O, D] -> [B, T, O].
 
-    They are joined for the product alone and once more for the backward's. Autograd would keep the joined copy of every block,
-    where FSDP frees the weights themselves.
+    They are joined for the product alone and once more for the backward's. Autograd would keep the joined
+    copy of every block, where FSDP frees the weights themselves.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
 """Rotary position embedding in real arithmetic.
 
-Shapes: T positions, H head dim. The two halves of a head rotate together (the layout of the Hugging Face weights),
-so channel i pairs with channel i + H/2.
+Shapes: T positions, H head dim. The two halves of a head rotate together (the layout of the Hugging Face
+weights), so channel i pairs with channel i + H/2.
 
-Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for linear scaling; Llama 3.1's scaling is as
-in Hugging Face's `_compute_llama3_parameters` and Meta's `apply_scaling`.
+Sources: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for linear scaling; Llama
+3.1's scaling is as in Hugging Face's `_compute_llama3_parameters` and Meta's `apply_scaling`.
 """
 
 import math
@@ -28,8 +28,11 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return frequency * (keep + (1.0 - keep) / scaling.factor)
 
 
-def rope_tables(head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each float32 [T, H] on the CPU, whatever the default device is."""
+def rope_tables(
+    head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, each float32 [T, H] on the CPU, whatever the default device
+    is."""
     positions = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
     angles_TH = torch.outer(positions, rope_frequencies(head_dim, theta, scaling)).repeat(1, 2)
     return angles_TH.cos(), angles_TH.sin()

@@ -1,4 +1,5 @@
-"""What a longer context than the trained one does to the rotary wavelengths; `models.rope` has the arithmetic."""
+"""What a longer context than the trained one does to the rotary wavelengths; `models.rope` has the
+arithmetic."""
 
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ class RopeScaling:
     Args:
         kind: llama3 stretches the slow channels only, as Llama 3.1 does; linear stretches all alike
         factor: how many times longer the wavelengths become
-        low_freq_factor: llama3 only: wavelengths above original_max_seq_len / low_freq_factor are stretched in full
-        high_freq_factor: llama3 only: wavelengths below original_max_seq_len / high_freq_factor are left alone
+        low_freq_factor: llama3 only: wavelengths above original_max_seq_len / low_freq_factor are stretched
+            in full
+        high_freq_factor: llama3 only: wavelengths below original_max_seq_len / high_freq_factor are left
+            alone
         original_max_seq_len: llama3 only: context length of the first training stage, in tokens
     """
 
@@ -33,5 +36,7 @@ def check_scaling(scaling: RopeScaling) -> None:
         if not getattr(scaling, name) > 0:
             raise ValueError(f"model.rope_scaling.{name}={getattr(scaling, name)} must be greater than 0")
     if scaling.kind == "llama3" and not scaling.high_freq_factor > scaling.low_freq_factor:
-        raise ValueError(f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} must be greater than "
-                         f"low_freq_factor={scaling.low_freq_factor}")  # fmt: skip
+        raise ValueError(
+            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} must be greater than "
+            f"low_freq_factor={scaling.low_freq_factor}"
+        )

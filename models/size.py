@@ -11,7 +11,8 @@ WHOLE: Mapping[str, int] = MappingProxyType({})  # no part of the model is split
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters. `head` is the final norm and, when it has a weight of its own, the output projection."""
+    """Numbers of parameters. `head` is the final norm and, when it has a weight of its own, the output
+    projection."""
 
     embedding: int
     block: int
@@ -26,8 +27,8 @@ class ParameterCount:
 def count_parameters(config: LlamaConfig, split: Mapping[str, int] = WHOLE) -> ParameterCount:
     """Parameters by part of the model; a tied weight is counted once, as the embedding.
 
-    `split`: of a part in `models.llama.SHARDING`, into how many shares tensor parallelism splits its matrices; the
-    count is then one rank's.
+    `split`: of a part in `models.llama.SHARDING`, into how many shares tensor parallelism splits its
+    matrices; the count is then one rank's.
     """
     kv_dim = config.n_kv_heads * config.head_dim
     attention = (2 * config.dim * config.dim + 2 * config.dim * kv_dim) // split.get("attention", 1)

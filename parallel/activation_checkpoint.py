@@ -1,7 +1,7 @@
 """Activation checkpointing inside FSDP units: recompute a module's activations in its backward.
 
-The recomputed region lies inside FSDP's hooks, never across them: it uses the parameters that the backward has
-gathered anyway, and starts no all-gather and no prefetch of its own.
+The recomputed region lies inside FSDP's hooks, never across them: it uses the parameters that the backward
+has gathered anyway, and starts no all-gather and no prefetch of its own.
 """
 
 import logging
@@ -17,7 +17,8 @@ from parallel.selective import selective_contexts
 
 
 def apply_activation_checkpoint(model: nn.Module, plan: Plan) -> None:
-    """Wrap the forward of each module of the units the plan checkpoints, in place and without renaming anything.
+    """Wrap the forward of each module of the units the plan checkpoints, in place and without renaming
+    anything.
 
     "budget" is the compiler's own recomputation: `compile.py` hands it the budget.
     """
@@ -35,7 +36,8 @@ def recompute(module: nn.Module, saved_ops: tuple[str, ...]) -> None:
 
 
 def _recomputed_forward(module: Any, *inputs: Tensor) -> Tensor:
-    """The class's own forward, checkpointed. One function for all modules, so that they share a compiled graph.
+    """The class's own forward, checkpointed. One function for all modules, so that they share a compiled
+    graph.
 
     The models draw no random numbers in their forward, so no RNG state is kept.
     """

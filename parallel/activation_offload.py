@@ -1,14 +1,15 @@
-"""Activations in host memory: what a block saves for its backward is sent there while the next block computes, and comes back
-while the block behind it differentiates.
+"""Activations in host memory: what a block saves for its backward is sent there while the next block
+computes, and comes back while the block behind it differentiates.
 
-A block hands what its forward saves to `torch.autograd.graph.saved_tensors_hooks`, compiled or not: they stand around the
-compiled call, and see what autograd would keep. All copies run on one stream beside computing, in the order in which they are
-asked for: all of a forward's are sent before the first is fetched, so a second stream would win nothing. The host waits for
-none of them. On a CPU the same calls are made, whose streams do nothing, and copies are copies.
+A block hands what its forward saves to `torch.autograd.graph.saved_tensors_hooks`, compiled or not: they
+stand around the compiled call, and see what autograd would keep. All copies run on one stream beside
+computing, in the order in which they are asked for: all of a forward's are sent before the first is fetched,
+so a second stream would win nothing. The host waits for none of them. On a CPU the same calls are made, whose
+streams do nothing, and copies are copies.
 
-How much is on the device: in the forward the block at work and the one before it, whose copies must have ended when the block
-at work ends; in the backward the block at work and the one that comes next. The last block's backward is the first, so what it
-saves stays.
+How much is on the device: in the forward the block at work and the one before it, whose copies must have
+ended when the block at work ends; in the backward the block at work and the one that comes next. The last
+block's backward is the first, so what it saves stays.
 """
 
 from collections import defaultdict
@@ -31,22 +32,24 @@ FETCH_LABEL = "Offload::fetch"  # in a profile
 
 
 def apply_activation_offload(model: nn.Module, plan: Plan) -> None:
-    """Send away what every block of the plan's units with activation_checkpoint offload saves, in place. After compiling, which
-    would otherwise trace the hooks, and before FSDP, whose own calls do not matter. `model.activation_offload` counts."""
+    """Send away what every block of the plan's units with activation_checkpoint offload saves, in place.
+    After compiling, which would otherwise trace the hooks, and before FSDP, whose own calls do not matter.
+    `model.activation_offload` counts."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     names = [name for name in plan.modules if unit_of[name].activation_checkpoint == "offload"]
     offload = model.activation_offload = ActivationOffload()  # type: ignore[assignment]
     for name in names:
         module = model.get_submodule(name)
         compute = module._compiled_call_impl or module._call_impl
-        # Where torch itself puts what runs instead of a module's call, without touching its class or its names.
+        # Where torch itself puts what runs instead of a module's call, without touching its class or its
+        # names.
         module._compiled_call_impl = partial(offload.run, module, compute, name == names[-1])  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
 class _Storage:
-    """All bytes of one storage, on the device, in host memory, or both while they are copied. Lives as long as autograd or a
-    copy needs it; then its host memory goes back to `unused`."""
+    """All bytes of one storage, on the device, in host memory, or both while they are copied. Lives as long
+    as autograd or a copy needs it; then its host memory goes back to `unused`."""
 
     device: Tensor | None
     unused: dict[int, list[Tensor]]  # by bytes
@@ -56,7 +59,11 @@ class _Storage:
         """Start the copy to host memory: to some that was used before, or new. Returns its bytes."""
         assert self.device is not None
         free = self.unused[self.device.nbytes]
-        self.host = free.pop() if free else torch.empty_like(self.device, device="cpu", pin_memory=self.device.is_cuda)
+        self.host = (
+            free.pop()
+            if free
+            else torch.empty_like(self.device, device="cpu", pin_memory=self.device.is_cuda)
+        )
         return self.host.copy_(self.device, non_blocking=True).nbytes
 
     def make_room(self, device: torch.device) -> None:
@@ -82,10 +89,11 @@ class _Storage:
 
 @dataclass(eq=False)
 class _Block:
-    """What one block's forward has saved, until it is fetched: then autograd alone holds it, as it would without us.
+    """What one block's forward has saved, until it is fetched: then autograd alone holds it, as it would
+    without us.
 
-    `left`: numbers of the storages that are not the block's own, once they are known. `before`: the block sent before it.
-    `copied`: the event behind its copies. `reached`: its backward has begun.
+    `left`: numbers of the storages that are not the block's own, once they are known. `before`: the block
+    sent before it. `copied`: the event behind its copies. `reached`: its backward has begun.
     """
 
     before: "_Block | None"
@@ -108,8 +116,8 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Sends and fetches what the blocks of one model save; `sent_bytes` counts all of it, over all steps. While it is not
-    `enabled`, everything is left to autograd."""
+    """Sends and fetches what the blocks of one model save; `sent_bytes` counts all of it, over all steps.
+    While it is not `enabled`, everything is left to autograd."""
 
     def __init__(self) -> None:
         self.enabled, self.sent_bytes = True, 0
@@ -133,7 +141,8 @@ class ActivationOffload:
             self._torch_device = torch.get_device_module(self._where)
             self._copies = self._torch_device.Stream()
         block = _Block(self._sending)
-        # Autograd keeps the hooks with what they have packed, so they must not hold what is to be freed: the block's own input.
+        # Autograd keeps the hooks with what they have packed, so they must not hold what is to be freed: the
+        # block's own input.
         shared = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.requires_grad]
         with saved_tensors_hooks(partial(self._pack, module, shared, block), self._unpack):
             result = compute(*inputs)
@@ -145,10 +154,15 @@ class ActivationOffload:
         return result
 
     def _pack(self, module: nn.Module, shared: Sequence[Tensor], block: _Block, tensor: Tensor) -> Any:
-        """Take in a tensor that the forward saves. Left to autograd is what is small or holds no numbers of its own: gathered
-        parameters, which FSDP frees and fills again, and inputs that need no gradient, as the tables that all blocks share."""
+        """Take in a tensor that the forward saves. Left to autograd is what is small or holds no numbers of
+        its own: gathered parameters, which FSDP frees and fills again, and inputs that need no gradient, as
+        the tables that all blocks share."""
         storage = tensor.untyped_storage()
-        if is_traceable_wrapper_subclass(tensor) or not tensor.is_floating_point() or storage.nbytes() < LEAST_BYTES:
+        if (
+            is_traceable_wrapper_subclass(tensor)
+            or not tensor.is_floating_point()
+            or storage.nbytes() < LEAST_BYTES
+        ):
             return tensor
         if block.left is None:  # only now: before the forward began, parameters were not gathered
             block.left = _numbers([*module.parameters(), *shared])
@@ -158,7 +172,9 @@ class ActivationOffload:
             flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
             block.storages[storage._cdata] = _Storage(flat, self._unused)
         found = block.storages[storage._cdata]
-        return _Saved(block, found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Saved(
+            block, found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _unpack(self, saved: Any) -> Tensor:
         """The tensor again; computing waits until it is there."""
@@ -189,7 +205,8 @@ class ActivationOffload:
         self._sending = block
 
     def _end_sending(self) -> None:
-        """Let computing wait for the copies of the block that was sent last: then its memory can be used again."""
+        """Let computing wait for the copies of the block that was sent last: then its memory can be used
+        again."""
         if self._sending is not None:
             if self._sending.copied is not None:
                 self._torch_device.current_stream().wait_event(self._sending.copied)
@@ -204,7 +221,8 @@ class ActivationOffload:
         with torch.profiler.record_function(FETCH_LABEL):
             for storage in block.storages.values():
                 storage.make_room(self._where)
-            self._copies.wait_stream(self._torch_device.current_stream())  # that memory was somebody else's until now
+            # that memory was somebody else's until now
+            self._copies.wait_stream(self._torch_device.current_stream())
             with self._torch_device.stream(self._copies):
                 for storage in block.storages.values():
                     storage.fetch()
@@ -218,7 +236,8 @@ def _numbers(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of a wrapped one, as of a DTensor (beside its mesh), or of a weight in float8 with its scale."""
+    """The plain tensors of a wrapped one, as of a DTensor (beside its mesh), or of a weight in float8 with
+    its scale."""
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in inner:

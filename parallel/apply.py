@@ -12,7 +12,8 @@ from parallel.tensor import apply_tensor_parallel
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be made."""
+    """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be
+    made."""
     if choose_kernels := getattr(model, "choose_kernels", None):
         choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:

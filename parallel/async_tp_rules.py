@@ -9,9 +9,14 @@ def async_tp_mistakes(plan: Plan, place: str) -> list[str]:
     if plan.mesh.tp == 1:
         mistakes.append(f"{place}async_tp=true, but tp=1 has no collectives: use false, or tp > 1")
     elif not plan.tensor.sequence_parallel:
-        mistakes.append(f"{place}async_tp=true needs sequence_parallel=true, whose gathers and scatters stand beside products: "
-                        "an all-reduce cannot be cut up so")  # fmt: skip
+        mistakes.append(
+            f"{place}async_tp=true needs sequence_parallel=true, whose gathers and scatters stand beside "
+            f"products: "
+            "an all-reduce cannot be cut up so"
+        )
     if not plan.compile.enabled or plan.compile.backend != "inductor":
-        mistakes.append(f"{place}async_tp=true is done by inductor, and blocks are not compiled by it: use "
-                        "compile.backend=inductor, or async_tp=false")  # fmt: skip
+        mistakes.append(
+            f"{place}async_tp=true is done by inductor, and blocks are not compiled by it: use "
+            "compile.backend=inductor, or async_tp=false"
+        )
     return mistakes

@@ -28,8 +28,10 @@ class Collective:
 
     Args:
         op: all_gather, reduce_scatter, all_reduce, or torch's name of another
-        axis: dp_shard, dp_replicate, tp; data_parallel for dp_shard and dp_replicate together; world for all ranks
-        unit: the unit whose parameters are gathered or whose gradients are reduced, or in which it runs; "" outside
+        axis: dp_shard, dp_replicate, tp; data_parallel for dp_shard and dp_replicate together; world for all
+            ranks
+        unit: the unit whose parameters are gathered or whose gradients are reduced, or in which it runs; ""
+            outside
         phase: forward, backward, recompute (of checkpointed activations, within the backward), or optimizer
         bytes: of the full side: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
     """
@@ -43,7 +45,8 @@ class Collective:
 
 @contextmanager
 def record_collectives(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Iterator[list[Collective]]:
-    """Collectives of `model` while the context lasts, in order. Eager only: a compiled block's own are not seen."""
+    """Collectives of `model` while the context lasts, in order. Eager only: a compiled block's own are not
+    seen."""
     recorder = StepRecorder(Position(model, plan), axes_of_groups(mesh), None)
     with recorder.position.following(), recorder:
         yield recorder.collectives
@@ -55,7 +58,9 @@ class StepRecorder(TorchDispatchMode):
     `axes`: of `axes_of_groups`.
     """
 
-    def __init__(self, position: Position, axes: Mapping[str, Sequence[str]], storages: StorageTracker | None) -> None:
+    def __init__(
+        self, position: Position, axes: Mapping[str, Sequence[str]], storages: StorageTracker | None
+    ) -> None:
         super().__init__()
         self.position = position
         self.collectives: list[Collective] = []
@@ -79,8 +84,8 @@ class StepRecorder(TorchDispatchMode):
                 self._storages.see_label(closed)
         elif op.namespace in NAMESPACES:
             self._add(op, args, result)
-        # Inside an operation on DTensors only its collectives count: the first time, DTensor plays the operation through
-        # with tensors of the whole shape to learn of its result.
+        # Inside an operation on DTensors only its collectives count: the first time, DTensor plays the
+        # operation through with tensors of the whole shape to learn of its result.
         if self._storages is not None and not self._in_dtensor:
             self._storages.see(result)
         return result
@@ -99,12 +104,15 @@ class StepRecorder(TorchDispatchMode):
         if group is None or group.size() == 1:
             return  # nothing is sent
         position = self.position
-        self.collectives.append(Collective(_kind(op), self._axis(group), position.unit, position.phase,
-                                           max(map(_bytes, (*args, result)))))  # fmt: skip
+        self.collectives.append(
+            Collective(
+                _kind(op), self._axis(group), position.unit, position.phase, max(map(_bytes, (*args, result)))
+            )
+        )
 
     def _axis(self, group: dist.ProcessGroup) -> str:
-        """Of the names of one group, that of an axis within a unit, that of the joined axes outside. A group that FSDP2
-        made for itself is a part of dp_shard (reshard_after_forward to a smaller group)."""
+        """Of the names of one group, that of an axis within a unit, that of the joined axes outside. A group
+        that FSDP2 made for itself is a part of dp_shard (reshard_after_forward to a smaller group)."""
         names = self._axes.get(group.group_name, ["dp_shard"])
         return names[0] if self.position.unit else names[-1]
 
@@ -121,8 +129,8 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[str, list[str]]:
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group among an operation's arguments: itself, boxed, or by its name, which comes last; None if it has none
-    and so is no collective, as what waits for one."""
+    """The process group among an operation's arguments: itself, boxed, or by its name, which comes last; None
+    if it has none and so is no collective, as what waits for one."""
     for arg in args:
         if isinstance(arg, dist.ProcessGroup):
             return arg

@@ -16,8 +16,8 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
     """Compile every module of the plan's compiled units in place, as one graph each (fullgraph).
 
     Blocks of equal shape share one compiled graph, so compile time does not grow with depth. `module.compile`
-    keeps parameter names, where `torch.compile(module)` would prefix them. The embedding stays eager: it is one
-    look-up. `tp`: the axis.
+    keeps parameter names, where `torch.compile(module)` would prefix them. The embedding stays eager: it is
+    one look-up. `tp`: the axis.
     """
     config = plan.compile
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
@@ -26,24 +26,29 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
         if plan.async_tp:
             use_async_tp(tp.get_group().group_name)
     kinds = {(unit.activation_checkpoint, unit.saved_ops, unit.activation_budget) for unit in plan.units}
-    # Blocks treated differently are graphs of the same code, which dynamo would take for recompilations without end.
+    # Blocks treated differently are graphs of the same code, which dynamo would take for recompilations
+    # without end.
     torch._dynamo.config.recompile_limit += len(kinds)
     for unit in plan.units:
         for name in unit.modules if unit.compiled else ():
             module = model.get_submodule(name)
             if not isinstance(module, nn.Embedding):
-                module.compile(fullgraph=True, dynamic=config.dynamic, **_backend(config, unit.activation_budget))
+                module.compile(
+                    fullgraph=True, dynamic=config.dynamic, **_backend(config, unit.activation_budget)
+                )
 
 
 def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
-    """Arguments of torch.compile that name the backend, and hold it to an activation memory budget below 1."""
+    """Arguments of torch.compile that name the backend, and hold it to an activation memory budget below
+    1."""
     if budget < 1:
         return {"backend": budget_backend(config.backend, config.mode, budget)}
     return {"backend": config.backend} | ({"mode": config.mode} if config.mode != "default" else {})
 
 
 def _trust_the_cpu() -> None:
-    """Let inductor use the vector instructions that the CPU reports, without building a test program for each.
+    """Let inductor use the vector instructions that the CPU reports, without building a test program for
+    each.
 
     The tests start Python and the compiler several times, in every process: 5.5 of 22 s of a cold start.
     """

@@ -13,13 +13,19 @@ def budget_mistakes(budget: float, compiled: bool, backend: str, place: str) -> 
     """A budget is the compiler's: it needs one, and a share to keep."""
     mistakes = []
     if not 0 <= budget <= 1:
-        mistakes.append(f"{place}activation_budget={budget} must lie between 0 (recompute all) and 1 (keep all)")
+        mistakes.append(
+            f"{place}activation_budget={budget} must lie between 0 (recompute all) and 1 (keep all)"
+        )
     if not compiled:
-        mistakes.append(f"{place}activation_checkpoint=budget is the compiler's choice, and compiling is off: "
-                        "use full or selective, or compile")  # fmt: skip
+        mistakes.append(
+            f"{place}activation_checkpoint=budget is the compiler's choice, and compiling is off: "
+            "use full or selective, or compile"
+        )
     elif backend not in SAVING_BACKENDS:
-        mistakes.append(f"{place}activation_checkpoint=budget needs a compile backend that chooses what to keep "
-                        f"({', '.join(SAVING_BACKENDS)}), not {backend}")  # fmt: skip
+        mistakes.append(
+            f"{place}activation_checkpoint=budget needs a compile backend that chooses what to keep "
+            f"({', '.join(SAVING_BACKENDS)}), not {backend}"
+        )
     return mistakes
 
 
@@ -27,8 +33,9 @@ def budget_mistakes(budget: float, compiled: bool, backend: str, place: str) -> 
 def budget_backend(name: str, mode: str, budget: float) -> Callable[..., Any]:
     """A backend that keeps `budget` of what the backward could be given, and recomputes the rest.
 
-    torch has one budget for the process, but reads it while it partitions a graph, inside the backend: so setting it
-    there gives each unit its own. Cached, because blocks share a graph only if they share the backend too.
+    torch has one budget for the process, but reads it while it partitions a graph, inside the backend: so
+    setting it there gives each unit its own. Cached, because blocks share a graph only if they share the
+    backend too.
     """
     from torch._dynamo import lookup_backend
     from torch._functorch import config as functorch

@@ -15,8 +15,8 @@ DEFAULT_CACHE = "~/.cache/meshwright/compile"
 
 
 def check_compiler(plan: Plan, device_type: str, processes_here: int) -> None:
-    """Raise PlanError where inductor would fail for want of a compiler, of Python's headers or of what async tp needs.
-    `processes_here`: of this node."""
+    """Raise PlanError where inductor would fail for want of a compiler, of Python's headers or of what async
+    tp needs. `processes_here`: of this node."""
     if not plan.compile.enabled or plan.compile.backend != "inductor":
         return
     if plan.async_tp:
@@ -25,9 +25,11 @@ def check_compiler(plan: Plan, device_type: str, processes_here: int) -> None:
     if not missing and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing = "the headers of this Python (Python.h)"
     if missing:
-        raise PlanError(f"parallel.compile.enabled=true needs {missing}, which this machine lacks. Install it "
-                        "(Debian, Ubuntu: apt-get install g++ python3-dev), or train without compiling: "
-                        "--parallel.compile.enabled=false")  # fmt: skip
+        raise PlanError(
+            f"parallel.compile.enabled=true needs {missing}, which this machine lacks. Install it "
+            "(Debian, Ubuntu: apt-get install g++ python3-dev), or train without compiling: "
+            "--parallel.compile.enabled=false"
+        )
 
 
 def _missing_for_cpu() -> str | None:
@@ -51,8 +53,8 @@ def cache_folder(config: CompileConfig) -> Path:
 
 
 def use_cache_folder(config: CompileConfig) -> None:
-    """Name the folder of compiled graphs, before anything asks inductor for it: from then on it is fixed. Raises PlanError
-    if it cannot be made."""
+    """Name the folder of compiled graphs, before anything asks inductor for it: from then on it is fixed.
+    Raises PlanError if it cannot be made."""
     folder = cache_folder(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,8 @@ class CompiledGraph:
 
     Args:
         function: what was compiled, with its file and line
-        phase: "forward", in which eager backends count the backward too; "backward" where that was compiled later
+        phase: "forward", in which eager backends count the backward too; "backward" where that was compiled
+            later
         dynamo_s: reading Python and making guards
         autograd_s: AOT autograd, which traces forward and backward and splits them
         inductor_s: inductor with the compilers that it calls; 0 of other backends
@@ -32,33 +33,45 @@ class CompiledGraph:
 
 def compiled_graphs() -> list[CompiledGraph]:
     """The graphs of this process so far, in order: the last 64, of which dynamo keeps notes."""
-    names: dict[str, str] = {}  # a backward's note does not tell its function, but the compilation that it belongs to
+    # a backward's note does not tell its function, but the compilation that it belongs to
+    names: dict[str, str] = {}
     return [_compiled_graph(note, names) for note in torch._dynamo.utils.get_compilation_metrics()]
 
 
 def _compiled_graph(note: Any, names: dict[str, str]) -> CompiledGraph:
     if note.co_name:
-        names[str(note.compile_id)] = f"{note.co_name} ({Path(note.co_filename or '').name}:{note.co_firstlineno})"
+        names[str(note.compile_id)] = (
+            f"{note.co_name} ({Path(note.co_filename or '').name}:{note.co_firstlineno})"
+        )
     name = names.get(str(note.compile_id), "")
     # Each stage's time contains those of the stages that it calls.
     dynamo_s, autograd_s, inductor_s = (
         (microseconds or 0) / 1e6
-        for microseconds in (note.dynamo_cumulative_compile_time_us or note.duration_us,
-                             note.aot_autograd_cumulative_compile_time_us,
-                             note.inductor_cumulative_compile_time_us)
-    )  # fmt: skip
-    if not note.dynamo_cumulative_compile_time_us:  # a backward that is compiled in the backward: dynamo has no part in it
+        for microseconds in (
+            note.dynamo_cumulative_compile_time_us or note.duration_us,
+            note.aot_autograd_cumulative_compile_time_us,
+            note.inductor_cumulative_compile_time_us,
+        )
+    )
+    # a backward that is compiled in the backward: dynamo has no part in it
+    if not note.dynamo_cumulative_compile_time_us:
         return CompiledGraph(name, "backward", 0.0, max(dynamo_s - inductor_s, 0.0), inductor_s)
-    return CompiledGraph(name, "forward", dynamo_s - autograd_s, max(autograd_s - inductor_s, 0.0), inductor_s)
+    return CompiledGraph(
+        name, "forward", dynamo_s - autograd_s, max(autograd_s - inductor_s, 0.0), inductor_s
+    )
 
 
 def describe_compiling() -> str:
-    """One line on the compiled graphs of this process so far: what they took, and where they come from; "" if there are none."""
+    """One line on the compiled graphs of this process so far: what they took, and where they come from; "" if
+    there are none."""
     graphs = compiled_graphs()
     if not graphs:
         return ""
-    stages = {"dynamo": sum(graph.dynamo_s for graph in graphs), "AOT autograd": sum(graph.autograd_s for graph in graphs),
-              "inductor": sum(graph.inductor_s for graph in graphs)}  # fmt: skip
+    stages = {
+        "dynamo": sum(graph.dynamo_s for graph in graphs),
+        "AOT autograd": sum(graph.autograd_s for graph in graphs),
+        "inductor": sum(graph.inductor_s for graph in graphs),
+    }
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items() if seconds)
     return f"compiling took {sum(stages.values()):.1f} s ({parts}){_describe_cache()}"
 

@@ -13,8 +13,8 @@ _c10d = torch.ops._c10d_functional
 
 
 def gather_in_float8(model: nn.Module, patterns: Sequence[str], styles: Mapping[str, str]) -> None:
-    """Have modules of these patterns gather in float8: norms their output; rowwise linears, in the backward, its gradient, which
-    needs the wider range."""
+    """Have modules of these patterns gather in float8: norms their output; rowwise linears, in the backward,
+    its gradient, which needs the wider range."""
     for name, module in model.named_modules():
         if pattern := next((p for p in patterns if fnmatch.fnmatchcase(name, p)), ""):
             dtype = "float8_e4m3fn" if styles[pattern] == "sequence" else "float8_e5m2"
@@ -22,7 +22,8 @@ def gather_in_float8(model: nn.Module, patterns: Sequence[str], styles: Mapping[
 
 
 def gather_narrow(x: Tensor, group_name: str, degree: int, dim: int, dtype_name: str) -> Tensor:
-    """The shares x of all ranks, joined along `dim`, with one scale for all: products in float8 would round them to just that."""
+    """The shares x of all ranks, joined along `dim`, with one scale for all: products in float8 would round
+    them to just that."""
     dtype = getattr(torch, dtype_name)
     most = torch.finfo(dtype).max
     largest = _c10d.wait_tensor(_c10d.all_reduce(x.abs().amax().float(), "max", group_name))

@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -37,16 +43,17 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are summed: the loss is already divided, once, by the tokens of the global batch. A plain
-            # sum also spares gloo PREMUL_SUM, which it does not have and FSDP2 uses for other divisors.
+            # Gradients are summed: the loss is already divided, once, by the tokens of the global batch. A
+            # plain sum also spares gloo PREMUL_SUM, which it does not have and FSDP2 uses for other divisors.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager
 def _same_groups_for_all_units() -> Iterator[None]:
-    """With reshard_after_forward=INT, FSDP2 (torch 2.11 to 2.13) makes a mesh for the smaller groups anew for every unit: two
-    process groups each, with their sockets, threads and, on GPUs, a communicator's memory. Here units share one."""
+    """With reshard_after_forward=INT, FSDP2 (torch 2.11 to 2.13) makes a mesh for the smaller groups anew for
+    every unit: two process groups each, with their sockets, threads and, on GPUs, a communicator's memory.
+    Here units share one."""
     fsdp: Any = _fully_shard
     make_mesh, made = fsdp._get_post_forward_mesh_info, dict[tuple[int, DeviceMesh], Any]()
 
@@ -66,8 +73,8 @@ def _same_groups_for_all_units() -> Iterator[None]:
 
 
 def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:
-    # Inputs are not cast: hidden states come out of the unit before in this one's dtype (the plan is checked for it),
-    # and RoPE's tables stay float32.
+    # Inputs are not cast: hidden states come out of the unit before in this one's dtype (the plan is checked
+    # for it), and RoPE's tables stay float32.
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, unit.param_dtype),
         reduce_dtype=getattr(torch, unit.reduce_dtype),
@@ -79,8 +86,8 @@ def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:
 def apply_prefetch(model: nn.Module, plan: Plan) -> None:
     """Set which units' all-gathers each unit starts ahead of need, forward and backward.
 
-    A unit of several modules is addressed through its first. A backward list is never left empty, because FSDP2
-    would then choose for itself: a unit that names itself prefetches nothing.
+    A unit of several modules is addressed through its first. A backward list is never left empty, because
+    FSDP2 would then choose for itself: a unit that names itself prefetches nothing.
     """
     forward, backward = prefetch_schedule(plan, "forward"), prefetch_schedule(plan, "backward")
     for unit in plan.units:
@@ -99,8 +106,8 @@ def _fsdp_module(model: nn.Module, unit: UnitPlan) -> FSDPModule:
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     """Say before a backward whether the optimizer step follows it.
 
-    Every micro batch reduces into the sharded gradients, so no rank ever keeps whole ones; the all-reduce of HSDP
-    runs in the last one only.
+    Every micro batch reduces into the sharded gradients, so no rank ever keeps whole ones; the all-reduce of
+    HSDP runs in the last one only.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)
@@ -120,12 +127,13 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
-    """The norm of the whole model's gradient, a plain scalar, the same on every rank; not finite on all of them if a gradient
-    or `loss` is not finite on one.
+    """The norm of the whole model's gradient, a plain scalar, the same on every rank; not finite on all of
+    them if a gradient or `loss` is not finite on one.
 
-    From one reading and one all-reduce: each rank adds up the squares of what it holds, each divided by how many ranks hold
-    the same. So it does not matter which axes shard a gradient, where torch's own function takes gradients of one mesh only
-    and reduces each apart. Norms of bfloat16 gradients are float32: in their own dtype they would keep 8 bits.
+    From one reading and one all-reduce: each rank adds up the squares of what it holds, each divided by how
+    many ranks hold the same. So it does not matter which axes shard a gradient, where torch's own function
+    takes gradients of one mesh only and reduces each apart. Norms of bfloat16 gradients are float32: in their
+    own dtype they would keep 8 bits.
     """
     square = square_held(parameters)
     square += 0 * loss.to(square.device)  # 0, or not a number
@@ -134,8 +142,8 @@ def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
 
 
 def square_held(parameters: Sequence[Tensor]) -> Tensor:
-    """What this rank adds to the square of the norm of the parameters' gradient, a float32 scalar: summed over all ranks it is
-    that square."""
+    """What this rank adds to the square of the norm of the parameters' gradient, a float32 scalar: summed
+    over all ranks it is that square."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [local_part(grad) for grad in grads]
     norms = torch._foreach_norm(held, 2, torch.float32)
@@ -144,7 +152,8 @@ def square_held(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients are to be divided by for a global norm of at most `max_norm`: 1 below it; None where that is 0, never."""
+    """What gradients are to be divided by for a global norm of at most `max_norm`: 1 below it; None where
+    that is 0, never."""
     return ((norm + CLIP_EPS) / max_norm).clamp(min=1.0) if max_norm > 0 else None
 
 
@@ -153,5 +162,7 @@ def _copies(grad: Tensor) -> int:
     if not isinstance(grad, DTensor):
         return dist.get_world_size()
     mesh = grad.device_mesh
-    shards = [mesh.size(axis) for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
+    shards = [
+        mesh.size(axis) for axis, placement in enumerate(grad.placements) if not placement.is_replicate()
+    ]
     return dist.get_world_size() // math.prod(shards)

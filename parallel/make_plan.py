@@ -19,13 +19,14 @@ from parallel.tensor import split_styles
 
 LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
 
+
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences per micro
-    batch and per optimizer step; the attention kernel and the dtype that are best on its devices.
+    """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences
+    per micro batch and per optimizer step; the attention kernel and the dtype that are best on its devices.
 
-    A global batch of -1 is one micro batch per data-parallel rank; a micro batch of "auto" is a rank's whole share of
-    the global batch, or 1 without one.
+    A global batch of -1 is one micro batch per data-parallel rank; a micro batch of "auto" is a rank's whole
+    share of the global batch, or 1 without one.
     """
 
     world_size: int
@@ -53,7 +54,9 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
         mistakes += rules.reshard_mistakes(config.reshard_after_forward, mesh.dp_shard, mesh.tp, "parallel.")
     micro_batch_size: Any = job.micro_batch_size
     if micro_batch_size == "auto":
-        micro_batch_size = 1 if job.global_batch_size == -1 else max(1, job.global_batch_size // mesh.data_parallel)
+        micro_batch_size = (
+            1 if job.global_batch_size == -1 else max(1, job.global_batch_size // mesh.data_parallel)
+        )
     if not mesh_mistakes:
         mistakes += rules.batch_mistakes(int(micro_batch_size), job.global_batch_size, mesh.data_parallel)
     if mistakes:
@@ -71,7 +74,9 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: Job) -> Plan:
         loss_chunk_tokens=_loss_chunk(config, micro_batch_size * job.seq_len, mesh.tp),
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
-        float8=NO_FLOAT8 if config.float8 == Float8Config() else make_float8(config.float8, model, tensor, mesh.tp),
+        float8=NO_FLOAT8
+        if config.float8 == Float8Config()
+        else make_float8(config.float8, model, tensor, mesh.tp),
         compile=config.compile,
         modules=tuple(model.modules),
         units=_make_units(config, model, job),
@@ -90,8 +95,8 @@ def _resolve(value: Any, default: Any) -> Any:
 
 
 def _loss_chunk(config: ParallelConfig, tokens: int, tp: int) -> int:
-    """Tokens whose logits are there at a time. Gathered logits, and those of a micro batch no longer than a chunk, are made at
-    once: compiled with what follows, that is faster."""
+    """Tokens whose logits are there at a time. Gathered logits, and those of a micro batch no longer than a
+    chunk, are made at once: compiled with what follows, that is faster."""
     at_once = _logits_gathered(config, tp) or tokens <= LOSS_CHUNK_TOKENS
     return int(_resolve(config.loss_chunk_tokens, 0 if at_once else LOSS_CHUNK_TOKENS))
 
@@ -108,27 +113,45 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: Job) -> list[s
         if key in ("storage_dtype", "reduce_dtype") or (key == "param_dtype" and value != "auto"):
             mistakes += rules.dtype_mistakes(value, f"parallel.{key}")
     mistakes += rules.storage_mistakes(config.storage_dtype, [param_dtype], "parallel.")
-    attention, chunk = _resolve(config.attention, model.attention_kernels[0]), _resolve(config.loss_chunk_tokens, 0)
-    mistakes += rules.kernel_mistakes(attention, chunk, _logits_gathered(config, _resolve(config.tp, 1)), model, "parallel.")
+    attention, chunk = (
+        _resolve(config.attention, model.attention_kernels[0]),
+        _resolve(config.loss_chunk_tokens, 0),
+    )
+    mistakes += rules.kernel_mistakes(
+        attention, chunk, _logits_gathered(config, _resolve(config.tp, 1)), model, "parallel."
+    )
     for key in ("forward_prefetch", "backward_prefetch"):
         if (value := getattr(config, key)) != "auto" and value < 0:
             mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")
     if config.checkpointed_blocks != "auto":
-        mistakes += _blocks_mistakes(config.checkpointed_blocks, config.activation_checkpoint, len(model.checkpointed))
+        mistakes += _blocks_mistakes(
+            config.checkpointed_blocks, config.activation_checkpoint, len(model.checkpointed)
+        )
     if config.unit_min_params < 0:
-        mistakes.append(f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more")
+        mistakes.append(
+            f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more"
+        )
     for part in config.tp_parts:
         if model.styles and part not in model.styles:
             hint = rules.nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
             mistakes.append(f"parallel.tp_parts: {part} is not a part of this model.{hint}")
     shared = sorted(model.shared_parts)
-    if _resolve(config.tp, 1) > 1 and shared and 0 < len(model.shared_parts.intersection(config.tp_parts)) < len(shared):
-        mistakes.append(f"parallel.tp_parts={list(config.tp_parts)}: {' and '.join(shared)} share a weight in this model, "
-                        "so tensor parallelism splits both or neither")  # fmt: skip
+    if (
+        _resolve(config.tp, 1) > 1
+        and shared
+        and 0 < len(model.shared_parts.intersection(config.tp_parts)) < len(shared)
+    ):
+        mistakes.append(
+            f"parallel.tp_parts={list(config.tp_parts)}: {' and '.join(shared)} share a weight in this "
+            f"model, "
+            "so tensor parallelism splits both or neither"
+        )
     if config.activation_checkpoint == "selective":
         mistakes += op_mistakes(config.selective_policy, model.attention_ops)
     if config.activation_checkpoint == "budget":
-        mistakes += budget_mistakes(config.activation_budget, config.compile.enabled, config.compile.backend, "parallel.")
+        mistakes += budget_mistakes(
+            config.activation_budget, config.compile.enabled, config.compile.backend, "parallel."
+        )
     if config.float8.recipe != "none":
         mistakes += key_mistakes(config.float8, model, "parallel.float8.")
     return mistakes + rules.compile_mistakes(config.compile, "parallel.compile.")
@@ -136,9 +159,15 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: Job) -> list[s
 
 def _blocks_mistakes(blocks: int, mode: str, there_are: int) -> list[str]:
     if not 0 <= blocks <= there_are:
-        return [f"parallel.checkpointed_blocks={blocks} must be auto (all) or a number of blocks: there are {there_are}"]
+        return [
+            f"parallel.checkpointed_blocks={blocks} must be auto (all) or a number of blocks: there are "
+            f"{there_are}"
+        ]
     if mode in ("auto", "none"):
-        return [f"parallel.checkpointed_blocks={blocks} is for an activation_checkpoint, which is {mode}: name one, or use auto"]
+        return [
+            f"parallel.checkpointed_blocks={blocks} is for an activation_checkpoint, which is {mode}: name "
+            f"one, or use auto"
+        ]
     return []
 
 
@@ -147,7 +176,8 @@ def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[
     replicate, tp = _resolve(config.dp_replicate, 1), _resolve(config.tp, 1)
     shard = _resolve(config.dp_shard, -1)
     mistakes = [
-        f"parallel.{axis}={degree} must be at least 1{' (or -1: all that is left)' if axis == 'dp_shard' else ''}"
+        f"parallel.{axis}={degree} must be at least "
+        f"1{' (or -1: all that is left)' if axis == 'dp_shard' else ''}"
         for axis, degree in zip(AXES, (replicate, shard, tp), strict=True)
         if degree < 1 and not (axis == "dp_shard" and degree == -1)
     ]
@@ -159,8 +189,10 @@ def _make_mesh(config: ParallelConfig, world_size: int) -> tuple[MeshPlan, list[
     if mesh.world_size != world_size:
         degrees = " x ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
         place = f"parallel.strategy={config.strategy}" if config.strategy else "parallel"
-        mistakes.append(f"{place}: {degrees} is {mesh.world_size} processes, this run has {world_size}: "
-                        f"start {mesh.world_size}, or change the degrees (dp_shard=-1 takes what is left)")  # fmt: skip
+        mistakes.append(
+            f"{place}: {degrees} is {mesh.world_size} processes, this run has {world_size}: "
+            f"start {mesh.world_size}, or change the degrees (dp_shard=-1 takes what is left)"
+        )
     return mesh, mistakes
 
 
@@ -180,7 +212,10 @@ def _make_units(config: ParallelConfig, model: ModelUnits, job: Job) -> tuple[Un
     most = _resolve(config.checkpointed_blocks, len(groups))
     every, ops = 0, tuple[str, ...]()
     if mode == "selective":
-        every, ops = blocks_of_every(config.selective_policy), saved_ops(config.selective_policy, model.attention_ops)
+        every, ops = (
+            blocks_of_every(config.selective_policy),
+            saved_ops(config.selective_policy, model.attention_ops),
+        )
     units, blocks = [], 0
     for modules in groups:
         here = mode if model.checkpointed.issuperset(modules) else "none"
@@ -190,26 +225,29 @@ def _make_units(config: ParallelConfig, model: ModelUnits, job: Job) -> tuple[Un
                 here = "full" if blocks % every == 0 else "none"
             if blocks > most:
                 here = "none"
-        units.append(UnitPlan(
-            modules=modules,
-            # The forward's last unit is the backward's first: freeing it in between would gather it twice in a row.
-            reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
-            forward_prefetch=_resolve(config.forward_prefetch, 1),
-            backward_prefetch=_resolve(config.backward_prefetch, 1),
-            activation_checkpoint=here,
-            saved_ops=ops if here == "selective" else (),
-            activation_budget=config.activation_budget if here == "budget" else 1.0,
-            compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
-            param_dtype=_resolve(config.param_dtype, job.param_dtype),
-            reduce_dtype=config.reduce_dtype,
-            output_dtype="same",
-        ))  # fmt: skip
+        units.append(
+            UnitPlan(
+                modules=modules,
+                # The forward's last unit is the backward's first: freeing it in between would gather it twice
+                # in a row.
+                reshard_after_forward=modules != groups[-1] and _resolve(config.reshard_after_forward, True),
+                forward_prefetch=_resolve(config.forward_prefetch, 1),
+                backward_prefetch=_resolve(config.backward_prefetch, 1),
+                activation_checkpoint=here,
+                saved_ops=ops if here == "selective" else (),
+                activation_budget=config.activation_budget if here == "budget" else 1.0,
+                compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
+                param_dtype=_resolve(config.param_dtype, job.param_dtype),
+                reduce_dtype=config.reduce_dtype,
+                output_dtype="same",
+            )
+        )
     return tuple(units)
 
 
 def _join_small(units: Sequence[tuple[str, ...]], model: ModelUnits, least: int) -> list[tuple[str, ...]]:
-    """Neighbouring blocks joined, in order, until each unit has at least `least` parameters (the last may have fewer).
-    Embedding and head stay apart from the blocks, which alone are checkpointed."""
+    """Neighbouring blocks joined, in order, until each unit has at least `least` parameters (the last may
+    have fewer). Embedding and head stay apart from the blocks, which alone are checkpointed."""
     joined: list[tuple[str, ...]] = []
     for unit in units:
         blocks = joined and model.checkpointed.issuperset(joined[-1] + unit)

@@ -30,7 +30,15 @@ class MemoryByKind:
 
     @functools.cached_property
     def total(self) -> int:
-        return self.params + self.grads + self.optimizer + self.unsharded + self.activations + self.logits + self.buffers
+        return (
+            self.params
+            + self.grads
+            + self.optimizer
+            + self.unsharded
+            + self.activations
+            + self.logits
+            + self.buffers
+        )
 
     def gib(self) -> dict[str, float]:
         """In GiB, by kind."""
@@ -39,7 +47,8 @@ class MemoryByKind:
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """A step's memory: the most of each kind at any time, and each kind at the moment when all together are most."""
+    """A step's memory: the most of each kind at any time, and each kind at the moment when all together are
+    most."""
 
     memory: MemoryByKind
     at_peak: MemoryByKind

@@ -7,7 +7,8 @@ from parallel.plan import AXES, MeshPlan
 
 
 def build_mesh(mesh: MeshPlan, device_type: str) -> DeviceMesh:
-    """A mesh with the axes dp_replicate, dp_shard and tp, those of degree 1 included. Needs a process group."""
+    """A mesh with the axes dp_replicate, dp_shard and tp, those of degree 1 included. Needs a process
+    group."""
     return init_device_mesh(device_type, tuple(getattr(mesh, axis) for axis in AXES), mesh_dim_names=AXES)
 
 
@@ -17,11 +18,13 @@ def fsdp_mesh(mesh: DeviceMesh, plan: MeshPlan) -> DeviceMesh:
 
 
 def data_parallel_rank(mesh: DeviceMesh, plan: MeshPlan) -> int:
-    """Which part of the global batch this rank reads: 0 .. data_parallel - 1, the same for all ranks of a tp group."""
+    """Which part of the global batch this rank reads: 0 .. data_parallel - 1, the same for all ranks of a tp
+    group."""
     return mesh.get_local_rank("dp_replicate") * plan.dp_shard + mesh.get_local_rank("dp_shard")
 
 
 def data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
-    """The ranks that together see the global batch: those of dp_replicate and dp_shard, one for each tp rank."""
+    """The ranks that together see the global batch: those of dp_replicate and dp_shard, one for each tp
+    rank."""
     # DeviceMesh has no public way to join axes into one group (torch 2.11 to 2.13).
     return mesh["dp_replicate", "dp_shard"]._flatten("data_parallel").get_group()

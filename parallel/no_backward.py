@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def without_backward(model: nn.Module) -> Iterator[None]:
-    """Within it forwards keep nothing for a backward and send nothing to host memory, though autograd may be on, without which
-    compiled blocks would need a second graph. At the end every gathered parameter is freed: without a backward, FSDP2 keeps those
-    of the last unit."""
+    """Within it forwards keep nothing for a backward and send nothing to host memory, though autograd may be
+    on, without which compiled blocks would need a second graph. At the end every gathered parameter is freed:
+    without a backward, FSDP2 keeps those of the last unit."""
     offload = getattr(model, "activation_offload", None)
     if offload is not None:
         offload.enabled = False

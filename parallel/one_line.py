@@ -4,12 +4,14 @@ LETTERS = 900  # of a message, file names included
 
 
 def one_line(message: object, letters: int = LETTERS) -> str:
-    """The message on one line: line ends become spaces, letters that cannot be shown become ?, and of a long one the middle
-    is left out."""
+    """The message on one line: line ends become spaces, letters that cannot be shown become ?, and of a long
+    one the middle is left out."""
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(message).split()))
     return line if len(line) <= letters else f"{line[: letters // 2]} ... {line[-(letters // 2) + 5 :]}"
 
 
 def each_line(message: str) -> str:
     """The message with each of its lines as by `one_line`, indented as before."""
-    return "\n".join(f"{' ' * min(8, len(line) - len(line.lstrip(' ')))}{one_line(line)}" for line in message.split("\n"))
+    return "\n".join(
+        f"{' ' * min(8, len(line) - len(line.lstrip(' ')))}{one_line(line)}" for line in message.split("\n")
+    )

@@ -13,7 +13,8 @@ ACTIVATION_CHECKPOINTS = ("none", "full", "selective", "budget", "offload")
 
 
 class PlanError(ValueError):
-    """The parallelisation asked for cannot be: each line of the message names rule, value, place and way out."""
+    """The parallelisation asked for cannot be: each line of the message names rule, value, place and way
+    out."""
 
     def __init__(self, message: str) -> None:
         super().__init__(each_line(message))
@@ -24,8 +25,8 @@ class ModelUnits:
     """What a model publishes of itself for planning, all of it names, numbers and plain strings.
 
     Args:
-        modules: name and number of parameters of each module that makes units, in the order in which the forward
-            runs them; parameters that are shared count once
+        modules: name and number of parameters of each module that makes units, in the order in which the
+            forward runs them; parameters that are shared count once
         units: modules of each FSDP unit, in the order in which the forward is done with them
         compiled: modules that are compiled
         checkpointed: modules whose activations can be recomputed
@@ -69,10 +70,11 @@ class MeshPlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Tensor parallelism: the style of each weight by fqn pattern, and how tokens lie between the parts it splits.
+    """Tensor parallelism: the style of each weight by fqn pattern, and how tokens lie between the parts it
+    splits.
 
-    `sequence_parallel`: each tp rank holds its share of the tokens; else every rank holds all of them. No styles:
-    nothing is split.
+    `sequence_parallel`: each tp rank holds its share of the tokens; else every rank holds all of them. No
+    styles: nothing is split.
     """
 
     sequence_parallel: bool
@@ -81,9 +83,9 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Float8Plan:
-    """Products in float8: the `recipe` (none, tensorwise, rowwise), of which linears, by fqn pattern, and whether their
-    weights are sent in it. `tokens`: modules, by fqn pattern, at whose edge tensor parallelism gathers tokens in it: what comes
-    out of a norm, and the gradient of what comes out of a rowwise linear."""
+    """Products in float8: the `recipe` (none, tensorwise, rowwise), of which linears, by fqn pattern, and
+    whether their weights are sent in it. `tokens`: modules, by fqn pattern, at whose edge tensor parallelism
+    gathers tokens in it: what comes out of a norm, and the gradient of what comes out of a rowwise linear."""
 
     recipe: str
     linears: tuple[str, ...]
@@ -98,9 +100,9 @@ NO_FLOAT8 = Float8Plan("none", (), False, ())
 class UnitPlan:
     """One FSDP unit: the modules whose parameters are gathered together, and how they are treated.
 
-    `forward_prefetch` and `backward_prefetch` say which units' all-gathers are started ahead: how many of the next
-    ones, or a list of their names. `output_dtype` is "same" or what the unit's output is cast to. `saved_ops` is for
-    activation_checkpoint selective, `activation_budget` for budget.
+    `forward_prefetch` and `backward_prefetch` say which units' all-gathers are started ahead: how many of the
+    next ones, or a list of their names. `output_dtype` is "same" or what the unit's output is cast to.
+    `saved_ops` is for activation_checkpoint selective, `activation_budget` for budget.
     """
 
     modules: tuple[str, ...]
@@ -124,9 +126,10 @@ class UnitPlan:
 class Plan:
     """The parallelisation of one model on one number of processes.
 
-    `storage_dtype`: of sharded parameters and gradients. `attention`: the kernel. `loss_chunk_tokens`: tokens whose logits are
-    there at a time; 0 is all. `fused_projections`: one product where several read the same input. `async_tp`: tp collectives
-    beside products. `modules`: in the order in which the forward runs them. `units`: in the order in which it is done with them.
+    `storage_dtype`: of sharded parameters and gradients. `attention`: the kernel. `loss_chunk_tokens`: tokens
+    whose logits are there at a time; 0 is all. `fused_projections`: one product where several read the same
+    input. `async_tp`: tp collectives beside products. `modules`: in the order in which the forward runs them.
+    `units`: in the order in which it is done with them.
     """
 
     mesh: MeshPlan
@@ -151,14 +154,16 @@ class Plan:
 
     @property
     def forward_order(self) -> list[UnitPlan]:
-        """Units in the order in which the forward first needs them: tied embeddings come first, though last done."""
+        """Units in the order in which the forward first needs them: tied embeddings come first, though last
+        done."""
         place = {module: i for i, module in enumerate(self.modules)}
         return sorted(self.units, key=lambda unit: min(place[module] for module in unit.modules))
 
 
 def prefetch_schedule(plan: Plan, phase: str) -> dict[str, list[UnitPlan]]:
-    """Of every unit, by name: the units whose all-gathers it starts ahead of need in a phase, "forward" or "backward", first
-    needed first. A number takes the next units of that phase's order, without those that stay gathered."""
+    """Of every unit, by name: the units whose all-gathers it starts ahead of need in a phase, "forward" or
+    "backward", first needed first. A number takes the next units of that phase's order, without those that
+    stay gathered."""
     order = plan.forward_order if phase == "forward" else list(plan.units)[::-1]
     by_name = {unit.name: unit for unit in order}
     schedule = {}

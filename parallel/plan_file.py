@@ -19,8 +19,15 @@ from parallel.strict_yaml import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
-_TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a word", NoneType: "null",
-               tuple: "a list of names", dict: "a mapping of names to styles"}  # fmt: skip
+_TYPE_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a word",
+    NoneType: "null",
+    tuple: "a list of names",
+    dict: "a mapping of names to styles",
+}
 T = TypeVar("T", str, UnitPlan)
 MAX_RANGE = 10_000  # units of all entries; the deepest published Llama has 126
 
@@ -85,7 +92,11 @@ def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
     groups: list[list[UnitPlan]] = []
     for unit in units:
         # repr, because True == 1
-        if groups and _is_next(groups[-1][-1].name, unit.name) and repr(_treatment(groups[-1][0])) == repr(_treatment(unit)):
+        if (
+            groups
+            and _is_next(groups[-1][-1].name, unit.name)
+            and repr(_treatment(groups[-1][0])) == repr(_treatment(unit))
+        ):
             groups[-1].append(unit)
         else:
             groups.append([unit])
@@ -137,7 +148,10 @@ def _read_units(entry: Any) -> list[UnitPlan]:
     if "modules" in entry:
         raise PlanError(f"unit {name} has unknown key modules: its name says them, as in first+second")
     treatment = {key: value for key, value in entry.items() if key != "unit"}
-    return [_read(UnitPlan, {"modules": n.split("+"), **treatment}, f"unit {name}") for n in _names(name, f"unit {name}")]
+    return [
+        _read(UnitPlan, {"modules": n.split("+"), **treatment}, f"unit {name}")
+        for n in _names(name, f"unit {name}")
+    ]
 
 
 def _read_all(entries: list[Any], read: Callable[[Any], list[T]], place: str) -> tuple[T, ...]:
@@ -171,14 +185,19 @@ def _read(cls: type, data: Any, place: str) -> Any:
 
 
 def _value(wanted: Any, value: Any, place: str) -> Any:
-    """`value` as the declared type: what YAML reads, and lists of names for tuples. A bool is not an int here."""
+    """`value` as the declared type: what YAML reads, and lists of names for tuples. A bool is not an int
+    here."""
     for choice in get_args(wanted) if isinstance(wanted, UnionType) else (wanted,):
         kind, arguments = get_origin(choice) or choice, get_args(choice)
         if kind is Literal and value in arguments:
             return value
         if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
-        if kind is dict and isinstance(value, dict) and all(isinstance(x, str) for item in value.items() for x in item):
+        if (
+            kind is dict
+            and isinstance(value, dict)
+            and all(isinstance(x, str) for item in value.items() for x in item)
+        ):
             return value
         if kind is float and type(value) in (int, float):
             return float(value)
@@ -204,7 +223,11 @@ def _read_count(data: dict[str, Any], key: str) -> int:
 def _check_keys(data: dict[str, Any], wanted: Sequence[str], place: str) -> None:
     missing, unknown = set(wanted) - set(data), {str(key) for key in data} - set(wanted)
     if missing or unknown:
-        parts = [f"{word} {', '.join(sorted(keys))}" for word, keys in (("lacks", missing), ("has unknown", unknown)) if keys]
+        parts = [
+            f"{word} {', '.join(sorted(keys))}"
+            for word, keys in (("lacks", missing), ("has unknown", unknown))
+            if keys
+        ]
         raise PlanError(f"{place} {' and '.join(parts)}; its keys are {', '.join(wanted)}")
 
 
@@ -214,22 +237,36 @@ def plan_to_table(plan: Plan) -> str:
     head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
     rows = [_table_row(name, unit, plan.compile.backend) for name, unit in group_units(plan.units)]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
     degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
-    batch = (f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
-             f"{mesh.data_parallel} x accumulation {plan.accumulation}")  # fmt: skip
+    batch = (
+        f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
+        f"{mesh.data_parallel} x accumulation {plan.accumulation}"
+    )
     first = [f"mesh: {degrees} = {mesh.world_size} process{plural}", f"global batch: {batch}"]
     if plan.tensor.styles:
         whole = [pattern for pattern, style in plan.tensor.styles.items() if style.startswith("whole_")]
-        first.append(f"tensor parallel: sequence parallel {'on' if plan.tensor.sequence_parallel else 'off'}, loss "
-                     f"parallel {'on' if 'loss' in plan.tensor.styles.values() else 'off'}"
-                     + (f", left whole: {', '.join(whole)}" if whole else ""))  # fmt: skip
+        first.append(
+            f"tensor parallel: sequence parallel {'on' if plan.tensor.sequence_parallel else 'off'}, loss "
+            f"parallel {'on' if 'loss' in plan.tensor.styles.values() else 'off'}"
+            + (f", left whole: {', '.join(whole)}" if whole else "")
+        )
     if plan.cpu_offload:
         first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
-    loss = f"loss {plan.loss_chunk_tokens} tokens at a time" if plan.loss_chunk_tokens else "loss of all tokens at once"
+    loss = (
+        f"loss {plan.loss_chunk_tokens} tokens at a time"
+        if plan.loss_chunk_tokens
+        else "loss of all tokens at once"
+    )
     first.append(f"kernels: attention {plan.attention}, {loss}; parameters stored in {plan.storage_dtype}")
     if plan.fused_projections or plan.async_tp:
-        ways = {"projections that read the same are one product": plan.fused_projections, "async tp": plan.async_tp}
+        ways = {
+            "projections that read the same are one product": plan.fused_projections,
+            "async tp": plan.async_tp,
+        }
         first.append(", ".join(way for way, taken in ways.items() if taken))
     if plan.float8.linears:
         sent = ", sent in it too" if plan.float8.all_gather else ""
@@ -240,8 +277,15 @@ def plan_to_table(plan: Plan) -> str:
 def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
     output = "" if unit.output_dtype == "same" else f" -> {unit.output_dtype}"
     ahead = f"{_ahead(unit.forward_prefetch)}/{_ahead(unit.backward_prefetch)}"
-    return [name, unit.param_dtype + output, unit.reduce_dtype, str(unit.reshard_after_forward).lower(), ahead,
-            _activation_words(unit), backend if unit.compiled else "-"]  # fmt: skip
+    return [
+        name,
+        unit.param_dtype + output,
+        unit.reduce_dtype,
+        str(unit.reshard_after_forward).lower(),
+        ahead,
+        _activation_words(unit),
+        backend if unit.compiled else "-",
+    ]
 
 
 def _ahead(prefetch: int | tuple[str, ...]) -> str:

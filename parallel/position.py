@@ -1,7 +1,8 @@
 """Where a training step is while its operations run: which unit, which module, which phase.
 
-FSDP2 says what it does, for which unit, in the labels that a profiler shows; modules say when their forward begins
-and ends; autograd numbers its nodes in the order in which the forward makes them. Nothing of FSDP2 is changed or replaced.
+FSDP2 says what it does, for which unit, in the labels that a profiler shows; modules say when their forward
+begins and ends; autograd numbers its nodes in the order in which the forward makes them. Nothing of FSDP2 is
+changed or replaced.
 """
 
 import bisect
@@ -16,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from parallel.plan import Plan
 
-UNIT_LABEL = re.compile(r"FSDP::\w+ \(([\w.]+)")  # as in "FSDP::all_gather (layers.3)"; of several modules, the first
+# as in "FSDP::all_gather (layers.3)"; of several modules, the first
+UNIT_LABEL = re.compile(r"FSDP::\w+ \(([\w.]+)")
 OPTIMIZER_LABEL = "Optimizer.step"
 SEND_LABEL = "Offload::send"  # of activation_offload.py
 
@@ -24,8 +26,9 @@ SEND_LABEL = "Offload::send"  # of activation_offload.py
 class Position:
     """Follows the steps of one model.
 
-    `labels`: those that are open, innermost last. `phase`: forward, backward, recompute (an activation-checkpointed
-    module's forward within the backward) or optimizer (everything after a backward that is none of the others).
+    `labels`: those that are open, innermost last. `phase`: forward, backward, recompute (an
+    activation-checkpointed module's forward within the backward) or optimizer (everything after a backward
+    that is none of the others).
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -40,9 +43,12 @@ class Position:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Listen to modules as long as the context lasts."""
-        # Global hooks run before a module's own, so a unit has begun before FSDP2 gathers it. A recomputation that has
-        # what it needs leaves its modules by an exception: always_call hears of that too.
-        handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)]
+        # Global hooks run before a module's own, so a unit has begun before FSDP2 gathers it. A recomputation
+        # that has what it needs leaves its modules by an exception: always_call hears of that too.
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
         try:
             yield
         finally:
@@ -50,7 +56,8 @@ class Position:
                 handle.remove()
 
     def read_label(self, op: Any, args: tuple[Any, ...]) -> str:
-        """Take in an operation of the namespace `profiler`, which opens or closes a label. Returns one that it closed."""
+        """Take in an operation of the namespace `profiler`, which opens or closes a label. Returns one that
+        it closed."""
         if "enter" in op.__name__:
             self.labels.append(args[0])
             return ""
@@ -78,11 +85,16 @@ class Position:
         if self._running or not self.in_backward:
             return self._running[-1] if self._running else ""
         node = torch._C._current_autograd_node()
-        return self._modules[bisect.bisect_right(self._counts, node._sequence_nr()) - 1] if node is not None else ""
+        return (
+            self._modules[bisect.bisect_right(self._counts, node._sequence_nr()) - 1]
+            if node is not None
+            else ""
+        )
 
     @property
     def unit(self) -> str:
-        """The unit whose parameters are gathered or whose gradients are reduced, else the one that runs; "" outside."""
+        """The unit whose parameters are gathered or whose gradients are reduced, else the one that runs; ""
+        outside."""
         # A unit that starts the all-gather of another is itself not in the innermost label: the other is.
         if unit := self.unit_in(self.label):
             return unit

@@ -33,15 +33,21 @@ class RecompileGuard:
         log.propagate = False
 
     def news(self) -> list[str]:
-        """What has been recompiled since the last call, one sentence each. Raises RecompileError under `error`."""
+        """What has been recompiled since the last call, one sentence each. Raises RecompileError under
+        `error`."""
         if self._graphs is None:
             return []
         heard, self._heard[:] = list(self._heard), []
         before, self._graphs = self._graphs, count_compiled_graphs()
         if self._graphs > before and not heard:  # set_logs gives way to TORCH_LOGS
-            heard = [f"recompiled {self._graphs - before} graphs; TORCH_LOGS keeps the reason back, add recompiles to it"]
+            heard = [
+                f"recompiled {self._graphs - before} graphs; TORCH_LOGS keeps the reason back, add "
+                f"recompiles to it"
+            ]
         if heard and self._action == "error":
-            raise RecompileError(f"{heard[0]}. parallel.compile.on_recompile=error ends the run here; warn would go on")
+            raise RecompileError(
+                f"{heard[0]}. parallel.compile.on_recompile=error ends the run here; warn would go on"
+            )
         return heard
 
 

@@ -24,31 +24,45 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def dtype_mistakes(value: str, place: str) -> list[str]:
     """`place` is what the message calls the value."""
     if value == "float16":
-        return [f"{place}=float16 needs a gradient scaler, which this trainer does not have: "
-                "use bfloat16, which has float32's range"]  # fmt: skip
+        return [
+            f"{place}=float16 needs a gradient scaler, which this trainer does not have: "
+            "use bfloat16, which has float32's range"
+        ]
     return [] if value in DTYPES else [f"{place}={value} is not one of {', '.join(DTYPES)}"]
 
 
 def storage_mistakes(storage: str, params: Iterable[str], place: str) -> list[str]:
     """Parameters stored in bfloat16 and gathered in float32 would send zeros."""
     if storage == "bfloat16" and "float32" in params:
-        return [f"{place}storage_dtype=bfloat16 with param_dtype=float32 would send and multiply twice the bytes that "
-                "there are: use param_dtype=bfloat16"]  # fmt: skip
+        return [
+            f"{place}storage_dtype=bfloat16 with param_dtype=float32 would send and multiply twice the "
+            f"bytes that "
+            "there are: use param_dtype=bfloat16"
+        ]
     return []
 
 
-def kernel_mistakes(attention: str, loss_chunk_tokens: int, gathered: bool, model: ModelUnits, place: str) -> list[str]:
+def kernel_mistakes(
+    attention: str, loss_chunk_tokens: int, gathered: bool, model: ModelUnits, place: str
+) -> list[str]:
     """An attention that the model does not have, and chunks too small or of `gathered` logits."""
     mistakes = []
     if attention not in model.attention_kernels:
-        mistakes.append(f"{place}attention={attention} is not one of {', '.join(model.attention_kernels)}."
-                        + nearest(attention, model.attention_kernels))  # fmt: skip
+        mistakes.append(
+            f"{place}attention={attention} is not one of {', '.join(model.attention_kernels)}."
+            + nearest(attention, model.attention_kernels)
+        )
     if loss_chunk_tokens and loss_chunk_tokens < LEAST_CHUNK_TOKENS:
-        mistakes.append(f"{place}loss_chunk_tokens={loss_chunk_tokens} must be 0 (all at once) or at least {LEAST_CHUNK_TOKENS}: "
-                        "products of fewer tokens are slow")  # fmt: skip
+        mistakes.append(
+            f"{place}loss_chunk_tokens={loss_chunk_tokens} must be 0 (all at once) or at least "
+            f"{LEAST_CHUNK_TOKENS}: "
+            "products of fewer tokens are slow"
+        )
     if loss_chunk_tokens and gathered:
-        mistakes.append(f"{place}loss_chunk_tokens={loss_chunk_tokens} is for logits that stay split over tp: use 0, or "
-                        "loss_parallel=true")  # fmt: skip
+        mistakes.append(
+            f"{place}loss_chunk_tokens={loss_chunk_tokens} is for logits that stay split over tp: use 0, or "
+            "loss_parallel=true"
+        )
     return mistakes
 
 
@@ -58,11 +72,16 @@ def compile_mistakes(config: CompileConfig, place: str) -> list[str]:
         from torch._dynamo import list_backends
 
         if config.backend not in (known := list_backends(exclude_tags=())):
-            return [f"{place}backend={config.backend} is no backend of this torch.{nearest(config.backend, known)}"]
+            return [
+                f"{place}backend={config.backend} is no backend of this "
+                f"torch.{nearest(config.backend, known)}"
+            ]
     if config.mode == "default":
         return []
     if config.backend != "inductor":
-        return [f"{place}mode={config.mode} is for backend inductor, not {config.backend}: leave it at default"]
+        return [
+            f"{place}mode={config.mode} is for backend inductor, not {config.backend}: leave it at default"
+        ]
     from torch._inductor import list_mode_options
 
     known = list(list_mode_options())
@@ -70,35 +89,50 @@ def compile_mistakes(config: CompileConfig, place: str) -> list[str]:
 
 
 def reshard_mistakes(reshard: bool | int | str, shard: int, tp: int, place: str) -> list[str]:
-    """An int is a smaller group that keeps the parameters together: it must divide dp_shard and be neither end of it.
+    """An int is a smaller group that keeps the parameters together: it must divide dp_shard and be neither
+    end of it.
 
-    Beside tp torch mixes such groups up: FSDP2 makes them for one tp rank's shards at a time, where every process of
-    the run has to take part, and processes wait for each other for ever (tests/distributed/test_torch_faults.py).
+    Beside tp torch mixes such groups up: FSDP2 makes them for one tp rank's shards at a time, where every
+    process of the run has to take part, and processes wait for each other for ever
+    (tests/distributed/test_torch_faults.py).
     """
     if type(reshard) is not int:
         return []
     if tp > 1:
-        return [f"{place}reshard_after_forward={reshard} with tp={tp} hangs in torch (2.11 and 2.13 do), whose FSDP2 "
-                "makes the smaller groups without regard to tp: use true or false"]  # fmt: skip
+        return [
+            f"{place}reshard_after_forward={reshard} with tp={tp} hangs in torch (2.11 and 2.13 do), whose "
+            f"FSDP2 "
+            "makes the smaller groups without regard to tp: use true or false"
+        ]
     if 1 < reshard < shard and shard % reshard == 0:
         return []
     others = [str(d) for d in range(2, shard) if shard % d == 0]
-    return [f"{place}reshard_after_forward={reshard} must divide dp_shard={shard} and be smaller: "
-            f"use {', '.join(['true', 'false', *others])} (false is what groups of 1 would be)"]  # fmt: skip
+    return [
+        f"{place}reshard_after_forward={reshard} must divide dp_shard={shard} and be smaller: "
+        f"use {', '.join(['true', 'false', *others])} (false is what groups of 1 would be)"
+    ]
 
 
 def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnits, place: str) -> list[str]:
-    """Everything that the tp degree must divide, with the degrees that would do. `tokens`: per sequence, or 0 if they are
-    not shared out."""
+    """Everything that the tp degree must divide, with the degrees that would do. `tokens`: per sequence, or 0
+    if they are not shared out."""
     sizes = {key: value for part in parts for key, value in model.tp_divides[part].items()}
     if tokens:
         sizes["train.seq_len"] = tokens
     common = math.gcd(*sizes.values())
     valid = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
-    pad = {key: f" Or pad it to {-(-value // 128) * 128}: ids no text has cost their rows and are soon never predicted."
-           for key, value in sizes.items() if key == "model.vocab_size" and 128 % max(tp, 1) == 0}  # fmt: skip
-    return [f"{place}tp={tp} must divide {key}={value}. Use {' or '.join(valid.rsplit(', ', 1))}.{pad.get(key, '')}"
-            for key, value in sizes.items() if tp > 1 and value % tp]  # fmt: skip
+    pad = {
+        key: f" Or pad it to {-(-value // 128) * 128}: ids no text has cost their rows and are soon never "
+        f"predicted."
+        for key, value in sizes.items()
+        if key == "model.vocab_size" and 128 % max(tp, 1) == 0
+    }
+    return [
+        f"{place}tp={tp} must divide {key}={value}. Use "
+        f"{' or '.join(valid.rsplit(', ', 1))}.{pad.get(key, '')}"
+        for key, value in sizes.items()
+        if tp > 1 and value % tp
+    ]
 
 
 def batch_mistakes(micro_batch_size: int, global_batch_size: int, data_parallel: int) -> list[str]:
@@ -109,5 +143,7 @@ def batch_mistakes(micro_batch_size: int, global_batch_size: int, data_parallel:
     if global_batch_size == -1 or (global_batch_size > 0 and global_batch_size % once == 0):
         return []
     nearest = max(1, round(global_batch_size / once)) * once
-    return [f"train.global_batch_size={global_batch_size} must be a multiple of micro_batch_size x data-parallel "
-            f"degree = {micro_batch_size} x {data_parallel}: the nearest is {nearest}, or use -1"]  # fmt: skip
+    return [
+        f"train.global_batch_size={global_batch_size} must be a multiple of micro_batch_size x data-parallel "
+        f"degree = {micro_batch_size} x {data_parallel}: the nearest is {nearest}, or use -1"
+    ]

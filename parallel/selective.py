@@ -8,7 +8,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 MATMUL = "aten.mm"
-TP_SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")  # recomputed, they would be sent again
+# recomputed, they would be sent again
+TP_SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")
 # What each named policy keeps besides attention and the sums over tp: "OP/n" is every n-th call of OP.
 POLICIES = {"matmul": (MATMUL,), "half_matmul": (f"{MATMUL}/2",), "attention": ()}
 
@@ -26,15 +27,24 @@ def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(op.strip() for op in policy.split(",") if op.strip())
 
 
-def op_mistakes(policy: str, attention_ops: tuple[str, ...], place: str = "parallel.selective_policy") -> list[str]:
+def op_mistakes(
+    policy: str, attention_ops: tuple[str, ...], place: str = "parallel.selective_policy"
+) -> list[str]:
     """What is wrong with a policy, in words."""
     if policy.startswith("every:"):
         return [] if blocks_of_every(policy) else [f"{place}={policy} must be every:N with N at least 1"]
     unknown = [op for op in saved_ops(policy, attention_ops) if not _is_op(op)]
     if not unknown and saved_ops(policy, attention_ops):
         return []
-    what = f"{', '.join(unknown)} is not an operator of this torch" if unknown else "it keeps nothing, which is full"
-    return [f"{place}={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as aten.mm or aten.mm/2"]
+    what = (
+        f"{', '.join(unknown)} is not an operator of this torch"
+        if unknown
+        else "it keeps nothing, which is full"
+    )
+    return [
+        f"{place}={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as aten.mm or "
+        f"aten.mm/2"
+    ]
 
 
 def selective_contexts(ops: tuple[str, ...]) -> Any:
@@ -54,7 +64,8 @@ def selective_contexts(ops: tuple[str, ...]) -> Any:
 
 @cache
 def _saved_every(ops: tuple[str, ...]) -> dict[Any, int]:
-    """Operator -> of how many of its calls one is kept. Operators that this build of torch lacks are left out."""
+    """Operator -> of how many of its calls one is kept. Operators that this build of torch lacks are left
+    out."""
     return {_find_op(op): int(op.partition("/")[2] or 1) for op in ops if _find_op(op) is not None}
 
 

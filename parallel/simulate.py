@@ -1,11 +1,13 @@
-"""The real code as one rank of any number of processes, without any of them: fake process group, fake tensors.
+"""The real code as one rank of any number of processes, without any of them: fake process group, fake
+tensors.
 
-Nothing is computed and nothing is sent, but the same functions run that train: the model is built, sharded and stepped
-by the code it is handed, FSDP2's hooks fire, every collective is issued, every tensor has its shape and its life. So the
-result shares no arithmetic with a formula, and can check one.
+Nothing is computed and nothing is sent, but the same functions run that train: the model is built, sharded
+and stepped by the code it is handed, FSDP2's hooks fire, every collective is issued, every tensor has its
+shape and its life. So the result shares no arithmetic with a formula, and can check one.
 
-Eager only: what the plan compiles runs as written. Collectives and sharded memory are the same compiled; activations are
-those of eager operations, and `activation_checkpoint: budget`, which is the compiler's work, keeps all of them.
+Eager only: what the plan compiles runs as written. Collectives and sharded memory are the same compiled;
+activations are those of eager operations, and `activation_checkpoint: budget`, which is the compiler's work,
+keeps all of them.
 """
 
 import dataclasses
@@ -51,7 +53,8 @@ class TrainingCode:
 
 @dataclass(frozen=True)
 class Simulation(StepMemory):
-    """What one rank does and holds in one optimizer step; with cpu_offload, memory without what lies in host memory.
+    """What one rank does and holds in one optimizer step; with cpu_offload, memory without what lies in host
+    memory.
 
     Args:
         collectives: in order, without those over a single rank
@@ -71,11 +74,13 @@ class _Groups:
 
 
 def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
-    """One optimizer step of `rank`. The process must have no process group: it gets a fake one for the time."""
+    """One optimizer step of `rank`. The process must have no process group: it gets a fake one for the
+    time."""
     plan = eager_plan(plan)
     with _fake_process_group(plan.mesh.world_size, rank):
         mesh = build_mesh(plan.mesh, "cpu")
-        # Not under fake tensors: making meshes looks at real numbers, and a model on the meta device costs nothing.
+        # Not under fake tensors: making meshes looks at real numbers, and a model on the meta device costs
+        # nothing.
         groups = _Groups(axes_of_groups(mesh), data_parallel_group(mesh))
         model = code.shard(plan, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -84,10 +89,13 @@ def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
 
 
 def eager_plan(plan: Plan) -> Plan:
-    """The same plan with nothing compiled, and fused attention by what a CPU has: it keeps the same as any other."""
+    """The same plan with nothing compiled, and fused attention by what a CPU has: it keeps the same as any
+    other."""
     units = tuple(dataclasses.replace(unit, compiled=False) for unit in plan.units)
     attention = "math" if plan.attention == "math" else ""
-    return dataclasses.replace(plan, units=units, attention=attention, compile=dataclasses.replace(plan.compile, enabled=False))
+    return dataclasses.replace(
+        plan, units=units, attention=attention, compile=dataclasses.replace(plan.compile, enabled=False)
+    )
 
 
 def _record_step(
@@ -108,7 +116,9 @@ def _record_step(
     host_bytes = sum(memory[kind] for kind in on_host)
     for kind in on_host:
         memory[kind] = at_peak[kind] = 0
-    return Simulation(MemoryByKind(**memory), MemoryByKind(**at_peak), tuple(recorder.collectives), host_bytes)
+    return Simulation(
+        MemoryByKind(**memory), MemoryByKind(**at_peak), tuple(recorder.collectives), host_bytes
+    )
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -130,8 +140,10 @@ def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers results with their mesh, and takes an equal mesh for the same, though its process groups are gone
-    and it may have been seen by another rank (torch 2.13; tests/parallel/test_simulate.py)."""
-    # As torch.distributed.tensor.debug does, whose import takes long. The second cache is not there in torch 2.11.
+    """DTensor remembers results with their mesh, and takes an equal mesh for the same, though its process
+    groups are gone and it may have been seen by another rank (torch 2.13;
+    tests/parallel/test_simulate.py)."""
+    # As torch.distributed.tensor.debug does, whose import takes long. The second cache is not there in torch
+    # 2.11.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

@@ -16,8 +16,14 @@ from parallel.position import OPTIMIZER_LABEL, SEND_LABEL, Position
 
 REDUCE_LABEL = "FSDP::post_backward_reduce"
 BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)
-UNSHARDED_LABELS = ("FSDP::all_gather", "FSDP::pre_", "FSDP::root_pre_", "FSDP::post_forward", "FSDP::forward_prefetch",
-                    "FSDP::backward_prefetch")  # fmt: skip
+UNSHARDED_LABELS = (
+    "FSDP::all_gather",
+    "FSDP::pre_",
+    "FSDP::root_pre_",
+    "FSDP::post_forward",
+    "FSDP::forward_prefetch",
+    "FSDP::backward_prefetch",
+)
 
 
 @dataclass
@@ -32,12 +38,17 @@ class _Storage:
 class StorageTracker:
     """Counts every storage, of fake or real tensors, that it is shown, from then to its end.
 
-    `logits`: the modules that make the logits, and the loss of them. `on_host`: kinds that lie in host memory, and so
-    do not count for the peak.
+    `logits`: the modules that make the logits, and the loss of them. `on_host`: kinds that lie in host
+    memory, and so do not count for the peak.
     """
 
     def __init__(
-        self, position: Position, model: nn.Module, plan: Plan, logits: tuple[str, str], on_host: frozenset[str]
+        self,
+        position: Position,
+        model: nn.Module,
+        plan: Plan,
+        logits: tuple[str, str],
+        on_host: frozenset[str],
     ) -> None:
         self.now: dict[str, int] = dict.fromkeys(MemoryByKind.__annotations__, 0)
         self.largest = dict(self.now)
@@ -48,7 +59,9 @@ class StorageTracker:
         self._logits_widths: set[int] = set()
         self._live: dict[int, _Storage] = {}
         self._params = list(model.parameters())
-        self._unit_params = {u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units}
+        self._unit_params = {
+            u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units
+        }
         self._modules = dict(model.named_modules())
         self._differentiated = ""  # the module whose backward ran last
         self._reduced: list[int] = []  # storages that the reduction under way has made
@@ -78,7 +91,8 @@ class StorageTracker:
         """Take in that a label has been opened, or `closed`."""
         self._remeasure()
         if closed == "FSDP::root_pre_forward":
-            self.mark("params", self._params)  # the first forward pads uneven shards into storages of their own
+            # the first forward pads uneven shards into storages of their own
+            self.mark("params", self._params)
         elif closed.startswith(REDUCE_LABEL):
             self._mark_reduced(self._unit_params[self._position.unit_in(closed)])
 
@@ -100,7 +114,8 @@ class StorageTracker:
         """Mark the gradients that a unit's reduction has left."""
         grads = [p.grad for p in params if p.grad is not None]
         self.mark("grads", grads)
-        # HSDP keeps them apart until the all-reduce. The first that a reduction makes is what it reduces from.
+        # HSDP keeps them apart until the all-reduce. The first that a reduction makes is what it reduces
+        # from.
         for key in self._reduced[1:] if not grads else ():
             if key in self._live:
                 self._move(self._live[key], "grads")
@@ -108,9 +123,11 @@ class StorageTracker:
 
     def _follow_backward(self) -> None:
         """Tell gradients of weights from the activations as which they were born."""
-        module = self._position.module if self._position.in_backward else ""  # "" also while a gradient is accumulated
+        # "" also while a gradient is accumulated
+        module = self._position.module if self._position.in_backward else ""
         if module not in ("", self._differentiated):
-            # Autograd has taken the gradient that an operation made as it is: only now it can be known as one.
+            # Autograd has taken the gradient that an operation made as it is: only now it can be known as
+            # one.
             weights = self._modules[self._differentiated]._parameters.values()
             self.mark("buffers", (weight.grad for weight in weights if weight is not None))
             self._differentiated = module
@@ -127,7 +144,8 @@ class StorageTracker:
         self._resize(self._live.pop(key), 0)
 
     def _remeasure(self) -> None:
-        """FSDP2 empties and refills the storages of gathered parameters, which is no operation that could be seen."""
+        """FSDP2 empties and refills the storages of gathered parameters, which is no operation that could be
+        seen."""
         for followed in self._live.values():
             if followed.kind == "unsharded" and (storage := followed.ref()) is not None:
                 self._resize(followed, storage.nbytes())

@@ -21,8 +21,12 @@ class Strategy:
 
 # The names of FSDP1's ShardingStrategy (torch.distributed.fsdp), in lower case, and ddp.
 STRATEGIES = {
-    "full_shard": Strategy("ZeRO-3: sharded over all processes, gathered parameters freed after use", "all", True),
-    "shard_grad_op": Strategy("ZeRO-2: sharded over all processes, parameters stay gathered until the backward", "all", False),
+    "full_shard": Strategy(
+        "ZeRO-3: sharded over all processes, gathered parameters freed after use", "all", True
+    ),
+    "shard_grad_op": Strategy(
+        "ZeRO-2: sharded over all processes, parameters stay gathered until the backward", "all", False
+    ),
     "no_shard": Strategy("every process holds everything, only gradients are reduced", "none", None),
     "ddp": Strategy("every process holds everything, only gradients are reduced", "none", None),
     "hybrid_shard": Strategy("HSDP: ZeRO-3 within each node, replicated across nodes", "node", True),
@@ -30,11 +34,13 @@ STRATEGIES = {
 }
 
 
-def strategy_settings(config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int) -> dict[str, int | bool]:
+def strategy_settings(
+    config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int
+) -> dict[str, int | bool]:
     """Degrees and resharding that `config.strategy` stands for, by key of ParallelConfig.
 
-    Processes that tp takes are taken from the shards of each node. Degrees that do not come out whole are left to
-    the mesh's own check.
+    Processes that tp takes are taken from the shards of each node. Degrees that do not come out whole are
+    left to the mesh's own check.
     """
     strategy = STRATEGIES[config.strategy or ""]
     data_parallel = max(world_size // tp, 1)
@@ -46,24 +52,35 @@ def strategy_settings(config: ParallelConfig, tp: int, world_size: int, gpus_per
     return settings
 
 
-def resolve_strategy(config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int) -> tuple[ParallelConfig, list[str]]:
+def resolve_strategy(
+    config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int
+) -> tuple[ParallelConfig, list[str]]:
     """The config with the strategy's settings in its keys, and the keys that contradict it."""
     name = config.strategy or ""
     if name not in STRATEGIES:
-        return config, [f"parallel.strategy={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)]
+        return config, [
+            f"parallel.strategy={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
+        ]
     settings = strategy_settings(config, tp, world_size, gpus_per_node)
     mistakes = []
     for key, value in settings.items():
         asked = getattr(config, key)
         open_ = asked == "auto" or (key == "dp_shard" and asked == -1)
         if not open_ and (type(asked), asked) != (type(value), value):
-            mistakes.append(f"parallel.{key}={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
-                            f"which means {str(value).lower()} here: leave one of them out")  # fmt: skip
+            mistakes.append(
+                f"parallel.{key}={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
+                f"which means {str(value).lower()} here: leave one of them out"
+            )
     return replace(config, **settings), mistakes  # type: ignore[arg-type]
 
 
 def describe_strategy(name: str, mesh: MeshPlan) -> str:
     """One line that says what the strategy means, and its degrees here."""
     strategy = STRATEGIES[name]
-    alone = "; one node: nothing is replicated" if strategy.shards == "node" and mesh.dp_replicate == 1 else ""
-    return f"strategy {name}: {strategy.meaning} (dp_replicate {mesh.dp_replicate}, dp_shard {mesh.dp_shard}{alone})"
+    alone = (
+        "; one node: nothing is replicated" if strategy.shards == "node" and mesh.dp_replicate == 1 else ""
+    )
+    return (
+        f"strategy {name}: {strategy.meaning} (dp_replicate {mesh.dp_replicate}, dp_shard "
+        f"{mesh.dp_shard}{alone})"
+    )

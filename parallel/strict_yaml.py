@@ -1,4 +1,5 @@
-"""YAML, read strictly: what plain PyYAML lets pass in silence is an error here, and so is what nobody writes by hand."""
+"""YAML, read strictly: what plain PyYAML lets pass in silence is an error here, and so is what nobody writes
+by hand."""
 
 import re
 from pathlib import Path
@@ -10,7 +11,8 @@ from parallel.bounded_read import read_bounded
 from parallel.one_line import one_line
 
 MAX_BYTES = 2**19  # of a file; a plan of 126 blocks with every unit written out has a third
-MAX_DEPTH, MAX_LETTERS = 32, 1000  # of lists in one another, of which ours have five; and of one word, number or path
+# of lists in one another, of which ours have five; and of one word, number or path
+MAX_DEPTH, MAX_LETTERS = 32, 1000
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no text, and cannot be written
 MAX_INTEGER = 2**63 - 1  # what torch counts with; larger ones overflow a float, or are too long to be printed
 
@@ -20,7 +22,8 @@ class YamlError(ValueError):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe loader that refuses duplicate keys (the last would win), aliases and depth (they can explode), and tags."""
+    """Safe loader that refuses duplicate keys (the last would win), aliases and depth (they can explode), and
+    tags."""
 
     depth = 0
 
@@ -44,11 +47,17 @@ class _StrictLoader(yaml.SafeLoader):
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<" or not key_node.value.isprintable():
+            if (
+                not isinstance(key_node, yaml.ScalarNode)
+                or key_node.value == "<<"
+                or not key_node.value.isprintable()
+            ):
                 raise YamlError(f"line {line}: a key must be a plain word, not a list, a mapping or <<")
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise YamlError(f"line {line}: key '{key}' stands twice (first in line {seen[key]}): delete one")
+                raise YamlError(
+                    f"line {line}: key '{key}' stands twice (first in line {seen[key]}): delete one"
+                )
             seen[key] = line
         return super().construct_mapping(node, deep)
 
@@ -68,7 +77,8 @@ def _refusal(event: Any, depth: int) -> str:
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds; an empty file is an empty mapping. Raises YamlError naming file and line."""
+    """The mapping a YAML file holds; an empty file is an empty mapping. Raises YamlError naming file and
+    line."""
     try:
         value = yaml.load(read_text(path), _StrictLoader)
     except yaml.MarkedYAMLError as error:
@@ -80,10 +90,13 @@ def load_mapping(path: Path) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise YamlError(f"{path}: the top level must be a mapping of keys to values, not a {type(value).__name__}")
+        raise YamlError(
+            f"{path}: the top level must be a mapping of keys to values, not a {type(value).__name__}"
+        )
     return value
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that people write. OSError; ValueError for one that is too large, not regular, or not UTF-8."""
+    """The text of a file that people write. OSError; ValueError for one that is too large, not regular, or
+    not UTF-8."""
     return read_bounded(path, MAX_BYTES).decode("utf-8")

@@ -1,8 +1,9 @@
 """Tensor parallelism: what the styles of a model's sharding table mean.
 
-Weights become DTensors on the tp axis, so that FSDP2 shards them further and checkpoints know their whole shape.
-Activations stay plain tensors: each styled module gets a forward that works on its rank's share and exchanges it
-where the sharding changes, as Megatron-LM does (arXiv 1909.08053; with sequence parallelism, arXiv 2205.05198).
+Weights become DTensors on the tp axis, so that FSDP2 shards them further and checkpoints know their whole
+shape. Activations stay plain tensors: each styled module gets a forward that works on its rank's share and
+exchanges it where the sharding changes, as Megatron-LM does (arXiv 1909.08053; with sequence parallelism,
+arXiv 2205.05198).
 
 Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D dim, F ffn dim, V vocabulary.
 
@@ -14,16 +15,18 @@ Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D d
     loss       logits[B, T, V/tp], targets[B, T]                                -> the same loss on every rank
     gathered_logits             logits, then gathered over the vocabulary       -> logits[B, T, V]
 
-`whole_STYLE` stands where STYLE would in a part that is not split: the weight is whole on every rank, each computes
-the same, and only the share of the tokens changes.
+`whole_STYLE` stands where STYLE would in a part that is not split: the weight is whole on every rank, each
+computes the same, and only the share of the tokens changes.
 
-Why not torch's own ParallelStyles: they run every operation of a block as a DTensor operation, and hand on collectives
-without waiting for them. On torch 2.13 an embedding whose output goes into a compiled block so (as AsyncCollectiveTensor)
-loses its gradient (tests/distributed/test_torch_faults.py). Here every collective is waited for where it is called.
+Why not torch's own ParallelStyles: they run every operation of a block as a DTensor operation, and hand on
+collectives without waiting for them. On torch 2.13 an embedding whose output goes into a compiled block so
+(as AsyncCollectiveTensor) loses its gradient (tests/distributed/test_torch_faults.py). Here every collective
+is waited for where it is called.
 
-Another fault of torch 2.13 stays, shown there too: a compiled block with DTensor weights, theirs or ours, cannot
-recompute on a CPU what torch counts as random, such as its own attention: the saved random state gets between tensors
-and DeviceMesh. Our attention for CPUs is not random; on a GPU the random state is saved in another way.
+Another fault of torch 2.13 stays, shown there too: a compiled block with DTensor weights, theirs or ours,
+cannot recompute on a CPU what torch counts as random, such as its own attention: the saved random state gets
+between tensors and DeviceMesh. Our attention for CPUs is not random; on a GPU the random state is saved in
+another way.
 """
 
 import fnmatch
@@ -57,9 +60,11 @@ class TensorAxis:
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Split the weights of a model on the meta device over `mesh`, the tp axis, and give its modules the forwards that
-    belong to their styles, in place. A weight that two modules share stays shared."""
-    axis = TensorAxis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), plan.tensor.sequence_parallel)
+    """Split the weights of a model on the meta device over `mesh`, the tp axis, and give its modules the
+    forwards that belong to their styles, in place. A weight that two modules share stays shared."""
+    axis = TensorAxis(
+        mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), plan.tensor.sequence_parallel
+    )
 
     def share(whole: Tensor, placement: Placement) -> Tensor:
         return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
@@ -69,8 +74,11 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         gather_in_float8(model, plan.float8.tokens, plan.tensor.styles)
 
 
-def apply_styles(model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]) -> None:
-    """Give every module that the plan mentions its style; `share` makes this rank's part of a whole weight."""
+def apply_styles(
+    model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]
+) -> None:
+    """Give every module that the plan mentions its style; `share` makes this rank's part of a whole
+    weight."""
     split: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules() if tensor.styles else ():
         if not (style := find_style(tensor, name)):
@@ -95,12 +103,17 @@ def find_style(plan: TensorPlan, module: str) -> str:
 
 
 def split_styles(table: Mapping[str, str], whole: bool = False, gathered: bool = False) -> dict[str, str]:
-    """The styles of one part of a model: split over the tp axis, with its logits `gathered` or not, or left `whole`."""
+    """The styles of one part of a model: split over the tp axis, with its logits `gathered` or not, or left
+    `whole`."""
     styles = dict(table)
     if whole:
         return {pattern: f"whole_{style}" for pattern, style in styles.items() if style != "loss"}
     if gathered:
-        return {p: "gathered_logits" if style == "logits" else style for p, style in styles.items() if style != "loss"}
+        return {
+            p: "gathered_logits" if style == "logits" else style
+            for p, style in styles.items()
+            if style != "loss"
+        }
     return styles
 
 
@@ -110,13 +123,17 @@ def split_in(plan: TensorPlan, table: Mapping[str, str]) -> bool:
 
 
 def share_copies(parameters: Iterable[Tensor]) -> None:
-    """Where a part is not split, give every tp rank the first one's gradient of the weights that all of them hold whole.
+    """Where a part is not split, give every tp rank the first one's gradient of the weights that all of them
+    hold whole.
 
-    The ranks compute the same, but on GPUs not to the last bit (attention's backward adds in any order), and nothing else would
-    bring their copies together again: in hundreds of steps they would become different models. Where every part is split only
-    norms are whole, whose gradients come out of a sum over the ranks. Once a step, of this rank's shards.
+    The ranks compute the same, but on GPUs not to the last bit (attention's backward adds in any order), and
+    nothing else would bring their copies together again: in hundreds of steps they would become different
+    models. Where every part is split only norms are whole, whose gradients come out of a sum over the ranks.
+    Once a step, of this rank's shards.
     """
-    copies = [(parameter, axis) for parameter in parameters if (axis := _axis_of_copies(parameter)) is not None]
+    copies = [
+        (parameter, axis) for parameter in parameters if (axis := _axis_of_copies(parameter)) is not None
+    ]
     if all(parameter.dim() == 1 for parameter, _ in copies):
         return
     for parameter, axis in copies:
@@ -129,13 +146,18 @@ def share_copies(parameters: Iterable[Tensor]) -> None:
 
 def _axis_of_copies(parameter: Tensor) -> int | None:
     """Which axis of its mesh is tp, if all ranks of that hold the parameter alike."""
-    if not isinstance(parameter, DTensor) or "tp" not in (names := parameter.device_mesh.mesh_dim_names or ()):
+    if not isinstance(parameter, DTensor) or "tp" not in (
+        names := parameter.device_mesh.mesh_dim_names or ()
+    ):
         return None
     axis = names.index("tp")
-    return axis if parameter.placements[axis].is_replicate() and parameter.device_mesh.size(axis) > 1 else None
+    return (
+        axis if parameter.placements[axis].is_replicate() and parameter.device_mesh.size(axis) > 1 else None
+    )
 
 
-# What a tp rank does at the edge of a part, and what the backward does there. x is one rank's tensor throughout.
+# What a tp rank does at the edge of a part, and what the backward does there. x is one rank's tensor
+# throughout.
 
 
 def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -163,7 +185,8 @@ def _nothing(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 _c10d = torch.ops._c10d_functional
-# Waiting at once keeps AsyncCollectiveTensor, which loses gradients on its way into a compiled block, out of the model.
+# Waiting at once keeps AsyncCollectiveTensor, which loses gradients on its way into a compiled block, out of
+# the model.
 _wait = _c10d.wait_tensor
 
 
@@ -194,8 +217,9 @@ def _leave(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
     return _Exchange.apply(x, axis, _sum, _nothing, TOKENS) if split else x
 
 
-# The forwards. `weight` is a DTensor, but for one rank alone; its gradient must be one of the same placement, or Partial:
-# then FSDP2 sums it over tp, in param_dtype, before it reduces it over the data-parallel ranks in reduce_dtype.
+# The forwards. `weight` is a DTensor, but for one rank alone; its gradient must be one of the same placement,
+# or Partial: then FSDP2 sums it over tp, in param_dtype, before it reduces it over the data-parallel ranks in
+# reduce_dtype.
 
 
 def _weight(module: nn.Module, partial: bool = False) -> Tensor:
@@ -206,7 +230,8 @@ def _weight(module: nn.Module, partial: bool = False) -> Tensor:
 
 
 def _product(module: Any, x: Tensor) -> Tensor:
-    """x[..., K] · weight[N, K] -> [..., N], in the way the module has been given, if any (parallel/float8.py)."""
+    """x[..., K] · weight[N, K] -> [..., N], in the way the module has been given, if any
+    (parallel/float8.py)."""
     return getattr(module, "product", F.linear)(x, _weight(module))
 
 

@@ -1,4 +1,5 @@
-"""Names for what each FSDP unit computes, in a profile. What FSDP2 does itself (gather, wait, reduce) it names itself."""
+"""Names for what each FSDP unit computes, in a profile. What FSDP2 does itself (gather, wait, reduce) it
+names itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,19 +15,24 @@ from parallel.plan import Plan
 
 
 def name_units(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
-    """Record every unit's work as "UNIT forward" and "UNIT backward", compiled or not, until all handles are removed.
+    """Record every unit's work as "UNIT forward" and "UNIT backward", compiled or not, until all handles are
+    removed.
 
-    The ranges begin behind the gathering that FSDP2's hooks wait for, and end before they reshard and reduce; each module of
-    a unit has its own. They are made by hooks, which dynamo runs outside its graphs: nothing is compiled anew.
+    The ranges begin behind the gathering that FSDP2's hooks wait for, and end before they reshard and reduce;
+    each module of a unit has its own. They are made by hooks, which dynamo runs outside its graphs: nothing
+    is compiled anew.
     """
     outside = torch.compiler.disable
     handles = []
     for unit in plan.units:
         for name in unit.modules:
             module, named = model.get_submodule(name), _Named(unit.name)
-            handles += [module.register_forward_pre_hook(outside(named.before_forward)),
-                        module.register_forward_hook(outside(named.after_forward), prepend=True),  # before FSDP2's
-                        module.register_forward_hook(outside(named.before_backward))]  # after it  # fmt: skip
+            handles += [
+                module.register_forward_pre_hook(outside(named.before_forward)),
+                # before FSDP2's
+                module.register_forward_hook(outside(named.after_forward), prepend=True),
+                module.register_forward_hook(outside(named.before_backward)),
+            ]  # after it
     return handles
 
 
@@ -39,8 +45,8 @@ class _Named:
         self._ends: list[RemovableHandle] = []  # of the backwards to come; parameters would keep them
 
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """FSDP2 has gathered the parameters. The backward ends once the gradients of the inputs are there; those of the
-        parameters, where no input has one, as of an embedding."""
+        """FSDP2 has gathered the parameters. The backward ends once the gradients of the inputs are there;
+        those of the parameters, where no input has one, as of an embedding."""
         ends = _differentiable(inputs) or [p for p in module.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and ends:
             self._ends.append(register_multi_grad_hook(ends, self._end_backward))

@@ -11,8 +11,8 @@ from parallel.plan import Plan
 
 
 def unit_parameters(model: nn.Module, plan: Plan) -> dict[str, list[nn.Parameter]]:
-    """The trained parameters of each unit, by its name in the plan, each once: one that several modules share belongs to the
-    first unit that has it. A unit of which nothing is trained is left out."""
+    """The trained parameters of each unit, by its name in the plan, each once: one that several modules share
+    belongs to the first unit that has it. A unit of which nothing is trained is left out."""
     taken: set[nn.Parameter] = set()
     units = {}
     for unit in plan.units:
@@ -24,9 +24,10 @@ def unit_parameters(model: nn.Module, plan: Plan) -> dict[str, list[nn.Parameter
 
 
 def unit_gradient_norms(units: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The norm of each unit's gradient, float32 [units], the same on every rank, from one all-reduce of that many numbers. The
-    root of the sum of their squares is `fsdp.gradient_norm` of all parameters. Every rank calls it, after the backward of the
-    last micro batch and before the optimizer, which may change gradients in place."""
+    """The norm of each unit's gradient, float32 [units], the same on every rank, from one all-reduce of that
+    many numbers. The root of the sum of their squares is `fsdp.gradient_norm` of all parameters. Every rank
+    calls it, after the backward of the last micro batch and before the optimizer, which may change gradients
+    in place."""
     squares = torch.stack([square_held(parameters) for parameters in units])
     dist.all_reduce(squares)
     return squares.sqrt()

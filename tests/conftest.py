@@ -1,4 +1,5 @@
-"""What all tests share: one folder of caches, one seed, one thread to a process, and signals that are heard."""
+"""What all tests share: one folder of caches, one seed, one thread to a process, and signals that are
+heard."""
 
 import atexit
 import os
@@ -12,8 +13,9 @@ from typing import Any
 # What lasts longer than a session: the fake GPU (tests/fake_gpu/install.py), below the user's own home.
 if (HOME := os.path.expanduser("~")) != "~":
     os.environ.setdefault("MESHWRIGHT_TESTS_CACHE", f"{HOME}/.cache/meshwright-tests")
-# One home for the whole session, so one cache of compiled graphs, of tokens and of traced work (~/.cache/meshwright): found by
-# every process that a test starts, and gone afterwards. The workers of pytest-xdist have it from the process that starts them.
+# One home for the whole session, so one cache of compiled graphs, of tokens and of traced work
+# (~/.cache/meshwright): found by every process that a test starts, and gone afterwards. The workers of
+# pytest-xdist have it from the process that starts them.
 if "MESHWRIGHT_TESTS_HOME" not in os.environ:
     os.environ["MESHWRIGHT_TESTS_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
     atexit.register(shutil.rmtree, os.environ["MESHWRIGHT_TESTS_HOME"], ignore_errors=True)
@@ -32,8 +34,8 @@ from tests.support.gpu import FAKE
 
 torch.set_num_threads(1)
 
-# A shell starts what it puts in the background with SIGINT ignored, nohup with SIGHUP, and who is started by it ignores them
-# too. A handler is not handed on: what a test starts hears them.
+# A shell starts what it puts in the background with SIGINT ignored, nohup with SIGHUP, and who is started by
+# it ignores them too. A handler is not handed on: what a test starts hears them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -45,12 +47,13 @@ def pytest_configure(config: Any) -> None:
     asked = config.option.markexpr
     if not asked or not Expression.compile(asked).evaluate(lambda name, **_: name == "gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    config.option.loadscopereorder = False  # of pytest-xdist: what takes longest, to compile and to train, comes first
+    # of pytest-xdist: what takes longest, to compile and to train, comes first
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Skip what needs a GPU where there is none; and what is marked `sampled(n)` on all days but one of n, what has the same
-    `together=NAME` on the same days.
+    """Skip what needs a GPU where there is none; and what is marked `sampled(n)` on all days but one of n,
+    what has the same `together=NAME` on the same days.
 
     They take turns, so that no day has many of them: which day is whose depends on what is collected.
     """
@@ -65,9 +68,13 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     order = sorted({what for _, _, what in marked}, key=lambda what: zlib.crc32(what.encode()))
     for item, days, what in marked:
         if seed != "all" and (order.index(what) + int(seed)) % days:
-            item.add_marker(pytest.mark.skip(reason=f"one run of {days} takes it, and MESHWRIGHT_TESTS_SEED=all"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"one run of {days} takes it, and MESHWRIGHT_TESTS_SEED=all")
+            )
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     seed = os.environ["MESHWRIGHT_TESTS_SEED"]
-    terminalreporter.write_line(f"slow tests were sampled with MESHWRIGHT_TESTS_SEED={seed} (all: takes every one)")
+    terminalreporter.write_line(
+        f"slow tests were sampled with MESHWRIGHT_TESTS_SEED={seed} (all: takes every one)"
+    )

@@ -1,4 +1,5 @@
-"""Every shipped config loads, plans for the number of GPUs it is meant for, and has the published number of parameters."""
+"""Every shipped config loads, plans for the number of GPUs it is meant for, and has the published number of
+parameters."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The helpers that start ranks: what comes back, what a failure says, and that a fork begins with nothing but imports."""
+"""The helpers that start ranks: what comes back, what a failure says, and that a fork begins with nothing but
+imports."""
 
 import json
 import os
@@ -27,7 +28,8 @@ def sum_of(value: float) -> tuple[int, float]:
 
 
 def fail_on_one(how: str, depth: int = 40) -> None:
-    """After so many calls of itself: the innermost frames of a stack are what counts, wherever they are printed."""
+    """After so many calls of itself: the innermost frames of a stack are what counts, wherever they are
+    printed."""
     if depth:
         return fail_on_one(how, depth - 1)
     if dist.get_rank() == 1:
@@ -54,26 +56,40 @@ def hang() -> None:
 
 def describe_fork(path: Path) -> None:
     """Write down what a child finds that has done nothing yet."""
-    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
-    found = {"threads": len(os.listdir("/proc/self/task")), "group": dist.is_initialized(),
-             "imported": [name for name in PRELOADED if name in sys.modules],
-             "deaf to": [which.name for which, handler in heard.items() if signal.getsignal(which) is not handler]}  # fmt: skip
+    heard = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    found = {
+        "threads": len(os.listdir("/proc/self/task")),
+        "group": dist.is_initialized(),
+        "imported": [name for name in PRELOADED if name in sys.modules],
+        "deaf to": [which.name for which, handler in heard.items() if signal.getsignal(which) is not handler],
+    }
     path.write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_rank_gives_back_what_it_returned(ranks):
-    assert run_ranks(ranks, sum_of, 1.0) == [(rank, sum(1.0 + r for r in range(ranks))) for rank in range(ranks)]
+    assert run_ranks(ranks, sum_of, 1.0) == [
+        (rank, sum(1.0 + r for r in range(ranks))) for rank in range(ranks)
+    ]
 
 
-@pytest.mark.parametrize(("how", "first", "innermost"), [
-    ("raise", "rank 1 failed:", "in divide\n    _ = 1 / 0\n"),
-    ("crash", "rank 1 ended with -6:\nFatal Python error: Aborted\n", " in crash\n"),
-    ("leave", "rank 1 ended with 0:\n", "in leave\n"),
-    ("hang", "no rank failed, but after ", " in hang\n"),
-], ids=["raise", "crash", "leave", "hang"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "first", "innermost"),
+    [
+        ("raise", "rank 1 failed:", "in divide\n    _ = 1 / 0\n"),
+        ("crash", "rank 1 ended with -6:\nFatal Python error: Aborted\n", " in crash\n"),
+        ("leave", "rank 1 ended with 0:\n", "in leave\n"),
+        ("hang", "no rank failed, but after ", " in hang\n"),
+    ],
+    ids=["raise", "crash", "leave", "hang"],
+)
 def test_a_failure_names_the_rank_its_line_and_where_the_others_were(how, first, innermost):
-    for limit_s in (3, 15, 60) if how == "hang" else (60,):  # on a busy machine they may not have met when the first is over
+    # on a busy machine they may not have met when the first is over
+    for limit_s in (3, 15, 60) if how == "hang" else (60,):
         with pytest.raises(RanksError) as caught:
             run_ranks(RANKS, fail_on_one, how, limit_s=limit_s)
         said = str(caught.value)
@@ -93,7 +109,12 @@ def test_a_failure_names_the_rank_its_line_and_where_the_others_were(how, first,
 def test_a_fork_begins_with_one_thread_no_group_all_imports_and_open_ears(tmp_path):
     out = tmp_path / "out"
     assert fork(describe_fork, out, output=tmp_path / "log").wait(60) == 0, (tmp_path / "log").read_text()
-    assert json.loads(out.read_text()) == {"threads": 1, "group": False, "imported": list(PRELOADED), "deaf to": []}
+    assert json.loads(out.read_text()) == {
+        "threads": 1,
+        "group": False,
+        "imported": list(PRELOADED),
+        "deaf to": [],
+    }
 
 
 def test_ranks_of_a_command_end_together_as_under_torchrun(tmp_path):

@@ -1,7 +1,8 @@
-"""A run of train.main with a slow unit and a late all-gather, for test_trace_run.py. Arguments: those of train.main.
+"""A run of train.main with a slow unit and a late all-gather, for test_trace_run.py. Arguments: those of
+train.main.
 
-The forward of SLOW sleeps. Parameters are gathered asynchronously, as on a GPU (over gloo FSDP2 waits in each launch), and each
-unit starts the next one's gather in its forward, but for the one before LATE.
+The forward of SLOW sleeps. Parameters are gathered asynchronously, as on a GPU (over gloo FSDP2 waits in each
+launch), and each unit starts the next one's gather in its forward, but for the one before LATE.
 """
 
 import sys
@@ -30,7 +31,9 @@ def build_slowed(*arguments: Any) -> Llama:
     before = model.get_submodule(BEFORE_LATE)
     assert isinstance(before, FSDPModule)
     before.set_modules_to_forward_prefetch([])
-    model.get_submodule(f"{SLOW}.attention").register_forward_pre_hook(lambda module, inputs: time.sleep(SLEEP_S))
+    model.get_submodule(f"{SLOW}.attention").register_forward_pre_hook(
+        lambda module, inputs: time.sleep(SLEEP_S)
+    )
     return model
 
 

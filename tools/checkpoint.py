@@ -1,4 +1,5 @@
-"""`python -m tools.checkpoint ls|verify|show|diff|consolidate PATH`: what checkpoints are there, and what is in them."""
+"""`python -m tools.checkpoint ls|verify|show|diff|consolidate PATH`: what checkpoints are there, and what is
+in them."""
 
 import argparse
 import json
@@ -61,15 +62,20 @@ def make_parser() -> argparse.ArgumentParser:
         "  ls RUN_OR_CHECKPOINTS_DIR [--json]          the committed checkpoints of a run\n"
         "  verify CHECKPOINT_OR_RUN [--json]           exit code 0 only when every byte is as committed\n"
         "  show CHECKPOINT [--json]                    tensors of a checkpoint, and totals\n"
-        "  diff CHECKPOINT OTHER [--json]              what differs: config, tensors, values; exit code 1 if anything does\n"
+        "  diff CHECKPOINT OTHER [--json]              what differs: config, tensors, values; exit code 1 if "
+        "anything does\n"
         "  consolidate CHECKPOINT OUT [--force]        the model alone, whole, in one safetensors file\n"
         "\nA run's folder in place of CHECKPOINT means its newest one; to verify, all of them.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|show|diff|consolidate")
     ls = commands.add_parser("ls", help="the committed checkpoints of a run", allow_abbrev=False)
-    ls.add_argument("path", metavar="RUN_OR_CHECKPOINTS_DIR", help="a run's folder, or its checkpoints folder")
+    ls.add_argument(
+        "path", metavar="RUN_OR_CHECKPOINTS_DIR", help="a run's folder, or its checkpoints folder"
+    )
     every = commands.add_parser("verify", help="whether every byte is as committed", allow_abbrev=False)
-    every.add_argument("path", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run: then all of its checkpoints")
+    every.add_argument(
+        "path", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run: then all of its checkpoints"
+    )
     show = commands.add_parser("show", help="tensors of a checkpoint, and totals", allow_abbrev=False)
     show.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
     diff = commands.add_parser("diff", help="what differs between two checkpoints", allow_abbrev=False)
@@ -77,16 +83,23 @@ def make_parser() -> argparse.ArgumentParser:
     diff.add_argument("other", metavar="OTHER", help="what to compare it with, of any mesh")
     for command in (ls, every, show, diff):
         command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    one = commands.add_parser("consolidate", help="the model alone, whole, in one safetensors file", allow_abbrev=False)
+    one = commands.add_parser(
+        "consolidate", help="the model alone, whole, in one safetensors file", allow_abbrev=False
+    )
     one.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
-    one.add_argument("out", metavar="OUT", help="the file to write; without the suffix .safetensors, a folder that gets "
-                     "model.safetensors. Float32 tensors by the model's own parameter names, a tied weight once")  # fmt: skip
+    one.add_argument(
+        "out",
+        metavar="OUT",
+        help="the file to write; without the suffix .safetensors, a folder that gets "
+        "model.safetensors. Float32 tensors by the model's own parameter names, a tied weight once",
+    )
     one.add_argument("--force", action="store_true", help="replace OUT if it is there")
     return parser
 
 
 def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Each committed checkpoint, oldest first: step, samples, processes that saved it, size in bytes, age in seconds.
+    """Each committed checkpoint, oldest first: step, samples, processes that saved it, size in bytes, age in
+    seconds.
 
     What an unreadable manifest would say is None, with the reason under `problem`.
     """
@@ -105,38 +118,51 @@ def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Hash every byte of a checkpoint, or of all those of a run; bytes and seconds. Raises CheckpointError for the first that
-    is not as it was committed, and if there is none."""
+    """Hash every byte of a checkpoint, or of all those of a run; bytes and seconds. Raises CheckpointError
+    for the first that is not as it was committed, and if there is none."""
     found = [path] if (path / MANIFEST).is_file() else list_checkpoints(checkpoints_folder(path))
     if not found:
         raise CheckpointError(f"{path} holds no committed checkpoint")
     start_s = time.perf_counter()
     manifests = [verify_alone(checkpoint) for checkpoint in found]
     size_bytes = sum(file.size_bytes for manifest in manifests for file in manifest.files.values())
-    return {"verified": [str(each) for each in found], "size_bytes": size_bytes, "seconds": time.perf_counter() - start_s}
+    return {
+        "verified": [str(each) for each in found],
+        "size_bytes": size_bytes,
+        "seconds": time.perf_counter() - start_s,
+    }
 
 
 def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """Position, tensors, totals and versions of one checkpoint, as its manifest says them. Totals are by what a name begins
-    with: model, optim, random. Raises CheckpointError."""
+    """Position, tensors, totals and versions of one checkpoint, as its manifest says them. Totals are by what
+    a name begins with: model, optim, random. Raises CheckpointError."""
     manifest = read_manifest(checkpoint)
     tensors: list[dict[str, Any]] = []
     totals: dict[str, dict[str, int]] = {}
     for name, saved in manifest.tensors.items():
         elements = math.prod(saved.shape)
-        tensors.append({"name": name, "shape": list(saved.shape), "dtype": saved.dtype, "size_bytes": saved.size_bytes})
+        tensors.append(
+            {"name": name, "shape": list(saved.shape), "dtype": saved.dtype, "size_bytes": saved.size_bytes}
+        )
         total = totals.setdefault(name.split(".")[0], {"tensors": 0, "elements": 0, "size_bytes": 0})
         total["tensors"] += 1
         total["elements"] += elements
         total["size_bytes"] += saved.size_bytes
-    return {"checkpoint": str(checkpoint), "position": asdict(manifest.position), "code": dict(manifest.code),
-            "tensors": tensors, "totals": totals}  # fmt: skip
+    return {
+        "checkpoint": str(checkpoint),
+        "position": asdict(manifest.position),
+        "code": dict(manifest.code),
+        "tensors": tensors,
+        "totals": totals,
+    }
 
 
 def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
-    """Write the whole model in float32 into one safetensors file, which appears by one rename; returns its path.
+    """Write the whole model in float32 into one safetensors file, which appears by one rename; returns its
+    path.
 
-    `out` without the suffix .safetensors is a folder. Raises CheckpointError, also where the file exists without `force`.
+    `out` without the suffix .safetensors is a folder. Raises CheckpointError, also where the file exists
+    without `force`.
     """
     target = out if out.suffix == ".safetensors" and not out.is_dir() else out / "model.safetensors"
     if target.exists() and not force:
@@ -155,7 +181,8 @@ def _write_whole(weights: dict[str, Tensor], target: Path) -> None:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.touch()
-        mode = partial.stat().st_mode  # as the user's umask has it; safetensors would leave the file to its owner alone
+        # as the user's umask has it; safetensors would leave the file to its owner alone
+        mode = partial.stat().st_mode
         save_file(weights, partial, metadata={"format": "pt"})
         partial.chmod(mode)
         with open(partial, "rb") as file:
@@ -169,15 +196,29 @@ def _list_text(path: Path, rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"{path}: no committed checkpoint"
     head = ("step", "samples", "processes", "size GiB", "age", "path")
-    table = format_table(head, [(str(row["step"]), _or_unknown(row["samples"]), _or_unknown(row["processes"]),
-                                 f"{row['size_bytes'] / GIB:.3f}", _age(row["age_s"]), row["path"]) for row in rows])  # fmt: skip
+    table = format_table(
+        head,
+        [
+            (
+                str(row["step"]),
+                _or_unknown(row["samples"]),
+                _or_unknown(row["processes"]),
+                f"{row['size_bytes'] / GIB:.3f}",
+                _age(row["age_s"]),
+                row["path"],
+            )
+            for row in rows
+        ],
+    )
     return "\n".join([table, *(row["problem"] for row in rows if "problem" in row)])
 
 
 def _verify_text(verified: dict[str, Any]) -> str:
     rate = verified["size_bytes"] / 1e9 / max(verified["seconds"], 1e-9)
     lines = [f"{path}: every byte is as committed" for path in verified["verified"]]
-    return "\n".join([*lines, f"{verified['size_bytes'] / GIB:.3f} GiB in {verified['seconds']:.1f} s, {rate:.2f} GB/s"])
+    return "\n".join(
+        [*lines, f"{verified['size_bytes'] / GIB:.3f} GiB in {verified['seconds']:.1f} s, {rate:.2f} GB/s"]
+    )
 
 
 def _show_text(shown: dict[str, Any]) -> str:
@@ -187,7 +228,10 @@ def _show_text(shown: dict[str, Any]) -> str:
     )
     totals = format_table(
         ("total of", "tensors", "elements", "GiB"),
-        [(kind, str(t["tensors"]), f"{t['elements']:,}", f"{t['size_bytes'] / GIB:.3f}") for kind, t in shown["totals"].items()],
+        [
+            (kind, str(t["tensors"]), f"{t['elements']:,}", f"{t['size_bytes'] / GIB:.3f}")
+            for kind, t in shown["totals"].items()
+        ],
     )
     place = shown["position"]
     saved_by = f"step {place['step']}, {place['samples']} samples, saved by {place['world_size']} processes"

@@ -12,7 +12,8 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run a tool; what the user did wrong becomes one message on stderr and exit code 2, without a traceback."""
+    """Run a tool; what the user did wrong becomes one message on stderr and exit code 2, without a
+    traceback."""
     try:
         main()
         sys.stdout.flush()
@@ -22,13 +23,17 @@ def run_tool(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # whoever reads our output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own last flush must not fail again
+        # Python's own last flush must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns, two spaces apart, under their headings."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    )
     return "\n".join(lines)
 
 

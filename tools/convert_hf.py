@@ -42,9 +42,17 @@ from train.init_from import PREFIX, check_folder, weight_shapes
 from train.read_json import read_json
 
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
-SAVE_EVERY = 500  # optimizer steps, in the config of an imported model, as in the shipped ones of its size: the default is never
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-                   "chat_template.jinja", GENERATION)  # fmt: skip
+# optimizer steps, in the config of an imported model, as in the shipped ones of its size: the default is
+# never
+SAVE_EVERY = 500
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    GENERATION,
+)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,7 +60,10 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the subcommand asked for. Raises CheckpointError."""
     options = make_parser().parse_args(arguments)
-    source, out = user_path(options.source, "SOURCE", CheckpointError), user_path(options.out, "OUT", CheckpointError)
+    source, out = (
+        user_path(options.source, "SOURCE", CheckpointError),
+        user_path(options.out, "OUT", CheckpointError),
+    )
     limit_bytes = int(options.shard_gb * 1e9)
     if options.command == "import":
         folder = open_folder(source)
@@ -65,8 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with _new_folder(checkpoint, out, options.force) as partial:
             export_checkpoint(checkpoint, manifest, partial, options.dtype, limit_bytes)
     written = describe(out)
-    print(json.dumps(written, indent=2) if options.json else "{path}: {parameters:,} parameters, {dtype}, {size_gb:.3f} GB in "
-          "{files} file{s}; beside: {beside}".format(**written, s="s" * (written["files"] > 1)))  # fmt: skip
+    print(
+        json.dumps(written, indent=2)
+        if options.json
+        else "{path}: {parameters:,} parameters, {dtype}, {size_gb:.3f} GB in "
+        "{files} file{s}; beside: {beside}".format(**written, s="s" * (written["files"] > 1))
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,7 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="subcommands (each explains itself with -h):\n"
         "  import HF_DIR OUT             a checkpoint at step 0, with a config.yaml for train.main --config\n"
-        "  export CHECKPOINT HF_DIR      a folder that transformers' AutoModelForCausalLM.from_pretrained loads",
+        "  export CHECKPOINT HF_DIR      a folder that transformers' "
+        "AutoModelForCausalLM.from_pretrained loads",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
@@ -89,15 +105,25 @@ def make_parser() -> argparse.ArgumentParser:
     back.add_argument("out", metavar="HF_DIR", help="the folder to write")
     back.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights (default: as saved)")
     for command in (into, back):
-        command.add_argument("--shard_gb", type=_gigabytes, default=5.0, metavar="GB",
-                             help="largest size of a file in gigabytes (default 5); one tensor may exceed it")  # fmt: skip
-        command.add_argument("--force", action="store_true", help="replace the folder, with all that is in it")
-        command.add_argument("--json", action="store_true", help="print one JSON document of what was written")
+        command.add_argument(
+            "--shard_gb",
+            type=_gigabytes,
+            default=5.0,
+            metavar="GB",
+            help="largest size of a file in gigabytes (default 5); one tensor may exceed it",
+        )
+        command.add_argument(
+            "--force", action="store_true", help="replace the folder, with all that is in it"
+        )
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON document of what was written"
+        )
     return parser
 
 
 def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int) -> None:
-    """Write a Hugging Face model into the folder `partial` as a checkpoint at step 0 that will lie at `final`."""
+    """Write a Hugging Face model into the folder `partial` as a checkpoint at step 0 that will lie at
+    `final`."""
     names = {PREFIX + fqn: hf_name(fqn) for fqn in weight_shapes(folder.config)}
     tensors = {ours: folder.tensors[theirs] for ours, theirs in names.items()}
     sizes = {name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for name, t in tensors.items()}
@@ -112,30 +138,42 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
     if ids and not (partial / GENERATION).exists():  # so that an export has them again
         (partial / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
     has_tokenizer = (partial / "tokenizer.json").is_file()
-    (partial / "config.yaml").write_text(config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8")
+    (partial / "config.yaml").write_text(
+        config_text(folder, str(final) if has_tokenizer else None), encoding="utf-8"
+    )
     described = {name: SavedTensor(t.shape, dtype_word(DTYPES[t.dtype])) for name, t in tensors.items()}
     files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
     write_synced(partial / MANIFEST, manifest_to_text(Manifest(Position(), files, described)))
 
 
 def config_text(folder: HfFolder, tokenizer: str | None) -> str:
-    """A config.yaml for `--config`: the model, its tokenizer if it has one, and what else must differ from the defaults."""
+    """A config.yaml for `--config`: the model, its tokenizer if it has one, and what else must differ from
+    the defaults."""
     sections: dict[str, Any] = {"model": asdict(folder.config)}
     if tokenizer:
         sections["data"] = {"tokenizer": tokenizer}
     if folder.config.max_seq_len < Config().train.seq_len:
         sections["train"] = {"seq_len": folder.config.max_seq_len}
     sections["checkpoint"] = {"every": SAVE_EVERY}
-    head = (f"# The model of {folder.path}, by tools.convert_hf. Position tables are built model.max_seq_len long:\n"
-            "# it may be less, down to train.seq_len.\n")  # fmt: skip
+    head = (
+        f"# The model of {folder.path}, by tools.convert_hf. Position tables are built model.max_seq_len "
+        f"long:\n"
+        "# it may be less, down to train.seq_len.\n"
+    )
     return head + yaml.safe_dump(sections, sort_keys=False)
 
 
-def export_checkpoint(checkpoint: Path, manifest: Manifest, partial: Path, dtype: str | None, limit_bytes: int) -> None:
-    """Write the model of a checkpoint, which has been verified, into the folder `partial` in the form that transformers loads."""
+def export_checkpoint(
+    checkpoint: Path, manifest: Manifest, partial: Path, dtype: str | None, limit_bytes: int
+) -> None:
+    """Write the model of a checkpoint, which has been verified, into the folder `partial` in the form that
+    transformers loads."""
     config = checkpoint_config(checkpoint)
     reader = FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
-    saved = {hf_name(fqn): (PREFIX + fqn, tensor) for fqn, tensor in saved_weights(checkpoint, manifest, config).items()}
+    saved = {
+        hf_name(fqn): (PREFIX + fqn, tensor)
+        for fqn, tensor in saved_weights(checkpoint, manifest, config).items()
+    }
     dtypes = {name: getattr(torch, dtype or tensor.dtype) for name, (_, tensor) in saved.items()}
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
 
@@ -147,13 +185,20 @@ def export_checkpoint(checkpoint: Path, manifest: Manifest, partial: Path, dtype
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _copy_beside(_tokenizer_folder(checkpoint, config), partial)
-    of_most = max(dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each))
-    written = config_to_hf(config.model, str(of_most).removeprefix("torch."), _token_ids(partial / GENERATION))
+    of_most = max(
+        dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each)
+    )
+    written = config_to_hf(
+        config.model, str(of_most).removeprefix("torch."), _token_ids(partial / GENERATION)
+    )
     (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def write_files(folder: Path, sizes: Mapping[str, int], read: Callable[[str], Tensor], limit_bytes: int) -> dict[str, str]:
-    """Write tensors of these sizes in bytes into as few files as the limit allows, in order; the file of each tensor."""
+def write_files(
+    folder: Path, sizes: Mapping[str, int], read: Callable[[str], Tensor], limit_bytes: int
+) -> dict[str, str]:
+    """Write tensors of these sizes in bytes into as few files as the limit allows, in order; the file of each
+    tensor."""
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
         if files[-1] and sum(sizes[other] for other in files[-1]) + size > limit_bytes:
@@ -178,13 +223,20 @@ def describe(folder: Path) -> dict[str, Any]:
                 parameters += math.prod(opened.get_slice(name).get_shape())
                 dtypes.add(str(DTYPES[opened.get_slice(name).get_dtype()]).removeprefix("torch."))
     beside = sorted(file.name for file in folder.iterdir() if file not in files)
-    return {"path": str(folder), "parameters": parameters, "dtype": ", ".join(sorted(dtypes)), "size_gb": size_bytes / 1e9,
-            "files": len(files), "beside": ", ".join(beside)}  # fmt: skip
+    return {
+        "path": str(folder),
+        "parameters": parameters,
+        "dtype": ", ".join(sorted(dtypes)),
+        "size_gb": size_bytes / 1e9,
+        "files": len(files),
+        "beside": ", ".join(beside),
+    }
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     file.touch()
-    mode = file.stat().st_mode  # as the user's umask has it; safetensors would leave the file to its owner alone
+    # as the user's umask has it; safetensors would leave the file to its owner alone
+    mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(mode)
     with open(file, "rb") as written:
@@ -197,7 +249,8 @@ def _read_whole(reader: FilesReader, name: str, saved: SavedTensor) -> Tensor:
 
     whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
+        # it is: this is one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load({name: whole}, storage_reader=reader, no_dist=True)
     return whole
 
@@ -205,8 +258,10 @@ def _read_whole(reader: FilesReader, name: str, saved: SavedTensor) -> Tensor:
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to(dtype)
     if dtype == torch.float16 and bool((converted.isinf() & tensor.isfinite()).any()):
-        raise CheckpointError(f"{name} has values beyond {torch.finfo(dtype).max:g}, the largest of float16: "
-                              "use --dtype bfloat16 or float32")  # fmt: skip
+        raise CheckpointError(
+            f"{name} has values beyond {torch.finfo(dtype).max:g}, the largest of float16: "
+            "use --dtype bfloat16 or float32"
+        )
     return converted
 
 
@@ -238,14 +293,19 @@ def _token_ids(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _new_folder(source: Path, out: Path, force: bool) -> Iterator[Path]:
-    """A hidden folder beside `out` to write into; in the end it takes the name of `out`, and on an error it goes."""
+    """A hidden folder beside `out` to write into; in the end it takes the name of `out`, and on an error it
+    goes."""
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise CheckpointError(f"{out} holds {source}, which is to be read: name another folder")
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file: name a folder")
     if out.is_dir() and any(out.iterdir()) and not force:
-        raise CheckpointError(f"{out} is not empty: name another folder, or add --force to replace it with all that is in it")
-    partial, old = (out.resolve().with_name(f".{out.resolve().name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
+        raise CheckpointError(
+            f"{out} is not empty: name another folder, or add --force to replace it with all that is in it"
+        )
+    partial, old = (
+        out.resolve().with_name(f".{out.resolve().name}.{os.getpid()}.{kind}") for kind in ("partial", "old")
+    )
     try:
         partial.mkdir(parents=True)
         yield partial

@@ -1,6 +1,8 @@
-"""`python -m tools.eval CHECKPOINT_OR_RUN_OR_HF_DIR`: how well a model predicts text, sharded over all processes.
+"""`python -m tools.eval CHECKPOINT_OR_RUN_OR_HF_DIR`: how well a model predicts text, sharded over all
+processes.
 
-Under torchrun each process holds its shard of the model, as in training with FSDP2, and takes its share of the sequences.
+Under torchrun each process holds its shard of the model, as in training with FSDP2, and takes its share of
+the sequences.
 """
 
 import argparse
@@ -45,19 +47,31 @@ from train.plan_here import plan_here
 from train.runtime import start_process
 
 PROG = "tools.eval"
-# How a run was spread over its processes says nothing of how its model is evaluated: fully sharded over those that there are.
+# How a run was spread over its processes says nothing of how its model is evaluated: fully sharded over those
+# that there are.
 ANEW = (
-    "--run.device=auto", "--parallel.plan=manual", "--parallel.strategy=null", "--parallel.dp_replicate=auto",
-    "--parallel.dp_shard=auto", "--parallel.tp=auto", "--parallel.reshard_after_forward=auto",
-    "--parallel.activation_checkpoint=none", "--parallel.checkpointed_blocks=auto", "--parallel.async_tp=false",
-    "--parallel.float8.all_gather=false", "--parallel.unit_min_params=0", "--train.global_batch_size=-1",
-    "--train.micro_batch_size=1", "--train.freeze=[]",
-)  # fmt: skip
+    "--run.device=auto",
+    "--parallel.plan=manual",
+    "--parallel.strategy=null",
+    "--parallel.dp_replicate=auto",
+    "--parallel.dp_shard=auto",
+    "--parallel.tp=auto",
+    "--parallel.reshard_after_forward=auto",
+    "--parallel.activation_checkpoint=none",
+    "--parallel.checkpointed_blocks=auto",
+    "--parallel.async_tp=false",
+    "--parallel.float8.all_gather=false",
+    "--parallel.unit_min_params=0",
+    "--train.global_batch_size=-1",
+    "--train.micro_batch_size=1",
+    "--train.freeze=[]",
+)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: the folder with the weights, the config to build the model and read the data with, the weights."""
+    """What is evaluated: the folder with the weights, the config to build the model and read the data with,
+    the weights."""
 
     folder: Path
     config: Config
@@ -87,23 +101,47 @@ def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        description="Loss (nats per token), perplexity and bits per byte of a model on text: of a run or a checkpoint on what "
-        "its run evaluates, or on --data. Under torchrun the model is sharded and the sequences are shared out.",
-        epilog="Config keys of train.main are accepted too, as --section.key=value: --data.text_field, --data.packing, "
+        description="Loss (nats per token), perplexity and bits per byte of a model on text: of a run or a "
+        "checkpoint on what "
+        "its run evaluates, or on --data. Under torchrun the model is sharded and the sequences are "
+        "shared out.",
+        epilog="Config keys of train.main are accepted too, as --section.key=value: --data.text_field, "
+        "--data.packing, "
         "--data.document_mask, --parallel.compile.enabled and so on. They win over those of the run.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="CHECKPOINT_OR_RUN_OR_HF_DIR",
-                        help="a checkpoint, a run (its newest checkpoint), or the folder of a Hugging Face Llama")  # fmt: skip
-    parser.add_argument("--data", metavar="SOURCE",
-                        help="evaluate on this instead: a file, folder or glob of text, as a whole, or what a folder by "
-                             "tools.prepare_data holds out, all if that is nothing; a Hugging Face model needs it")  # fmt: skip
+    parser.add_argument(
+        "model",
+        metavar="CHECKPOINT_OR_RUN_OR_HF_DIR",
+        help="a checkpoint, a run (its newest checkpoint), or the folder of a Hugging Face Llama",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="SOURCE",
+        help="evaluate on this instead: a file, folder or glob of text, as a whole, or what a folder by "
+        "tools.prepare_data holds out, all if that is nothing; a Hugging Face model needs it",
+    )
     add_tokenizer_option(parser)
-    parser.add_argument("--sequences", type=natural, default=0, metavar="N",
-                        help="the first N sequences of each set; 0, the default, is all")  # fmt: skip
-    parser.add_argument("--seq_len", type=positive, metavar="T", help="tokens of a sequence (default: the run's train.seq_len)")
-    parser.add_argument("--micro_batch_size", type=positive, default=1, metavar="B",
-                        help="sequences that a process takes at once (default 1)")  # fmt: skip
+    parser.add_argument(
+        "--sequences",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="the first N sequences of each set; 0, the default, is all",
+    )
+    parser.add_argument(
+        "--seq_len",
+        type=positive,
+        metavar="T",
+        help="tokens of a sequence (default: the run's train.seq_len)",
+    )
+    parser.add_argument(
+        "--micro_batch_size",
+        type=positive,
+        default=1,
+        metavar="B",
+        help="sequences that a process takes at once (default 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -122,8 +160,12 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place:
     sets = choose_sets(corpus, options.data)
     if place.is_main:
         processes = f"{place.world_size} process{'es' if place.world_size > 1 else ''}"
-        print(f"{subject.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: {', '.join(sets)}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{subject.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: "
+            f"{', '.join(sets)}",
+            file=sys.stderr,
+            flush=True,
+        )
     scores = score_model(subject, plan, corpus, sets, options.sequences, device)
     if place.is_main:
         figures = make_figures(subject, place, scores)
@@ -132,17 +174,28 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place:
 
 
 def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> Subject:
-    """The model that the options mean, and a config for it. Raises CheckpointError, ConfigError and DataError."""
+    """The model that the options mean, and a config for it. Raises CheckpointError, ConfigError and
+    DataError."""
     path = Path(options.model).expanduser()
     is_hf = (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
     folder = path if is_hf else find_newest(path)
-    chosen = [*ANEW, f"--train.micro_batch_size={options.micro_batch_size}",
-              *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []), *overrides]  # fmt: skip
-    config = config_of_hf(folder, chosen) if is_hf else parse_config([f"--config={folder / 'config.yaml'}", *chosen], PROG)
+    chosen = [
+        *ANEW,
+        f"--train.micro_batch_size={options.micro_batch_size}",
+        *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []),
+        *overrides,
+    ]
+    config = (
+        config_of_hf(folder, chosen)
+        if is_hf
+        else parse_config([f"--config={folder / 'config.yaml'}", *chosen], PROG)
+    )
     weights = find_weights(str(folder), config.model, None)
     assert weights is not None, "it is there, and nothing is resumed"
     if is_hf and not options.data:
-        raise ConfigError(f"{folder} is a Hugging Face model and names no text to evaluate it on: add --data SOURCE")
+        raise ConfigError(
+            f"{folder} is a Hugging Face model and names no text to evaluate it on: add --data SOURCE"
+        )
     if is_hf and options.tokenizer == "auto" and not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder} has no tokenizer.json: name the model's own with --tokenizer PATH")
     if options.data or options.tokenizer != "auto":
@@ -163,22 +216,27 @@ def config_of_hf(folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def with_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-    """The same data made with this tokenizer, whose BOS and EOS are named, as nothing beside its file may say them."""
+    """The same data made with this tokenizer, whose BOS and EOS are named, as nothing beside its file may say
+    them."""
     if not isinstance(tokenizer, JsonTokenizer):
         return dataclasses.replace(data, tokenizer="bytes", bos="auto", eos="auto")
     library = tokenizers.Tokenizer.from_file(str(tokenizer.path))
-    bos, eos = (None if i is None else library.id_to_token(i) for i in (tokenizer.info.bos, tokenizer.info.eos))
+    bos, eos = (
+        None if i is None else library.id_to_token(i) for i in (tokenizer.info.bos, tokenizer.info.eos)
+    )
     return dataclasses.replace(data, tokenizer=str(tokenizer.path), bos=bos or "none", eos=str(eos))
 
 
 def choose_sets(corpus: Corpus, source: str | None) -> dict[str, Split]:
-    """What to evaluate: of the run its held-out sets and data.validation; of a `source` what it holds out, or all of it.
-    Raises DataError where a run has nothing."""
+    """What to evaluate: of the run its held-out sets and data.validation; of a `source` what it holds out, or
+    all of it. Raises DataError where a run has nothing."""
     if source:
         return {source: corpus.held_out.get("held_out", corpus.sources[0].split)}
     sets = {**corpus.held_out, **corpus.validation}
     if not sets:
-        raise DataError("the run's data holds out no document, and there is no data.validation: add --data SOURCE")
+        raise DataError(
+            "the run's data holds out no document, and there is no data.validation: add --data SOURCE"
+        )
     return sets
 
 
@@ -187,7 +245,9 @@ def score_model(
 ) -> dict[str, Score]:
     """Build the model, sharded, load its weights and score every set; all ranks call it and get the same."""
     config = subject.config
-    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    sequences = make_sequence_shape(
+        config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
+    )
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     load_weights(subject.weights, model)
@@ -202,16 +262,34 @@ def make_figures(subject: Subject, place: Place, scores: dict[str, Score]) -> di
         "model": str(subject.folder),
         "processes": place.world_size,
         "seq_len": subject.config.train.seq_len,
-        "sets": {name: {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte,
-                        "tokens": score.tokens} for name, score in scores.items()},
-    }  # fmt: skip
+        "sets": {
+            name: {
+                "loss": score.loss,
+                "perplexity": score.perplexity,
+                "bits_per_byte": score.bits_per_byte,
+                "tokens": score.tokens,
+            }
+            for name, score in scores.items()
+        },
+    }
 
 
 def to_text(scores: dict[str, Score]) -> str:
     """A line for each set."""
     head = ("set", "loss (nats/token)", "perplexity", "bits/byte", "tokens")
-    return format_table(head, [(name, f"{score.loss:.4f}", f"{score.perplexity:.4g}", f"{score.bits_per_byte:.4f}",
-                                f"{score.tokens:,}") for name, score in scores.items()])  # fmt: skip
+    return format_table(
+        head,
+        [
+            (
+                name,
+                f"{score.loss:.4f}",
+                f"{score.perplexity:.4g}",
+                f"{score.bits_per_byte:.4f}",
+                f"{score.tokens:,}",
+            )
+            for name, score in scores.items()
+        ],
+    )
 
 
 if __name__ == "__main__":

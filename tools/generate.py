@@ -60,37 +60,67 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.generate", description="Print a prompt and its continuation by a trained model.", allow_abbrev=False
+        prog="python -m tools.generate",
+        description="Print a prompt and its continuation by a trained model.",
+        allow_abbrev=False,
     )
     parser.add_argument("--run", metavar="RUN_DIR", help="folder of a run; its newest checkpoint is used")
-    parser.add_argument("--checkpoint", metavar="PATH",
-                        help="instead: this checkpoint, such as runs/NAME/checkpoints/step-00000100, or what "
-                             "tools.convert_hf import wrote")  # fmt: skip
+    parser.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="instead: this checkpoint, such as runs/NAME/checkpoints/step-00000100, or what "
+        "tools.convert_hf import wrote",
+    )
     add_tokenizer_option(parser)
     parser.add_argument("--prompt", default="", help="text to go on with; without it a new document begins")
-    parser.add_argument("--max_new_tokens", type=_count, default=200, metavar="N",
-                        help="tokens to generate at most (default 200); the end of the document ends it earlier")  # fmt: skip
-    parser.add_argument("--temperature", type=_temperature, default=0.8, metavar="X",
-                        help="divides the logits (default 0.8); 0 always takes the likeliest token")  # fmt: skip
-    parser.add_argument("--top_k", type=_count, default=50, metavar="K",
-                        help="sample among the K likeliest tokens (default 50); 0 is all")  # fmt: skip
+    parser.add_argument(
+        "--max_new_tokens",
+        type=_count,
+        default=200,
+        metavar="N",
+        help="tokens to generate at most (default 200); the end of the document ends it earlier",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        metavar="X",
+        help="divides the logits (default 0.8); 0 always takes the likeliest token",
+    )
+    parser.add_argument(
+        "--top_k",
+        type=_count,
+        default=50,
+        metavar="K",
+        help="sample among the K likeliest tokens (default 50); 0 is all",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    parser.add_argument("--window", type=_count, default=0, metavar="T",
-                        help="tokens of context at most, the oldest are dropped; 0, the default, is the run's "
-                             "train.seq_len, as it has learned no positions beyond; at most its model.max_seq_len")  # fmt: skip
+    parser.add_argument(
+        "--window",
+        type=_count,
+        default=0,
+        metavar="T",
+        help="tokens of context at most, the oldest are dropped; 0, the default, is the run's "
+        "train.seq_len, as it has learned no positions beyond; at most its model.max_seq_len",
+    )
     return parser
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
     """`--tokenizer`, as `find_model_tokenizer` takes it."""
-    parser.add_argument("--tokenizer", default="auto", metavar="bytes|PATH",
-                        help="a tokenizer.json or the folder it lies in; auto, the default, is the one beside the weights, or "
-                             "else that of the run's data")  # fmt: skip
+    parser.add_argument(
+        "--tokenizer",
+        default="auto",
+        metavar="bytes|PATH",
+        help="a tokenizer.json or the folder it lies in; auto, the default, is the one beside the "
+        "weights, or "
+        "else that of the run's data",
+    )
 
 
 def find_model_tokenizer(folder: Path, data: DataConfig, asked: str) -> Tokenizer:
-    """The tokenizer of the model whose weights lie in `folder`: the one asked for; with auto the one that lies beside them,
-    else that of the data it was trained on. Raises DataError."""
+    """The tokenizer of the model whose weights lie in `folder`: the one asked for; with auto the one that
+    lies beside them, else that of the data it was trained on. Raises DataError."""
     if asked != "auto":
         return load_tokenizer(asked) if asked == "bytes" else load_tokenizer(asked, data.bos, data.eos)
     if (folder / "tokenizer.json").is_file():
@@ -98,32 +128,42 @@ def find_model_tokenizer(folder: Path, data: DataConfig, asked: str) -> Tokenize
     try:
         source = next(iter(data.mixture), data.source)
         if data.tokenizer == "auto" and not is_prepared(source):
-            find_files(source)  # if it is not there, nobody knows whether it was text or prepared data with a tokenizer
+            # if it is not there, nobody knows whether it was text or prepared data with a tokenizer
+            find_files(source)
         return find_tokenizer(data)
     except DataError as error:
-        raise DataError(f"{folder}: the tokenizer of its run cannot be found ({error}): name it with --tokenizer") from None
+        raise DataError(
+            f"{folder}: the tokenizer of its run cannot be found ({error}): name it with --tokenizer"
+        ) from None
 
 
 def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
-    """The ids to go on from: as a document begins, so with a BOS where the tokenizer has one. Raises DataError."""
+    """The ids to go on from: as a document begins, so with a BOS where the tokenizer has one. Raises
+    DataError."""
     if not prompt:
         return [tokenizer.info.start]
     try:
         ids = tokenizer.encode([prompt])[0].tolist()
     except UnicodeDecodeError as error:
-        raise DataError(f"--prompt is not valid UTF-8 at byte {error.start}, and this tokenizer reads nothing else") from None
+        raise DataError(
+            f"--prompt is not valid UTF-8 at byte {error.start}, and this tokenizer reads nothing else"
+        ) from None
     return ids if tokenizer.info.bos is None else [tokenizer.info.bos, *ids]
 
 
 def choose_window(asked: int, config: Config) -> int:
-    """How many tokens of context the model gets. Raises ConfigError if there are no position tables for as many."""
+    """How many tokens of context the model gets. Raises ConfigError if there are no position tables for as
+    many."""
     if asked > config.model.max_seq_len:
-        raise ConfigError(f"--window={asked} must not exceed the run's model.max_seq_len={config.model.max_seq_len}")
+        raise ConfigError(
+            f"--window={asked} must not exceed the run's model.max_seq_len={config.model.max_seq_len}"
+        )
     return asked or config.train.seq_len
 
 
 def load_model(checkpoint: Path, config: Config, device: torch.device) -> Llama:
-    """The plain model of a checkpoint, ready to generate; on a GPU in the dtype it was trained to compute in."""
+    """The plain model of a checkpoint, ready to generate; on a GPU in the dtype it was trained to compute
+    in."""
     weights = load_whole_weights(checkpoint)
     if config.model.tie_embeddings:
         weights["head.output.weight"] = weights["tok_embeddings.weight"]
@@ -132,17 +172,24 @@ def load_model(checkpoint: Path, config: Config, device: torch.device) -> Llama:
     asked = dtype_here(device) if config.parallel.param_dtype == "auto" else config.parallel.param_dtype
     dtype = getattr(torch, asked) if device.type == "cuda" else torch.float32
     model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
-    tables = rope_tables(model.config.head_dim, model.config.max_seq_len, model.config.rope_theta, model.config.rope_scaling)
+    tables = rope_tables(
+        model.config.head_dim, model.config.max_seq_len, model.config.rope_theta, model.config.rope_scaling
+    )
     model.cos_TH, model.sin_TH = (table.to(device) for table in tables)
     return model.eval()
 
 
 @torch.inference_mode()
 def generate(
-    model: Llama, tokens: Sequence[int], max_new_tokens: int, sampling: Sampling, window: int, tokenizer: TokenizerInfo
+    model: Llama,
+    tokens: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    window: int,
+    tokenizer: TokenizerInfo,
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` ids that follow `tokens`; ends before the tokenizer's EOS. The context is the last
-    `window` tokens, recomputed for every new one."""
+    """Yield up to `max_new_tokens` ids that follow `tokens`; ends before the tokenizer's EOS. The context is
+    the last `window` tokens, recomputed for every new one."""
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(tokens)
     last_only = model.head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
@@ -171,11 +218,15 @@ def choose_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generato
 
 
 def print_stream(
-    tokenizer: Tokenizer, context: Sequence[int], tokens: Iterator[int],
-    write: Callable[[str], object], flush: Callable[[], object],
-) -> None:  # fmt: skip
-    """Write the text of the context, then that of each token as it comes; a character of several tokens once its last one is
-    there. All ids are decoded together, as a tokenizer may show an id otherwise where it stands first."""
+    tokenizer: Tokenizer,
+    context: Sequence[int],
+    tokens: Iterator[int],
+    write: Callable[[str], object],
+    flush: Callable[[], object],
+) -> None:
+    """Write the text of the context, then that of each token as it comes; a character of several tokens once
+    its last one is there. All ids are decoded together, as a tokenizer may show an id otherwise where it
+    stands first."""
     ids = list(context)
     text = tokenizer.decode(ids)
     written = _write_settled(text, 0, write, flush)
@@ -187,9 +238,11 @@ def print_stream(
     flush()
 
 
-def _write_settled(text: str, written: int, write: Callable[[str], object], flush: Callable[[], object]) -> int:
-    """Write what follows the first `written` characters, but for broken ones at the end, which the next token may mend.
-    Returns how many are written then."""
+def _write_settled(
+    text: str, written: int, write: Callable[[str], object], flush: Callable[[], object]
+) -> int:
+    """Write what follows the first `written` characters, but for broken ones at the end, which the next token
+    may mend. Returns how many are written then."""
     settled = len(text.rstrip(BROKEN))
     if settled > written:
         write(text[written:settled])

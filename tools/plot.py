@@ -1,4 +1,5 @@
-"""Curves and bars as pictures of shapes, for pages and files: `parallel.planner.shapes` makes SVG or PNG of them."""
+"""Curves and bars as pictures of shapes, for pages and files: `parallel.planner.shapes` makes SVG or PNG of
+them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,8 @@ from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, te
 
 Point = tuple[float, float]
 PAPER = "#ffffff"
-# Of the palette of Okabe and Ito (2008), which colour-blind people can tell apart; without yellow, which is lost on white.
+# Of the palette of Okabe and Ito (2008), which colour-blind people can tell apart; without yellow, which is
+# lost on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 MARKERS = ("circle", "square", "triangle", "diamond", "star")
 SMALL, BODY = 11, 13
@@ -41,7 +43,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart. `low`, `high`: half of the measurements lie between. None: nothing was measured."""
+    """A row of a bar chart. `low`, `high`: half of the measurements lie between. None: nothing was
+    measured."""
 
     name: str
     value: float | None
@@ -88,13 +91,19 @@ def draw_curves(title: str, x_words: str, curves: Sequence[Curve]) -> Picture:
 
 def empty_chart(title: str) -> Picture:
     """Where there is nothing to draw."""
-    return Picture(WIDTH, 74, (Text(8, 20, title, BODY, INK, bold=True), Text(8, 48, "nothing measured yet", SMALL, FAINT)))
+    return Picture(
+        WIDTH,
+        74,
+        (Text(8, 20, title, BODY, INK, bold=True), Text(8, 48, "nothing measured yet", SMALL, FAINT)),
+    )
 
 
 def frame(axes: Axes, x_words: str, y_ticks: Sequence[tuple[float, str]] | None = None) -> Iterator[Shape]:
-    """Grid, figures beside and below it, and what they are of. `y_ticks`: values with their words, where round values as they
-    are will not do."""
-    for value, words in y_ticks if y_ticks is not None else [(value, short_number(value)) for value in ticks(*axes.y, most=6)]:
+    """Grid, figures beside and below it, and what they are of. `y_ticks`: values with their words, where
+    round values as they are will not do."""
+    for value, words in (
+        y_ticks if y_ticks is not None else [(value, short_number(value)) for value in ticks(*axes.y, most=6)]
+    ):
         y = axes.place((axes.x[0], value))[1]
         yield rectangle(axes.left, y - 0.5, axes.right - axes.left, 1, GRID)
         yield Text(axes.left - 7, y + 4, words, SMALL, FAINT, "end")
@@ -106,7 +115,8 @@ def frame(axes: Axes, x_words: str, y_ticks: Sequence[tuple[float, str]] | None 
 
 
 def draw_curve(axes: Axes, curve: Curve, number: int = 0) -> Iterator[Shape]:
-    """Its line, some markers along it, at other places for each number, and a cross for what is not finite."""
+    """Its line, some markers along it, at other places for each number, and a cross for what is not
+    finite."""
     inside = [point for point in curve.points if axes.x[0] <= point[0] <= axes.x[1]]
     finite = [axes.place(point) for point in inside if math.isfinite(point[1])]
     for piece in _pieces(inside):
@@ -120,7 +130,9 @@ def draw_curve(axes: Axes, curve: Curve, number: int = 0) -> Iterator[Shape]:
             yield marker(finite[at], curve.style, about)
     for point in [point for point in inside if not math.isfinite(point[1])][:NOT_FINITE_SHOWN]:
         x = axes.place((point[0], axes.y[0]))[0]
-        yield from _cross((x, axes.top + 5), curve.style.color, f"{curve.name}: not finite at {short_number(point[0])}")
+        yield from _cross(
+            (x, axes.top + 5), curve.style.color, f"{curve.name}: not finite at {short_number(point[0])}"
+        )
 
 
 def draw_bars(title: str, bars: Sequence[Bar]) -> Picture:
@@ -136,9 +148,15 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> Picture:
         length = max((bar.value or 0.0) * scale, 0.0)
         shapes.append(rectangle(8, top + 15, length, BAR, bar.style.color, f"{bar.name}: {bar.words}"))
         if bar.low is not None and bar.high is not None:
-            shapes.append(rectangle(8 + bar.low * scale, top + 15 + BAR / 2 - 1, max((bar.high - bar.low) * scale, 1), 2, INK))
+            shapes.append(
+                rectangle(
+                    8 + bar.low * scale, top + 15 + BAR / 2 - 1, max((bar.high - bar.low) * scale, 1), 2, INK
+                )
+            )
             length = max(length, bar.high * scale)
-        shapes.append(Text(8 + length + 5, top + 25, bar.words, SMALL, INK if bar.value is not None else FAINT))
+        shapes.append(
+            Text(8 + length + 5, top + 25, bar.words, SMALL, INK if bar.value is not None else FAINT)
+        )
     return Picture(WIDTH, TOP + len(bars) * BAR_ROW + 8, tuple(shapes))
 
 
@@ -157,11 +175,18 @@ def stroke(points: Sequence[Point], width: float, color: str, about: str = "") -
 
 def marker(at: Point, style: Style, about: str = "", size: float = MARK) -> Polygon:
     """A small sign around a point."""
-    corners, first, inner = {"circle": (12, 0.0, 1.0), "square": (4, -3 * math.pi / 4, 1.0), "triangle": (3, -math.pi / 2, 1.0),
-                             "diamond": (4, 0.0, 1.0), "star": (10, -math.pi / 2, 0.45)}[style.marker]  # fmt: skip
+    corners, first, inner = {
+        "circle": (12, 0.0, 1.0),
+        "square": (4, -3 * math.pi / 4, 1.0),
+        "triangle": (3, -math.pi / 2, 1.0),
+        "diamond": (4, 0.0, 1.0),
+        "star": (10, -math.pi / 2, 0.45),
+    }[style.marker]
     radius = size * {"circle": 1.0, "square": 1.2, "star": 1.6}.get(style.marker, 1.35)
     turns = [(first + 2 * math.pi * i / corners, radius * (inner if i % 2 else 1.0)) for i in range(corners)]
-    return Polygon(tuple((at[0] + r * math.cos(a), at[1] + r * math.sin(a)) for a, r in turns), style.color, about)
+    return Polygon(
+        tuple((at[0] + r * math.cos(a), at[1] + r * math.sin(a)) for a, r in turns), style.color, about
+    )
 
 
 def thin_out(points: Sequence[Point]) -> list[Point]:
@@ -223,7 +248,8 @@ def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def _without_sharp_corners(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """The line cut where it turns by more than a right angle: there its two sides would meet far out, or cross."""
+    """The line cut where it turns by more than a right angle: there its two sides would meet far out, or
+    cross."""
     line = list(points[:1])
     for number, point in enumerate(points[1:], 1):
         if len(line) > 1:

@@ -1,4 +1,5 @@
-"""`python -m tools.prepare_data SOURCE OUT_DIR`: text, in any common form, to a folder of tokenised shards to train on."""
+"""`python -m tools.prepare_data SOURCE OUT_DIR`: text, in any common form, to a folder of tokenised shards to
+train on."""
 
 import argparse
 import json
@@ -24,9 +25,12 @@ from train.data.tokenizer import padded_vocab_size
 
 MIB = 2**20
 LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on
-SOURCES = ("a file, folder or glob of text (.txt, .md, source code ...: one document each) or of records (.jsonl, .jsonl.gz, "
-           ".jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
-           "hf:NAME[:CONFIG[:SPLIT]] for a Hugging Face dataset (split train), hf:FOLDER for one on disk")  # fmt: skip
+SOURCES = (
+    "a file, folder or glob of text (.txt, .md, source code ...: one document each) or of records (.jsonl, "
+    ".jsonl.gz, "
+    ".jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
+    "hf:NAME[:CONFIG[:SPLIT]] for a Hugging Face dataset (split train), hf:FOLDER for one on disk"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     already_there, start_s = is_there(folder), time.perf_counter()
     with show_progress(sys.stderr.isatty()) as progress:
         try:
-            manifest = prepare(source, options.tokenizer, options.bos, options.eos, folder, settings, progress)
+            manifest = prepare(
+                source, options.tokenizer, options.bos, options.eos, folder, settings, progress
+            )
         except KeyboardInterrupt:
             print("stopped: the same command goes on with what is not finished", file=sys.stderr)
             raise
@@ -51,38 +57,73 @@ def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.prepare_data",
-        description="Tokenise text into a folder of shards, which data.source of a run then names. A start that was stopped "
+        description="Tokenise text into a folder of shards, which data.source of a run then names. A start "
+        "that was stopped "
         "or killed goes on where it was; the result does not depend on the number of workers.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to make; it appears when it is complete")
-    parser.add_argument("--tokenizer", default="bytes", metavar="bytes|PATH",
-                        help="a tokenizer.json or the folder it lies in; bytes, the default, is built in")  # fmt: skip
-    parser.add_argument("--bos", default="auto", metavar="TOKEN",
-                        help="token in front of each document, such as <s>: auto, the default, as the tokenizer's files say; "
-                             "none for none")  # fmt: skip
-    parser.add_argument("--eos", default="auto", metavar="TOKEN", help="token after each document (default auto)")
-    parser.add_argument("--text_field", default="text", metavar="NAME",
-                        help="field of a record that holds its text (default text)")  # fmt: skip
-    parser.add_argument("--held_out", type=_share, default=0.02, metavar="SHARE",
-                        help="share of documents kept for evaluation (default 0.02): at least one, or none with 0")  # fmt: skip
-    parser.add_argument("--workers", type=positive, default=usable_threads(), metavar="N",
-                        help="processes (default: one for each hardware thread, within a container's quota)")  # fmt: skip
-    parser.add_argument("--shard_mb", type=positive, default=64, metavar="N",
-                        help="MiB of source that become one shard, about (default 64; less of a small source)")  # fmt: skip
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="bytes|PATH",
+        help="a tokenizer.json or the folder it lies in; bytes, the default, is built in",
+    )
+    parser.add_argument(
+        "--bos",
+        default="auto",
+        metavar="TOKEN",
+        help="token in front of each document, such as <s>: auto, the default, as the tokenizer's files say; "
+        "none for none",
+    )
+    parser.add_argument(
+        "--eos", default="auto", metavar="TOKEN", help="token after each document (default auto)"
+    )
+    parser.add_argument(
+        "--text_field",
+        default="text",
+        metavar="NAME",
+        help="field of a record that holds its text (default text)",
+    )
+    parser.add_argument(
+        "--held_out",
+        type=_share,
+        default=0.02,
+        metavar="SHARE",
+        help="share of documents kept for evaluation (default 0.02): at least one, or none with 0",
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=usable_threads(),
+        metavar="N",
+        help="processes (default: one for each hardware thread, within a container's quota)",
+    )
+    parser.add_argument(
+        "--shard_mb",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="MiB of source that become one shard, about (default 64; less of a small source)",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")
     return parser
 
 
 @contextmanager
 def show_progress(on_terminal: bool) -> Iterator[Callable[[Progress], None]]:
-    """What to call with progress: it draws a bar on a terminal's stderr, and writes a line now and then elsewhere."""
+    """What to call with progress: it draws a bar on a terminal's stderr, and writes a line now and then
+    elsewhere."""
     if not on_terminal:
         yield PlainLines()
         return
-    columns = (rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn(),
-               rich.progress.TimeRemainingColumn())  # fmt: skip
+    columns = (
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
     with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
 
         def update(progress: Progress) -> None:
@@ -101,7 +142,11 @@ class PlainLines:
 
     def __call__(self, progress: Progress) -> None:
         if progress.done_bytes == progress.kept_bytes > 0:
-            print(f"going on after {progress.kept_bytes / 1e6:,.1f} MB that are finished", file=sys.stderr, flush=True)
+            print(
+                f"going on after {progress.kept_bytes / 1e6:,.1f} MB that are finished",
+                file=sys.stderr,
+                flush=True,
+            )
         if progress.elapsed_s >= self._next_s:
             self._next_s = progress.elapsed_s + LINE_EVERY_S
             print(to_line(progress), file=sys.stderr, flush=True)
@@ -111,8 +156,11 @@ def to_line(progress: Progress) -> str:
     """Progress in one line."""
     mb_s = (progress.done_bytes - progress.kept_bytes) / 1e6 / progress.elapsed_s
     left_s = (progress.total_bytes - progress.done_bytes) / 1e6 / mb_s if mb_s else float("inf")
-    return (f"{progress.done_bytes / 1e6:,.1f} of {progress.total_bytes / 1e6:,.1f} MB, {mb_s:,.1f} MB/s, {left_s:,.0f} s left, "
-            f"{progress.tokens:,} tokens")  # fmt: skip
+    return (
+        f"{progress.done_bytes / 1e6:,.1f} of {progress.total_bytes / 1e6:,.1f} MB, {mb_s:,.1f} MB/s, "
+        f"{left_s:,.0f} s left, "
+        f"{progress.tokens:,} tokens"
+    )
 
 
 def make_figures(manifest: Manifest, folder: Path, already_there: bool, elapsed_s: float) -> dict[str, Any]:
@@ -141,17 +189,27 @@ def make_figures(manifest: Manifest, folder: Path, already_there: bool, elapsed_
 def to_text(figures: dict[str, Any]) -> str:
     """The figures for people, and the lines to put into a config."""
     vocab_size, padded = figures["vocab_size"], figures["padded_vocab_size"]
-    speed = "" if figures["already_there"] else f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"
+    speed = (
+        ""
+        if figures["already_there"]
+        else f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"
+    )
     rows = [[split, f"{figures['documents'][split]:,}", f"{figures['tokens'][split]:,}"] for split in SPLITS]
-    return "\n".join((
-        f"{figures['folder']} is already there, made from the same" if figures["already_there"] else f"wrote {figures['folder']}",
-        format_table(("split", "documents", "tokens"), rows),
-        f"{figures['text_bytes'] / 1e6:,.1f} MB of text{speed}, {figures['bytes_per_token']:.2f} bytes per token; "
-        f"{figures['empty_documents']:,} documents without text were left out",
-        f"tokenizer {figures['tokenizer']}: {vocab_size:,} ids, stored as {figures['dtype']}",
-        f"in a config: data.source: {figures['folder']}, model.vocab_size: {padded} (or any number from {vocab_size} on; "
-        "a multiple of 128 suits tensor parallelism and GPUs)",
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            f"{figures['folder']} is already there, made from the same"
+            if figures["already_there"]
+            else f"wrote {figures['folder']}",
+            format_table(("split", "documents", "tokens"), rows),
+            f"{figures['text_bytes'] / 1e6:,.1f} MB of text{speed}, {figures['bytes_per_token']:.2f} bytes "
+            f"per token; "
+            f"{figures['empty_documents']:,} documents without text were left out",
+            f"tokenizer {figures['tokenizer']}: {vocab_size:,} ids, stored as {figures['dtype']}",
+            f"in a config: data.source: {figures['folder']}, model.vocab_size: {padded} (or any number from "
+            f"{vocab_size} on; "
+            "a multiple of 128 suits tensor parallelism and GPUs)",
+        )
+    )
 
 
 def _share(text: str) -> float:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from tools.run_folder import Row, RunFolder, series
 
-WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones, as in tools.bench
+# not counted in rates: compilation, caches and allocators settle in the first ones, as in tools.bench
+WARM_UP_STEPS = 4
 PREDICTED = ("step_time_s", "peak_memory_gib")  # what the planner predicts, by the names of a row
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Median over reports after the warm-up, and half of them lie between `low` and `high` (the quartiles)."""
+    """Median over reports after the warm-up, and half of them lie between `low` and `high` (the
+    quartiles)."""
 
     median: float
     low: float
@@ -64,7 +66,9 @@ def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> 
     """Of a run's rows. `predicted`: where its own rows say nothing of that."""
     counted = warmed_up(run.rows)
     memory = series(run.rows, "peak_memory_gib")
-    own = {name: values[max(values)] for name in PREDICTED if (values := series(run.rows, f"predicted_{name}"))}
+    own = {
+        name: values[max(values)] for name in PREDICTED if (values := series(run.rows, f"predicted_{name}"))
+    }
     mfu = [value for value in series(counted, "mfu").values() if math.isfinite(value)]
     return Figures(
         step=max(run.steps, default=0),
@@ -79,8 +83,8 @@ def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> 
 
 
 def warmed_up(rows: Mapping[int, Row]) -> dict[int, Row]:
-    """Rows whose rates count: without the first report, whose steps include compiling, and the first WARM_UP_STEPS steps; all
-    there are where that leaves none."""
+    """Rows whose rates count: without the first report, whose steps include compiling, and the first
+    WARM_UP_STEPS steps; all there are where that leaves none."""
     reported = [step for step, row in rows.items() if "step_time_s" in row]
     counted = [step for step in reported[1:] if step > WARM_UP_STEPS] or reported[-1:]
     return {step: rows[step] for step in counted}
@@ -90,7 +94,9 @@ def _rate(values: Mapping[int, float]) -> Rate | None:
     finite = sorted(value for value in values.values() if math.isfinite(value))
     if not finite:
         return None
-    low, middle, high = statistics.quantiles(finite, n=4, method="inclusive") if len(finite) > 1 else [finite[0]] * 3
+    low, middle, high = (
+        statistics.quantiles(finite, n=4, method="inclusive") if len(finite) > 1 else [finite[0]] * 3
+    )
     return Rate(middle, low, high, len(finite))
 
 

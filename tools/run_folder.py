@@ -48,14 +48,17 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read it all; what is not there is empty. Raises ConfigError where the folder is none, or config.yaml is not readable."""
+    """Read it all; what is not there is empty. Raises ConfigError where the folder is none, or config.yaml is
+    not readable."""
     if folder.is_file():
         raise ConfigError(f"{folder} is a file: name the run's folder, such as {folder.parent}")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder. Name a run's folder, such as runs/llama_debug")
     rows, redone, unreadable = read_rows(folder / "metrics.jsonl")
     plan, problem = _read_plan(folder / "plan.yaml")
-    return RunFolder(folder, read_status(folder), rows, redone, read_config(folder), plan, problem, unreadable)
+    return RunFolder(
+        folder, read_status(folder), rows, redone, read_config(folder), plan, problem, unreadable
+    )
 
 
 def read_rows(path: Path) -> tuple[dict[int, Row], dict[int, Row], int]:
@@ -73,7 +76,8 @@ def read_rows(path: Path) -> tuple[dict[int, Row], dict[int, Row], int]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.yaml of a run's folder with dotted keys; {} where there is none. Raises ConfigError for one that is no YAML."""
+    """config.yaml of a run's folder with dotted keys; {} where there is none. Raises ConfigError for one that
+    is no YAML."""
     path = folder / "config.yaml"
     if not path.is_file():
         return {}
@@ -84,17 +88,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "", whole: Sequence[str] = ()) -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; a key in `whole` keeps the mapping that is its value, and an empty one stays."""
+    """Nested mappings as one, with dotted keys; a key in `whole` keeps the mapping that is its value, and an
+    empty one stays."""
     flat = dict[str, Any]()
     for key, value in mapping.items():
         name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.", whole) if isinstance(value, dict) and value and name not in whole else {name: value}
+        flat |= (
+            flatten(value, f"{name}.", whole)
+            if isinstance(value, dict) and value and name not in whole
+            else {name: value}
+        )
     return flat
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys of two flat configs with both values where these differ. A key that only one of them knows is of another version of
-    the program, and no change; unless the other has null in its place."""
+    """Keys of two flat configs with both values where these differ. A key that only one of them knows is of
+    another version of the program, and no change; unless the other has null in its place."""
     changed = {key: (old[key], new[key]) for key in old if key in new and _differ(old[key], new[key])}
     for here, there, flip in ((old, new, False), (new, old, True)):
         for key, value in here.items():
@@ -127,7 +136,8 @@ def series(rows: Mapping[int, Row], key: str) -> dict[int, float]:
 
 
 def tokens_per_step(run: RunFolder) -> float | None:
-    """Tokens of an optimizer step: of plan and config, else of a row's rate and time. None where nothing says it."""
+    """Tokens of an optimizer step: of plan and config, else of a row's rate and time. None where nothing says
+    it."""
     seq_len = run.config.get("train.seq_len")
     if run.plan is not None and isinstance(seq_len, int):
         return float(run.plan.global_batch_size * seq_len)
@@ -139,7 +149,8 @@ def tokens_per_step(run: RunFolder) -> float | None:
 
 
 def training_s(rows: Mapping[int, Row]) -> dict[int, float]:
-    """Seconds of training up to each reported step: the steps' own time, without start, evaluations and checkpoints."""
+    """Seconds of training up to each reported step: the steps' own time, without start, evaluations and
+    checkpoints."""
     times, done_s = dict[int, float](), 0.0
     reported = [step for step, row in rows.items() if math.isfinite(value_of(row, "step_time_s") or math.nan)]
     for before, step in pairwise([0, *reported]):

@@ -1,7 +1,9 @@
-"""`python -m tools.simulate --config X --world-size N`: one step of one rank of a run of N processes, on this one.
+"""`python -m tools.simulate --config X --world-size N`: one step of one rank of a run of N processes, on this
+one.
 
-The real model, optimizer and training step run on a fake process group with fake tensors: what comes out are the
-collectives that the rank issues, in order, and the memory it needs by kind, without a GPU and in little memory.
+The real model, optimizer and training step run on a fake process group with fake tensors: what comes out are
+the collectives that the rank issues, in order, and the memory it needs by kind, without a GPU and in little
+memory.
 """
 
 import argparse
@@ -28,7 +30,11 @@ from train.step import Batch, train_step
 PROG = "tools.simulate"
 LOGITS = ("head.output", "head.loss")  # of models.llama
 FIRST = 24  # collectives shown unless all are asked for
-NO_BUDGET = "activation_checkpoint budget is the compiler's, and a simulation is eager: activations are those of none."
+NO_BUDGET = (
+    "activation_checkpoint budget is the compiler's, and a simulation is eager: activations are "
+    "those "
+    "of none."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,22 +55,46 @@ def make_parser() -> argparse.ArgumentParser:
     """Options of the tool; every key of the config is accepted besides."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
-        usage=f"python -m {PROG} --config X --world-size N [--rank R] [--all] [--json] [--section.key=value ...]",
-        description="Run one optimizer step of one rank with the real code on a fake process group and fake tensors, and "
+        usage=f"python -m {PROG} --config X --world-size N [--rank R] [--all] [--json] "
+        f"[--section.key=value ...]",
+        description="Run one optimizer step of one rank with the real code on a fake process group and fake "
+        "tensors, and "
         "print its collectives and its memory by kind. Needs no GPU and starts no processes.",
-        epilog="Every config key is accepted too, as --section.key=value, and wins over the file. Nothing is compiled in a "
+        epilog="Every config key is accepted too, as --section.key=value, and wins over the file. Nothing is "
+        "compiled in a "
         "simulation: activations are those of eager operations, everything else is as in a compiled run.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="X", help="YAML file: a path, or a name in configs/, as llama_8b.yaml")
-    parser.add_argument("--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
-    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="G", help="of them in a node (default 8): for "
-                        "strategies that know nodes")  # fmt: skip
-    parser.add_argument("--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)")
-    parser.add_argument("--all", action="store_true", help=f"show every collective, not the first {FIRST} only")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: collectives in order {op, axis, unit, "
-                        "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the most of each during "
-                        "the step), peak_memory_gib, memory_at_peak, host_memory_gib")  # fmt: skip
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="X",
+        help="YAML file: a path, or a name in configs/, as llama_8b.yaml",
+    )
+    parser.add_argument(
+        "--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU"
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=positive,
+        default=8,
+        metavar="G",
+        help="of them in a node (default 8): for strategies that know nodes",
+    )
+    parser.add_argument(
+        "--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"show every collective, not the first {FIRST} only"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document: collectives in order {op, axis, unit, "
+        "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the most of each "
+        "during "
+        "the step), peak_memory_gib, memory_at_peak, host_memory_gib",
+    )
     return parser
 
 
@@ -73,7 +103,8 @@ def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
     device = torch.device("cpu")
 
     def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
-        # Fake values need not be put anywhere, and cutting a tensor in 4,096 fake parts to take one of them takes long.
+        # Fake values need not be put anywhere, and cutting a tensor in 4,096 fake parts to take one of them
+        # takes long.
         fill_model(model, config, plan, device, copy=lambda parameter, value: None)
         optimizer = build_optimizer(model, config.optim)
         getattr(model, "after_optimizer_step", lambda: None)()  # as in every step but the first
@@ -81,18 +112,24 @@ def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
         tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=device)
-        first = tokens.clone() if config.data.document_mask else None  # of one document: its blocks are as many as can be
+        # of one document: its blocks are as many as can be
+        first = tokens.clone() if config.data.document_mask else None
         batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
         train_step(model, optimizer, batches, config.train.grad_clip, group)
 
-    return simulate(plan, TrainingCode(lambda plan, mesh: shard_model(config, plan, mesh), fill, step, LOGITS), rank)
+    return simulate(
+        plan, TrainingCode(lambda plan, mesh: shard_model(config, plan, mesh), fill, step, LOGITS), rank
+    )
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
     """The simulation as plain data, memory in GiB."""
     return {
         "collectives": [dataclasses.asdict(collective) for collective in simulation.collectives],
-        "totals": [{"op": op, "axis": axis, "count": count, "bytes": size} for op, axis, count, size in totals(simulation)],
+        "totals": [
+            {"op": op, "axis": axis, "count": count, "bytes": size}
+            for op, axis, count, size in totals(simulation)
+        ],
         "memory": simulation.memory.gib(),
         "peak_memory_gib": simulation.peak_bytes / GIB,
         "memory_at_peak": simulation.at_peak.gib(),
@@ -103,19 +140,28 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
     """Totals, memory and the first collectives for people; `first` None is all of them."""
     rows = [(op, axis, str(count), f"{size / GIB:9.3f}") for op, axis, count, size in totals(simulation)]
-    kinds = [(kind, f"{gib:8.2f}", f"{simulation.at_peak.gib()[kind]:8.2f}")
-             for kind, gib in simulation.memory.gib().items()]  # fmt: skip
+    kinds = [
+        (kind, f"{gib:8.2f}", f"{simulation.at_peak.gib()[kind]:8.2f}")
+        for kind, gib in simulation.memory.gib().items()
+    ]
     kinds.append(("total", "", f"{simulation.peak_bytes / GIB:8.2f}"))
     parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
     parts.append(format_table(("collectives", "axis", "count", "GiB"), rows) if rows else "no collectives")
     parts.append(format_table(("memory", "most GiB", "GiB at the peak"), kinds))
     if simulation.host_bytes:
-        parts.append(f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients, optimizer")
+        parts.append(
+            f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients, "
+            f"optimizer"
+        )
     if any(unit.activation_checkpoint == "budget" for unit in plan.units):
         parts.append(f"note: {NO_BUDGET}")
     shown = simulation.collectives[:first]
     if shown:
-        parts.append(format_table(("#", "op", "axis", "unit", "phase", "MiB"), list(map(_row, range(1, len(shown) + 1), shown))))
+        parts.append(
+            format_table(
+                ("#", "op", "axis", "unit", "phase", "MiB"), list(map(_row, range(1, len(shown) + 1), shown))
+            )
+        )
     if len(shown) < len(simulation.collectives):
         parts[-1] += f"\n... {len(simulation.collectives) - len(shown)} more (--all shows them)"
     return "\n\n".join(parts)

@@ -15,21 +15,27 @@ from train.init_from import PREFIX, weight_shapes
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The folder that holds the checkpoints of a run, given it or the run's own. CheckpointError if it is not there."""
+    """The folder that holds the checkpoints of a run, given it or the run's own. CheckpointError if it is not
+    there."""
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder. Name a run, such as runs/NAME, or its checkpoints folder")
+        raise CheckpointError(
+            f"{path}: no such folder. Name a run, such as runs/NAME, or its checkpoints folder"
+        )
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def find_newest(path: Path) -> Path:
-    """A checkpoint as it is; of a run, or of its checkpoints folder, the newest. CheckpointError if there is none."""
+    """A checkpoint as it is; of a run, or of its checkpoints folder, the newest. CheckpointError if there is
+    none."""
     if (path / MANIFEST).is_file():
         return path
     folder = checkpoints_folder(path)
     found = list_checkpoints(folder)
     if not found:
-        raise CheckpointError(f"{folder} holds no complete checkpoint (a folder step-NNNNNNNN with a {MANIFEST}): "
-                              "name a checkpoint, or a run that has saved one")  # fmt: skip
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint (a folder step-NNNNNNNN with a {MANIFEST}): "
+            "name a checkpoint, or a run that has saved one"
+        )
     return found[-1]
 
 
@@ -37,7 +43,9 @@ def checkpoint_config(checkpoint: Path) -> Config:
     """The config of the run that saved a checkpoint. Raises CheckpointError."""
     path = checkpoint / "config.yaml"
     if not path.is_file():
-        raise CheckpointError(f"{checkpoint} has no config.yaml, so its model is not known: copy the run's into it")
+        raise CheckpointError(
+            f"{checkpoint} has no config.yaml, so its model is not known: copy the run's into it"
+        )
     try:
         return load_config(path)
     except ConfigError as error:
@@ -45,24 +53,30 @@ def checkpoint_config(checkpoint: Path) -> Config:
 
 
 def saved_weights(checkpoint: Path, manifest: Manifest, config: Config) -> dict[str, SavedTensor]:
-    """The model's parameters by fqn, as the manifest has them. CheckpointError if it does not have the config's."""
+    """The model's parameters by fqn, as the manifest has them. CheckpointError if it does not have the
+    config's."""
     shapes = weight_shapes(config.model)
     found = {fqn: manifest.tensors[PREFIX + fqn] for fqn in shapes if PREFIX + fqn in manifest.tensors}
     for fqn, shape in shapes.items():
         if fqn not in found or found[fqn].shape != shape:
-            raise CheckpointError(f"{checkpoint} does not hold the model of its config.yaml: {fqn} is "
-                                  f"{found.get(fqn, 'missing')}, not of shape {list(shape)}: use another checkpoint")  # fmt: skip
+            raise CheckpointError(
+                f"{checkpoint} does not hold the model of its config.yaml: {fqn} is "
+                f"{found.get(fqn, 'missing')}, not of shape {list(shape)}: use another checkpoint"
+            )
     return found
 
 
 def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The model's whole parameters on the CPU, by fqn and in the order of `model.named_parameters()`, as saved (float32).
+    """The model's whole parameters on the CPU, by fqn and in the order of `model.named_parameters()`, as
+    saved (float32).
 
-    A tied weight is there once. Needs host memory for the whole model. Raises CheckpointError, also if the checkpoint does not
-    verify.
+    A tied weight is there once. Needs host memory for the whole model. Raises CheckpointError, also if the
+    checkpoint does not verify.
     """
     manifest = verify_alone(checkpoint)
     saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint))
-    whole = {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for name, tensor in saved.items()}
+    whole = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for name, tensor in saved.items()
+    }
     read_tensors(checkpoint, manifest, {PREFIX + name: tensor for name, tensor in whole.items()}, alone=True)
     return whole

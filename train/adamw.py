@@ -15,18 +15,20 @@ from train.kernels.adamw import Slice, Step
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW with decoupled weight decay, whose bfloat16 values are rounded stochastically (train/kernels/adamw.py).
+    """AdamW with decoupled weight decay, whose bfloat16 values are rounded stochastically
+    (train/kernels/adamw.py).
 
-    Its state must be there: `step`, `exp_avg` and `exp_avg_sq`, as of torch's AdamW, moments in either dtype. Like that one
-    it obeys two scalars on the device: gradients are divided by `grad_scale`, and with `found_inf` at 1 no bit changes.
-    Nothing in a step waits for the device.
+    Its state must be there: `step`, `exp_avg` and `exp_avg_sq`, as of torch's AdamW, moments in either dtype.
+    Like that one it obeys two scalars on the device: gradients are divided by `grad_scale`, and with
+    `found_inf` at 1 no bit changes. Nothing in a step waits for the device.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], keys: Mapping[Tensor, int]) -> None:
-        """`groups`: with params, lr, betas, eps and weight_decay. `keys`: of each parameter, decides its random bits."""
+        """`groups`: with params, lr, betas, eps and weight_decay. `keys`: of each parameter, decides its
+        random bits."""
         super().__init__(groups, {})
         self._keys = keys
         self._places: dict[Tensor, tuple[int, int, int]] = {}
@@ -36,12 +38,14 @@ class RoundedAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            # Fake tensors, of a simulation, have nothing to update; and a GPU's kernel would hold nothing beside them.
+            # Fake tensors, of a simulation, have nothing to update; and a GPU's kernel would hold nothing
+            # beside them.
             if not trained or isinstance(local_part(trained[0]), FakeTensor):
                 continue
             device = local_part(trained[0]).device
             skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf.to(device)
-            # Also of parameters of which this rank has no row: every rank counts alike, and any of them may save the count.
+            # Also of parameters of which this rank has no row: every rank counts alike, and any of them may
+            # save the count.
             torch._foreach_add_([self.state[p]["step"] for p in trained], [1 - skip] * len(trained))
             if held := [p for p in trained if local_part(p).numel()]:
                 self._kernel(device)([self._slice(p) for p in held], self._make_step(group, held, skip))
@@ -68,7 +72,10 @@ class RoundedAdamW(torch.optim.Optimizer):
         assert gradient is not None
         if parameter not in self._places:
             self._places[parameter] = _place(parameter)
-        parts = [local_part(tensor).view(-1) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        parts = [
+            local_part(tensor).view(-1)
+            for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+        ]
         return Slice(parts[0], parts[1], parts[2], parts[3], self._keys[parameter], *self._places[parameter])
 
     @staticmethod
@@ -82,10 +89,13 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 def _place(parameter: Tensor) -> tuple[int, int, int]:
-    """`first`, `columns` and `gap` of a `Slice`: where this rank's part lies in a whole parameter of one or two dims."""
+    """`first`, `columns` and `gap` of a `Slice`: where this rank's part lies in a whole parameter of one or
+    two dims."""
     shape, offsets = tuple(parameter.shape), (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
-        local, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        local, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
         shape = tuple(local)
         assert local_part(parameter).shape == torch.Size(shape), (parameter.shape, shape)
     whole, columns = parameter.shape[-1], shape[-1]

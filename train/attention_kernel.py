@@ -11,7 +11,8 @@ from train.best_dtype import best_dtype, dtype_here
 from train.config import Config
 
 HOPPER = (9, 0)  # CUDA compute capability
-ON_HOPPER = ("cudnn", "flash", "efficient", "flex")  # the fastest first, of GPUs that no file in configs/hardware describes
+# the fastest first, of GPUs that no file in configs/hardware describes
+ON_HOPPER = ("cudnn", "flash", "efficient", "flex")
 ON_OLDER = ("flash", "efficient", "flex")
 
 
@@ -23,7 +24,8 @@ def best_attention(config: Config, hardware: Hardware | None) -> str:
 
 
 def attention_here(config: Config, device: torch.device, device_name: str) -> str:
-    """The same for the device at hand. One that no file in configs/hardware describes gets cuDNN's from Hopper on."""
+    """The same for the device at hand. One that no file in configs/hardware describes gets cuDNN's from
+    Hopper on."""
     if device.type == "cpu":
         return "cpu"
     if kind := find_hardware(device_name):
@@ -33,24 +35,37 @@ def attention_here(config: Config, device: torch.device, device_name: str) -> st
 
 
 def check_attention(config: Config, plan: Plan, device_type: str) -> None:
-    """Raise PlanError for an attention kernel that cannot do what is asked on this kind of device ("cpu" or "cuda")."""
+    """Raise PlanError for an attention kernel that cannot do what is asked on this kind of device ("cpu" or
+    "cuda")."""
     kernel, apart = plan.attention, config.data.document_mask
-    dtypes = {unit.param_dtype for unit in plan.units if any(name.startswith("layers.") for name in unit.modules)}
+    dtypes = {
+        unit.param_dtype for unit in plan.units if any(name.startswith("layers.") for name in unit.modules)
+    }
     able = [name for name in KERNELS if _suits(name, device_type, apart, dtypes)]
     if kernel not in able:
         documents = "with data.document_mask=true" if apart else "without data.document_mask"
         what = f"a {device_type} device in {' and '.join(sorted(dtypes))} {documents}"
-        others = ", ".join(able) + (" (param_dtype=bfloat16 has more)" if (device_type, dtypes) == ("cuda", {"float32"}) else "")
+        others = ", ".join(able) + (
+            " (param_dtype=bfloat16 has more)" if (device_type, dtypes) == ("cuda", {"float32"}) else ""
+        )
         if config.parallel.plan in ("manual", "auto"):
             raise PlanError(f"parallel.attention={kernel} is no kernel for {what}: use auto, or {others}")
-        raise PlanError(f"attention={kernel} of {config.parallel.plan} is no kernel for {what}: put {others} there, or make the "
-                        "plan anew, with tools.plan --gpu KIND")  # fmt: skip
+        raise PlanError(
+            f"attention={kernel} of {config.parallel.plan} is no kernel for {what}: put {others} there, or "
+            f"make the "
+            "plan anew, with tools.plan --gpu KIND"
+        )
 
 
 def _first_able(kernels: Iterable[str], config: Config, best: str) -> str:
     """`best`: the dtype that auto is."""
-    apart, dtypes = config.data.document_mask, {best if config.parallel.param_dtype == "auto" else config.parallel.param_dtype}
-    return next((name for name in kernels if _suits(name, "cuda", apart, dtypes)), "flex" if apart else "efficient")
+    apart, dtypes = (
+        config.data.document_mask,
+        {best if config.parallel.param_dtype == "auto" else config.parallel.param_dtype},
+    )
+    return next(
+        (name for name in kernels if _suits(name, "cuda", apart, dtypes)), "flex" if apart else "efficient"
+    )
 
 
 def _suits(kernel: str, device_type: str, documents_apart: bool, dtypes: Iterable[str]) -> bool:

@@ -24,8 +24,8 @@ from train.predict import Prediction, predict, trace_run
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A plan that the planner has chosen for this machine: the figures it predicts, by their names in metrics.jsonl, what it has
-    to say, and a step."""
+    """A plan that the planner has chosen for this machine: the figures it predicts, by their names in
+    metrics.jsonl, what it has to say, and a step."""
 
     plan: Plan
     peak_bytes: int
@@ -35,14 +35,16 @@ class Chosen:
 
 
 def choose_here(config: Config, place: Place, device: torch.device, device_name: str) -> Chosen:
-    """Plan for as many processes as there are, on this kind of device with what memory it has. Raises PlanError for a device
-    that no file in configs/hardware describes, and if nothing fits."""
+    """Plan for as many processes as there are, on this kind of device with what memory it has. Raises
+    PlanError for a device that no file in configs/hardware describes, and if nothing fits."""
     kind = _find_kind(device, device_name)
     asked = config.parallel
     if asked.param_dtype == "auto":
         asked = dataclasses.replace(asked, param_dtype=dtype_here(device))
     if kind.cores:  # its rates are of one core, and what cpu_offload keeps in host memory is on the device
-        kind = dataclasses.replace(kind, cores=min(usable_cores(), place.local_world_size * torch.get_num_threads()))
+        kind = dataclasses.replace(
+            kind, cores=min(usable_cores(), place.local_world_size * torch.get_num_threads())
+        )
         asked = dataclasses.replace(asked, cpu_offload=False)
     on_device = dataclasses.replace(config, parallel=asked)
     machines = Machines(kind, place.local_world_size, device_memory_bytes(device, place))
@@ -52,7 +54,10 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
     predicted = predict(config, plan, machines.hardware, place.local_world_size)
     times = step_times(plan, trace_run(config, plan), machines.hardware, place.local_world_size)
     said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
-    figures = {"step_time_s": predicted.timeline.step_s, "peak_memory_gib": _measured_peak(predicted, device) / GIB}
+    figures = {
+        "step_time_s": predicted.timeline.step_s,
+        "peak_memory_gib": _measured_peak(predicted, device) / GIB,
+    }
     plan = dataclasses.replace(plan, cpu_offload=config.parallel.cpu_offload)
     return Chosen(plan, predicted.memory.peak_bytes, figures, said, predicted.timeline)
 
@@ -62,14 +67,20 @@ def _find_kind(device: torch.device, device_name: str) -> Hardware:
         return load_hardware()["cpu"]
     kind = find_hardware(device_name)
     if kind is None:
-        raise PlanError(f"parallel.plan=auto: no file in configs/hardware describes {device_name}. Measure it (python -m "
-                        "tools.bench calibrate -h), or use --parallel.plan=manual")  # fmt: skip
+        raise PlanError(
+            f"parallel.plan=auto: no file in configs/hardware describes {device_name}. Measure it (python -m "
+            "tools.bench calibrate -h), or use --parallel.plan=manual"
+        )
     return kind
 
 
 def _headline(predicted: Prediction, hardware: Hardware) -> str:
-    return (f"{hardware.name}: {predicted.timeline.step_s:.3g} s a step, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s per "
-            f"process, {predicted.memory.peak_bytes / GIB:.2f} GiB ({predicted.reserved_bytes / GIB:.2f} reserved)")  # fmt: skip
+    return (
+        f"{hardware.name}: {predicted.timeline.step_s:.3g} s a step, {predicted.tokens_per_s_per_gpu:,.0f} "
+        f"tokens/s per "
+        f"process, {predicted.memory.peak_bytes / GIB:.2f} GiB ({predicted.reserved_bytes / GIB:.2f} "
+        f"reserved)"
+    )
 
 
 def _measured_peak(predicted: Prediction, device: torch.device) -> int:

@@ -1,4 +1,5 @@
-"""What TensorBoard shows of a run beside its curves: facts, config and plan as texts, the predicted step, its hyperparameters."""
+"""What TensorBoard shows of a run beside its curves: facts, config and plan as texts, the predicted step, its
+hyperparameters."""
 
 import importlib.util
 import platform
@@ -24,17 +25,40 @@ from train.config import Config, config_to_yaml, keys_of
 
 PREDICTED_STEP = "predicted_step"  # the image's name
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
-USUAL = frozenset({"optim.lr", "parallel.activation_checkpoint", "parallel.dp_shard", "parallel.tp", "train.micro_batch_size"})
-OF_UNITS = ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "activation_checkpoint", "param_dtype",
-            "reduce_dtype")  # fmt: skip
+USUAL = frozenset(
+    {
+        "optim.lr",
+        "parallel.activation_checkpoint",
+        "parallel.dp_shard",
+        "parallel.tp",
+        "train.micro_batch_size",
+    }
+)
+OF_UNITS = (
+    "reshard_after_forward",
+    "forward_prefetch",
+    "backward_prefetch",
+    "activation_checkpoint",
+    "param_dtype",
+    "reduce_dtype",
+)
 
 
-def describe_run(config: Config, plan: Plan, device_name: str, data: tuple[str, int], said: Sequence[str],
-                 timeline: Timeline | None) -> Shown:  # fmt: skip
-    """All of it. `data`: what it is, and for how many steps. `said`: the planner's words. `timeline`: the step that it predicts,
-    where it has chosen the plan."""
-    texts = {"config": _code(config_to_yaml(config)), "plan": _code(plan_to_yaml(plan)),
-             "about": _list(run_facts(config, plan, device_name, *data))}  # fmt: skip
+def describe_run(
+    config: Config,
+    plan: Plan,
+    device_name: str,
+    data: tuple[str, int],
+    said: Sequence[str],
+    timeline: Timeline | None,
+) -> Shown:
+    """All of it. `data`: what it is, and for how many steps. `said`: the planner's words. `timeline`: the
+    step that it predicts, where it has chosen the plan."""
+    texts = {
+        "config": _code(config_to_yaml(config)),
+        "plan": _code(plan_to_yaml(plan)),
+        "about": _list(run_facts(config, plan, device_name, *data)),
+    }
     texts |= {"planner": "\n".join(f"- {line}" for line in said)} if said else {}
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
     # The pictures are painted by Pillow, which TensorBoard brings from 2.20 on.
@@ -48,34 +72,55 @@ def describe_run(config: Config, plan: Plan, device_name: str, data: tuple[str, 
 def run_facts(config: Config, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
     """Model, data and hardware, by what it is called on the page."""
     model, mesh, tokens = config.model, plan.mesh, plan.global_batch_size * config.train.seq_len
-    shape = f"{model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key and value heads, ffn_dim"
+    shape = (
+        f"{model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key and "
+        f"value heads, ffn_dim"
+    )
     micro = f"{plan.accumulation} x {plan.micro_batch_size} sequences of {config.train.seq_len:,}"
     return {
-        "Model": f"{count_parameters(model).total:,} parameters: {shape} {model.ffn_dim}, vocabulary {model.vocab_size:,}",
+        "Model": f"{count_parameters(model).total:,} parameters: {shape} {model.ffn_dim}, vocabulary "
+        f"{model.vocab_size:,}",
         "Data": data,
         "Training": f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens",
         "Step": f"{micro} tokens on each of {mesh.data_parallel} data-parallel ranks",
         "Hardware": f"{mesh.world_size} x {device_name}",
-        "Mesh": f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}; {len(plan.units)} FSDP units",
+        "Mesh": f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}; "
+        f"{len(plan.units)} FSDP units",
         "Software": f"meshwright {VERSION}, torch {torch.__version__}, Python {platform.python_version()}",
     }
 
 
 def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
-    """Every key by which runs differ, by its name in the config: with the plan's value where the plan has one."""
-    values = {name: _plain(value, declared) for section in SECTIONS for name, value, declared in
-              keys_of(getattr(config, section), section)}  # fmt: skip
+    """Every key by which runs differ, by its name in the config: with the plan's value where the plan has
+    one."""
+    values = {
+        name: _plain(value, declared)
+        for section in SECTIONS
+        for name, value, declared in keys_of(getattr(config, section), section)
+    }
     del values["data.cache_dir"]
     mesh = plan.mesh
-    values |= {"parallel.dp_replicate": mesh.dp_replicate, "parallel.dp_shard": mesh.dp_shard, "parallel.tp": mesh.tp}
-    values |= {"train.micro_batch_size": plan.micro_batch_size, "train.global_batch_size": plan.global_batch_size}
-    values |= {f"parallel.{name}": _of_units([getattr(unit, name) for unit in plan.units]) for name in OF_UNITS}
+    values |= {
+        "parallel.dp_replicate": mesh.dp_replicate,
+        "parallel.dp_shard": mesh.dp_shard,
+        "parallel.tp": mesh.tp,
+    }
+    values |= {
+        "train.micro_batch_size": plan.micro_batch_size,
+        "train.global_batch_size": plan.global_batch_size,
+    }
+    values |= {
+        f"parallel.{name}": _of_units([getattr(unit, name) for unit in plan.units]) for name in OF_UNITS
+    }
     return values | {"run.seed": config.run.seed, "run.device": device_name, "run.processes": mesh.world_size}
 
 
 def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozenset[str]:
-    """Keys that are shown first: those on the command line, where a sweep puts what it varies; without any the usual ones."""
-    given = {argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")}
+    """Keys that are shown first: those on the command line, where a sweep puts what it varies; without any
+    the usual ones."""
+    given = {
+        argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")
+    }
     return frozenset(given & values.keys()) or USUAL & values.keys()
 
 

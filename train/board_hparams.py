@@ -19,7 +19,8 @@ class HParams:
 
     Args:
         values: by the key's name
-        first: keys that are shown from the start, five of them in the order of their names; the others when they are ticked
+        first: keys that are shown from the start, five of them in the order of their names; the others when
+            they are ticked
     """
 
     values: Mapping[str, Value]
@@ -27,18 +28,25 @@ class HParams:
 
 
 def begin_summaries(hparams: HParams, start_s: float) -> list[Any]:
-    """Which columns there are, and the run's row. TensorBoard takes the columns from any one of the runs that it shows: so every
-    run names all keys and the same metrics. Of several rows in one folder it takes the first."""
+    """Which columns there are, and the run's row. TensorBoard takes the columns from any one of the runs that
+    it shows: so every run names all keys and the same metrics. Of several rows in one folder it takes the
+    first."""
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # type: ignore[import-untyped]
 
     keys = [_column(name, value, name in hparams.first) for name, value in hparams.values.items()]
-    metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words) for tag, words in COMPARED.items()]
+    metrics = [
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words)
+        for tag, words in COMPARED.items()
+    ]
     experiment = api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics)
-    row = plugin_data_pb2.SessionStartInfo(start_time_secs=start_s)  # without a group's name: the run's folder is one
+    # without a group's name: the run's folder is one
+    row = plugin_data_pb2.SessionStartInfo(start_time_secs=start_s)
     for name, value in hparams.values.items():
         setattr(row.hparams[name], f"{_kind(value)}_value", value)
-    return [_summary(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
-            _summary(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=row))]  # fmt: skip
+    return [
+        _summary(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
+        _summary(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=row)),
+    ]
 
 
 def end_summary(outcome: Literal["finished", "failed"], end_s: float) -> Any:
@@ -58,7 +66,11 @@ def _kind(value: Value) -> str:
 def _column(name: str, value: Value, first: bool) -> Any:
     from tensorboard.plugins.hparams import api_pb2
 
-    types = {"bool": api_pb2.DATA_TYPE_BOOL, "string": api_pb2.DATA_TYPE_STRING, "number": api_pb2.DATA_TYPE_FLOAT64}
+    types = {
+        "bool": api_pb2.DATA_TYPE_BOOL,
+        "string": api_pb2.DATA_TYPE_STRING,
+        "number": api_pb2.DATA_TYPE_FLOAT64,
+    }
     # "Differs" over runs, which no single run can know, is what TensorBoard puts first.
     column = api_pb2.HParamInfo(name=name, type=types[_kind(value)], differs=first)
     if isinstance(value, bool):
@@ -70,4 +82,10 @@ def _summary(tag: str, data: Any) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
     from tensorboard.plugins.hparams import metadata
 
-    return Summary(value=[Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)])
+    return Summary(
+        value=[
+            Summary.Value(
+                tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR
+            )
+        ]
+    )

@@ -1,6 +1,7 @@
 """The charts of TensorBoard's Custom Scalars tab, those that matter first on top.
 
-The same in all runs: TensorBoard joins their layouts, and shows a chart once only if it is the same in each of them.
+The same in all runs: TensorBoard joins their layouts, and shows a chart once only if it is the same in each
+of them.
 """
 
 from typing import Any
@@ -33,10 +34,18 @@ def layout_summary(mfu: bool) -> Any:
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[import-untyped]
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata  # type: ignore[import-untyped]
 
-    categories = [layout_pb2.Category(title=title, closed=title in CLOSED, chart=[
-        layout_pb2.Chart(title=chart, multiline=layout_pb2.MultilineChartContent(tag=tags))
-        for chart, tags in charts.items() if chart != MFU or mfu
-    ]) for title, charts in CHARTS.items()]  # fmt: skip
+    categories = [
+        layout_pb2.Category(
+            title=title,
+            closed=title in CLOSED,
+            chart=[
+                layout_pb2.Chart(title=chart, multiline=layout_pb2.MultilineChartContent(tag=tags))
+                for chart, tags in charts.items()
+                if chart != MFU or mfu
+            ],
+        )
+        for title, charts in CHARTS.items()
+    ]
     layout = layout_pb2.Layout(category=categories).SerializeToString()
     tensor = TensorProto(dtype="DT_STRING", string_val=[layout], tensor_shape=TensorShapeProto())
     tag, about = metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata()

@@ -24,11 +24,13 @@ TAGS = {
     "data_wait_s": "data/wait_s",
     "epoch": "data/epoch",
 }
-GROUPS = {"eval/": "eval/", "epoch/": "data/epoch/", "sequences/": "data/sequences/"}  # of names that go on with a set or source
+# of names that go on with a set or source
+GROUPS = {"eval/": "eval/", "epoch/": "data/epoch/", "sequences/": "data/sequences/"}
 
 
 def tag_of(name: str) -> str:
-    """The tag of a figure that has this name in metrics.jsonl; one that nobody has listed is in the group other."""
+    """The tag of a figure that has this name in metrics.jsonl; one that nobody has listed is in the group
+    other."""
     if name.startswith(PREDICTED):
         return f"{tag_of(name.removeprefix(PREDICTED))}_predicted"  # sorted just behind the measured one
     for prefix, group in GROUPS.items():
@@ -39,5 +41,9 @@ def tag_of(name: str) -> str:
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a row by their tags, those of each unit among them; neither the step nor words."""
-    scalars = {tag_of(name): value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+    scalars = {
+        tag_of(name): value
+        for name, value in row.items()
+        if name != "step" and isinstance(value, int | float)
+    }
     return scalars | {f"{UNIT_NORMS_TAG}/{unit}": norm for unit, norm in row.get(UNIT_NORMS, {}).items()}

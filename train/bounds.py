@@ -11,7 +11,8 @@ def bounded(default: float, low: float, high: float = math.inf) -> Any:
 
 
 def check_bounds(section: str, config: Any) -> None:
-    """ValueError that names key, value and bounds if a bounded field of a config section, or of one in it, lies outside."""
+    """ValueError that names key, value and bounds if a bounded field of a config section, or of one in it,
+    lies outside."""
     for item in fields(config):
         low, high = item.metadata.get("bounds", (None, None))
         value = getattr(config, item.name)

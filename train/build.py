@@ -17,7 +17,8 @@ from train.config import Config, ConfigError
 def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Llama:
     """Built on the meta device and filled one parameter at a time, so no rank ever holds the whole.
 
-    With `plan.cpu_offload` parameters stay in host memory. Raises ConfigError for a `train.freeze` that matches nothing.
+    With `plan.cpu_offload` parameters stay in host memory. Raises ConfigError for a `train.freeze` that
+    matches nothing.
     """
     model = shard_model(config, plan, mesh)
     fill_model(model, config, plan, device)
@@ -36,8 +37,11 @@ def shard_model(config: Config, plan: Plan, mesh: DeviceMesh) -> Llama:
     return model
 
 
-def fill_model(model: Llama, config: Config, plan: Plan, device: torch.device, copy: Callable[..., None] = copy_shard) -> None:
-    """The second half: this rank's tensors, with initial values that `copy` puts into them, as in `init_weights`."""
+def fill_model(
+    model: Llama, config: Config, plan: Plan, device: torch.device, copy: Callable[..., None] = copy_shard
+) -> None:
+    """The second half: this rank's tensors, with initial values that `copy` puts into them, as in
+    `init_weights`."""
     model.to_empty(device="cpu" if plan.cpu_offload else device)
     for name, buffer in model.named_buffers():  # all of them belong to the model itself
         setattr(model, name, buffer.to(device))
@@ -45,12 +49,20 @@ def fill_model(model: Llama, config: Config, plan: Plan, device: torch.device, c
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude parameters from training by fqn pattern, as in layers.0.* (their gradients are not even computed)."""
+    """Exclude parameters from training by fqn pattern, as in layers.0.* (their gradients are not even
+    computed)."""
     for pattern in patterns:
         # A tied weight by either of its names.
-        found = [p for name, p in model.named_parameters(remove_duplicate=False) if fnmatch.fnmatchcase(name, pattern)]
+        found = [
+            p
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if fnmatch.fnmatchcase(name, pattern)
+        ]
         if not found:
-            raise ConfigError(f"train.freeze: {pattern} matches no parameter; names are as tok_embeddings.weight or layers.0.*")
+            raise ConfigError(
+                f"train.freeze: {pattern} matches no parameter; names are as tok_embeddings.weight or "
+                f"layers.0.*"
+            )
         for parameter in found:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):

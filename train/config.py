@@ -1,4 +1,5 @@
-"""The whole configuration: one dataclass per section, each beside its consumer, read from YAML and dotted overrides."""
+"""The whole configuration: one dataclass per section, each beside its consumer, read from YAML and dotted
+overrides."""
 
 import dataclasses
 import difflib
@@ -38,7 +39,8 @@ class ConfigError(ValueError):
     """The configuration is wrong: the message names key, value, place and way out."""
 
 
-USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, CrashLoopError)  # one message, exit code 2
+# one message, exit code 2
+USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, CrashLoopError)
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,19 @@ class Config:
         for section in dataclasses.fields(self):
             check_bounds(section.name, getattr(self, section.name))
         if isinstance(self.train.micro_batch_size, str) and self.train.micro_batch_size != "auto":
-            raise ValueError(f"train.micro_batch_size={self.train.micro_batch_size} must be auto or a number of sequences")
+            raise ValueError(
+                f"train.micro_batch_size={self.train.micro_batch_size} must be auto or a number of sequences"
+            )
         if self.train.seq_len > self.model.max_seq_len:
-            raise ValueError(f"train.seq_len={self.train.seq_len} must not exceed model.max_seq_len={self.model.max_seq_len}")
+            raise ValueError(
+                f"train.seq_len={self.train.seq_len} must not exceed "
+                f"model.max_seq_len={self.model.max_seq_len}"
+            )
 
 
 def find_config(name: str) -> Path:
-    """A path as it is, or a bare name from configs/, with or without .yaml; ConfigError names the nearest one."""
+    """A path as it is, or a bare name from configs/, with or without .yaml; ConfigError names the nearest
+    one."""
     for path in (Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml"):
         if path.is_file():
             return path
@@ -80,8 +88,13 @@ def parse_config(arguments: Sequence[str], prog: str = "train.main") -> Config:
 
     Raises ConfigError. `-h` and `--print_config` print and leave with SystemExit(0).
     """
-    # A parser that was asked to print, and then found a mistake, would print at its next use: it is not used again.
-    parser = make_parser(prog) if any(argument.startswith("--print_config") for argument in arguments) else _shared_parser(prog)
+    # A parser that was asked to print, and then found a mistake, would print at its next use: it is not used
+    # again.
+    parser = (
+        make_parser(prog)
+        if any(argument.startswith("--print_config") for argument in arguments)
+        else _shared_parser(prog)
+    )
     return config_from(parser, parser_arguments(parser, arguments))
 
 
@@ -101,7 +114,8 @@ def config_to_yaml(config: Config) -> str:
 
 
 def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, value and declared type of each key of a section of the config, whose own name is `name`."""
+    """Dotted name, value and declared type of each key of a section of the config, whose own name is
+    `name`."""
     for item in dataclasses.fields(section):
         value = getattr(section, item.name)
         if dataclasses.is_dataclass(value):
@@ -126,7 +140,9 @@ def make_parser(prog: str, description: str = "Train a Llama, sharded and compil
     defaults = Config()
     for section in dataclasses.fields(Config):
         parser.add_argument(f"--{section.name}", type=section.type, default=getattr(defaults, section.name))
-    parser.add_argument("--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml")
+    parser.add_argument(
+        "--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml"
+    )
     return parser
 
 
@@ -137,7 +153,8 @@ def _shared_parser(prog: str) -> ArgumentParser:
 
 
 def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parse the config file, read strictly, and the overrides, which win wherever they stand. Raises ConfigError."""
+    """Parse the config file, read strictly, and the overrides, which win wherever they stand. Raises
+    ConfigError."""
     files, overrides = _split_arguments(arguments)
     paths = [find_config(name) for name in files]
     mappings = {path: _read_strictly(path) for path in paths}
@@ -176,20 +193,25 @@ def _check_override(argument: str) -> None:
     key = argument[2:].split("=")[0].removesuffix(".help")
     _check_key(key, "the command line")
     if key not in known_keys() and dataclasses.is_dataclass(_type_at(key)):
-        raise ConfigError(f"--{key} is a section: give its keys one by one, as --{key}.NAME=value, or in a --config file")
+        raise ConfigError(
+            f"--{key} is a section: give its keys one by one, as --{key}.NAME=value, or in a --config file"
+        )
 
 
 def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
     """Build the frozen dataclasses of a parsed namespace; their own checks raise ConfigError."""
     try:
         built = parser.instantiate(namespace)
-        return Config(**{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)})
+        return Config(
+            **{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)}
+        )
     except ValueError as error:
         raise ConfigError(one_line(error)) from None
 
 
 def _read_strictly(path: Path) -> dict[str, Any]:
-    """The file's mapping, after checking that every key exists, sections are mappings, and null is where it may be."""
+    """The file's mapping, after checking that every key exists, sections are mappings, and null is where it
+    may be."""
     try:
         data = load_mapping(path)
     except YamlError as error:
@@ -201,16 +223,23 @@ def _read_strictly(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: {key} stands twice, with a dot and without: delete one")
         wanted = _type_at(key)
         # A word in place of a section would do: jsonargparse takes one for a class, and imports its module.
-        if value != {} and (dataclasses.is_dataclass(wanted) or (_dataclass_in(wanted) and value is not None)):
-            raise ConfigError(one_line(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}"))
+        if value != {} and (
+            dataclasses.is_dataclass(wanted) or (_dataclass_in(wanted) and value is not None)
+        ):
+            raise ConfigError(
+                one_line(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}")
+            )
         if value is None and type(None) not in typing.get_args(wanted):
-            raise ConfigError(f"{path}: {key} has no value. Give it one, or leave the key out for its default")
+            raise ConfigError(
+                f"{path}: {key} has no value. Give it one, or leave the key out for its default"
+            )
     return data
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        if isinstance(value, dict) and value and f"{prefix}{key}" not in known_keys():  # but for keys that have mappings
+        # but for keys that have mappings
+        if isinstance(value, dict) and value and f"{prefix}{key}" not in known_keys():
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -223,7 +252,10 @@ def _check_key(key: str, place: str) -> None:
         return
     same_end = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {f'Did you mean {near[0]}?' if near else 'See -h for all.'}")
+    raise ConfigError(
+        f"unknown key {one_line(key, 80)} in {place}. "
+        f"{f'Did you mean {near[0]}?' if near else 'See -h for all.'}"
+    )
 
 
 @cache

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class Screen:
-    """Plain lines on standard output; on a terminal the last line is a progress bar. Silent on other ranks."""
+    """Plain lines on standard output; on a terminal the last line is a progress bar. Silent on other
+    ranks."""
 
     def __init__(self, is_main: bool) -> None:
         self._is_main = is_main
@@ -39,8 +40,12 @@ class Screen:
         """Show the live line, if this is a terminal."""
         self._total = total
         if self._is_main and sys.stdout.isatty():
-            columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=16),
-                       TextColumn("{task.description}"), TimeRemainingColumn(elapsed_when_finished=True))  # fmt: skip
+            columns = (
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=16),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+            )
             self._progress = Progress(*columns, console=Console(highlight=False))
             self._progress.add_task("first step: compiling", completed=done, total=total)
             self._progress.start()

@@ -1,8 +1,10 @@
-"""Linux's control groups: how much memory and processor time a container, a pod or a Slurm job leaves to this process.
+"""Linux's control groups: how much memory and processor time a container, a pod or a Slurm job leaves to this
+process.
 
-A process is in one group of each hierarchy, and the limits of all groups above hold for it too. Version 2 has one hierarchy,
-version 1 one for memory and one for processors; a machine can have both. In a container the groups above its own cannot be seen.
-Sources: cgroups(7), and the kernel's admin-guide, cgroup-v2 and cgroup-v1/memory. `root` is where /proc and /sys are.
+A process is in one group of each hierarchy, and the limits of all groups above hold for it too. Version 2 has
+one hierarchy, version 1 one for memory and one for processors; a machine can have both. In a container the
+groups above its own cannot be seen. Sources: cgroups(7), and the kernel's admin-guide, cgroup-v2 and
+cgroup-v1/memory. `root` is where /proc and /sys are.
 """
 
 import math
@@ -15,27 +17,35 @@ _UNLIMITED_BYTES = 2**60  # version 1 says "no limit" by a number near 2^63
 def memory_left_bytes(root: Path = Path("/")) -> int | None:
     """Memory that these processes may still take, of the group that has least left; None without a limit.
 
-    What a group uses contains the page cache, all files that were read in it. That is not counted: the kernel takes it back
-    before it refuses memory.
+    What a group uses contains the page cache, all files that were read in it. That is not counted: the kernel
+    takes it back before it refuses memory.
     """
-    left = [limit - _used_bytes(group) for group in own_groups("memory", root) for limit in _memory_limits(group)]
+    left = [
+        limit - _used_bytes(group) for group in own_groups("memory", root) for limit in _memory_limits(group)
+    ]
     return max(0, min(left)) if left else None
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     """The lowest limit of memory; None without one."""
-    return min((limit for group in own_groups("memory", root) for limit in _memory_limits(group)), default=None)
+    return min(
+        (limit for group in own_groups("memory", root) for limit in _memory_limits(group)), default=None
+    )
 
 
 def processors(root: Path = Path("/")) -> int | None:
     """How many processors' time the groups leave, the smallest quota rounded up; None without a quota."""
-    return min((math.ceil(quota) for group in own_groups("cpu", root) for quota in _cpu_quotas(group)), default=None)
+    return min(
+        (math.ceil(quota) for group in own_groups("cpu", root) for quota in _cpu_quotas(group)), default=None
+    )
 
 
 def own_groups(controller: str, root: Path = Path("/")) -> list[Path]:
     """Folders of the groups that this process is in, each before those above it."""
     paths = dict(_own_paths(controller, root))
-    mounts = [(point, mounted, paths[kind]) for kind, mounted, point in _mounts(controller, root) if kind in paths]
+    mounts = [
+        (point, mounted, paths[kind]) for kind, mounted, point in _mounts(controller, root) if kind in paths
+    ]
     shown = [mount for mount in mounts if _is_shown(*mount[1:])]
     return [group for mount in shown or mounts for group in _from_own(*mount)]
 
@@ -51,7 +61,8 @@ def _own_paths(controller: str, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _mounts(controller: str, root: Path) -> Iterator[tuple[str, str, Path]]:
-    """Where such hierarchies are mounted: type of the file system, the group that stands at the mount point, mount point."""
+    """Where such hierarchies are mounted: type of the file system, the group that stands at the mount point,
+    mount point."""
     for line in _read(root / "proc/self/mountinfo").split("\n"):
         mount, _, filesystem = line.partition(" - ")
         kind, _, options = (*filesystem.split(" ", 2), "", "")[:3]
@@ -66,14 +77,15 @@ def _is_shown(mounted: str, path: str) -> bool:
 
 
 def _from_own(point: Path, mounted: str, path: str) -> list[Path]:
-    """The folder of the group `path`, and all above it up to the mount point, as far as they are there: a container sees its own
-    group at the mount point, whatever the host calls it."""
+    """The folder of the group `path`, and all above it up to the mount point, as far as they are there: a
+    container sees its own group at the mount point, whatever the host calls it."""
     own = point / (Path(path).relative_to(mounted) if _is_shown(mounted, path) else "")
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(point) and folder.is_dir()]
 
 
 def _memory_limits(group: Path) -> list[int]:
-    """Bytes: of version 2 also memory.high, above which the kernel stops processes for as long as it takes to get below."""
+    """Bytes: of version 2 also memory.high, above which the kernel stops processes for as long as it takes to
+    get below."""
     found = (_number(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes"))
     return [limit for limit in found if limit is not None and limit < _UNLIMITED_BYTES]
 
@@ -81,7 +93,8 @@ def _memory_limits(group: Path) -> list[int]:
 def _used_bytes(group: Path) -> int:
     used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
     stat = dict(line.split(" ", 1) for line in _read(group / "memory.stat").split("\n") if " " in line)
-    total = "total_" if "total_inactive_file" in stat else ""  # version 1: with the groups below, as the usage is
+    # version 1: with the groups below, as the usage is
+    total = "total_" if "total_inactive_file" in stat else ""
     # Read a moment later, so perhaps more than what was used.
     return max(0, used - sum(int(stat.get(f"{total}{name}", 0)) for name in ("inactive_file", "active_file")))
 
@@ -105,7 +118,8 @@ def unescaped(name: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """The text of a file; nothing where there is none: of Linux's files that a kernel or a container may not have."""
+    """The text of a file; nothing where there is none: of Linux's files that a kernel or a container may not
+    have."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:

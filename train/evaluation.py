@@ -1,4 +1,5 @@
-"""How well the model predicts text it has not seen: each named set shared out over the data-parallel ranks."""
+"""How well the model predicts text it has not seen: each named set shared out over the data-parallel
+ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,30 +45,37 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss per byte of text, which models with different tokenizers can be compared by. Exact for a set that is
-        evaluated whole, without clipped documents; else by the whole set's bytes per token."""
+        """The loss per byte of text, which models with different tokenizers can be compared by. Exact for a
+        set that is evaluated whole, without clipped documents; else by the whole set's bytes per token."""
         return self.loss / math.log(2) / self.bytes_per_token
 
 
 def score_sets(
-    model: nn.Module, sets: Mapping[str, Split], sequences: SequenceShape, shape: BatchShape, limit: int,
-    device: torch.device, data_parallel: dist.ProcessGroup,
-) -> dict[str, Score]:  # fmt: skip
-    """The score of every set, the same on all ranks and, but for rounding, on every mesh. `limit`: sequences of each set, from
-    its first on, at most; 0 is all."""
+    model: nn.Module,
+    sets: Mapping[str, Split],
+    sequences: SequenceShape,
+    shape: BatchShape,
+    limit: int,
+    device: torch.device,
+    data_parallel: dist.ProcessGroup,
+) -> dict[str, Score]:
+    """The score of every set, the same on all ranks and, but for rounding, on every mesh. `limit`: sequences
+    of each set, from its first on, at most; 0 is all."""
     scores = {}
     for name, split in sets.items():
         batches = set_batches(split, sequences, shape, limit, device)
         nats, tokens = evaluate(model, batches, data_parallel).tolist()
-        scores[name] = Score(nats, int(tokens), max(1, split.text_bytes) / max(1, _predicted(split, sequences)))
+        scores[name] = Score(
+            nats, int(tokens), max(1, split.text_bytes) / max(1, _predicted(split, sequences))
+        )
     return scores
 
 
 def set_batches(
     split: Split, sequences: SequenceShape, shape: BatchShape, limit: int, device: torch.device
 ) -> Iterator[Batch]:
-    """This rank's share of a set's first sequences, in batches of one shape, as many on every rank; `limit` 0 is all, the last
-    filled up."""
+    """This rank's share of a set's first sequences, in batches of one shape, as many on every rank; `limit` 0
+    is all, the last filled up."""
     count = -(-(split.tokens - 1) // sequences.seq_len) if sequences.packing else split.documents
     count = min(limit, count) if limit else count
     per_round = shape.micro_batch_size * shape.data_parallel
@@ -78,16 +86,19 @@ def set_batches(
 
 
 def _predicted(split: Split, shape: SequenceShape) -> int:
-    """How many tokens of a set are ever a target: not the first of all, nor of any document that is kept apart."""
+    """How many tokens of a set are ever a target: not the first of all, nor of any document that is kept
+    apart."""
     if shape.packing:
         return split.tokens - (split.documents if shape.document_mask else 1)
     return split.tokens - (split.documents if shape.start_id is None else 0)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], data_parallel: dist.ProcessGroup) -> Tensor:
-    """(loss, tokens) summed over all ranks' batches, float64 [2] on the device, the loss in nats. Weights and gradients stay.
+    """(loss, tokens) summed over all ranks' batches, float64 [2] on the device, the loss in nats. Weights and
+    gradients stay.
 
-    Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second graph.
+    Autograd stays on though nothing is differentiated: without it the compiled blocks would need a second
+    graph.
     """
     totals = None
     with without_backward(model), _not_learning(model):
@@ -114,4 +125,6 @@ def _not_learning(model: nn.Module) -> Iterator[None]:
 
 def mean_loss(scores: Mapping[str, Score]) -> float:
     """Mean over the tokens of all sets, in nats."""
-    return sum(score.nats for score in scores.values()) / max(1, sum(score.tokens for score in scores.values()))
+    return sum(score.nats for score in scores.values()) / max(
+        1, sum(score.tokens for score in scores.values())
+    )

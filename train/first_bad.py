@@ -1,4 +1,5 @@
-"""Where in a step the first value comes up that is not finite: the step is run again, and every module watched."""
+"""Where in a step the first value comes up that is not finite: the step is run again, and every module
+watched."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,10 +32,14 @@ class BadValue:
     micro_batch: int | None
 
 
-def first_bad_value(model: nn.Module, micro_batches: Sequence[Batch], data_parallel: dist.ProcessGroup) -> BadValue | None:
-    """Repeat the forward and backward of a step, not compiled; the first value on this rank that is not finite, or None.
+def first_bad_value(
+    model: nn.Module, micro_batches: Sequence[Batch], data_parallel: dist.ProcessGroup
+) -> BadValue | None:
+    """Repeat the forward and backward of a step, not compiled; the first value on this rank that is not
+    finite, or None.
 
-    Every rank runs all of it, whatever it finds, because the others need its parts of the weights. Leaves no gradients.
+    Every rank runs all of it, whatever it finds, because the others need its parts of the weights. Leaves no
+    gradients.
     """
     global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)
     watch = _Watch()
@@ -49,7 +54,9 @@ def first_bad_value(model: nn.Module, micro_batches: Sequence[Batch], data_paral
         watch.micro_batch = None
         for name, p in model.named_parameters():
             if p.grad is not None:
-                watch.look(f"the gradient of {name}, summed over the ranks (or its square)", [_square(p.grad)])
+                watch.look(
+                    f"the gradient of {name}, summed over the ranks (or its square)", [_square(p.grad)]
+                )
     model.zero_grad(set_to_none=True)
     return watch.first
 
@@ -60,7 +67,8 @@ def parameters_not_finite(model: nn.Module) -> tuple[str, ...]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether everything that this rank holds of them is finite. Waits for the device, once, and makes no copies."""
+    """Whether everything that this rank holds of them is finite. Waits for the device, once, and makes no
+    copies."""
     held = [local for x in tensors if (local := local_part(x.detach())).numel() and local.is_floating_point()]
     largest = torch._foreach_norm(held, float("inf")) if held else []
     return all(bool(torch.stack(of_device).isfinite().all()) for of_device in _by_device(largest))
@@ -84,7 +92,8 @@ class _Watch:
 
     @contextlib.contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
-        """Look at what goes into and comes out of every module, and at the gradients of its inputs and own weights."""
+        """Look at what goes into and comes out of every module, and at the gradients of its inputs and own
+        weights."""
         hooks = []
         for name, module in model.named_modules():
             if name:  # not the model itself: it is what happens within that tells something
@@ -117,8 +126,13 @@ class _Watch:
 
 @contextlib.contextmanager
 def _eager(model: nn.Module) -> Iterator[None]:
-    """Nothing is compiled for the time; what was recomputes its activations instead, or they might not fit."""
-    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl is not None}
+    """Nothing is compiled for the time; what was recomputes its activations instead, or they might not
+    fit."""
+    compiled = {
+        module: module._compiled_call_impl
+        for module in model.modules()
+        if module._compiled_call_impl is not None
+    }
     recomputing = [module for module in compiled if "forward" not in vars(module)]
     for module in compiled:
         module._compiled_call_impl = None
@@ -131,8 +145,6 @@ def _eager(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
         for module in recomputing:
             del module.forward, module.saved_ops
-
-
 
 
 def _square(gradient: Tensor) -> Tensor:

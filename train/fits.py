@@ -23,22 +23,30 @@ def check_fits(config: Config, plan: Plan, available_bytes: int, device_name: st
     if needed.peak_bytes <= available_bytes:
         return needed
     kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in needed.at_peak.gib().items() if gib > 0.05)
-    parallel = dataclasses.replace(config.parallel, param_dtype=plan.units[0].param_dtype)  # what auto is here
-    fits = _nearest_that_fit(dataclasses.replace(config, parallel=parallel), plan.mesh.world_size, available_bytes)
-    raise PlanError(f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
-                    f"{available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
-                    + "\n".join(f"  Fits: {way}." for way in fits))  # fmt: skip
+    # what auto is here
+    parallel = dataclasses.replace(config.parallel, param_dtype=plan.units[0].param_dtype)
+    fits = _nearest_that_fit(
+        dataclasses.replace(config, parallel=parallel), plan.mesh.world_size, available_bytes
+    )
+    raise PlanError(
+        f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
+        f"{available_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
+        + "\n".join(f"  Fits: {way}." for way in fits)
+    )
 
 
 def _nearest_that_fit(config: Config, world_size: int, available_bytes: int) -> list[str]:
-    """Ways out, each tried against the same estimate: recomputing here, more processes, a smaller model here."""
+    """Ways out, each tried against the same estimate: recomputing here, more processes, a smaller model
+    here."""
     ways, opened = [], _opened_keys(config)
     for recomputing, candidate in _with_and_without_recomputing(_on_any_number(config)):
         keys = " ".join(filter(None, (opened, recomputing)))
         for processes in _doublings(world_size, MAX_PROCESSES):
             needed = _need(candidate, processes, available_bytes)
             if needed is not None and needed <= available_bytes:
-                place = "here" if processes == world_size else f"{processes} processes with as much memory each"
+                place = (
+                    "here" if processes == world_size else f"{processes} processes with as much memory each"
+                )
                 ways.append(f"{place}{keys and f', with {keys}'} ({needed / GIB:.1f} GiB each)")
                 break
     smaller = _largest_shipped(world_size, available_bytes)
@@ -47,7 +55,9 @@ def _nearest_that_fit(config: Config, world_size: int, available_bytes: int) -> 
 
 def _largest_shipped(world_size: int, available_bytes: int) -> str:
     """The largest shipped model that fits, at the longest sequence it fits with."""
-    models = sorted(map(load_config, list_configs()), key=lambda c: count_parameters(c.model).total, reverse=True)
+    models = sorted(
+        map(load_config, list_configs()), key=lambda c: count_parameters(c.model).total, reverse=True
+    )
     for config in models:
         name = Path(str(config.run.dir)).name
         for keys, candidate in _with_and_without_recomputing(_on_any_number(config)):
@@ -59,13 +69,17 @@ def _largest_shipped(world_size: int, available_bytes: int) -> str:
                 needed = predict_step_memory(plan, work.shortened(seq_len)).peak_bytes
                 if needed <= available_bytes:
                     keys += f" --train.seq_len={seq_len}" if seq_len < config.train.seq_len else ""
-                    return " ".join(["here, --config", f"{name}.yaml", *keys.split(), f"({needed / GIB:.1f} GiB each)"])
+                    return " ".join(
+                        ["here, --config", f"{name}.yaml", *keys.split(), f"({needed / GIB:.1f} GiB each)"]
+                    )
     return ""
 
 
 def _on_any_number(config: Config) -> Config:
     """The same training with degrees and batch left open, so that any number of processes can run it."""
-    parallel = dataclasses.replace(config.parallel, plan="manual", strategy=None, dp_replicate="auto", dp_shard="auto")
+    parallel = dataclasses.replace(
+        config.parallel, plan="manual", strategy=None, dp_replicate="auto", dp_shard="auto"
+    )
     micro_batch_size = 1 if config.train.micro_batch_size == "auto" else config.train.micro_batch_size
     train = dataclasses.replace(config.train, micro_batch_size=micro_batch_size, global_batch_size=-1)
     return dataclasses.replace(config, parallel=parallel, train=train)
@@ -73,10 +87,12 @@ def _on_any_number(config: Config) -> Config:
 
 def _opened_keys(config: Config) -> str:
     """The keys that say what `_on_any_number` changes, as overrides."""
-    keys = {"parallel.strategy": (config.parallel.strategy, (None,), "null"),
-            "parallel.dp_replicate": (config.parallel.dp_replicate, ("auto", 1), "1"),
-            "parallel.dp_shard": (config.parallel.dp_shard, ("auto", -1), "-1"),
-            "train.global_batch_size": (config.train.global_batch_size, (-1,), "-1")}  # fmt: skip
+    keys = {
+        "parallel.strategy": (config.parallel.strategy, (None,), "null"),
+        "parallel.dp_replicate": (config.parallel.dp_replicate, ("auto", 1), "1"),
+        "parallel.dp_shard": (config.parallel.dp_shard, ("auto", -1), "-1"),
+        "train.global_batch_size": (config.train.global_batch_size, (-1,), "-1"),
+    }
     return " ".join(f"--{key}={value}" for key, (asked, same, value) in keys.items() if asked not in same)
 
 

@@ -4,12 +4,13 @@ import gc
 
 
 class Garbage:
-    """Collects after every `every`-th step, so on all ranks after the same one: a rank whose Python collects when it likes
-    makes all others wait for it in the next collective. With `every` 0 Python keeps its own ways.
+    """Collects after every `every`-th step, so on all ranks after the same one: a rank whose Python collects
+    when it likes makes all others wait for it in the next collective. With `every` 0 Python keeps its own
+    ways.
 
-    What is there after the first step (300,000 objects, mostly modules and the compiler's) is set apart and not looked at
-    again. A collection of everything then takes 0.1 ms, without that 150 ms (on one CPU core), so no generation is left out
-    and nothing unreachable grows old.
+    What is there after the first step (300,000 objects, mostly modules and the compiler's) is set apart and
+    not looked at again. A collection of everything then takes 0.1 ms, without that 150 ms (on one CPU core),
+    so no generation is left out and nothing unreachable grows old.
     """
 
     def __init__(self, every: int) -> None:

@@ -10,8 +10,9 @@ from parallel.unit_norms import unit_gradient_norms, unit_parameters
 
 
 class GradientNorms:
-    """Takes the norms just before the optimizer's step, at the steps that are asked for: gradients are whole then, not yet
-    clipped, and of all ranks; the optimizer may change them in place, and they are freed after it."""
+    """Takes the norms just before the optimizer's step, at the steps that are asked for: gradients are whole
+    then, not yet clipped, and of all ranks; the optimizer may change them in place, and they are freed after
+    it."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         self._units = unit_parameters(model, plan)
@@ -24,7 +25,8 @@ class GradientNorms:
         self._wanted = wanted
 
     def take(self) -> dict[str, float]:
-        """By unit, the norms of the last step that was asked for, which are then forgotten; waits for the device."""
+        """By unit, the norms of the last step that was asked for, which are then forgotten; waits for the
+        device."""
         if self._norms is None:
             return {}
         norms, self._norms = self._norms.tolist(), None

@@ -1,4 +1,5 @@
-"""A Hugging Face folder on disk: config.json, and safetensors files of which any slice can be read. Never pickle."""
+"""A Hugging Face folder on disk: config.json, and safetensors files of which any slice can be read. Never
+pickle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A Llama that Hugging Face's libraries have saved: our config of it, its own, and where each tensor is."""
+    """A Llama that Hugging Face's libraries have saved: our config of it, its own, and where each tensor
+    is."""
 
     path: Path
     config: LlamaConfig
@@ -46,7 +48,8 @@ class HfFolder:
 
 
 class FilesReader(HuggingFaceStorageReader):
-    """Reads the files given, where torch's own reader takes every *.safetensors of a folder; their headers only once."""
+    """Reads the files given, where torch's own reader takes every *.safetensors of a folder; their headers
+    only once."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(str(files[0].parent))
@@ -66,7 +69,8 @@ class _TheseFiles(FileSystem):
 
 
 def open_folder(path: Path) -> HfFolder:
-    """Look at config and headers; no weights are read, but to compare the copies of a tied one. Raises CheckpointError."""
+    """Look at config and headers; no weights are read, but to compare the copies of a tied one. Raises
+    CheckpointError."""
     hf_config = _read_json(path / CONFIG)
     try:
         config = config_from_hf(hf_config)
@@ -86,7 +90,9 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise ValueError("it is no regular file")
         return read_json(path, JSON_BYTES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): name the folder of a Hugging Face model") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): name the folder of a Hugging Face model"
+        ) from None
 
 
 def _find_files(path: Path) -> tuple[Path, ...]:
@@ -95,19 +101,33 @@ def _find_files(path: Path) -> tuple[Path, ...]:
         return (path / ONE_FILE,)
     if not (path / INDEX).is_file():
         pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
-        found = f"only {pickles[0]}, and unpickling runs whatever code is in a file" if pickles else "no weights"
-        raise CheckpointError(f"{path} has {found}: {ONE_FILE} is needed, or {INDEX} with its files. transformers writes them: "
-                              "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)")  # fmt: skip
+        found = (
+            f"only {pickles[0]}, and unpickling runs whatever code is in a file" if pickles else "no weights"
+        )
+        raise CheckpointError(
+            f"{path} has {found}: {ONE_FILE} is needed, or {INDEX} with its files. transformers writes them: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
     weight_map = _read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map: fetch the folder again")
     names = sorted({str(name) for name in weight_map.values()})
-    if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")
-                   or not name.isprintable() or len(name.encode()) > _MAX_NAME_BYTES]:  # fmt: skip
-        raise CheckpointError(f"{path / INDEX} names {one_line(outside[0], 200)}, which is no safetensors file of this folder")
+    if outside := [
+        name
+        for name in names
+        if Path(name).name != name
+        or not name.endswith(".safetensors")
+        or not name.isprintable()
+        or len(name.encode()) > _MAX_NAME_BYTES
+    ]:
+        raise CheckpointError(
+            f"{path / INDEX} names {one_line(outside[0], 200)}, which is no safetensors file of this folder"
+        )
     if missing := [name for name in names if not (path / name).is_file()]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(f"{path} lacks {', '.join(missing[:3])}{more}, which its index names: fetch the folder again")
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing[:3])}{more}, which its index names: fetch the folder again"
+        )
     return tuple(path / name for name in names)
 
 
@@ -118,7 +138,9 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (it is no dict)
                     if name in tensors:
-                        raise CheckpointError(f"{name} is in {file} and in {tensors[name].file.name}: fetch the folder again")
+                        raise CheckpointError(
+                            f"{name} is in {file} and in {tensors[name].file.name}: fetch the folder again"
+                        )
                     part = opened.get_slice(name)
                     tensors[name] = StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
         except (OSError, SafetensorError) as error:
@@ -129,13 +151,16 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
 def _check_blocks(folder: HfFolder) -> None:
     """CheckpointError if the config has more blocks than the files have tensors, before so many are built."""
     if folder.config.n_layers > len(folder.tensors):
-        raise CheckpointError(f"{folder.path} does not hold the weights of its config: {CONFIG} says num_hidden_layers="
-                              f"{folder.config.n_layers:,}, but all its files have {len(folder.tensors):,} tensors: fetch the "
-                              "folder again")  # fmt: skip
+        raise CheckpointError(
+            f"{folder.path} does not hold the weights of its config: {CONFIG} says num_hidden_layers="
+            f"{folder.config.n_layers:,}, but all its files have {len(folder.tensors):,} tensors: fetch the "
+            "folder again"
+        )
 
 
 def _check_copies(folder: HfFolder) -> None:
-    """CheckpointError if a tied weight was saved twice with different values, of which a model can have only one."""
+    """CheckpointError if a tied weight was saved twice with different values, of which a model can have only
+    one."""
     one, other = folder.tensors[EMBEDDING], folder.tensors[OUTPUT]
     same = (one.shape, one.dtype) == (other.shape, other.dtype)
     with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
@@ -143,5 +168,7 @@ def _check_copies(folder: HfFolder) -> None:
         starts = range(0, one.shape[0] if same else 0, _ROWS)
         same = same and all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in starts)
     if not same:
-        raise CheckpointError(f"{folder.path}: {OUTPUT} and {EMBEDDING} differ, but {CONFIG} says tie_word_embeddings=true: "
-                              "set it to false there")  # fmt: skip
+        raise CheckpointError(
+            f"{folder.path}: {OUTPUT} and {EMBEDDING} differ, but {CONFIG} says tie_word_embeddings=true: "
+            "set it to false there"
+        )

@@ -20,8 +20,8 @@ def device_memory_bytes(device: torch.device, place: Place) -> int:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that all processes of this machine, or of this container, can still have together: also what the kernel can give
-    back of its page cache. `root`: where /proc and /sys are."""
+    """Memory that all processes of this machine, or of this container, can still have together: also what the
+    kernel can give back of its page cache. `root`: where /proc and /sys are."""
     meminfo, left = root / "proc/meminfo", memory_left_bytes(root)
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if meminfo.is_file():
@@ -31,7 +31,8 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def peak_resident_bytes(root: Path = Path("/")) -> int:
-    """The most that this process has had in memory. Linux's getrusage(2) would count its launcher too, before the exec."""
+    """The most that this process has had in memory. Linux's getrusage(2) would count its launcher too, before
+    the exec."""
     status = root / "proc/self/status"
     if status.is_file():
         lines = status.read_text(encoding="utf-8", errors="replace").splitlines()

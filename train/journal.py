@@ -16,10 +16,12 @@ from train.stop import as_lost_peer
 
 
 class Journal:
-    """Knows how far the run is. It says nothing before `opened`: until then the folder may be another run's."""
+    """Knows how far the run is. It says nothing before `opened`: until then the folder may be another
+    run's."""
 
     def __init__(self, place: Place, screen: Screen, named: bool) -> None:
-        """`named`: the same command would not go on from the newest checkpoint, because checkpoint.resume says another."""
+        """`named`: the same command would not go on from the newest checkpoint, because checkpoint.resume
+        says another."""
         self._is_main, self._screen, self._named = place.is_main, screen, named
         self._folder: Path | None = None
         self._resumed_from: int | None = None
@@ -29,8 +31,8 @@ class Journal:
 
     @contextmanager
     def opened(self, folder: Path) -> Iterator[None]:
-        """The folder is this run's: an error that ends it is noted there, but for the refusal of a run that fails again and
-        again, whose last reason stays."""
+        """The folder is this run's: an error that ends it is noted there, but for the refusal of a run that
+        fails again and again, whose last reason stays."""
         self._folder = folder
         try:
             yield
@@ -59,14 +61,22 @@ class Journal:
         self.say(state, reason)
 
     def say(self, state: State, reason: str = "", for_all: bool = False) -> None:
-        """Write the state, from any thread; the first one that is not running stays. A folder that cannot be written is one
-        warning. `for_all`: this rank speaks for all, because rank 0 may not be able to."""
+        """Write the state, from any thread; the first one that is not running stays. A folder that cannot be
+        written is one warning. `for_all`: this rank speaks for all, because rank 0 may not be able to."""
         with self._lock:
             if not (self._is_main or for_all) or self._folder is None or self._ended:
                 return
             self._ended = state != "running"
-            problem = write_status(self._folder, state, self._step, self._resumed_from, self._has_saved(), reason, self._failed,
-                                   self._named)  # fmt: skip
+            problem = write_status(
+                self._folder,
+                state,
+                self._step,
+                self._resumed_from,
+                self._has_saved(),
+                reason,
+                self._failed,
+                self._named,
+            )
             if problem and not self._warned:
                 self._warned = True
                 self._screen.line(f"warning: {problem}")

@@ -8,7 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 CHECKED_STEP = 2  # of this process: the first one compiles
-# How a kernel's names begin or what is in them, on a GPU as the driver reports them, on a CPU as torch's operators.
+# How a kernel's names begin or what is in them, on a GPU as the driver reports them, on a CPU as torch's
+# operators.
 NAMES = {
     "cudnn": r"cudnn.*(sdpa|attention|flash_fprop)",
     "flash": r"flash_(fwd|attention|fprop)",
@@ -34,8 +35,9 @@ class KernelCheck:
             yield
             return
         on_gpu = self._device.type == "cuda"
-        profile = torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU],
-                                         acc_events=True)  # fmt: skip
+        profile = torch.profiler.profile(
+            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True
+        )
         with profile:
             yield
             if on_gpu:
@@ -45,8 +47,11 @@ class KernelCheck:
 
 def describe_attention(kernel: str, names: Iterable[str]) -> str:
     """One line: the attention kernels among all names of a step, and whether they are what was asked for."""
-    first = {kind: min(found) for kind, pattern in NAMES.items()
-             if kind != "math" and (found := [name for name in names if re.search(pattern, name, re.IGNORECASE)])}  # fmt: skip
+    first = {
+        kind: min(found)
+        for kind, pattern in NAMES.items()
+        if kind != "math" and (found := [name for name in names if re.search(pattern, name, re.IGNORECASE)])
+    }
     if first.keys() & {"cudnn", "cpu"}:
         first.pop("flash", None)  # cuDNN's names say flash too, and our own forward is torch's
     ran = ", ".join(f"{kind} ({name[:100]})" for kind, name in first.items()) or "math (no fused kernel)"

@@ -14,7 +14,8 @@ from parallel.one_line import one_line
 from train.read_json import read_json
 
 LIMIT_BYTES = 4096
-OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, whose target would be overwritten
+# no link, whose target would be overwritten
+OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class LockError(ValueError):
@@ -23,8 +24,8 @@ class LockError(ValueError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock. since: the date as text; started: clock ticks from the machine's start to the process's, 0 where
-    the system does not say (not on Linux)."""
+    """Who holds a lock. since: the date as text; started: clock ticks from the machine's start to the
+    process's, 0 where the system does not say (not on Linux)."""
 
     host: str
     pid: int
@@ -38,8 +39,8 @@ class Holder:
 class Lock:
     """A folder's lock, as lock_folder took it.
 
-    stale: a sentence if the run before this one did not let go of it, else "". unprotected: a sentence if there is no
-    lock because the folder takes none, else "".
+    stale: a sentence if the run before this one did not let go of it, else "". unprotected: a sentence if
+    there is no lock because the folder takes none, else "".
     """
 
     def __init__(self, file: int | None, stale: str = "", unprotected: str = "") -> None:
@@ -48,7 +49,8 @@ class Lock:
     def release(self) -> None:
         """Empty the file, which is the mark of a clean end, and let go.
 
-        The file stays: were it removed, a process that has it open already would lock a file that nobody else sees.
+        The file stays: were it removed, a process that has it open already would lock a file that nobody else
+        sees.
         """
         if self._file is not None:
             with contextlib.suppress(OSError):
@@ -58,11 +60,13 @@ class Lock:
 
 
 def lock_folder(folder: Path, wait_s: float = 0.0) -> Lock:
-    """Take the folder's lock, for the one process of a run that writes into it. Raises LockError if it is taken.
+    """Take the folder's lock, for the one process of a run that writes into it. Raises LockError if it is
+    taken.
 
-    wait_s: how long to wait for it: after a restart the run before may still be ending, and a network file system keeps
-    the lock of a machine that went down for a while (NFS 4: 90 s). Where each machine of a network file system keeps its
-    locks to itself (NFS with local_lock or nolock), runs on two machines are not told apart.
+    wait_s: how long to wait for it: after a restart the run before may still be ending, and a network file
+    system keeps the lock of a machine that went down for a while (NFS 4: 90 s). Where each machine of a
+    network file system keeps its locks to itself (NFS with local_lock or nolock), runs on two machines are
+    not told apart.
     """
     file, problem = _open(folder / ".lock")
     if file is None:
@@ -97,21 +101,27 @@ def _take(file: int, folder: Path, deadline_s: float) -> Holder | None:
             return _read_holder(folder)
         except BlockingIOError:
             taken = _say_taken(folder, _read_holder(folder))
-        except OSError:  # this file system has no locks: ENOLCK, ENOTSUP, EOPNOTSUPP; Lustre without its flock option ENOSYS
+        # this file system has no locks: ENOLCK, ENOTSUP, EOPNOTSUPP; Lustre without its flock option ENOSYS
+        except OSError:
             holder = _read_holder(folder)
             if holder is None or _is_dead(holder):
                 return holder
             taken = _say_taken(folder, holder)
             if holder.host != socket.gethostname():
-                taken += (". This file system has no locks, so from here it cannot be told whether that run still lives: if it "
-                          f"does not, remove {folder}/.lock")  # fmt: skip
+                taken += (
+                    ". This file system has no locks, so from here it cannot be told whether that run still "
+                    "lives: if it "
+                    f"does not, remove {folder}/.lock"
+                )
         if time.monotonic() >= deadline_s:
             raise LockError(taken)
         time.sleep(0.2)
 
 
 def _say_taken(folder: Path, holder: Holder | None) -> str:
-    return f"run.dir={folder} is in use by {holder or 'another process'}: end that run, or use another run.dir"
+    return (
+        f"run.dir={folder} is in use by {holder or 'another process'}: end that run, or use another run.dir"
+    )
 
 
 def _read_holder(folder: Path) -> Holder | None:
@@ -127,14 +137,17 @@ def _read_holder(folder: Path) -> Holder | None:
 
 def _write_holder(file: int) -> None:
     """Say who holds the lock. On a full disk it holds all the same, only namelessly."""
-    holder = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"), _started(os.getpid()))
+    holder = Holder(
+        socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"), _started(os.getpid())
+    )
     with contextlib.suppress(OSError):
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
 
 
 def _is_dead(holder: Holder) -> bool:
-    """Whether a process of this host is gone, or its number another process's by now. False for other hosts: unknown."""
+    """Whether a process of this host is gone, or its number another process's by now. False for other hosts:
+    unknown."""
     if holder.host != socket.gethostname():
         return False
     try:
@@ -147,7 +160,8 @@ def _is_dead(holder: Holder) -> bool:
 
 
 def _started(pid: int) -> int:
-    """Clock ticks from the machine's start to the process's (proc(5), /proc/PID/stat, field 22); 0 if not to be known."""
+    """Clock ticks from the machine's start to the process's (proc(5), /proc/PID/stat, field 22); 0 if not to
+    be known."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

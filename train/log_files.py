@@ -12,7 +12,8 @@ _BLOCK_BYTES = 65536
 
 
 class Trouble:
-    """Which files cannot be written. `warn` hears of it once, when the first cannot, and again when all can."""
+    """Which files cannot be written. `warn` hears of it once, when the first cannot, and again when all
+    can."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn, self._failing = warn, set[Path]()
@@ -20,8 +21,11 @@ class Trouble:
     def failed(self, path: Path, error: OSError) -> None:
         """A row could not be written."""
         if not self._failing:
-            self._warn(f"warning: {path} cannot be written ({error.strerror or error}): training goes on, and rows wait in "
-                       "memory until it can be")  # fmt: skip
+            self._warn(
+                f"warning: {path} cannot be written ({error.strerror or error}): training goes on, and rows "
+                f"wait in "
+                "memory until it can be"
+            )
         self._failing.add(path)
 
     def works(self, path: Path, lost: int) -> None:
@@ -29,7 +33,9 @@ class Trouble:
         if path in self._failing:
             self._failing.remove(path)
             if not self._failing:
-                self._warn(f"{path} can be written again; " + (f"{lost} rows are lost" if lost else "no row is lost"))
+                self._warn(
+                    f"{path} can be written again; " + (f"{lost} rows are lost" if lost else "no row is lost")
+                )
 
     def gave_up(self, path: Path, lost: int) -> None:
         """The run has ended before the file could be written."""
@@ -39,9 +45,10 @@ class Trouble:
 class LogFile:
     """A file to which each row, some bytes, is appended whole or not at all.
 
-    Opened anew for every row: rows are rare, and a file that was removed or replaced meanwhile is noticed. Nothing is raised:
-    `trouble` hears of what fails, and rows wait until a later one can be written. `head` begins a file that is empty. What a
-    killed process has left of a row (bytes after the last line feed) is cut off.
+    Opened anew for every row: rows are rare, and a file that was removed or replaced meanwhile is noticed.
+    Nothing is raised: `trouble` hears of what fails, and rows wait until a later one can be written. `head`
+    begins a file that is empty. What a killed process has left of a row (bytes after the last line feed) is
+    cut off.
     """
 
     def __init__(self, path: Path, trouble: Trouble, head: bytes = b"") -> None:
@@ -50,7 +57,8 @@ class LogFile:
         self._end, self._lost = -1, 0
 
     def append(self, row: bytes) -> None:
-        """Write what waits and a row; an empty one makes the file, so that one hears early if that cannot be."""
+        """Write what waits and a row; an empty one makes the file, so that one hears early if that cannot
+        be."""
         if row:
             self._lost += len(self._waiting) == MAX_WAITING
             self._waiting.append(row)
@@ -72,7 +80,8 @@ class LogFile:
 
 
 def append_whole(path: Path, data: bytes, end: int, head: bytes) -> int:
-    """Append to a file, made with its folder where there is none; returns its size. Raises OSError with the file as before.
+    """Append to a file, made with its folder where there is none; returns its size. Raises OSError with the
+    file as before.
 
     `end`: how large we have left it. Of a file of another size only whole lines are kept.
     """

@@ -1,4 +1,5 @@
-"""What a run reports: metrics.jsonl, TensorBoard, the progress line. The only place that waits for the device."""
+"""What a run reports: metrics.jsonl, TensorBoard, the progress line. The only place that waits for the
+device."""
 
 import statistics
 import sys
@@ -61,12 +62,20 @@ def _to_stderr(line: str) -> None:
 
 
 class Metrics:
-    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes. `predicted`: figures that the
-    planner has predicted, by the names they have in a row. Files that cannot be written do not end the run: `warn` hears of it,
-    once."""
+    """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes. `predicted`:
+    figures that the planner has predicted, by the names they have in a row. Files that cannot be written do
+    not end the run: `warn` hears of it, once."""
 
-    def __init__(self, config: MetricsConfig, throughput: Throughput, folder: Path, device: torch.device, is_main: bool,
-                 predicted: Mapping[str, float], warn: Callable[[str], None] = _to_stderr) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: MetricsConfig,
+        throughput: Throughput,
+        folder: Path,
+        device: torch.device,
+        is_main: bool,
+        predicted: Mapping[str, float],
+        warn: Callable[[str], None] = _to_stderr,
+    ) -> None:
         self._config, self._throughput, self._device = config, throughput, device
         self._spikes = SpikeDetector()
         self._rows = RowFiles(folder, config.tensorboard, warn) if is_main else None
@@ -96,7 +105,8 @@ class Metrics:
             self._graphs = count_compiled_graphs()
 
     def pause(self) -> None:
-        """Stop the clock once the device is done: what follows (an evaluation, a checkpoint) is not step time."""
+        """Stop the clock once the device is done: what follows (an evaluation, a checkpoint) is not step
+        time."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._busy_s += time.perf_counter() - self._since
@@ -106,10 +116,16 @@ class Metrics:
         self._since = time.perf_counter()
 
     def log(
-        self, step: int, result: StepResult, lr: float, used: Mapping[str, Any], scores: Mapping[str, Score] | None
+        self,
+        step: int,
+        result: StepResult,
+        lr: float,
+        used: Mapping[str, Any],
+        scores: Mapping[str, Score] | None,
     ) -> dict[str, Any]:
-        """Have one row written, with rates over the steps since the last, and what data was `used`; every rank calls it, with
-        the clock paused. A row whose loss is a spike has loss_spike, in deviations (see train/spikes.py)."""
+        """Have one row written, with rates over the steps since the last, and what data was `used`; every
+        rank calls it, with the clock paused. A row whose loss is a spike has loss_spike, in deviations (see
+        train/spikes.py)."""
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         steps = max(1, self._steps)
         recompiles = count_compiled_graphs() - (self._graphs or 0)
@@ -143,16 +159,21 @@ class Metrics:
         return row
 
     def compare_with_predicted(self) -> str:
-        """One line: what was predicted against what was measured, the median of all reports but the first, whose steps
-        include compiling; "" where nothing was predicted."""
+        """One line: what was predicted against what was measured, the median of all reports but the first,
+        whose steps include compiling; "" where nothing was predicted."""
         later = self._reported[1:]
         if not self._predicted:
             return ""
         if not later:
-            return "predicted against measured: nothing to compare with, one report only, whose steps include compiling"
+            return (
+                "predicted against measured: nothing to compare with, one report only, whose steps "
+                "include compiling"
+            )
         measured = {name: statistics.median(row[name] for row in later) for name in self._predicted}
-        told = (f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
-                for name, value in self._predicted.items())  # fmt: skip
+        told = (
+            f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
+            for name, value in self._predicted.items()
+        )
         return f"predicted against measured: {', '.join(told)}"
 
     def show(self, shown: Shown) -> None:
@@ -166,7 +187,8 @@ class Metrics:
             self._rows.add_image(step, name, png)
 
     def later(self, job: Callable[[], None]) -> None:
-        """Have something done once all rows so far are written: by the thread that writes them, or here on ranks without one."""
+        """Have something done once all rows so far are written: by the thread that writes them, or here on
+        ranks without one."""
         self._rows.later(job) if self._rows is not None else job()
 
     def flush(self) -> None:
@@ -197,22 +219,30 @@ class Metrics:
 def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any]) -> str:
     """A spike in Markdown: what happened, and how far in the data."""
     place = ", ".join(f"{name} {value}" for name, value in used.items())
-    return (f"step {row['step']}: loss {row['loss']:.4f}, usually {spike.usual:.4f} ({spike.deviations:.1f} deviations above)\n\n"
-            f"grad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {place}")  # fmt: skip
+    return (
+        f"step {row['step']}: loss {row['loss']:.4f}, usually {spike.usual:.4f} ({spike.deviations:.1f} "
+        f"deviations above)\n\n"
+        f"grad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {place}"
+    )
 
 
 def _scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
-    """eval_loss, the mean over the tokens of all sets; and of each set eval/NAME/loss, perplexity and bits_per_byte."""
+    """eval_loss, the mean over the tokens of all sets; and of each set eval/NAME/loss, perplexity and
+    bits_per_byte."""
     if not scores:
         return {}
     row = {"eval_loss": mean_loss(scores)}
     for name, score in scores.items():
-        row |= {f"eval/{name}/{figure}": getattr(score, figure) for figure in ("loss", "perplexity", "bits_per_byte")}
+        row |= {
+            f"eval/{name}/{figure}": getattr(score, figure)
+            for figure in ("loss", "perplexity", "bits_per_byte")
+        }
     return row
 
 
 def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
-    """Peak of allocated and of reserved memory on a GPU; of the process's resident memory, twice, on a CPU."""
+    """Peak of allocated and of reserved memory on a GPU; of the process's resident memory, twice, on a
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
     resident = peak_resident_bytes() / GIB

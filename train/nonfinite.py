@@ -55,22 +55,31 @@ class _Step:
 class FiniteGuard:
     """Counts the steps that were skipped; every rank calls it, and hears the same at the same step.
 
-    On a CPU a step's flag is read at once. On a GPU it is copied to the host without waiting, and read when the step after it
-    has been enqueued, so the device always has work: news is then one step late, and so is the end of the run.
+    On a CPU a step's flag is read at once. On a GPU it is copied to the host without waiting, and read when
+    the step after it has been enqueued, so the device always has work: news is then one step late, and so is
+    the end of the run.
     """
 
-    def __init__(self, max_skipped: int, model: nn.Module, order: SampleOrder, shape: BatchShape,
-                 data_parallel: dist.ProcessGroup) -> None:  # fmt: skip
-        """`max_skipped`: how many steps may be skipped. The rest is what it takes to repeat the step that is one too many, and to
-        name its sequences: model, order and shape as the loop has them, and the group of train_step."""
+    def __init__(
+        self,
+        max_skipped: int,
+        model: nn.Module,
+        order: SampleOrder,
+        shape: BatchShape,
+        data_parallel: dist.ProcessGroup,
+    ) -> None:
+        """`max_skipped`: how many steps may be skipped. The rest is what it takes to repeat the step that is
+        one too many, and to name its sequences: model, order and shape as the loop has them, and the group of
+        train_step."""
         self.skipped = 0
         self._max_skipped, self._model, self._order, self._shape = max_skipped, model, order, shape
         self._data_parallel = data_parallel
         self._steps: deque[_Step] = deque()
 
     def step_done(self, step: int, first_sample: int, data: StepData, result: StepResult) -> list[str]:
-        """Called after each step, which began at position `first_sample` of the order of all ranks. Returns lines to show; raises
-        NonFiniteError, after a diagnosis of all ranks together, if a step was skipped that must not be."""
+        """Called after each step, which began at position `first_sample` of the order of all ranks. Returns
+        lines to show; raises NonFiniteError, after a diagnosis of all ranks together, if a step was skipped
+        that must not be."""
         skipped, copied = _to_host(result.skipped)
         self._steps.append(_Step(step, first_sample, data.micro_batches, skipped, copied))
         return self._read(0 if copied is None else 1)
@@ -91,21 +100,29 @@ class FiniteGuard:
             self.skipped += 1
             if self.skipped > self._max_skipped:
                 raise NonFiniteError(self._diagnose(done))
-            lines.append(f"warning: step {done.step} was skipped: its loss or gradient is not finite "
-                         f"({self.skipped} of at most {self._max_skipped})")  # fmt: skip
+            lines.append(
+                f"warning: step {done.step} was skipped: its loss or gradient is not finite "
+                f"({self.skipped} of at most {self._max_skipped})"
+            )
         return lines
 
     def _diagnose(self, done: _Step) -> str:
-        """What all ranks together find out about a step. On a GPU the step after it may have changed the weights a little."""
+        """What all ranks together find out about a step. On a GPU the step after it may have changed the
+        weights a little."""
         damaged = parameters_not_finite(self._model)
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
             first = first_bad_value(self._model, done.micro_batches, self._data_parallel)
-        except torch.OutOfMemoryError:  # perhaps on this rank alone: nothing more can be agreed on with the others
-            alone = Finding(dist.get_rank(), damaged, None, self._sequences(done.first_sample, None), repeated=False)
+        # perhaps on this rank alone: nothing more can be agreed on with the others
+        except torch.OutOfMemoryError:
+            alone = Finding(
+                dist.get_rank(), damaged, None, self._sequences(done.first_sample, None), repeated=False
+            )
             return describe(done.step, self._max_skipped, [alone], positions)
         micro_batch = None if first is None else first.micro_batch
-        found = _gather(Finding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch)))
+        found = _gather(
+            Finding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch))
+        )
         return describe(done.step, self._max_skipped, found, positions)
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
@@ -122,30 +139,47 @@ class FiniteGuard:
 
 
 def describe(step: int, max_skipped: int, found: Sequence[Finding], positions: str) -> str:
-    """The findings of all ranks in words, and what to do; `positions` of the step's sequences in the order of the run."""
+    """The findings of all ranks in words, and what to do; `positions` of the step's sequences in the order of
+    the run."""
     places = [one.first.place for one in found if one.first is not None]
-    lines = [f"the loss or gradient of step {step} is not finite, and no more than train.max_skipped_steps={max_skipped} may be "
-             f"skipped. It was repeated to find out more (its sequences stand at {positions} of the order):"]  # fmt: skip
+    lines = [
+        f"the loss or gradient of step {step} is not finite, and no more than "
+        f"train.max_skipped_steps={max_skipped} may be "
+        f"skipped. It was repeated to find out more (its sequences stand at {positions} of the order):"
+    ]
     lines += _damaged(found)
     firsts = [one for one in found if one.first is not None and one.first.place == min(places)]
-    lines += [f"rank {one.rank}: {one.first.what} is the first value that is not finite; its sequences: {one.sequences}"
-              for one in firsts[:_MANY] if one.first is not None]  # fmt: skip
+    lines += [
+        f"rank {one.rank}: {one.first.what} is the first value that is not finite; its sequences: "
+        f"{one.sequences}"
+        for one in firsts[:_MANY]
+        if one.first is not None
+    ]
     if len(firsts) > _MANY:
         lines.append(f"{len(firsts) - _MANY} other ranks: likewise")
     if not found[0].repeated:
         lines.append(f"rank {found[0].rank}: no memory to repeat it, which takes more than a compiled step")
     elif not places:
-        lines.append("not found again when the step was repeated, on no rank: a fault of the hardware, of the network or of "
-                     "compiled code is likely")  # fmt: skip
-    lines.append("No weight was changed by it. The same command goes on from the last checkpoint; a lower optim.lr, a longer "
-                 "warm-up or other data may avoid it")  # fmt: skip
+        lines.append(
+            "not found again when the step was repeated, on no rank: a fault of the hardware, of the network "
+            "or of "
+            "compiled code is likely"
+        )
+    lines.append(
+        "No weight was changed by it. The same command goes on from the last checkpoint; a lower optim.lr, a "
+        "longer "
+        "warm-up or other data may avoid it"
+    )
     return "\n".join(lines)
 
 
 def _damaged(found: Sequence[Finding]) -> list[str]:
     """Of the first ranks, what they hold that is not finite."""
     damaged = [one for one in found if one.parameters]
-    return [f"rank {one.rank} holds values that are not finite: {_listed(one.parameters)}" for one in damaged[:_MANY]]
+    return [
+        f"rank {one.rank} holds values that are not finite: {_listed(one.parameters)}"
+        for one in damaged[:_MANY]
+    ]
 
 
 def _listed(items: Sequence[object]) -> str:
@@ -161,7 +195,8 @@ def _gather(mine: Finding) -> list[Finding]:
 
 
 def _to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of a flag on the host, and, where it is still under way from a GPU, what says when it has arrived."""
+    """A copy of a flag on the host, and, where it is still under way from a GPU, what says when it has
+    arrived."""
     if not flag.is_cuda:
         return flag, None
     arrived = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)

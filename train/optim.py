@@ -21,10 +21,12 @@ class OptimConfig:
         eps: added to the square root of the second moment; greater than 0
         weight_decay: decoupled decay, of matrices only: norms and embeddings have none
         warmup_steps: optimizer steps of linear warm-up from 0
-        schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then linear)
+        schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then
+            linear)
         min_lr_ratio: learning rate at the end, as a share of lr (not for constant)
         decay_ratio: wsd only: share of all steps, at the end, that decays
-        state_dtype: of the two moments: float32, or bfloat16, rounded stochastically, which takes half the memory
+        state_dtype: of the two moments: float32, or bfloat16, rounded stochastically, which takes half the
+            memory
     """
 
     lr: float = bounded(3e-4, low=0)
@@ -41,7 +43,9 @@ class OptimConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both lie in [0, 1)")
         if self.eps == 0:
-            raise ValueError("optim.eps=0 must be greater than 0: a weight without a gradient so far would become 0/0")
+            raise ValueError(
+                "optim.eps=0 must be greater than 0: a weight without a gradient so far would become 0/0"
+            )
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -59,22 +63,27 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW in two groups: torch's fused one, or ours where parameters or moments are bfloat16, which draws from `seed` how it
-    rounds. The moments exist at once, as zeros, so that a checkpoint can be read into them."""
+    """AdamW in two groups: torch's fused one, or ours where parameters or moments are bfloat16, which draws
+    from `seed` how it rounds. The moments exist at once, as zeros, so that a checkpoint can be read into
+    them."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
     decay = [p for p in trained if p.dim() > 1 and id(p) not in embeddings]
     no_decay = [p for p in trained if p.dim() <= 1 or id(p) in embeddings]
     common = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    groups = [{"params": decay, "weight_decay": config.weight_decay, **common},
-              {"params": no_decay, "weight_decay": 0.0, **common}]  # fmt: skip
+    groups = [
+        {"params": decay, "weight_decay": config.weight_decay, **common},
+        {"params": no_decay, "weight_decay": 0.0, **common},
+    ]
     optimizer: torch.optim.Optimizer
     if {config.state_dtype, *(str(p.dtype).removeprefix("torch.") for p in trained)} == {"float32"}:
         optimizer = torch.optim.AdamW(groups, fused=True)
     else:
         from train.adamw import RoundedAdamW
 
-        optimizer = RoundedAdamW(groups, {p: zlib.crc32(f"{seed}:{name}".encode()) for p, name in trained.items()})
+        optimizer = RoundedAdamW(
+            groups, {p: zlib.crc32(f"{seed}:{name}".encode()) for p, name in trained.items()}
+        )
     for p in trained:
         optimizer.state[p] = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),

@@ -32,19 +32,25 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def explaining_out_of_memory(config: Config, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer,
-                             folder: Path) -> Iterator[None]:  # fmt: skip
-    """Turn the error of an allocation that failed into OutOfMemory, which tells where the memory went and what would help."""
+def explaining_out_of_memory(
+    config: Config, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer, folder: Path
+) -> Iterator[None]:
+    """Turn the error of an allocation that failed into OutOfMemory, which tells where the memory went and
+    what would help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         place = read_place()
-        said = [f"rank {place.rank} ran out of memory: {one_line(error, ERROR_SHOWN)}",
-                _in_gib("resident", resident_bytes(device, optimizer)),  # while the error still holds what the step had
-                *_save_snapshot(device, folder / f"out-of-memory-rank-{place.rank}.pickle")]  # fmt: skip
-        traceback.clear_frames(error.__traceback__)  # now it lets go of that: working out the advice takes memory too
+        said = [
+            f"rank {place.rank} ran out of memory: {one_line(error, ERROR_SHOWN)}",
+            # while the error still holds what the step had
+            _in_gib("resident", resident_bytes(device, optimizer)),
+            *_save_snapshot(device, folder / f"out-of-memory-rank-{place.rank}.pickle"),
+        ]
+        # now it lets go of that: working out the advice takes memory too
+        traceback.clear_frames(error.__traceback__)
         if not place.is_main:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(SPEAK_S)
@@ -57,16 +63,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def resident_bytes(device: torch.device, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What this rank holds of parameters, gradients and optimizer state; on a GPU also all the rest (activations, gathered
-    parameters, buffers), and what the allocator has reserved beside that; on a CPU the most that the process has held."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]  # the sharded ones, gathered or not
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    held = {"params": _bytes(parameters), "grads": _bytes([p.grad for p in parameters if p.grad is not None]),
-            "optimizer": _bytes(states)}  # fmt: skip
+    """What this rank holds of parameters, gradients and optimizer state; on a GPU also all the rest
+    (activations, gathered parameters, buffers), and what the allocator has reserved beside that; on a CPU the
+    most that the process has held."""
+    # the sharded ones, gathered or not
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    held = {
+        "params": _bytes(parameters),
+        "grads": _bytes([p.grad for p in parameters if p.grad is not None]),
+        "optimizer": _bytes(states),
+    }
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        held |= {"activations, gathered parameters and buffers": allocated - sum(held.values()),
-                 "reserved but free": reserved - allocated}  # fmt: skip
+        held |= {
+            "activations, gathered parameters and buffers": allocated - sum(held.values()),
+            "reserved but free": reserved - allocated,
+        }
     else:
         held["process at its peak"] = peak_resident_bytes()
     return held
@@ -77,15 +95,25 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _advice(config: Config, plan: Plan, device: torch.device, place: Place) -> Iterator[str]:
-    """What was predicted, and the changes that would free most. Where there is no memory left to work that out, that."""
+    """What was predicted, and the changes that would free most. Where there is no memory left to work that
+    out, that."""
     try:
         predicted = predict_memory(config, plan)
-        yield _in_gib(f"predicted {predicted.peak_bytes / GIB:.2f} GiB at the peak", asdict(predicted.at_peak))
-        kind = load_hardware()["cpu"] if device.type == "cpu" else find_hardware(torch.cuda.get_device_name(device))
+        yield _in_gib(
+            f"predicted {predicted.peak_bytes / GIB:.2f} GiB at the peak", asdict(predicted.at_peak)
+        )
+        kind = (
+            load_hardware()["cpu"]
+            if device.type == "cpu"
+            else find_hardware(torch.cuda.get_device_name(device))
+        )
         for saving in largest_savings(config, plan, kind, place.local_world_size):
             yield f"would help: {saving.describe()}"
         if config.parallel.plan not in ("manual", "auto"):
-            yield f"(in place of --parallel.plan={config.parallel.plan}, which decides alone: edit it, or leave it out)"
+            yield (
+                f"(in place of --parallel.plan={config.parallel.plan}, which decides alone: edit it, or "
+                f"leave it out)"
+            )
     except (RuntimeError, MemoryError) as error:
         yield f"no advice, for want of memory: {one_line(error, ERROR_SHOWN)}"
 

@@ -10,11 +10,15 @@ from train.config import Config
 
 
 def read_plan(config: Config, model: ModelUnits, world_size: int) -> Plan:
-    """The plan in the file that `parallel.plan` names, if it suits the run. Raises PlanError with all mistakes in one report."""
+    """The plan in the file that `parallel.plan` names, if it suits the run. Raises PlanError with all
+    mistakes in one report."""
     path = Path(os.path.expanduser(config.parallel.plan))
     if not path.is_file():
-        raise PlanError(f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the path of a "
-                        "plan file, such as plan.yaml in a run's folder")  # fmt: skip
+        raise PlanError(
+            f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the "
+            f"path of a "
+            "plan file, such as plan.yaml in a run's folder"
+        )
     plan = load_plan(path)
     mistakes = key_mistakes(config.parallel, plan, model)
     if plan.mesh.world_size == world_size:
@@ -34,5 +38,8 @@ def _batch_mistakes(config: Config, plan: Plan) -> list[str]:
     for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
         asked, planned = getattr(config.train, key), getattr(plan, key)
         if asked not in (left_open, planned):
-            mistakes.append(f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one of them")
+            mistakes.append(
+                f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one "
+                f"of them"
+            )
     return mistakes

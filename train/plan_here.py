@@ -12,9 +12,13 @@ from train.planning import plan_run
 
 
 def plan_here(config: Config, place: Place, device: torch.device, device_name: str) -> Plan:
-    """As `plan_run`, for this process's place and device. Raises PlanError, also for an attention kernel that cannot run here."""
+    """As `plan_run`, for this process's place and device. Raises PlanError, also for an attention kernel that
+    cannot run here."""
     asked = config.parallel.param_dtype
-    attention, dtype = attention_here(config, device, device_name), dtype_here(device) if asked == "auto" else asked
+    attention, dtype = (
+        attention_here(config, device, device_name),
+        dtype_here(device) if asked == "auto" else asked,
+    )
     plan = plan_run(config, place.world_size, place.local_world_size, attention, dtype)
     check_here(config, plan, device)
     return plan

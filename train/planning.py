@@ -9,27 +9,45 @@ from train.config import Config
 from train.plan_from_file import read_plan
 
 
-def plan_run(config: Config, world_size: int, gpus_per_node: int | None = None, attention: str = "cpu",
-             param_dtype: str = "float32") -> Plan:  # fmt: skip
+def plan_run(
+    config: Config,
+    world_size: int,
+    gpus_per_node: int | None = None,
+    attention: str = "cpu",
+    param_dtype: str = "float32",
+) -> Plan:
     """The plan of a run on `world_size` processes: made from the config, or read from the file it names.
 
-    Without `gpus_per_node` all processes share a node. `attention` and `param_dtype`: what `auto` is on its devices,
-    of `best_attention` and `best_dtype`. Raises PlanError with all mistakes in one report.
+    Without `gpus_per_node` all processes share a node. `attention` and `param_dtype`: what `auto` is on its
+    devices, of `best_attention` and `best_dtype`. Raises PlanError with all mistakes in one report.
     """
     model = model_units(config.model)
     if config.parallel.plan == "auto":
-        raise PlanError("parallel.plan=auto is for train.main and tools.plan, which know the machine. Let tools.plan choose, "
-                        "with --save FILE, and use --parallel.plan=FILE")  # fmt: skip
+        raise PlanError(
+            "parallel.plan=auto is for train.main and tools.plan, which know the machine. Let tools.plan "
+            "choose, "
+            "with --save FILE, and use --parallel.plan=FILE"
+        )
     if config.parallel.plan == "manual":
         job = make_job(config, world_size, gpus_per_node or world_size, attention, param_dtype)
         return make_plan(config.parallel, model, job)
     return read_plan(config, model, world_size)
 
 
-def make_job(config: Config, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32") -> Job:
+def make_job(
+    config: Config, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
+) -> Job:
     """What the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
     train = config.train
-    return Job(world_size, gpus_per_node, train.seq_len, train.micro_batch_size, train.global_batch_size, attention, param_dtype)
+    return Job(
+        world_size,
+        gpus_per_node,
+        train.seq_len,
+        train.micro_batch_size,
+        train.global_batch_size,
+        attention,
+        param_dtype,
+    )
 
 
 def model_units(config: LlamaConfig) -> ModelUnits:

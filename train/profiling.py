@@ -1,4 +1,5 @@
-"""A window of steps through torch's profiler: a Chrome trace of each profiled rank, which `tools.trace` explains."""
+"""A window of steps through torch's profiler: a Chrome trace of each profiled rank, which `tools.trace`
+explains."""
 
 import json
 import os
@@ -23,7 +24,8 @@ from train.place import read_place
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to profile, into run.dir/profile/step-START; python -m tools.trace RUN explains what is there.
+    """Which steps to profile, into run.dir/profile/step-START; python -m tools.trace RUN explains what is
+    there.
 
     Args:
         start: first optimizer step of the profiled window; 0 is never
@@ -58,11 +60,13 @@ HISTORY_ENTRIES = 1_000_000  # allocations that a snapshot remembers, the last o
 class StepProfiler:
     """Profiles a window of steps on rank 0 or on all; with start 0 it does nothing and costs nothing.
 
-    The profiler is warmed up during the step before the window. An error of the profiler, or a folder that cannot be written,
-    ends the profile and not the run: `warn` hears one line.
+    The profiler is warmed up during the step before the window. An error of the profiler, or a folder that
+    cannot be written, ends the profile and not the run: `warn` hears one line.
     """
 
-    def __init__(self, config: ProfileConfig, folder: Path, subject: Profiled, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: ProfileConfig, folder: Path, subject: Profiled, warn: Callable[[str], None]
+    ) -> None:
         self._config, self._subject, self._warn = config, subject, warn
         self._folder = folder / f"step-{config.start:08d}"
         self._rank = dist.get_rank()
@@ -70,7 +74,10 @@ class StepProfiler:
         self._first, self._last = (config.start, config.start + config.steps - 1) if enabled else (0, 0)
         if enabled and config.start not in subject.to_come:
             steps = f"{subject.to_come.start} to {subject.to_come.stop - 1}"
-            warn(f"warning: no profile: profile.start={config.start} is none of the steps that this run does, {steps}")
+            warn(
+                f"warning: no profile: profile.start={config.start} is none of the steps that this run does, "
+                f"{steps}"
+            )
             self._last = 0
         self._profile: torch.profiler.profile | None = None
         self._step: torch.profiler.record_function | None = None
@@ -84,20 +91,23 @@ class StepProfiler:
                 self._before(step)
 
     def after_step(self, step: int) -> Path | None:
-        """Called after every step; returns the folder of the traces when this rank's has just been written, else None."""
+        """Called after every step; returns the folder of the traces when this rank's has just been written,
+        else None."""
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
         return self.close() if step == self._last else None
 
     def close(self) -> Path | None:
-        """End a window that is still open, writing what it has; None where nothing could be written, or there is none."""
+        """End a window that is still open, writing what it has; None where nothing could be written, or there
+        is none."""
         profile, self._profile = self._profile, None  # first: whatever goes wrong, it is over
         if profile is None:
             return None
         written = None
         with self._giving_up():
-            if not self._recording:  # the run ends while the profiler warms up: it does not like to be dropped
+            # the run ends while the profiler warms up: it does not like to be dropped
+            if not self._recording:
                 profile.start_trace()
                 profile.stop_trace()
                 return None
@@ -113,8 +123,9 @@ class StepProfiler:
 
     def _before(self, step: int) -> None:
         if self._profile is None and step in (self._first - 1, self._first):
-            self._profile = torch.profiler.profile(record_shapes=True, with_stack=self._config.stacks,
-                                                   profile_memory=self._config.memory)  # fmt: skip
+            self._profile = torch.profiler.profile(
+                record_shapes=True, with_stack=self._config.stacks, profile_memory=self._config.memory
+            )
             self._profile.prepare_trace()
         if self._profile is not None and step == self._first:
             from parallel.unit_names import name_units
@@ -128,7 +139,8 @@ class StepProfiler:
             self._profile.add_metadata_json("meshwright", json.dumps(self._facts()))
             self._recording = True
         if self._recording:
-            self._step = torch.profiler.record_function(f"ProfilerStep#{step}")  # the name that other tools look for
+            # the name that other tools look for
+            self._step = torch.profiler.record_function(f"ProfilerStep#{step}")
             self._step.__enter__()
 
     def _clear_folder(self) -> None:
@@ -139,10 +151,16 @@ class StepProfiler:
     def _facts(self) -> Mapping[str, Any]:
         """What a trace says of the run that it is of."""
         device = self._subject.device
-        return {"rank": self._rank, "world_size": dist.get_world_size(), "first_step": self._first,
-                "local_world_size": read_place().local_world_size, "steps": self._config.steps,
-                "device_type": device.type, "torch": torch.__version__,
-                "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}  # fmt: skip
+        return {
+            "rank": self._rank,
+            "world_size": dist.get_world_size(),
+            "first_step": self._first,
+            "local_world_size": read_place().local_world_size,
+            "steps": self._config.steps,
+            "device_type": device.type,
+            "torch": torch.__version__,
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        }
 
     @property
     def _remembers(self) -> bool:
@@ -150,7 +168,9 @@ class StepProfiler:
 
     def _write_memory(self) -> None:
         if self._remembers:
-            _write_whole(self._path("memory.pickle"), lambda path: torch.cuda.memory._dump_snapshot(str(path)))
+            _write_whole(
+                self._path("memory.pickle"), lambda path: torch.cuda.memory._dump_snapshot(str(path))
+            )
 
     def _path(self, ending: str) -> Path:
         return self._folder / f"rank-{self._rank}.{ending}"

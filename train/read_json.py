@@ -8,8 +8,8 @@ from parallel.bounded_read import read_bounded
 
 
 def read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
-    """The mapping that a JSON file holds. ValueError if it is no regular file, is larger than `limit_bytes`, is not JSON in UTF-8
-    or holds no mapping; OSError if it cannot be read."""
+    """The mapping that a JSON file holds. ValueError if it is no regular file, is larger than `limit_bytes`,
+    is not JSON in UTF-8 or holds no mapping; OSError if it cannot be read."""
     return parse_mapping(read_bounded(path, limit_bytes).decode("utf-8"))
 
 

@@ -1,4 +1,5 @@
-"""Restarts: a run that is started again by itself, and fails again at the same step, is not started for ever."""
+"""Restarts: a run that is started again by itself, and fails again at the same step, is not started for
+ever."""
 
 from parallel.one_line import one_line
 from train.place import Place
@@ -9,17 +10,20 @@ SHOWN = 500  # characters of the last failure's reason
 
 
 class CrashLoopError(ValueError):
-    """Started again and again by torchrun or Slurm, the run fails at the same step: for a human to look at."""
+    """Started again and again by torchrun or Slurm, the run fails at the same step: for a human to look
+    at."""
 
 
 def check_crash_loop(previous: Status | None, place: Place, start_step: int) -> FailedStarts:
-    """The starts in a row, up to the previous one, that failed without a new commit and got no further than those before.
+    """The starts in a row, up to the previous one, that failed without a new commit and got no further than
+    those before.
 
-    `previous`: status.json as the start before left it. A state of running there means that it was killed, and counts
-    as failed; a stop that was asked for does not count. `place` says how often the run was started again by itself
-    (0: by hand, which begins the count anew). `start_step`: the checkpoint's step, 0 without one. torchrun never restarts
-    an agreed stop, which exits with 0: after its restarts a state of stopped means that a process died and torchrun's
-    SIGTERM reached rank 0 before the loss did, and counts as failed too.
+    `previous`: status.json as the start before left it. A state of running there means that it was killed,
+    and counts as failed; a stop that was asked for does not count. `place` says how often the run was started
+    again by itself (0: by hand, which begins the count anew). `start_step`: the checkpoint's step, 0 without
+    one. torchrun never restarts an agreed stop, which exits with 0: after its restarts a state of stopped
+    means that a process died and torchrun's SIGTERM reached rank 0 before the loss did, and counts as failed
+    too.
 
     Raises CrashLoopError when MAX_FAILED_STARTS have failed so. By one process for all: it is about to write
     status.json, where the others would then read of this start.
@@ -42,8 +46,17 @@ def check_crash_loop(previous: Status | None, place: Place, start_step: int) -> 
 def _diagnose(previous: Status, failed: FailedStarts, start_step: int) -> str:
     origin = f"the checkpoint of step {start_step}" if start_step else "the beginning"
     killed = "it ended without a word: killed, or its machine went down"
-    reason = killed if previous.state == "running" else one_line(previous.reason, SHOWN) or "status.json gives no reason"
+    reason = (
+        killed
+        if previous.state == "running"
+        else one_line(previous.reason, SHOWN) or "status.json gives no reason"
+    )
     if previous.state == "stopped":
-        reason = f"{reason}, which torchrun sends after a process has died: its own words are in torchrun's output"
-    return (f"{failed.count} starts in a row went no further than step {failed.step} (from {origin}). The last: {reason}. Mend "
-            "the cause and start the run by hand: that begins the count anew")  # fmt: skip
+        reason = (
+            f"{reason}, which torchrun sends after a process has died: its own words are in torchrun's output"
+        )
+    return (
+        f"{failed.count} starts in a row went no further than step {failed.step} (from {origin}). The last: "
+        f"{reason}. Mend "
+        "the cause and start the run by hand: that begins the count anew"
+    )

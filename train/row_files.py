@@ -20,14 +20,16 @@ HANGS_S = 5.0  # a disk that has not taken a row for so long is no longer waited
 
 
 class RowFiles:
-    """Writes the rows of a run's metrics in the order in which they come. What cannot be written does not end the run: `warn`
-    hears of it once, from any thread. No more than MAX_WAITING rows wait for a disk that hangs; those after them are lost."""
+    """Writes the rows of a run's metrics in the order in which they come. What cannot be written does not end
+    the run: `warn` hears of it once, from any thread. No more than MAX_WAITING rows wait for a disk that
+    hangs; those after them are lost."""
 
     def __init__(self, folder: Path, tensorboard: bool, warn: Callable[[str], None]) -> None:
         self._folder, self._warn, self._trouble = folder, warn, Trouble(warn)
         self._file = LogFile(folder / "metrics.jsonl", self._trouble)
         self._board_folder = folder / "tb" if tensorboard else None
-        self._board: Board | None = None  # opened by the first row: importing TensorBoard would delay the first step
+        # opened by the first row: importing TensorBoard would delay the first step
+        self._board: Board | None = None
         self._shown, self._images = Shown(), dict[str, Callable[[], bytes]]()
         self._thread, self._sent = Errands("metrics"), deque[Future[None]]()
         self._moved_s = time.monotonic()  # when something was last seen done
@@ -64,13 +66,17 @@ class RowFiles:
             self._look()
 
     def close(self, outcome: Outcome | None) -> None:
-        """Write all that can be written, what failed before included, and how the run has ended, if it has begun."""
+        """Write all that can be written, what failed before included, and how the run has ended, if it has
+        begun."""
         self.later(self._file.close)
         self.later(partial(self._close_board, outcome))
         self.flush()
         self._thread.close(0.0 if self._hangs else HANGS_S)
         if lacking := len(self._sent) + self._lost:
-            self._warn(f"warning: {self._folder} lacks the last rows of metrics, {lacking} writes of which were not done")
+            self._warn(
+                f"warning: {self._folder} lacks the last rows of metrics, {lacking} writes of which were "
+                f"not done"
+            )
 
     def _look(self) -> None:
         """Forget what is done, and say when the disk hangs."""
@@ -81,14 +87,19 @@ class RowFiles:
             self._sent.popleft().result()
         if not self._hangs and time.monotonic() - self._moved_s >= HANGS_S:
             self._hangs = True
-            self._warn(f"warning: {self._folder} has not taken a row of metrics for {HANGS_S:.0f} s: training goes on, and rows "
-                       "wait in memory")  # fmt: skip
+            self._warn(
+                f"warning: {self._folder} has not taken a row of metrics for {HANGS_S:.0f} s: training goes "
+                f"on, and rows "
+                "wait in memory"
+            )
 
     def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         self._file.append(json.dumps(_finite(row)).encode() + b"\n")
         if self._board_folder is not None:
             norms = [norm for norm in row.get(UNIT_NORMS, {}).values() if math.isfinite(norm)]
-            self._opened(self._board_folder, row["step"]).add(row["step"], scalars_of(row), texts, {UNIT_NORMS_TAG: norms})
+            self._opened(self._board_folder, row["step"]).add(
+                row["step"], scalars_of(row), texts, {UNIT_NORMS_TAG: norms}
+            )
 
     def _write_image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
         if self._board_folder is not None:

@@ -11,15 +11,16 @@ class RunConfig:
     """Where a run lives and how long.
 
     Args:
-        dir: folder of the run, in which the same command goes on where it stopped. null: runs/ plus the config's name
+        dir: folder of the run, in which the same command goes on where it stopped. null: runs/ plus the
+            config's name
         seed: seed of the initial weights and of the order of the data
         device: auto takes the GPU where every local process has one, else the CPU; or cpu, or cuda
         threads: CPU threads per process; 0 shares the cores among the local processes
         max_hours: stop after this many hours, saving first; 0 is never
-        expandable_segments: on a GPU, let segments of allocated memory grow instead of leaving gaps between them; without
-            effect where PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set
-        grace_s: seconds a stop may take after a signal, before the process ends without saving; torchrun allows its workers
-            30, or what --shutdown-timeout (torch 2.13) says. Slurm: --signal=TERM@180
+        expandable_segments: on a GPU, let segments of allocated memory grow instead of leaving gaps between
+            them; without effect where PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set
+        grace_s: seconds a stop may take after a signal, before the process ends without saving; torchrun
+            allows its workers 30, or what --shutdown-timeout (torch 2.13) says. Slurm: --signal=TERM@180
         timeouts: after which a section of the run counts as stuck
     """
 

@@ -15,12 +15,18 @@ from train.run_config import RunConfig
 
 
 def group_timeout(config: RunConfig) -> timedelta:
-    """How long a collective may wait: longer than any section, so that the watchdog speaks first; a day where it never does."""
-    return timedelta(days=1) if 0 in astuple(config.timeouts) else timedelta(seconds=max(astuple(config.timeouts)) + 60)
+    """How long a collective may wait: longer than any section, so that the watchdog speaks first; a day where
+    it never does."""
+    return (
+        timedelta(days=1)
+        if 0 in astuple(config.timeouts)
+        else timedelta(seconds=max(astuple(config.timeouts)) + 60)
+    )
 
 
 def start_process(config: RunConfig, place: Place, device: torch.device) -> None:
-    """Set limits, threads and device, and join the process group (alone too: the same code runs everywhere)."""
+    """Set limits, threads and device, and join the process group (alone too: the same code runs
+    everywhere)."""
     allow_open_files()
     if device.type == "cuda":
         if config.expandable_segments:

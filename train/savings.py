@@ -18,8 +18,8 @@ WORTH = 0.01  # of the peak: what frees less is no way out
 
 @dataclass(frozen=True)
 class Saving:
-    """Keys to give, by name; the bytes per process that this frees at the peak; and how much longer a step takes, as a share of
-    it (below 0: shorter), None where that cannot be said."""
+    """Keys to give, by name; the bytes per process that this frees at the peak; and how much longer a step
+    takes, as a share of it (below 0: shorter), None where that cannot be said."""
 
     keys: Mapping[str, object]
     freed_bytes: int
@@ -32,7 +32,9 @@ class Saving:
         return f"{keys}: {self.freed_bytes / 2**30:.2f} GiB less{time}"
 
 
-def largest_savings(config: Config, plan: Plan, hardware: Hardware | None, gpus_per_node: int) -> list[Saving]:
+def largest_savings(
+    config: Config, plan: Plan, hardware: Hardware | None, gpus_per_node: int
+) -> list[Saving]:
     """At most SHOWN, the largest first, of those that leave data, model and global batch as they are."""
     now = _as_keys(config, plan)
     peak_bytes, step_s = _estimate(now, plan, hardware, gpus_per_node)
@@ -49,7 +51,9 @@ def largest_savings(config: Config, plan: Plan, hardware: Hardware | None, gpus_
     return sorted(savings, key=lambda saving: -saving.freed_bytes)[:SHOWN]
 
 
-def _estimate(config: Config, plan: Plan, hardware: Hardware | None, gpus_per_node: int) -> tuple[int, float | None]:
+def _estimate(
+    config: Config, plan: Plan, hardware: Hardware | None, gpus_per_node: int
+) -> tuple[int, float | None]:
     """Bytes of a process at its peak, and the seconds of a step."""
     changed = plan_run(config, plan.mesh.world_size, gpus_per_node, plan.attention)
     if hardware is None:
@@ -59,8 +63,10 @@ def _estimate(config: Config, plan: Plan, hardware: Hardware | None, gpus_per_no
 
 
 def _changes(config: Config, plan: Plan) -> Iterator[Mapping[str, object]]:
-    """Whatever may free something. Changes of one thing that free more than another of the same come alone."""
-    parallel, batch = config.parallel, {"train.global_batch_size": plan.global_batch_size}  # which some keys would change
+    """Whatever may free something. Changes of one thing that free more than another of the same come
+    alone."""
+    # which some keys would change
+    parallel, batch = config.parallel, {"train.global_batch_size": plan.global_batch_size}
     if parallel.activation_checkpoint != "full":
         yield {"parallel.activation_checkpoint": "full"}
     if parallel.activation_checkpoint in ("none", "offload"):
@@ -84,14 +90,25 @@ def _changes(config: Config, plan: Plan) -> Iterator[Mapping[str, object]]:
 
 
 def _as_keys(config: Config, plan: Plan) -> Config:
-    """The same run by keys of its own, also where the planner or a plan file has decided: of the blocks as of the first."""
+    """The same run by keys of its own, also where the planner or a plan file has decided: of the blocks as of
+    the first."""
     block = next(unit for unit in plan.units if unit.modules[0].startswith("layers."))
     decided: dict[str, Any] = {
-        "plan": "manual", "strategy": None, "dp_replicate": plan.mesh.dp_replicate, "dp_shard": plan.mesh.dp_shard,
-        "tp": plan.mesh.tp, "reshard_after_forward": block.reshard_after_forward, "param_dtype": block.param_dtype,
-        "activation_checkpoint": block.activation_checkpoint, "loss_chunk_tokens": plan.loss_chunk_tokens,
-        "storage_dtype": plan.storage_dtype, "cpu_offload": plan.cpu_offload}  # fmt: skip
-    train = dataclasses.replace(config.train, micro_batch_size=plan.micro_batch_size, global_batch_size=plan.global_batch_size)
+        "plan": "manual",
+        "strategy": None,
+        "dp_replicate": plan.mesh.dp_replicate,
+        "dp_shard": plan.mesh.dp_shard,
+        "tp": plan.mesh.tp,
+        "reshard_after_forward": block.reshard_after_forward,
+        "param_dtype": block.param_dtype,
+        "activation_checkpoint": block.activation_checkpoint,
+        "loss_chunk_tokens": plan.loss_chunk_tokens,
+        "storage_dtype": plan.storage_dtype,
+        "cpu_offload": plan.cpu_offload,
+    }
+    train = dataclasses.replace(
+        config.train, micro_batch_size=plan.micro_batch_size, global_batch_size=plan.global_batch_size
+    )
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **decided), train=train)
 
 

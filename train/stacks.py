@@ -19,9 +19,11 @@ from train.stuck import as_ranges
 
 ROOT = Path(__file__).parents[1]
 TORCH = Path(torch.__file__).parent
-# Where Python shows no function of torch.distributed: a wait of its own, as in our code and in compiled graphs.
+# Where Python shows no function of torch.distributed: a wait of its own, as in our code and in compiled
+# graphs.
 WAIT = re.compile(r"\.wait\(|\bwait_tensor\b|\b_c10d_functional\b")
-TRACE_FILE = "nccl_trace_rank_"  # PyTorch's own name for it, which its tool torchfrtrace looks for by --prefix
+# PyTorch's own name for it, which its tool torchfrtrace looks for by --prefix
+TRACE_FILE = "nccl_trace_rank_"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,11 @@ class Where:
 def main_thread_calls() -> list[Call]:
     """The main thread's frames, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [Call(f.f_code.co_filename, line or 0, f.f_code.co_name) for f, line in traceback.walk_stack(frame)] if frame else []
+    return (
+        [Call(f.f_code.co_filename, line or 0, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
+        if frame
+        else []
+    )
 
 
 def find_where(calls: Sequence[Call]) -> Where:
@@ -67,7 +73,10 @@ def format_threads(rank: int, world_size: int) -> str:
     for number, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         if number == own:
             continue
-        parts.append(f"\nthread {names.get(number, number)} (innermost call last)\n{''.join(traceback.format_stack(frame))}")
+        parts.append(
+            f"\nthread {names.get(number, number)} (innermost call "
+            f"last)\n{''.join(traceback.format_stack(frame))}"
+        )
     return "".join(parts)
 
 
@@ -83,10 +92,11 @@ def keeps_flight_record() -> bool:
 
 
 def write_flight_record(folder: Path, rank: int) -> None:
-    """Write the last collectives of this rank and how far each came, as PyTorch's tool torchfrtrace reads them.
+    """Write the last collectives of this rank and how far each came, as PyTorch's tool torchfrtrace reads
+    them.
 
-    How many it keeps is TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE by its old name); 0 turns it off. Raises
-    OSError where it cannot write.
+    How many it keeps is TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE by its old name); 0 turns it off.
+    Raises OSError where it cannot write.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -95,7 +105,8 @@ def write_flight_record(folder: Path, rank: int) -> None:
 
 
 def count_collectives() -> tuple[tuple[str, int], ...]:
-    """For each process group of this rank, by a name that is the same on all its members, the collectives begun."""
+    """For each process group of this rank, by a name that is the same on all its members, the collectives
+    begun."""
     begun: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         ranks = dist.get_process_group_ranks(group)
@@ -122,7 +133,8 @@ def _show(call: Call) -> str:
 
 
 def _collective(inner: Sequence[Call]) -> str:
-    """The function of torch.distributed that code of ours (or autograd, for it) called and has not come back from."""
+    """The function of torch.distributed that code of ours (or autograd, for it) called and has not come back
+    from."""
     folder = TORCH / "distributed"
     calls = [call for call in inner if Path(call.file).is_relative_to(folder)]
     named = [call.function for call in calls if call.file.endswith("distributed_c10d.py")]

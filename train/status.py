@@ -16,7 +16,8 @@ LIMIT_BYTES = 1 << 20  # a reason may carry an error's whole message
 
 @dataclass(frozen=True)
 class FailedStarts:
-    """How many starts in a row, all from the same checkpoint, failed without getting further than step `step`."""
+    """How many starts in a row, all from the same checkpoint, failed without getting further than step
+    `step`."""
 
     count: int = 0
     step: int = 0
@@ -24,7 +25,8 @@ class FailedStarts:
 
 @dataclass(frozen=True)
 class Status:
-    """What status.json says. `resumed_from`: the step of the checkpoint it started from; None: from the beginning."""
+    """What status.json says. `resumed_from`: the step of the checkpoint it started from; None: from the
+    beginning."""
 
     state: State
     step: int
@@ -33,17 +35,34 @@ class Status:
     failed: FailedStarts
 
 
-def write_status(folder: Path, state: State, step: int, resumed_from: int | None, saved: bool, reason: str = "",
-                 failed: FailedStarts = FailedStarts(), named: bool = False) -> str:  # fmt: skip
-    """Write status.json by one rename, so that a reader never sees half of it. `saved`: there is a checkpoint. `named`: the
-    command names where to start (checkpoint.resume is not auto), so that by itself it would start there again.
+def write_status(
+    folder: Path,
+    state: State,
+    step: int,
+    resumed_from: int | None,
+    saved: bool,
+    reason: str = "",
+    failed: FailedStarts = FailedStarts(),
+    named: bool = False,
+) -> str:
+    """Write status.json by one rename, so that a reader never sees half of it. `saved`: there is a
+    checkpoint. `named`: the command names where to start (checkpoint.resume is not auto), so that by itself
+    it would start there again.
 
-    Returns "" or, because an unwritable folder must not end a run, a sentence that says why it could not be written.
+    Returns "" or, because an unwritable folder must not end a run, a sentence that says why it could not be
+    written.
     """
-    status = {"state": state, "step": step, "resumed_from": resumed_from, "reason": reason[: LIMIT_BYTES // 8],
-              "how_to_go_on": _how_to_go_on(state, saved, named), "failed_starts": failed.count,
-              "failed_at_step": failed.step}  # fmt: skip
-    # Processes of several nodes may write at once, and threads of one process: none may share the partial file.
+    status = {
+        "state": state,
+        "step": step,
+        "resumed_from": resumed_from,
+        "reason": reason[: LIMIT_BYTES // 8],
+        "how_to_go_on": _how_to_go_on(state, saved, named),
+        "failed_starts": failed.count,
+        "failed_at_step": failed.step,
+    }
+    # Processes of several nodes may write at once, and threads of one process: none may share the partial
+    # file.
     partial = folder / f".status.json.{secrets.token_hex(8)}.partial"
     try:
         partial.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
@@ -59,7 +78,10 @@ def _how_to_go_on(state: State, saved: bool, named: bool) -> str:
     if state == "running":
         return ""
     if not saved:
-        return f"nothing was saved: the same command starts {'where this one did' if named else 'from the beginning'}"
+        return (
+            f"nothing was saved: the same command starts "
+            f"{'where this one did' if named else 'from the beginning'}"
+        )
     if state == "finished":
         return f"a larger train.steps{' with --checkpoint.resume=auto' if named else ''} continues it"
     return "the same command with --checkpoint.resume=auto goes on" if named else "run the same command again"
@@ -75,7 +97,13 @@ def read_status(folder: Path) -> Status | None:
         return None
     resumed_from = _number(status, "resumed_from") if status.get("resumed_from") is not None else None
     failed = FailedStarts(_number(status, "failed_starts"), _number(status, "failed_at_step"))
-    return Status(cast(State, status["state"]), _number(status, "step"), resumed_from, str(status.get("reason", "")), failed)
+    return Status(
+        cast(State, status["state"]),
+        _number(status, "step"),
+        resumed_from,
+        str(status.get("reason", "")),
+        failed,
+    )
 
 
 def _number(status: dict[str, Any], key: str) -> int:

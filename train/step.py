@@ -17,8 +17,9 @@ from parallel.tensor import share_copies
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch of one rank, on its device: int64 tokens[B, T] and, one position on, targets[B, T]; where documents
-    are kept apart also first[B, T], the place in its sequence where each token's document begins."""
+    """One micro batch of one rank, on its device: int64 tokens[B, T] and, one position on, targets[B, T];
+    where documents are kept apart also first[B, T], the place in its sequence where each token's document
+    begins."""
 
     tokens: Tensor
     targets: Tensor
@@ -29,8 +30,8 @@ class Batch:
 class StepResult:
     """What a step leaves behind, as scalars still on the device: reading one waits for it.
 
-    `loss`: mean over the tokens of the global batch, in nats, before the update. `grad_norm`: before clipping. `skipped`: 1
-    where the loss or the norm was not finite, so that nothing was updated, else 0.
+    `loss`: mean over the tokens of the global batch, in nats, before the update. `grad_norm`: before
+    clipping. `skipped`: 1 where the loss or the norm was not finite, so that nothing was updated, else 0.
     """
 
     loss: Tensor
@@ -45,12 +46,14 @@ def train_step(
     grad_clip: float,
     data_parallel: dist.ProcessGroup,
 ) -> StepResult:
-    """Accumulate the gradient of the global batch's mean loss, and update the weights with it, clipped, if all of it is finite.
+    """Accumulate the gradient of the global batch's mean loss, and update the weights with it, clipped, if
+    all of it is finite.
 
-    The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result does
-    not depend on how sequences, padding or ranks are cut.
+    The loss of each micro batch is divided by the number of tokens of the whole global batch, so the result
+    does not depend on how sequences, padding or ranks are cut.
     """
-    global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)  # documents without any text have none
+    # documents without any text have none
+    global_tokens = summed(count_targets(micro_batches), data_parallel).clamp(min=1)
     loss = torch.zeros_like(global_tokens)
     for i, batch in enumerate(micro_batches):
         set_last_micro_batch(model, last=i == len(micro_batches) - 1)
@@ -59,7 +62,8 @@ def train_step(
         loss += micro_loss.detach()
     share_copies(model.parameters())
     grad_norm = gradient_norm(list(model.parameters()), loss)
-    # What GradScaler tells fused AdamW: what to divide gradients by; and, at 1, to leave weights, moments and step count.
+    # What GradScaler tells fused AdamW: what to divide gradients by; and, at 1, to leave weights, moments and
+    # step count.
     optimizer.grad_scale = clip_divisor(grad_norm, grad_clip)  # type: ignore[attr-defined]
     optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
     optimizer.step()
@@ -68,7 +72,8 @@ def train_step(
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:
-    """How many targets count, as a float32 scalar on the device (exact up to 16.7 million per rank and step)."""
+    """How many targets count, as a float32 scalar on the device (exact up to 16.7 million per rank and
+    step)."""
     return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum().float()
 
 

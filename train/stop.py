@@ -1,4 +1,5 @@
-"""Stopping: on a signal or a time limit, all ranks after the same step; and never later than the grace period."""
+"""Stopping: on a signal or a time limit, all ranks after the same step; and never later than the grace
+period."""
 
 import contextlib
 import re
@@ -42,20 +43,21 @@ class Wish:
 class Stop:
     """Whether to stop, agreed by all ranks at the same step, without waiting for the device.
 
-    Any rank may ask (a signal, the time limit, an error). At the end of each step every rank starts a tiny all-reduce
-    over gloo, on the host, and reads the one it started a step before: so all stop after the same step, and the GPU's
-    queue is never drained.
+    Any rank may ask (a signal, the time limit, an error). At the end of each step every rank starts a tiny
+    all-reduce over gloo, on the host, and reads the one it started a step before: so all stop after the same
+    step, and the GPU's queue is never drained.
 
-    Signals are heard by a thread, wherever the main thread is: in a collective that waits for a dead rank, or in the
-    compiler. The first asks; a second ends the process at once; so does a stop that outlasts `grace_s`, on every rank.
-    Both leave the last commit as it is, and the exit code is 128 + the signal's number. Before `begin()` there is
-    nothing to save, and the first signal ends the process at once.
+    Signals are heard by a thread, wherever the main thread is: in a collective that waits for a dead rank, or
+    in the compiler. The first asks; a second ends the process at once; so does a stop that outlasts
+    `grace_s`, on every rank. Both leave the last commit as it is, and the exit code is 128 + the signal's
+    number. Before `begin()` there is nothing to save, and the first signal ends the process at once.
 
-    A second signal counts from REPEAT_S after the first. Sooner it is the same request, delivered twice: `timeout` sends
-    to its command and then to their common process group, and whoever signals torchrun and its workers alike reaches
-    these once more through torchrun. (From a terminal only torchrun hears Ctrl-C, for its workers have sessions of their
-    own: it passes SIGINT on, and after a second Ctrl-C sends SIGTERM.) To take a repetition for a second signal would
-    cost the work since the last commit; to take a hasty second signal for a repetition costs a third one.
+    A second signal counts from REPEAT_S after the first. Sooner it is the same request, delivered twice:
+    `timeout` sends to its command and then to their common process group, and whoever signals torchrun and
+    its workers alike reaches these once more through torchrun. (From a terminal only torchrun hears Ctrl-C,
+    for its workers have sessions of their own: it passes SIGINT on, and after a second Ctrl-C sends SIGTERM.)
+    To take a repetition for a second signal would cost the work since the last commit; to take a hasty second
+    signal for a repetition costs a third one.
     """
 
     def __init__(self, config: RunConfig, on_end: Callable[[str], None]) -> None:
@@ -81,7 +83,8 @@ class Stop:
 
     @property
     def failed(self) -> bool:
-        """Whether the run ends because of an error: nothing more is to be saved. False until agreed: the same on all ranks."""
+        """Whether the run ends because of an error: nothing more is to be saved. False until agreed: the same
+        on all ranks."""
         return self._agreed and self._wish is not None and self._wish.failed
 
     def connect(self) -> None:
@@ -90,7 +93,8 @@ class Stop:
             self._group = dist.new_group(backend="gloo", timeout=group_timeout(self._config))
 
     def begin(self) -> None:
-        """The loop starts: from now on there is something to save, and a first signal asks for an agreed stop."""
+        """The loop starts: from now on there is something to save, and a first signal asks for an agreed
+        stop."""
         self._began = True
 
     def ask(self, reason: str, failed: bool = False) -> None:
@@ -144,9 +148,11 @@ class Stop:
             self._write_end.send(b"\0")  # wakes the thread, which has to look at the clock from now on
 
     def close(self) -> None:
-        """Listen no longer, and wait for the last all-reduce: none may be under way when the process group ends.
+        """Listen no longer, and wait for the last all-reduce: none may be under way when the process group
+        ends.
 
-        Where a peer is dead its end is an error, which comes at once; where one is stuck, no more than CLOSE_S are lost.
+        Where a peer is dead its end is an error, which comes at once; where one is stuck, no more than
+        CLOSE_S are lost.
         """
         signal.set_wakeup_fd(self._earlier_fd)
         for number, handler in self._earlier_handlers.items():
@@ -162,7 +168,8 @@ class Stop:
             self._pending = None
 
     def _listen(self) -> None:
-        """Let the C part of Python's signal handling write each number into a socket, and a thread read it there.
+        """Let the C part of Python's signal handling write each number into a socket, and a thread read it
+        there.
 
         Python's own handlers run in the main thread only, and not while that is inside C++.
         """
@@ -204,9 +211,11 @@ class Stop:
             self._end(number, f"{self.reason}, then {name}: ended at once, without saving")
 
     def _start_grace(self, number: int) -> None:
-        """From now on the stop is timed: by the thread, and by the kernel should the thread not get to run."""
+        """From now on the stop is timed: by the thread, and by the kernel should the thread not get to
+        run."""
         self._grace = time.monotonic() + self._config.grace_s, number
-        signal.setitimer(signal.ITIMER_REAL, self._config.grace_s + LAST_WORDS_S)  # SIGALRM ends a process by default
+        # SIGALRM ends a process by default
+        signal.setitimer(signal.ITIMER_REAL, self._config.grace_s + LAST_WORDS_S)
 
     def _end(self, number: int, reason: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_S)  # on_end writes to a disk, which may hang
@@ -216,8 +225,11 @@ class Stop:
 
 
 def choose_wish(wishes: Sequence[Wish | None]) -> Wish | None:
-    """Of the wishes of all ranks the one that counts, the same on each: the first error, or else the first wish."""
-    errors = [Wish(f"rank {rank}: {wish.reason}", True) for rank, wish in enumerate(wishes) if wish and wish.failed]
+    """Of the wishes of all ranks the one that counts, the same on each: the first error, or else the first
+    wish."""
+    errors = [
+        Wish(f"rank {rank}: {wish.reason}", True) for rank, wish in enumerate(wishes) if wish and wish.failed
+    ]
     return next(iter([*errors, *filter(None, wishes)]), None)
 
 
@@ -231,8 +243,11 @@ def as_lost_peer(error: BaseException) -> PeerLostError | None:
 def _explain(error: RuntimeError) -> str:
     """What gloo says of a peer that is gone, in our words."""
     said = str(error).strip().splitlines()[-1]
-    return (f"a process of this run has died, so the others end too, without saving; {INTACT}, and the same command goes on "
-            f"from there ({said})")  # fmt: skip
+    return (
+        f"a process of this run has died, so the others end too, without saving; {INTACT}, and the same "
+        f"command goes on "
+        f"from there ({said})"
+    )
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

@@ -18,12 +18,13 @@ from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 from train.stuck import RankReport, TimedOut
 
 ANSWERS_S = 2.5  # ranks ask themselves every second whether they are asked; who runs has answered by then
-TOLD_S = 6.0  # for the diagnosis of the rank that asked first: its 2.5 s for answers, the reading of 1,000, its files
+# for the diagnosis of the rank that asked first: its 2.5 s for answers, the reading of 1,000, its files
+TOLD_S = 6.0
 
 
 class StoreLink:
-    """One rank's end. Every method may block for as long as the store's host does not answer, and raises a class of
-    c10d's own (a RuntimeError) once the connection is lost: call them through `Errands`.
+    """One rank's end. Every method may block for as long as the store's host does not answer, and raises a
+    class of c10d's own (a RuntimeError) once the connection is lost: call them through `Errands`.
 
     Args:
         store: a connection that nobody else uses
@@ -33,7 +34,8 @@ class StoreLink:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = PrefixStore("watchdog", store)
         self._rank, self._world_size = rank, world_size
-        # All ranks leave init_process_group at nearly the same time: a clock for them all, which needs no host's clock
+        # All ranks leave init_process_group at nearly the same time: a clock for them all, which needs no
+        # host's clock
         self._joined_s = time.monotonic()
         self.address, self.keeper = _find_address(store), _find_keeper()
 
@@ -45,8 +47,8 @@ class StoreLink:
     def gather(self, report: RankReport, fired: TimedOut | None) -> list[RankReport] | None:
         """Answer with this rank's report, and ask for the others' if a time-out has `fired` here.
 
-        Returns every rank's report to the first that asked (what is known of a rank that does not answer is its last
-        heartbeat), None to all others.
+        Returns every rank's report to the first that asked (what is known of a rank that does not answer is
+        its last heartbeat), None to all others.
         """
         first = fired is not None and self._store.add("asked", 1) == 1
         if first:
@@ -80,7 +82,9 @@ class StoreLink:
         age_s, last = json.loads(self._store.get(f"heartbeat/{rank}"))
         report = _report(last)
         # A rank that ended on purpose is not missing
-        return report if report.section == "ended" else replace(report, silent_s=max(0.1, self._age_s() - age_s))
+        return (
+            report if report.section == "ended" else replace(report, silent_s=max(0.1, self._age_s() - age_s))
+        )
 
     def _age_s(self) -> float:
         return time.monotonic() - self._joined_s
@@ -89,7 +93,8 @@ class StoreLink:
 class Errands:
     """A thread that does one errand after the other, so that whoever sends them can stop waiting for one.
 
-    It is a daemon, unlike those of concurrent.futures: a store or disk that never answers must not keep a process alive.
+    It is a daemon, unlike those of concurrent.futures: a store or disk that never answers must not keep a
+    process alive.
     """
 
     def __init__(self, name: str) -> None:

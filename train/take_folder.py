@@ -14,7 +14,8 @@ ENDING_S = 120.0  # after a restart: for the run before to end; NFS 4 keeps a de
 
 @contextmanager
 def take_folder(folder: Path, place: Place, screen: Screen) -> Iterator[None]:
-    """Rank 0 holds the folder's lock; every rank calls it. Raises LockError, on all alike, if another run has it."""
+    """Rank 0 holds the folder's lock; every rank calls it. Raises LockError, on all alike, if another run has
+    it."""
     held: list[Lock] = []
 
     def take() -> list[str]:

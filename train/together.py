@@ -31,26 +31,36 @@ def from_main(place: Place, make: Callable[[], T]) -> T:
 
 
 def check_alike(place: Place, mine: Mapping[str, str]) -> None:
-    """That every rank was started with rank 0's settings, or makes its plan of them. Raises ConfigError on all ranks, with the
-    first difference: else each would train its part of the model in its own way."""
+    """That every rank was started with rank 0's settings, or makes its plan of them. Raises ConfigError on
+    all ranks, with the first difference: else each would train its part of the model in its own way."""
     box = [mine]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     (theirs,) = box
     different = [key for key in {**theirs, **mine} if mine.get(key) != theirs.get(key)][:1]
-    mine_differs = "".join(f"{key} is {theirs.get(key)} on rank 0, {mine.get(key)} on rank {place.rank}" for key in different)
+    mine_differs = "".join(
+        f"{key} is {theirs.get(key)} on rank 0, {mine.get(key)} on rank {place.rank}" for key in different
+    )
     said = [""] * place.world_size
     dist.all_gather_object(said, mine_differs)
     if others := [one for one in said if one]:
-        raise ConfigError(f"the ranks were started with different settings: {others[0]} ({len(others)} of {place.world_size} "
-                          "ranks differ from rank 0). Start all by the same command, with the same files; where auto means "
-                          "another thing on another kind of machine, give the key a value")  # fmt: skip
+        raise ConfigError(
+            f"the ranks were started with different settings: {others[0]} ({len(others)} of "
+            f"{place.world_size} "
+            "ranks differ from rank 0). Start all by the same command, with the same files; where auto means "
+            "another thing on another kind of machine, give the key a value"
+        )
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """Every key of the config, but those that nodes may have for themselves: folders of caches, and threads."""
+    """Every key of the config, but those that nodes may have for themselves: folders of caches, and
+    threads."""
     sections = {section.name: getattr(config, section.name) for section in fields(config)}
-    return {name: repr(value) for section, own in sections.items() for name, value, _ in keys_of(own, section)
-            if not name.endswith(("cache_dir", "run.threads"))}  # fmt: skip
+    return {
+        name: repr(value)
+        for section, own in sections.items()
+        for name, value, _ in keys_of(own, section)
+        if not name.endswith(("cache_dir", "run.threads"))
+    }
 
 
 def lines_of(plan: Plan) -> dict[str, str]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def in_words(report: str) -> str:
-    """`report` without Python's types: what the value must be, and what it is. Unknown reports stay as they are."""
+    """`report` without Python's types: what the value must be, and what it is. Unknown reports stay as they
+    are."""
     report = re.sub(r"<class '(\w+)'>", r"\1", " ".join(report.split())).replace("typing.", "")
     if match := re.search(r"Subtypes: \[(.*)\] Errors: .* Given value: (.*)$", report):
         wanted = re.findall(r"Literal\[[^]]*\]|[^,\s]+", match[1])
@@ -19,14 +20,19 @@ def in_words(report: str) -> str:
 def _type_in_words(name: str) -> str:
     if name.startswith("Literal["):
         return name[len("Literal[") : -1].replace("'", "")
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
-             "tuple": "a list, as [first, second]"}  # fmt: skip
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "a text",
+        "tuple": "a list, as [first, second]",
+    }
     return words.get(name, name)
 
 
 def explain(message: str, keys: Mapping[Path, Sequence[str]], overrides: Sequence[str]) -> str:
-    """jsonargparse's report of a value of the wrong type, as one sentence that names the file it comes from, if it is one of
-    those with these `keys`."""
+    """jsonargparse's report of a value of the wrong type, as one sentence that names the file it comes from,
+    if it is one of those with these `keys`."""
     match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
     if not match:
         return message

@@ -1,8 +1,9 @@
-"""The watchdog: a thread that notices when a section of the run takes too long, says why, and ends the process.
+"""The watchdog: a thread that notices when a section of the run takes too long, says why, and ends the
+process.
 
-No collective is used, for those are what is stuck: ranks talk through the store that they met at. Each rank's thread
-leaves a heartbeat there every second. The thread whose section outlasts its time-out asks all others where they are;
-each answers, the first that asked prints the diagnosis, and all processes end.
+No collective is used, for those are what is stuck: ranks talk through the store that they met at. Each rank's
+thread leaves a heartbeat there every second. The thread whose section outlasts its time-out asks all others
+where they are; each answers, the first that asked prints the diagnosis, and all processes end.
 """
 
 import faulthandler
@@ -33,12 +34,14 @@ from train.stuck import RankReport, TimedOut, diagnose, diagnose_alone
 Section = Literal["set-up", "data", "first step", "step", "evaluation", "checkpoint"]
 
 HEARTBEAT_S = 1.0  # a rank hears within a second that it is asked
-OVERSLEPT_S = 5.0  # a thread this late was not run: the process was stopped meanwhile, and that time does not count
+# a thread this late was not run: the process was stopped meanwhile, and that time does not count
+OVERSLEPT_S = 5.0
 GATHER_S = 3.5  # for everybody's answers, so that the message comes within 5 s
 TOLD_S = 7.0  # for the diagnosis of the rank that asked first
 FILES_S = 0.5  # for the files with stacks, which a dead network folder may hold up, before the message
 ON_STUCK_S = 2.0
-LINGER_S = 1.0  # from "all is said" to the end, on all ranks alike: who ended sooner would make others raise errors
+# from "all is said" to the end, on all ranks alike: who ended sooner would make others raise errors
+LINGER_S = 1.0
 HARD_END_S = 20.0  # whatever else hangs
 
 
@@ -47,7 +50,8 @@ class TimeoutConfig:
     """Seconds after which a run counts as stuck, ends, and says which rank is behind; 0: never.
 
     Args:
-        setup_s: from the start to the first step or evaluation: joining, planning, weights, but not preparing the corpus
+        setup_s: from the start to the first step or evaluation: joining, planning, weights, but not preparing
+            the corpus
         data_s: preparing the corpus, which takes as long as it is large: never by default
         first_step_s: the first step of a run, which compiles
         step_s: any other step, with its share of loading data
@@ -63,8 +67,14 @@ class TimeoutConfig:
     checkpoint_s: float = bounded(3600.0, low=0, high=1e6)
 
 
-KEYS: dict[str, str] = {"set-up": "setup_s", "data": "data_s", "first step": "first_step_s", "step": "step_s",
-                        "evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}  # fmt: skip
+KEYS: dict[str, str] = {
+    "set-up": "setup_s",
+    "data": "data_s",
+    "first step": "first_step_s",
+    "step": "step_s",
+    "evaluation": "evaluation_s",
+    "checkpoint": "checkpoint_s",
+}
 
 
 @dataclass(frozen=True)
@@ -82,14 +92,16 @@ class Watchdog:
     Args:
         timeouts: seconds per section
         rank, world_size: of this process, as the launcher says (there may be no process group yet)
-        on_stuck: hears the message, in a thread, on each rank that prints one, just before its process ends: on one
-            rank, or on every rank where they cannot agree on one because their store is gone
+        on_stuck: hears the message, in a thread, on each rank that prints one, just before its process ends:
+            on one rank, or on every rank where they cannot agree on one because their store is gone
 
-    A library that holds Python's lock (GIL) in the main thread lets no thread run: such a rank gives no heartbeat, and
-    the others say so.
+    A library that holds Python's lock (GIL) in the main thread lets no thread run: such a rank gives no
+    heartbeat, and the others say so.
     """
 
-    def __init__(self, timeouts: TimeoutConfig, rank: int, world_size: int, on_stuck: Callable[[str], None]) -> None:
+    def __init__(
+        self, timeouts: TimeoutConfig, rank: int, world_size: int, on_stuck: Callable[[str], None]
+    ) -> None:
         self._timeouts_s = {section: float(getattr(timeouts, key)) for section, key in KEYS.items()}
         self._rank, self._world_size, self._on_stuck = rank, world_size, on_stuck
         self._folder: Path | None = None
@@ -104,7 +116,8 @@ class Watchdog:
         self._thread.start()
 
     def connect(self) -> None:
-        """The default process group exists: heartbeats go to its store from now on, over a connection of their own."""
+        """The default process group exists: heartbeats go to its store from now on, over a connection of
+        their own."""
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         link = StoreLink(store, self._rank, self._world_size)
         link.beat(RankReport(self._rank, self._at.section, self._at.step))
@@ -116,11 +129,13 @@ class Watchdog:
         self._folder = folder / "stuck"
 
     def enter(self, section: Section, step: int = 0) -> None:
-        """A new section or step begins. Evaluation and checkpoint come with their step too: a lower one is "behind"."""
+        """A new section or step begins. Evaluation and checkpoint come with their step too: a lower one is
+        "behind"."""
         self._at = _At(section, step, time.monotonic())
 
     def close(self) -> None:
-        """Stop the thread and wait for it; the store hears that this rank has ended, and nothing afterwards."""
+        """Stop the thread and wait for it; the store hears that this rank has ended, and nothing
+        afterwards."""
         self._closing.set()
         self._thread.join()
         if (link := self._link) and not self._why_alone:
@@ -155,7 +170,8 @@ class Watchdog:
         return time.monotonic() - self._seen.since_s - self._overslept_s
 
     def _beat(self) -> bool:
-        """Send a heartbeat, unless the last is still on its way; True if another rank asks where this one is."""
+        """Send a heartbeat, unless the last is still on its way; True if another rank asks where this one
+        is."""
         link = self._link
         if link is None or self._why_alone:
             return False
@@ -173,11 +189,14 @@ class Watchdog:
             return False
 
     def _end(self, fired: TimedOut | None) -> None:
-        """Say why, as well as can be, and end the process. `fired`: the time-out, where it is this rank's own.
+        """Say why, as well as can be, and end the process. `fired`: the time-out, where it is this rank's
+        own.
 
-        Returns where the main thread has gone on meanwhile. Once the others are asked they are about to end: then it is too late.
+        Returns where the main thread has gone on meanwhile. Once the others are asked they are about to end:
+        then it is too late.
         """
-        faulthandler.dump_traceback_later(HARD_END_S, exit=True, file=2)  # needs neither the interpreter nor its lock
+        # needs neither the interpreter nor its lock
+        faulthandler.dump_traceback_later(HARD_END_S, exit=True, file=2)
         report = self._report()
         if fired and self._at is not self._seen:
             faulthandler.cancel_dump_traceback_later()
@@ -190,7 +209,8 @@ class Watchdog:
             self._tell(message)
         ends_s = time.monotonic() + LINGER_S
         _error_of(files, LINGER_S / 2)
-        _error_of(Errands("watchdog-files").send(self._write_flight_record), LINGER_S / 2)  # last: it asks what may be stuck too
+        # last: it asks what may be stuck too
+        _error_of(Errands("watchdog-files").send(self._write_flight_record), LINGER_S / 2)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         os._exit(1)
 
@@ -199,7 +219,9 @@ class Watchdog:
         link = self._link
         if link and not self._why_alone:
             try:
-                if (reports := self._store_errands.send(lambda: link.gather(report, fired)).result(GATHER_S)) and fired:
+                if (
+                    reports := self._store_errands.send(lambda: link.gather(report, fired)).result(GATHER_S)
+                ) and fired:
                     return diagnose(reports, fired)
                 if self._store_errands.send(link.wait_until_told).result(TOLD_S):
                     return None
@@ -220,15 +242,32 @@ class Watchdog:
         where = find_where(main_thread_calls())
         try:
             collectives = count_collectives() if self._link else ()
-        except Exception:  # c10d says this way that a backend does not count, or that the group is just being made
+        # c10d says this way that a backend does not count, or that the group is just being made
+        except Exception:
             collectives = ()
-        return RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s(), place=where.place,
-                          waits_in=where.waits_in, inside=where.inside, path=where.path, collectives=collectives)  # fmt: skip
+        return RankReport(
+            self._rank,
+            self._seen.section,
+            self._seen.step,
+            self._in_section_s(),
+            place=where.place,
+            waits_in=where.waits_in,
+            inside=where.inside,
+            path=where.path,
+            collectives=collectives,
+        )
 
     def _timed_out(self) -> TimedOut:
         section = self._seen.section
-        return TimedOut(self._rank, self._world_size, section, self._seen.step, self._in_section_s(), KEYS[section],
-                        self._timeouts_s[section])  # fmt: skip
+        return TimedOut(
+            self._rank,
+            self._world_size,
+            section,
+            self._seen.step,
+            self._in_section_s(),
+            KEYS[section],
+            self._timeouts_s[section],
+        )
 
     def _write_files(self) -> None:
         if self._folder:
@@ -245,7 +284,11 @@ def _say_files(folder: Path | None, files: "Future[None]") -> str:
     error = _error_of(files, FILES_S)
     if error:
         return f"stacks could not be written to {folder} ({_in_short(error)})"
-    flights = f"; their last collectives: torchfrtrace {folder} --prefix {TRACE_FILE}" if keeps_flight_record() else ""
+    flights = (
+        f"; their last collectives: torchfrtrace {folder} --prefix {TRACE_FILE}"
+        if keeps_flight_record()
+        else ""
+    )
     return f"all ranks' stacks: {folder}/rank-*.txt{flights}"
 
 

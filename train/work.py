@@ -23,8 +23,9 @@ BLOCK = f"{BLOCKS}0"  # stands for every block
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What a module's work depends on: `module` is tok_embeddings, head, or BLOCK, in a model of one block; `styles` as in
-    TensorPlan; `frozen`: names of its parameters that are not trained; the rest as in UnitPlan."""
+    """What a module's work depends on: `module` is tok_embeddings, head, or BLOCK, in a model of one block;
+    `styles` as in TensorPlan; `frozen`: names of its parameters that are not trained; the rest as in
+    UnitPlan."""
 
     model: LlamaConfig
     module: str
@@ -46,21 +47,35 @@ class _Case:
 
 
 def trace_model(
-    config: LlamaConfig, plan: Plan, seq_len: int, frozen: frozenset[str] = frozenset(), document_mask: bool = False,
+    config: LlamaConfig,
+    plan: Plan,
+    seq_len: int,
+    frozen: frozenset[str] = frozenset(),
+    document_mask: bool = False,
     folder: Path | None = None,
-) -> ModelWork:  # fmt: skip
-    """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart with
-    `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are traced once, and what has
-    been traced is remembered as long as the process lives, and in `folder`."""
+) -> ModelWork:
+    """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart
+    with `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are
+    traced once, and what has been traced is remembered as long as the process lives, and in `folder`."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
     for name in plan.modules:
         unit, kind = unit_of[name], BLOCK if name.startswith(BLOCKS) else name
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
-        key = (kind, unit.param_dtype, unit.compiled, unit.activation_checkpoint, unit.saved_ops, unit.activation_budget, fixed)
+        key = (
+            kind,
+            unit.param_dtype,
+            unit.compiled,
+            unit.activation_checkpoint,
+            unit.saved_ops,
+            unit.activation_budget,
+            fixed,
+        )
         if key not in alike:
             case = _make_case(config, plan, unit, kind, seq_len)
-            alike[key] = _trace(dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK), folder)
+            alike[key] = _trace(
+                dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK), folder
+            )
         modules[name] = alike[key]
     if in_float8 := count_float8(plan, block_linears(config)):
         blocks = {id(work): work for name, work in modules.items() if name.startswith(BLOCKS)}
@@ -82,7 +97,9 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         styles=tuple(plan.tensor.styles.items()),
         dtype=unit.param_dtype,
         compiled=unit.compiled and module != "tok_embeddings" and plan.compile.backend != "eager",
-        activation_checkpoint="none" if unit.activation_checkpoint == "offload" else unit.activation_checkpoint,
+        activation_checkpoint="none"
+        if unit.activation_checkpoint == "offload"
+        else unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same
@@ -113,7 +130,8 @@ def _build(case: _Case, sequences: int) -> Subject:
     if case.float8_tokens:
         gather_in_float8(model, case.float8_tokens, dict(case.styles))
     module = model.get_submodule(case.module)
-    # An embedding must have something to differentiate; frozen, it is known as such by its share that is trained.
+    # An embedding must have something to differentiate; frozen, it is known as such by its share that is
+    # trained.
     for name in case.frozen if case.module != "tok_embeddings" else ():
         module.get_parameter(name).requires_grad_(False)
     if case.activation_checkpoint in ("full", "selective"):

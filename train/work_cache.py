@@ -1,4 +1,5 @@
-"""Traced work, kept on disk: what a module does depends on its config, our code and torch, and takes seconds to find out."""
+"""Traced work, kept on disk: what a module does depends on its config, our code and torch, and takes seconds
+to find out."""
 
 import contextlib
 import dataclasses
@@ -18,8 +19,8 @@ TRACED_CODE = ("models", "parallel", "train/work.py")  # what a trace depends on
 
 
 def remember(folder: Path, case: object, trace: Callable[[], ModuleWork]) -> ModuleWork:
-    """The work of a case, which its repr describes in full: read from `folder`, or traced and written there. A file that cannot
-    be read or written is as none: the trace is made again."""
+    """The work of a case, which its repr describes in full: read from `folder`, or traced and written there.
+    A file that cannot be read or written is as none: the trace is made again."""
     key = hashlib.sha256(f"{case!r} {torch.__version__} {_digest_of_code()}".encode()).hexdigest()
     path = folder / f"work-{key[:32]}.json"
     try:
@@ -38,12 +39,16 @@ def work_from(values: dict[str, Any]) -> ModuleWork:
     """What dataclasses.asdict has made of it, back."""
     forward, backward = (_phase_from(values[name]) for name in ("forward", "backward"))
     keeps, output = (Linear(**values[name]) for name in ("keeps", "output"))
-    return ModuleWork(values["parameters"], forward, backward, keeps, output, tuple(map(tuple, values["weights"])))
+    return ModuleWork(
+        values["parameters"], forward, backward, keeps, output, tuple(map(tuple, values["weights"]))
+    )
 
 
 def _phase_from(values: dict[str, Any]) -> Phase:
-    operations = (Operation(one["kind"], one["name"], Linear(**one["flops"]), Linear(**one["bytes"]), one["dtype"])
-                  for one in values["operations"])  # fmt: skip
+    operations = (
+        Operation(one["kind"], one["name"], Linear(**one["flops"]), Linear(**one["bytes"]), one["dtype"])
+        for one in values["operations"]
+    )
     return Phase(tuple(operations), tuple(Linear(**moment) for moment in values["live"]))
 
 

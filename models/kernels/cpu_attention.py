@@ -1,8 +1,8 @@
 """Causal attention on a CPU: torch's flash forward, with a faster backward.
 
-torch's own CPU backward works one head at a time and spends most of it in small matrix products; this one takes
-blocks of queries over many heads at once, as batched products (`python -m tools.bench attention` compares them).
-The reference is `scaled_dot_product_attention`.
+torch's own CPU backward works one head at a time and spends most of it in small matrix products; this one
+takes blocks of queries over many heads at once, as batched products (`python -m tools.bench attention`
+compares them). The reference is `scaled_dot_product_attention`.
 
 Shapes: B batch, N query heads, K key-value heads, G = N / K query heads that share one, T tokens, H head dim,
 Q queries of a block, J keys that they see.
@@ -24,10 +24,11 @@ SCORES_BYTES = 2 * 2**20  # of a block's scores over the heads taken at once: st
 def causal_attention(
     q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(H), causal) v -> out[B, N, T, H], and the log-sum-exp of the scores, float32 [B, N, T].
+    """softmax(q k^T / sqrt(H), causal) v -> out[B, N, T, H], and the log-sum-exp of the scores, float32 [B,
+    N, T].
 
-    With first[B, T], the place in its sequence where each token's document begins, each document is computed as if it
-    were alone.
+    With first[B, T], the place in its sequence where each token's document begins, each document is computed
+    as if it were alone.
     """
     shared = q_BNTH.shape[1] // k_BKTH.shape[1]
     k, v = (x.repeat_interleave(shared, dim=1) if shared > 1 else x for x in (k_BKTH, v_BKTH))
@@ -61,58 +62,96 @@ def _documents(first_BT: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 @causal_attention.register_fake
-def _(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _(
+    q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return _like_flash(q_BNTH)
 
 
 @torch.library.custom_op("meshwright::cpu_causal_attention_backward", mutates_args=())
 def causal_attention_backward(
-    grad_BNTH: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None, out_BNTH: Tensor, lse_BNT: Tensor
+    grad_BNTH: Tensor,
+    q_BNTH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    first_BT: Tensor | None,
+    out_BNTH: Tensor,
+    lse_BNT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. The probabilities are computed again from the log-sum-exp, block by block."""
     T = q_BNTH.shape[2]
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH))
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH)
+    )
     per_sequence = q_BNTH.shape[1] * min(BLOCK, T) * T * q_BNTH.element_size()
     together = max(1, SCORES_BYTES // per_sequence)
     alike = [(slice(first, first + together), slice(None)) for first in range(0, q_BNTH.shape[0], together)]
     for sequences, tokens in alike if first_BT is None else _documents(first_BT):
         at = (sequences, slice(None), tokens)
-        _backward_of_some(*(x[at] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, dq, dk, dv)))
+        _backward_of_some(
+            *(x[at] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, dq, dk, dv))
+        )
     return dq, dk, dv
 
 
 @causal_attention_backward.register_fake
 def _(
-    grad_BNTH: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, first_BT: Tensor | None, out_BNTH: Tensor, lse_BNT: Tensor
+    grad_BNTH: Tensor,
+    q_BNTH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    first_BT: Tensor | None,
+    out_BNTH: Tensor,
+    lse_BNT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH))
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH)
+    )
     return dq, dk, dv
 
 
 def _backward_of_some(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
-    """Write dq[B, N, T, H], dk and dv[B, K, T, H] of a few sequences; arguments as in `causal_attention_backward`.
+    """Write dq[B, N, T, H], dk and dv[B, K, T, H] of a few sequences; arguments as in
+    `causal_attention_backward`.
 
-    With P the probabilities: dv = P^T grad, dS = P * (grad v^T - sum(grad * out)), dq = dS k and dk = dS^T q, up to
-    the scale (FlashAttention, arXiv 2205.14135, algorithm 4). Scores and sums over blocks are float32. P is a power
-    of 2: torch's exp2 takes a third of the time of its exp on AVX-512, and does not slow down on tiny results.
+    With P the probabilities: dv = P^T grad, dS = P * (grad v^T - sum(grad * out)), dq = dS k and dk = dS^T q,
+    up to the scale (FlashAttention, arXiv 2205.14135, algorithm 4). Scores and sums over blocks are float32.
+    P is a power of 2: torch's exp2 takes a third of the time of its exp on AVX-512, and does not slow down on
+    tiny results.
     """
     B, N, T, H = q.shape
     K = k.shape[1]
     G, scale = N // K, H**-0.5
     delta = (grad.float() * out.float()).sum(-1).to(q.dtype)
-    by_kv_head = [x.reshape(B * K, G, T, -1) for x in (q, q.float() * (scale * LOG2_E), grad, lse * LOG2_E, delta)]
+    by_kv_head = [
+        x.reshape(B * K, G, T, -1) for x in (q, q.float() * (scale * LOG2_E), grad, lse * LOG2_E, delta)
+    ]
     k, v, dq = k.reshape(B * K, T, H), v.reshape(B * K, T, H), dq.view(B * K, G, T, H)
     kT32, vT = k.float().transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
     dk32, dv32 = torch.zeros(2, B * K, T, H)
     future = torch.full((BLOCK, BLOCK), -torch.inf).triu_(1)
-    score_buffer, grad_buffer = (torch.empty(B * N * min(BLOCK, T) * T, dtype=t) for t in (torch.float32, q.dtype))
+    score_buffer, grad_buffer = (
+        torch.empty(B * N * min(BLOCK, T) * T, dtype=t) for t in (torch.float32, q.dtype)
+    )
     for first in range(0, T, BLOCK):
         last = min(first + BLOCK, T)
         n = last - first
-        q_b, q32_b, grad_b, lse_b, delta_b = (x[:, :, first:last].reshape(B * K, G * n, -1) for x in by_kv_head)
-        scores, d_scores = (x[: B * N * n * last].view(B * K, G * n, last) for x in (score_buffer, grad_buffer))
+        q_b, q32_b, grad_b, lse_b, delta_b = (
+            x[:, :, first:last].reshape(B * K, G * n, -1) for x in by_kv_head
+        )
+        scores, d_scores = (
+            x[: B * N * n * last].view(B * K, G * n, last) for x in (score_buffer, grad_buffer)
+        )
         torch.bmm(q32_b, kT32[:, :, :last], out=scores)
         scores.view(B * K, G, n, last)[..., first:] += future[:n, :n]
         probabilities = scores.sub_(lse_b).exp2_().to(q.dtype)

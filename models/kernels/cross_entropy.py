@@ -1,4 +1,5 @@
-"""Cross entropy of rows of logits, whose gradient is written over them: in plain torch, and on a GPU by a Triton kernel.
+"""Cross entropy of rows of logits, whose gradient is written over them: in plain torch, and on a GPU by a
+Triton kernel.
 
 Shapes: n tokens, v logits of each: the whole vocabulary, or one rank's share of it.
 """
@@ -6,13 +7,14 @@ Shapes: n tokens, v logits of each: the whole vocabulary, or one rank's share of
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 2**20  # of float32 logits that plain torch takes at once on a CPU: they stay within a core's cache
+# of float32 logits that plain torch takes at once on a CPU: they stay within a core's cache
+BLOCK_BYTES = 2**20
 
 
 @torch.library.custom_op("meshwright::cross_entropy_rows_kernel", mutates_args=())
 def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
-    """What the loss needs of every row, float32 [3, n]: the largest logit, the sum of exp(logit - largest), and the target's
-    logit; 0 for an id outside 0 .. v-1. One pass over the logits."""
+    """What the loss needs of every row, float32 [3, n]: the largest logit, the sum of exp(logit - largest),
+    and the target's logit; 0 for an id outside 0 .. v-1. One pass over the logits."""
     if logits_nv.is_cuda:
         from models.kernels.cross_entropy_triton import read_rows as on_gpu
 
@@ -26,7 +28,9 @@ def _(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("meshwright::cross_entropy_gradient_kernel", mutates_args=("logits_nv",))
-def write_gradient(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor) -> None:
+def write_gradient(
+    logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
+) -> None:
     """Overwrite logits with weight * (scale * exp(logit - log_sum) - [the target's]), computed in float32."""
     if logits_nv.is_cuda:
         from models.kernels.cross_entropy_triton import write_gradient as on_gpu
@@ -54,7 +58,9 @@ def plain_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
     return rows_3n
 
 
-def plain_gradient(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor) -> None:
+def plain_gradient(
+    logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
+) -> None:
     """The reference of `write_gradient`."""
     mine_n = _mine(ids_n, logits_nv)
     for at in _blocks(logits_nv):

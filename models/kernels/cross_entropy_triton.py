@@ -16,15 +16,36 @@ FUSE = True  # multiplications with additions: Triton's default up to 3.9, which
 def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
     """As `cross_entropy.plain_rows`: online log-sum-exp (arXiv 1805.02867), each logit is read once."""
     rows_3n = torch.empty(3, len(ids_n), device=ids_n.device)
-    _read[(len(ids_n),)](logits_nv, logits_nv.stride(0), ids_n, rows_3n, len(ids_n), logits_nv.shape[1],
-                         BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=FUSE)  # fmt: skip
+    _read[(len(ids_n),)](
+        logits_nv,
+        logits_nv.stride(0),
+        ids_n,
+        rows_3n,
+        len(ids_n),
+        logits_nv.shape[1],
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=FUSE,
+    )
     return rows_3n
 
 
-def write_gradient(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor) -> None:
+def write_gradient(
+    logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
+) -> None:
     """As `cross_entropy.plain_gradient`."""
-    _write[(len(ids_n),)](logits_nv, logits_nv.stride(0), ids_n, log_sum_n, scale_n, weight_n, logits_nv.shape[1],
-                          BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=FUSE)  # fmt: skip
+    _write[(len(ids_n),)](
+        logits_nv,
+        logits_nv.stride(0),
+        ids_n,
+        log_sum_n,
+        scale_n,
+        weight_n,
+        logits_nv.shape[1],
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=FUSE,
+    )
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""What the search for a plan tries: values of the keys that the config leaves open, in every combination that can be legal."""
+"""What the search for a plan tries: values of the keys that the config leaves open, in every combination that
+can be legal."""
 
 import dataclasses
 import itertools
@@ -9,8 +10,16 @@ from parallel.config import ParallelConfig
 from parallel.make_plan import Job
 from parallel.strategy import STRATEGIES, strategy_settings
 
-CHOICES = ("tp", "dp_replicate", "dp_shard", "activation_checkpoint", "checkpointed_blocks", "reshard_after_forward", "prefetch",
-           "micro_batch_size")  # fmt: skip
+CHOICES = (
+    "tp",
+    "dp_replicate",
+    "dp_shard",
+    "activation_checkpoint",
+    "checkpointed_blocks",
+    "reshard_after_forward",
+    "prefetch",
+    "micro_batch_size",
+)
 CHECKPOINTING = ("none", "selective", "full", "offload")
 PREFETCH = (1, 2)  # units ahead; 0 shows every all-gather
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # where nothing says how many sequences a rank gets
@@ -20,21 +29,40 @@ MOST_SEQUENCES = 64  # of a micro batch
 def with_choices(config: ParallelConfig, job: Job, choices: Mapping[str, Any]) -> tuple[ParallelConfig, Job]:
     """Config and job with the choices in their keys."""
     of_none = {"checkpointed_blocks"} if choices["activation_checkpoint"] == "none" else set()
-    keys = {key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | of_none}
-    keys |= {key: choices["prefetch"] for key in ("forward_prefetch", "backward_prefetch") if getattr(config, key) == "auto"}
+    keys = {
+        key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | of_none
+    }
+    keys |= {
+        key: choices["prefetch"]
+        for key in ("forward_prefetch", "backward_prefetch")
+        if getattr(config, key) == "auto"
+    }
     job = dataclasses.replace(job, micro_batch_size=choices["micro_batch_size"])
     return dataclasses.replace(config, plan="manual", **keys), job
 
 
 def combinations(config: ParallelConfig, job: Job, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of processes."""
+    """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of
+    processes."""
     for tp in _degrees(config.tp, min(gpus_per_node, job.world_size)):
         for replicate, shard, reshards in _data_parallel(config, job, tp):
             prefetches = _prefetches(config, shard)
-            modes, sizes = _options(config.activation_checkpoint, CHECKPOINTING), _micro_batches(job, replicate * shard)
-            for checkpointing, reshard, prefetch, micro in itertools.product(modes, reshards, prefetches, sizes):
-                yield {"tp": tp, "dp_replicate": replicate, "dp_shard": shard, "activation_checkpoint": checkpointing,
-                       "reshard_after_forward": reshard, "prefetch": prefetch, "micro_batch_size": micro}  # fmt: skip
+            modes, sizes = (
+                _options(config.activation_checkpoint, CHECKPOINTING),
+                _micro_batches(job, replicate * shard),
+            )
+            for checkpointing, reshard, prefetch, micro in itertools.product(
+                modes, reshards, prefetches, sizes
+            ):
+                yield {
+                    "tp": tp,
+                    "dp_replicate": replicate,
+                    "dp_shard": shard,
+                    "activation_checkpoint": checkpointing,
+                    "reshard_after_forward": reshard,
+                    "prefetch": prefetch,
+                    "micro_batch_size": micro,
+                }
 
 
 def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
@@ -45,18 +73,26 @@ def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
 
 
 def _data_parallel(config: ParallelConfig, job: Job, tp: int) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-    """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one is named, but
-    for what the config says otherwise, which `make_plan` refuses."""
+    """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one
+    is named, but for what the config says otherwise, which `make_plan` refuses."""
     if config.strategy in STRATEGIES:
         own = strategy_settings(config, max(tp, 1), job.world_size, job.gpus_per_node)
         asked = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
         replicate, shard = (own[key] if value in ("auto", -1) else value for key, value in asked.items())
-        yield replicate, shard, _options(config.reshard_after_forward, (own.get("reshard_after_forward", True),))
+        yield (
+            replicate,
+            shard,
+            _options(config.reshard_after_forward, (own.get("reshard_after_forward", True),)),
+        )
         return
     for replicate in _degrees(config.dp_replicate, job.world_size):
         left = max(1, job.world_size // max(tp * replicate, 1))
         shard = left if config.dp_shard in ("auto", -1) else config.dp_shard
-        yield replicate, shard, _options(config.reshard_after_forward, (True,) if shard == 1 else (True, False))
+        yield (
+            replicate,
+            shard,
+            _options(config.reshard_after_forward, (True,) if shard == 1 else (True, False)),
+        )
 
 
 def _options(asked: Any, all_of_them: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,4 +1,5 @@
-"""Operations, copies and collectives in seconds: a roofline, and rings that know which of their members share a node."""
+"""Operations, copies and collectives in seconds: a roofline, and rings that know which of their members share
+a node."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +12,12 @@ from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
 from parallel.planner.work import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
 
 FLOAT32_ATTENTION = "efficient"  # the one fused kernel of GPUs that takes float32, so the best one there
-# Both estimates, not measured. A product's operands are about two thirds of the bytes that it moves; casting one to float8
-# writes half of them, mostly in the kernel that made it, for about two products each, and sometimes reads them again.
+# Both estimates, not measured. A product's operands are about two thirds of the bytes that it moves; casting
+# one to float8 writes half of them, mostly in the kernel that made it, for about two products each, and
+# sometimes reads them again.
 FLOAT8_CASTING = 0.25
-# Every collective of the forward, and half of the backward's, stands beside a product that it can be cut up with.
+# Every collective of the forward, and half of the backward's, stands beside a product that it can be cut up
+# with.
 ASYNC_TP_HIDDEN = 0.5
 
 
@@ -41,18 +44,22 @@ def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
     """The groups of each axis; ranks are numbered with tp innermost, and nodes filled in that order."""
     gpus = min(gpus_per_node, mesh.world_size)
     strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
-    return {axis: strided_group(getattr(mesh, axis), stride, gpus, mesh.world_size) for axis, stride in strides.items()}
+    return {
+        axis: strided_group(getattr(mesh, axis), stride, gpus, mesh.world_size)
+        for axis, stride in strides.items()
+    }
 
 
 def strided_group(size: int, stride: int, gpus: int, world_size: int) -> Group:
-    """The group of `size` ranks of all, each `stride` after the one before, on nodes of `gpus`. Ranks that do not fill nodes
-    evenly are taken to lie in more of them, evenly."""
+    """The group of `size` ranks of all, each `stride` after the one before, on nodes of `gpus`. Ranks that do
+    not fill nodes evenly are taken to lie in more of them, evenly."""
     per_node = gcd(size, max(gpus // stride, 1))
     return Group(size, per_node, max(1, min(gpus // per_node, world_size // size)))
 
 
 def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware) -> float:
-    """Seconds of a product, of attention, or of an operation bound by memory: the slower of computing and moving."""
+    """Seconds of a product, of attention, or of an operation bound by memory: the slower of computing and
+    moving."""
     flops, moved = operation.flops.at(micro_batch_size), operation.bytes.at(micro_batch_size)
     return max(_computing_s(operation, flops, hardware), traffic_s(moved, hardware)) + hardware.operation_s
 
@@ -65,9 +72,9 @@ def traffic_s(moved_bytes: float, hardware: Hardware) -> float:
 def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware) -> float:
     """Seconds of an all_gather, reduce_scatter or all_reduce whose full side is `full_bytes`.
 
-    A ring sends (n - 1) / n of the full side over every link, in n - 1 hops, an all-reduce twice that (Patarasuk and Yuan,
-    2009). The slowest link decides: NVLink, or the network, which the groups of a node share. Latencies add up as in
-    NCCL's own model (src/graph/tuning.cc).
+    A ring sends (n - 1) / n of the full side over every link, in n - 1 hops, an all-reduce twice that
+    (Patarasuk and Yuan, 2009). The slowest link decides: NVLink, or the network, which the groups of a node
+    share. Latencies add up as in NCCL's own model (src/graph/tuning.cc).
     """
     if group.size == 1 or not full_bytes:
         return 0.0
@@ -78,7 +85,9 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
     if group.per_node > 1:
         seconds.append(sent / (node.gb_s * 1e9 * share_at(node.efficiency[name], group.per_node)))
     if group.nodes > 1:
-        seconds.append(sent * group.sharing / (network.gb_s * 1e9 * share_at(network.efficiency[name], group.nodes)))
+        seconds.append(
+            sent * group.sharing / (network.gb_s * 1e9 * share_at(network.efficiency[name], group.nodes))
+        )
     hops_s = (group.nodes - 1) * network.latency_s + (group.size - group.nodes) * node.latency_s
     return max(seconds) + rounds * hops_s
 
@@ -92,8 +101,13 @@ def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: i
     keys = {name: id(work.modules[name]) for name in plan.modules}
     for name, key in keys.items():
         if key not in times:
-            times[key] = _module_times(work.modules[name], plan.micro_batch_size, device, groups["tp"], hidden)
-    modules = {name: times[key] if work.has_backward((name,)) else times[key].forward_only() for name, key in keys.items()}
+            times[key] = _module_times(
+                work.modules[name], plan.micro_batch_size, device, groups["tp"], hidden
+            )
+    modules = {
+        name: times[key] if work.has_backward((name,)) else times[key].forward_only()
+        for name, key in keys.items()
+    }
     units: dict[tuple[object, ...], UnitTimes] = {}  # units alike are looked at once too
     kinds = {unit.name: _unit_kind(unit, work) for unit in plan.units}
     for unit in plan.units:
@@ -115,17 +129,23 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
         return hardware
     share = hardware.cores / processes
     peaks = {dtype: peak * share for dtype, peak in hardware.peak_tflops.items()}
-    return replace(hardware, peak_tflops=peaks, memory_gb_s=hardware.memory_gb_s * share,
-                   operation_s=hardware.operation_s * max(1.0, 1 / share))  # fmt: skip
+    return replace(
+        hardware,
+        peak_tflops=peaks,
+        memory_gb_s=hardware.memory_gb_s * share,
+        operation_s=hardware.operation_s * max(1.0, 1 / share),
+    )
 
 
 def with_kernel(hardware: Hardware, attention: str) -> Hardware:
-    """The device with the attention rates of a kernel; of one it does not know, those of its best. A device's rates of float32
-    are those of the best kernel that takes it."""
+    """The device with the attention rates of a kernel; of one it does not know, those of its best. A device's
+    rates of float32 are those of the best kernel that takes it."""
     share = hardware.attention_kernels.get(attention, 1.0)
     shares = {"float32": 1.0} if attention == FLOAT32_ATTENTION else {}
-    forward, backward = ({dtype: rate * shares.get(dtype, share) for dtype, rate in rates.items()}
-                         for rates in (hardware.attention_forward, hardware.attention_backward))  # fmt: skip
+    forward, backward = (
+        {dtype: rate * shares.get(dtype, share) for dtype, rate in rates.items()}
+        for rates in (hardware.attention_forward, hardware.attention_backward)
+    )
     return replace(hardware, attention_forward=forward, attention_backward=backward)
 
 
@@ -140,7 +160,9 @@ def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> floa
     return flops / (hardware.peak_tflops[operation.dtype] * 1e12 * share)
 
 
-def _module_times(module: ModuleWork, micro_batch_size: int, hardware: Hardware, tp: Group, hidden: float) -> ModuleTimes:
+def _module_times(
+    module: ModuleWork, micro_batch_size: int, hardware: Hardware, tp: Group, hidden: float
+) -> ModuleTimes:
     phases = (module.forward, module.backward)
     computing = [_phase_s(phase, micro_batch_size, hardware, module.float8_share) for phase in phases]
     sending = [_collectives_s(phase, micro_batch_size, hardware, tp) * (1 - hidden) for phase in phases]
@@ -157,28 +179,46 @@ def _phase_s(phase: Phase, micro_batch_size: int, hardware: Hardware, float8_sha
         if share:
             cast_s = traffic_s(FLOAT8_CASTING * operation.bytes.at(micro_batch_size), hardware)
             dtype = "float8" if "float8" in hardware.matmul else operation.dtype  # emulated
-            seconds += share * (operation_s(replace(operation, dtype=dtype), micro_batch_size, hardware) + cast_s)
+            seconds += share * (
+                operation_s(replace(operation, dtype=dtype), micro_batch_size, hardware) + cast_s
+            )
         seconds += (1 - share) * operation_s(operation, micro_batch_size, hardware)
     return seconds
 
 
 def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: Group) -> float:
     """Seconds of the tensor-parallel collectives."""
-    return sum(collective_s(operation.name, operation.bytes.at(micro_batch_size), tp, hardware)
-               for operation in phase.operations if operation.kind == "collective")  # fmt: skip
+    return sum(
+        collective_s(operation.name, operation.bytes.at(micro_batch_size), tp, hardware)
+        for operation in phase.operations
+        if operation.kind == "collective"
+    )
 
 
 def _unit_kind(unit: UnitPlan, work: ModelWork) -> tuple[object, ...]:
     """What decides how long a unit's collectives take."""
     modules = ((id(work.modules[name]), work.trained.get(name, 1.0)) for name in unit.modules)
-    return (*modules, unit.param_dtype, unit.reduce_dtype, type(unit.reshard_after_forward), unit.reshard_after_forward,
-            work.has_backward(unit.modules))  # fmt: skip
+    return (
+        *modules,
+        unit.param_dtype,
+        unit.reduce_dtype,
+        type(unit.reshard_after_forward),
+        unit.reshard_after_forward,
+        work.has_backward(unit.modules),
+    )
 
 
-def _unit_times(unit: UnitPlan, plan: Plan, work: ModelWork, hardware: Hardware, groups: Mapping[str, Group],
-                gpus_per_node: int) -> UnitTimes:  # fmt: skip
-    """A unit's collectives and copies. A rank casts its shard to param_dtype and gathers the whole unit into one buffer,
-    which is copied out into the weights; gradients are copied, and cast, into another, which is scattered."""
+def _unit_times(
+    unit: UnitPlan,
+    plan: Plan,
+    work: ModelWork,
+    hardware: Hardware,
+    groups: Mapping[str, Group],
+    gpus_per_node: int,
+) -> UnitTimes:
+    """A unit's collectives and copies. A rank casts its shard to param_dtype and gathers the whole unit into
+    one buffer, which is copied out into the weights; gradients are copied, and cast, into another, which is
+    scattered."""
     shard, replicate = groups["dp_shard"], groups["dp_replicate"]
     parameters = sum(work.modules[name].parameters for name in unit.modules)
     trained = trained_parameters(unit.modules, work)
@@ -188,10 +228,15 @@ def _unit_times(unit: UnitPlan, plan: Plan, work: ModelWork, hardware: Hardware,
     cast_s = traffic_s((parameters * DTYPE_BYTES[plan.storage_dtype] + held) / shard.size, hardware)
     size = unit.reshard_after_forward
     again = regathered(unit) and work.has_backward(unit.modules)
-    regroup = shard if type(size) is not int else strided_group(size, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size),
-                                                                plan.mesh.world_size)  # fmt: skip
+    regroup = (
+        shard
+        if type(size) is not int
+        else strided_group(size, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size), plan.mesh.world_size)
+    )
     alone = shard.size == 1
-    regather_s = collective_s("all_gather", held, regroup, hardware) + (cast_s if regroup == shard and not alone else 0.0)
+    regather_s = collective_s("all_gather", held, regroup, hardware) + (
+        cast_s if regroup == shard and not alone else 0.0
+    )
     return UnitTimes(
         gather_s=0.0 if alone else collective_s("all_gather", held, shard, hardware) + cast_s,
         regather_s=regather_s if again else 0.0,
@@ -204,14 +249,19 @@ def _unit_times(unit: UnitPlan, plan: Plan, work: ModelWork, hardware: Hardware,
 
 def _optimizer_s(plan: Plan, work: ModelWork, hardware: Hardware) -> float:
     trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
-    return traffic_s(trained / plan.mesh.dp_shard * optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes), hardware)
+    return traffic_s(
+        trained / plan.mesh.dp_shard * optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes),
+        hardware,
+    )
 
 
 def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:
-    """Bytes moved for a parameter in a step's end, where it and its gradient have `stored_bytes`, each moment `moment_bytes`.
+    """Bytes moved for a parameter in a step's end, where it and its gradient have `stored_bytes`, each moment
+    `moment_bytes`.
 
-    The norm reads the gradient. AdamW reads parameter, gradient and two moments, and writes all but the gradient; torch's
-    fused one, for float32 alone, writes the clipped gradient too (aten/src/ATen/native/cuda/fused_adam_utils.cuh).
+    The norm reads the gradient. AdamW reads parameter, gradient and two moments, and writes all but the
+    gradient; torch's fused one, for float32 alone, writes the clipped gradient too
+    (aten/src/ATen/native/cuda/fused_adam_utils.cuh).
     """
     clipped = stored_bytes if stored_bytes == moment_bytes == 4 else 0
     return stored_bytes + 3 * stored_bytes + 4 * moment_bytes + clipped

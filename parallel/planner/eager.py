@@ -15,15 +15,15 @@ from parallel.planner.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_f
 from parallel.planner.work import Linear, Operation, Phase, fullest
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
-# Two micro batches tell what grows with them; not 1, which torch treats as special in places. What is done in chunks of so many
-# tokens is taken to grow on where two sequences are shorter than a chunk.
+# Two micro batches tell what grows with them; not 1, which torch treats as special in places. What is done in
+# chunks of so many tokens is taken to grow on where two sequences are shorter than a chunk.
 WATCHED_SEQUENCES = (2, 3)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A module on fake tensors and what to call it with: `inputs` have the micro batch as their first dim; `tables`, which
-    come after the first input, are the same for every sequence."""
+    """A module on fake tensors and what to call it with: `inputs` have the micro batch as their first dim;
+    `tables`, which come after the first input, are the same for every sequence."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
@@ -56,7 +56,8 @@ class Watched:
 
 
 class _Following(torch.autograd.Function):
-    """Stands for the modules after: takes a result without keeping it, and gives its gradient, which nobody else holds."""
+    """Stands for the modules after: takes a result without keeping it, and gives its gradient, which nobody
+    else holds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,8 +70,8 @@ class _Following(torch.autograd.Function):
 
 
 class _Watcher(TorchDispatchMode):
-    """Notes every operation below autograd, and follows every storage from when it is seen to its end, but for those of
-    `uncounted` tensors: weights and tables."""
+    """Notes every operation below autograd, and follows every storage from when it is seen to its end, but
+    for those of `uncounted` tensors: weights and tables."""
 
     def __init__(self, uncounted: Iterable[Tensor]) -> None:
         super().__init__()
@@ -110,15 +111,23 @@ class _Watcher(TorchDispatchMode):
         if made and name not in VIEWS:
             self.moments.append(self.now)
         if made and name not in VIEWS | ALLOCATIONS:
-            self.operations.append(_look_at(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made))
+            self.operations.append(
+                _look_at(name, args, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], made)
+            )
         return result
 
 
 def watch_eager(build: Callable[[int], Subject]) -> tuple[Phase, Phase, Linear, Linear]:
-    """Forward, backward, bytes that the forward keeps, bytes of its output, of the module that `build` makes."""
+    """Forward, backward, bytes that the forward keeps, bytes of its output, of the module that `build`
+    makes."""
     runs = [_watch(build(sequences)) for sequences in WATCHED_SEQUENCES]
     forwards, backwards, outputs = zip(*runs, strict=True)
-    return join_watched(forwards), join_watched(backwards), line([forward.left for forward in forwards]), line(outputs)
+    return (
+        join_watched(forwards),
+        join_watched(backwards),
+        line([forward.left for forward in forwards]),
+        line(outputs),
+    )
 
 
 def _watch(subject: Subject) -> tuple[Watched, Watched, int]:
@@ -138,12 +147,16 @@ def _watch(subject: Subject) -> tuple[Watched, Watched, int]:
 
 def _written(func: Any, args: Any) -> list[Tensor]:
     """What an operation that returns nothing writes into."""
-    return [arg for arg, known in zip(args, func._schema.arguments, strict=False)
-            if isinstance(arg, Tensor) and known.alias_info is not None and known.alias_info.is_write]  # fmt: skip
+    return [
+        arg
+        for arg, known in zip(args, func._schema.arguments, strict=False)
+        if isinstance(arg, Tensor) and known.alias_info is not None and known.alias_info.is_write
+    ]
 
 
 def watch_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[Watched, Any]:
-    """A function's operations and what lives meanwhile, without the tensors among `uncounted`; and its result."""
+    """A function's operations and what lives meanwhile, without the tensors among `uncounted`; and its
+    result."""
     with _Watcher(value for value in uncounted if isinstance(value, Tensor)) as watcher:
         result = call()
         return watcher.finish(), result
@@ -157,17 +170,21 @@ def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor
     if "attention" in name:
         return _Seen("attention", name, attention_flops(name, args), moved, dtype)
     if name in COLLECTIVES:
-        return _Seen("collective", COLLECTIVES[name], 0.0, float(max(t.nbytes for t in (*read, *made))), dtype)
+        return _Seen(
+            "collective", COLLECTIVES[name], 0.0, float(max(t.nbytes for t in (*read, *made))), dtype
+        )
     return _Seen("memory", name, 0.0, moved, dtype)
 
 
 def join_watched(watched: Sequence[Watched]) -> Phase:
-    """What two micro batches show, as what any would do. Where the larger one did more operations, it did them in chunks:
-    operations of a name are then taken together, and of the moments the fullest."""
+    """What two micro batches show, as what any would do. Where the larger one did more operations, it did
+    them in chunks: operations of a name are then taken together, and of the moments the fullest."""
     if len({len(one.operations) for one in watched}) > 1:
         watched = [Watched(_taken_together(one.operations), [max(one.moments)], one.left) for one in watched]
     operations = tuple(
-        Operation(one.kind, one.name, line([one.flops, other.flops]), line([one.bytes, other.bytes]), one.dtype)  # type: ignore[arg-type]
+        Operation(
+            one.kind, one.name, line([one.flops, other.flops]), line([one.bytes, other.bytes]), one.dtype
+        )  # type: ignore[arg-type]
         for one, other in zip(*(w.operations for w in watched), strict=True)
     )
     return Phase(operations, fullest(line(pair) for pair in zip(*(w.moments for w in watched), strict=True)))

@@ -46,10 +46,11 @@ class Span:
 def run_tasks(tasks: Sequence[Task], slowdown: float, one_link: bool = True) -> list[Span]:
     """Play all tasks through, from second 0.
 
-    Collectives in flight together share the link: n of them run at 1/n of their speed each. That is the worst case: latencies
-    add up only within one communicator; without `one_link` each runs as if alone, the best case. Computing beside any of them
-    runs at 1 - `slowdown` of its speed; tensor-parallel collectives, which stop computing, neither slow down nor are slowed.
-    Copies to host memory and back have a link, and an engine, of their own.
+    Collectives in flight together share the link: n of them run at 1/n of their speed each. That is the worst
+    case: latencies add up only within one communicator; without `one_link` each runs as if alone, the best
+    case. Computing beside any of them runs at 1 - `slowdown` of its speed; tensor-parallel collectives, which
+    stop computing, neither slow down nor are slowed. Copies to host memory and back have a link, and an
+    engine, of their own.
     """
     spans: list[Span | None] = [None] * len(tasks)
     queues = _queues(tasks)
@@ -59,7 +60,9 @@ def run_tasks(tasks: Sequence[Task], slowdown: float, one_link: bool = True) -> 
         for stream, queue in queues.items():
             if stream not in running and queue and all(spans[i] is not None for i in tasks[queue[-1]].after):
                 task = tasks[queue[-1]]
-                running[stream] = _Running(queue.pop(), task.lane, task.alone_s, now_s, _last_ended(task.after, spans))
+                running[stream] = _Running(
+                    queue.pop(), task.lane, task.alone_s, now_s, _last_ended(task.after, spans)
+                )
         if not running:
             break
         stream, passed_s = _advance(running, slowdown, one_link)
@@ -122,7 +125,8 @@ class Wait:
 
 
 def find_waits(tasks: Sequence[Task], spans: Sequence[Span]) -> list[Wait]:
-    """All gaps of the compute stream, in order. While what is waited for itself waits, what holds it up counts."""
+    """All gaps of the compute stream, in order. While what is waited for itself waits, what holds it up
+    counts."""
     waits: list[Wait] = []
     free_s = 0.0
     for task, span in zip(tasks, spans, strict=True):

@@ -1,7 +1,9 @@
-"""A compiler's graph of a forward or backward, read as kernels: what they compute and move, and what lives meanwhile.
+"""A compiler's graph of a forward or backward, read as kernels: what they compute and move, and what lives
+meanwhile.
 
-Fusion is inductor's in outline: operations on elements, and reductions, that touch each other with no matrix product,
-attention or collective in between are one kernel, which reads what comes from outside once and writes what goes outside.
+Fusion is inductor's in outline: operations on elements, and reductions, that touch each other with no matrix
+product, attention or collective in between are one kernel, which reads what comes from outside once and
+writes what goes outside.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,9 +24,10 @@ from parallel.planner.work import Linear, Operation, Phase, fullest, total
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """What is known of a graph's placeholders: those that are not counted (weights and tables, whose sizes do not depend
-    on the micro batch), those that share another's storage, whether the caller holds the rest until the end, those that are
-    the graph's own to write into, and those that count but do not depend on the micro batch either."""
+    """What is known of a graph's placeholders: those that are not counted (weights and tables, whose sizes do
+    not depend on the micro batch), those that share another's storage, whether the caller holds the rest
+    until the end, those that are the graph's own to write into, and those that count but do not depend on the
+    micro batch either."""
 
     uncounted: Collection[Node]
     same_as: Mapping[Node, Node]
@@ -64,13 +67,17 @@ class KernelGraph:
 
     def phase(self) -> Phase:
         """What the kernels do, and the fullest moments."""
-        operations = (self._opened[first].phase.operations if (first := kernel.nodes[0]) in self._opened
-                      else (self._operation(kernel),) for kernel in self.kernels)  # fmt: skip
+        operations = (
+            self._opened[first].phase.operations
+            if (first := kernel.nodes[0]) in self._opened
+            else (self._operation(kernel),)
+            for kernel in self.kernels
+        )
         return Phase(tuple(chain.from_iterable(operations)), fullest(self._moments()))
 
     def returned(self) -> list[Node | None]:
-        """What the graph returns, in order, as the nodes that made the storages; None for what is no tensor, and for what
-        is not counted."""
+        """What the graph returns, in order, as the nodes that made the storages; None for what is no tensor,
+        and for what is not counted."""
         made = (self.storage.get(value) if isinstance(value, Node) else None for value in self._returned)
         return [None if node in self._inputs.uncounted else node for node in made]
 
@@ -99,7 +106,8 @@ class KernelGraph:
         return [source for source in node.all_input_nodes if source in self.storage]
 
     def _is_fixed(self, node: Node) -> bool:
-        """Whether a result's size does not depend on the micro batch: made of such only, or summed over the tokens."""
+        """Whether a result's size does not depend on the micro batch: made of such only, or summed over the
+        tokens."""
         sources, name = self._sources(node), _name(node)
         if size := self._opened_size(node):
             return not size.per_sequence
@@ -111,7 +119,8 @@ class KernelGraph:
         return all(fixed) or name == "embedding_dense_backward"
 
     def _find_kernels(self) -> dict[Node, _Kernel]:
-        """Every storage's kernel: anchors are alone, the rest joined to what it touches at the same depth of anchors."""
+        """Every storage's kernel: anchors are alone, the rest joined to what it touches at the same depth of
+        anchors."""
         depth: dict[Node, int] = {}
         kernel_of: dict[Node, _Kernel] = {}
         for node in self._nodes:
@@ -121,7 +130,9 @@ class KernelGraph:
                 continue
             kernel = kernel_of[node] = _Kernel([node])
             for made in {self.storage[source] for source in sources}.intersection(kernel_of):
-                fused = depth[made] == depth[node] and not any(map(_is_anchor, (node, kernel_of[made].nodes[0])))
+                fused = depth[made] == depth[node] and not any(
+                    map(_is_anchor, (node, kernel_of[made].nodes[0]))
+                )
                 if (fused or _name(node) == "getitem") and kernel_of[made] is not kernel:
                     kernel = _join(kernel_of, kernel_of[made], kernel)
         self._connect(kernel_of)
@@ -158,7 +169,9 @@ class KernelGraph:
         if name in PRODUCTS:
             return Operation("matmul", name, self._scale(_product_flops(first), fixed=False), moved, dtype)
         if "attention" in name:
-            return Operation("attention", name, self._scale(attention_flops(name, first.args), fixed=False), moved, dtype)
+            return Operation(
+                "attention", name, self._scale(attention_flops(name, first.args), fixed=False), moved, dtype
+            )
         if name in COLLECTIVES:
             full = max((first, *self._sources(first)), key=_bytes)
             return Operation("collective", COLLECTIVES[name], Linear(), self.size(full), dtype)
@@ -178,7 +191,9 @@ class KernelGraph:
         for i, kernel in enumerate(self.kernels):
             dying = {node for node in kernel.reads & live & ours if last_use[node] == i}
             if (first := kernel.nodes[0]) in self._opened:
-                moments += [total((*map(self.size, live), moment)) for moment in self._opened[first].phase.live]
+                moments += [
+                    total((*map(self.size, live), moment)) for moment in self._opened[first].phase.live
+                ]
             live |= kernel.writes
             moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
             live = {node for node in live if last_use.get(node, -1) > i}
@@ -186,9 +201,9 @@ class KernelGraph:
 
 
 def _overwritten(kernel: _Kernel, dying: Iterable[Node]) -> set[Node]:
-    """Of the dying inputs the one into which a kernel on elements writes its only result, as inductor does if type and size
-    are the same (torch/_inductor/scheduler.py, decide_inplace_update). With several results it depends on their loops,
-    and no input is counted on."""
+    """Of the dying inputs the one into which a kernel on elements writes its only result, as inductor does if
+    type and size are the same (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
+    depends on their loops, and no input is counted on."""
     if _is_anchor(kernel.nodes[0]) or len(kernel.writes) != 1:
         return set()
     (made,) = kernel.writes

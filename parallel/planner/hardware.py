@@ -1,7 +1,7 @@
 """Machine kinds: one small YAML each in configs/hardware, every number with its source.
 
-A file has the keys of `Hardware` but its name, which is the file's. A curve is a list of pairs, or one number that holds
-for every size.
+A file has the keys of `Hardware` but its name, which is the file's. A curve is a list of pairs, or one number
+that holds for every size.
 """
 
 import dataclasses
@@ -30,10 +30,12 @@ class Link:
     """What collectives run over: between the devices of a node, or between nodes.
 
     Args:
-        gb_s: bandwidth in one direction in 10^9 bytes per second: per device within a node, per node between nodes
+        gb_s: bandwidth in one direction in 10^9 bytes per second: per device within a node, per node between
+            nodes
         latency_s: seconds that each hop of a ring adds
-        efficiency: share of the bandwidth that each collective reaches: all_gather, reduce_scatter, all_reduce; a curve over
-            the number of members in a node (of `node`) or the number of nodes (of `network`)
+        efficiency: share of the bandwidth that each collective reaches: all_gather, reduce_scatter,
+            all_reduce; a curve over the number of members in a node (of `node`) or the number of nodes (of
+            `network`)
     """
 
     gb_s: float
@@ -51,18 +53,22 @@ class Hardware:
         memory_gb_s: bandwidth of its memory, 10^9 bytes per second
         peak_tflops: dense matmul rate by dtype of the inputs
         matmul: share of the peak that a product reaches, by dtype: a curve over its size in GFLOP
-        attention_forward, attention_backward: share of the peak that causal attention reaches, by dtype, with its best kernel
-        attention_kernels: the best kernel and others, each with its rate as a share of the best one's, which is the first
+        attention_forward, attention_backward: share of the peak that causal attention reaches, by dtype, with
+            its best kernel
+        attention_kernels: the best kernel and others, each with its rate as a share of the best one's, which
+            is the first
         memory_efficiency: share of the memory's bandwidth that other operations reach
         operation_s: seconds that every operation takes beyond its work
         node, network: the links
         host_gb_s: what copies between device and host memory reach, each way, 10^9 bytes per second
-        host_memory_gib: of host memory what each device can fill beside its own; 0 where there is none beside, as on a CPU
+        host_memory_gib: of host memory what each device can fill beside its own; 0 where there is none
+            beside, as on a CPU
         overlaps: whether collectives run beside computation (streams on a GPU), or stop it (gloo on a CPU)
         slowdown: share of its speed that computation loses while a collective runs beside it
-        reserved_share, reserved_gib: share of the peak that the allocator reserves beyond it, and what the process takes
-            before, in GiB
-        cores: of a CPU, that its processes share; 0 where each process has a device of its own. A CPU's rates are those
+        reserved_share, reserved_gib: share of the peak that the allocator reserves beyond it, and what the
+            process takes before, in GiB
+        cores: of a CPU, that its processes share; 0 where each process has a device of its own. A CPU's rates
+            are those
             of one core while the others are as busy: a process has cores / processes of them
         fitted: the keys whose values were fitted to published runs, at most four
     """
@@ -118,7 +124,11 @@ def read_hardware(path: Path) -> Hardware:
     """The kind that a file describes. Raises YamlError with all of its mistakes, each naming its key."""
     reader = _Reader()
     values = reader.keys(load_mapping(path), "", [item.name for item in dataclasses.fields(Hardware)][1:])
-    hardware = Hardware(name=path.stem, **{key: reader.value(key, value) for key, value in values.items()}) if values else None
+    hardware = (
+        Hardware(name=path.stem, **{key: reader.value(key, value) for key, value in values.items()})
+        if values
+        else None
+    )
     if hardware is None or reader.mistakes or reader.check(hardware):
         raise YamlError("\n".join(f"{path}: {mistake}" for mistake in reader.mistakes))
     return hardware
@@ -133,7 +143,9 @@ class _Reader:
     def keys(self, mapping: Any, place: str, wanted: list[str]) -> dict[str, Any]:
         """The mapping, if it has exactly the wanted keys, else nothing."""
         if not isinstance(mapping, dict):
-            self.mistakes.append(f"{place} must be a mapping with the keys {', '.join(wanted)}, not {mapping!r}")
+            self.mistakes.append(
+                f"{place} must be a mapping with the keys {', '.join(wanted)}, not {mapping!r}"
+            )
             return {}
         before = len(self.mistakes)
         for key in mapping.keys() - set(wanted):
@@ -151,9 +163,15 @@ class _Reader:
             case "node" | "network":
                 return self.link(key, value)
             case "peak_tflops" | "attention_forward" | "attention_backward" | "attention_kernels":
-                return {dtype: self.number(_join(key, dtype), rate) for dtype, rate in self.mapping(key, value).items()}
+                return {
+                    dtype: self.number(_join(key, dtype), rate)
+                    for dtype, rate in self.mapping(key, value).items()
+                }
             case "matmul":
-                return {dtype: self.curve(_join(key, dtype), shares) for dtype, shares in self.mapping(key, value).items()}
+                return {
+                    dtype: self.curve(_join(key, dtype), shares)
+                    for dtype, shares in self.mapping(key, value).items()
+                }
             case "overlaps":
                 return self.overlaps(value)
             case _:
@@ -201,7 +219,9 @@ class _Reader:
         curve = tuple((self.number(place, size), self.number(place, share)) for size, share in pairs)
         sizes = [size for size, _ in curve]
         if sizes[0] <= 0 or sizes != sorted(set(sizes)) or not all(share > 0 for _, share in curve):
-            self.mistakes.append(f"{place}: sizes must be above 0 and ascend, and shares must be above 0: {value!r}")
+            self.mistakes.append(
+                f"{place}: sizes must be above 0 and ascend, and shares must be above 0: {value!r}"
+            )
         return curve
 
     def check(self, kind: Hardware) -> list[str]:
@@ -209,17 +229,25 @@ class _Reader:
         for key in ("memory_gib", "memory_gb_s", "memory_efficiency", "host_gb_s"):
             if not getattr(kind, key):
                 self.mistakes.append(f"{key} must be above 0")
-        self.mistakes += [f"{place}.gb_s must be above 0" for place in ("node", "network") if not getattr(kind, place).gb_s]
+        self.mistakes += [
+            f"{place}.gb_s must be above 0" for place in ("node", "network") if not getattr(kind, place).gb_s
+        ]
         for key in RATES:
             shares = getattr(kind, key)
-            self.mistakes += [f"{key}.{dtype}: peak_tflops has no such dtype" for dtype in shares.keys() - kind.peak_tflops]
-            self.mistakes += [f"{key}.{dtype} is missing" for dtype in ("bfloat16", "float32") if not shares.get(dtype)]
+            self.mistakes += [
+                f"{key}.{dtype}: peak_tflops has no such dtype" for dtype in shares.keys() - kind.peak_tflops
+            ]
+            self.mistakes += [
+                f"{key}.{dtype} is missing" for dtype in ("bfloat16", "float32") if not shares.get(dtype)
+            ]
         if not kind.attention_kernels or not all(kind.attention_kernels.values()):
             self.mistakes.append("attention_kernels must name a kernel, and each one's share must be above 0")
         if not isinstance(kind.cores, int):
             self.mistakes.append(f"cores must be a whole number, not {kind.cores!r}")
         if len(kind.fitted) > MOST_FITTED:
-            self.mistakes.append(f"fitted names {len(kind.fitted)} values: more than {MOST_FITTED} prove nothing")
+            self.mistakes.append(
+                f"fitted names {len(kind.fitted)} values: more than {MOST_FITTED} prove nothing"
+            )
         return self.mistakes
 
 

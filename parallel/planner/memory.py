@@ -1,9 +1,10 @@
-"""Memory of one rank under a plan, moment by moment through a step: what the modules hold, which FSDP2's schedule of gathers
-and reductions adds to. Nothing runs.
+"""Memory of one rank under a plan, moment by moment through a step: what the modules hold, which FSDP2's
+schedule of gathers and reductions adds to. Nothing runs.
 
-FSDP2's rules are those of torch/distributed/fsdp/_fully_shard (2.11 to 2.13): a unit is gathered into a buffer and copied
-out of it; in the forward the buffer lives until the next unit has been waited for, in the backward it is freed at once; a
-whole gradient is copied into a buffer in reduce_dtype, which lives until the next unit's gradient is reduced.
+FSDP2's rules are those of torch/distributed/fsdp/_fully_shard (2.11 to 2.13): a unit is gathered into a
+buffer and copied out of it; in the forward the buffer lives until the next unit has been waited for, in the
+backward it is freed at once; a whole gradient is copied into a buffer in reduce_dtype, which lives until the
+next unit's gradient is reduced.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from parallel.planner.work import DTYPE_BYTES, Linear, ModelWork, total
 
 
 def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:
-    """A step's memory under AdamW: parameters and gradients in the plan's storage_dtype, two moments, all sharded alike. What
-    the allocator adds is not in it, nor what `cpu_offload` keeps in host memory."""
+    """A step's memory under AdamW: parameters and gradients in the plan's storage_dtype, two moments, all
+    sharded alike. What the allocator adds is not in it, nor what `cpu_offload` keeps in host memory."""
     moments = list(_Walk(plan, work).moments())
     most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryByKind.__annotations__}
     return StepMemory(MemoryByKind(**most), max(moments, key=attrgetter("total")))
@@ -34,19 +35,23 @@ class _Walk:
         self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
         in_order = [sorted(unit.modules, key=plan.modules.index) for unit in plan.units]
         self._first, self._last = {modules[0] for modules in in_order}, {modules[-1] for modules in in_order}
-        self._first_backward = {next((name for name in modules if work.has_backward((name,))), "") for modules in in_order}
+        self._first_backward = {
+            next((name for name in modules if work.has_backward((name,))), "") for modules in in_order
+        }
         # Bytes by unit: of gathered parameters, of buffers that all-gathers are filling, of whole gradients.
         self._gathered: dict[str, int] = {}
         self._in_flight: dict[str, int] = {}
         self._whole_grads: dict[str, int] = {}
         self._copied_out = 0  # of the all-gather buffer that is kept behind the unit at work
         self._reducing = 0  # of the last reduction's buffer
-        self._all_reduced = 0  # sums over replicas, where they are not the gradient: until the end of the backward
+        # sums over replicas, where they are not the gradient: until the end of the backward
+        self._all_reduced = 0
         self._kept = Linear()  # activations that the backward will need
         self._passing = Linear()  # between two modules: hidden states, or their gradient
         self._shares: dict[int, int] = {}
         self._place = {name: place for place, name in enumerate(plan.modules)}
-        self._behind = {after: name for name, after in sent_blocks(plan, work).items()}  # block -> the one sent before it
+        # block -> the one sent before it
+        self._behind = {after: name for name, after in sent_blocks(plan, work).items()}
         self._stored_bytes = DTYPE_BYTES[plan.storage_dtype]
         trained = sum(map(self._trained_share, plan.modules))
         self._params = sum(map(self._share, plan.modules)) * self._stored_bytes
@@ -97,12 +102,13 @@ class _Walk:
             yield from self._reduce(unit)
 
     def _keep(self, more: Linear) -> None:
-        """Activations that the backward will need, on the device. What a block sends to host memory is there until the next
-        block's forward has ended, and comes back as that one's backward begins."""
+        """Activations that the backward will need, on the device. What a block sends to host memory is there
+        until the next block's forward has ended, and comes back as that one's backward begins."""
         self._kept = total((self._kept, more))
 
     def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryByKind]:
-        """A unit's parameters, unless they are there: a buffer is filled, copied out, and kept for a while or freed."""
+        """A unit's parameters, unless they are there: a buffer is filled, copied out, and kept for a while or
+        freed."""
         if unit.name not in self._gathered:
             self._in_flight.setdefault(unit.name, self._buffer(unit))
             yield self._moment()
@@ -117,8 +123,9 @@ class _Walk:
                 self._in_flight.setdefault(ahead.name, self._buffer(ahead))
 
     def _reduce(self, unit: UnitPlan) -> Iterator[MemoryByKind]:
-        """A unit's whole gradient beside the buffer that it is copied into, which stays until the next; then what comes of
-        it, in reduce_dtype and as it is stored, beside the gradient of the last weight, which torch's loop still holds."""
+        """A unit's whole gradient beside the buffer that it is copied into, which stays until the next; then
+        what comes of it, in reduce_dtype and as it is stored, beside the gradient of the last weight, which
+        torch's loop still holds."""
         shards, reduce_bytes = self._plan.mesh.dp_shard, DTYPE_BYTES[unit.reduce_dtype]
         reduced = sum(map(self._trained_share, unit.modules))
         self._reducing = reduced * shards * reduce_bytes
@@ -137,16 +144,18 @@ class _Walk:
         yield self._moment()
 
     def _waiting(self, unit: UnitPlan) -> int:
-        """Bytes of a unit's gradient of the micro batches before the last, as it is stored; but where an all-reduce over
-        replicas is still to come, in reduce_dtype."""
+        """Bytes of a unit's gradient of the micro batches before the last, as it is stored; but where an
+        all-reduce over replicas is still to come, in reduce_dtype."""
         kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self._stored_bytes
         return sum(map(self._trained_share, unit.modules)) * kept if self._plan.accumulation > 1 else 0
 
     def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryByKind:
-        """All that is there now. `live`: what the module `name`, at work, holds instead of what passes between modules;
-        `copies`: bytes of buffers of this moment alone."""
+        """All that is there now. `live`: what the module `name`, at work, holds instead of what passes
+        between modules; `copies`: bytes of buffers of this moment alone."""
         sequences = self._plan.micro_batch_size
-        activations = int(total((self._kept, live or self._passing)).at(sequences)) - int((live or self._passing).fixed)
+        activations = int(total((self._kept, live or self._passing)).at(sequences)) - int(
+            (live or self._passing).fixed
+        )
         reductions = self._reducing + self._all_reduced + sum(self._whole_grads.values())
         logits = 0
         if live and name == self._work.logits:
@@ -185,7 +194,9 @@ class _Walk:
 
     def _whole(self, unit: UnitPlan) -> int:
         """Bytes of a unit's gathered parameters."""
-        narrower = sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
+        narrower = (
+            sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
+        )
         whole = sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard
         return whole * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
 
@@ -207,10 +218,15 @@ def usable_bytes(device_bytes: int, hardware: Hardware) -> int:
 def least_bytes(plan: Plan, work: ModelWork) -> int:
     """What a rank needs at least, known without a walk: its shards, and what the whole forward keeps."""
     parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
-    trained = sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules) / plan.mesh.dp_shard
+    trained = (
+        sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules)
+        / plan.mesh.dp_shard
+    )
     sent = sent_blocks(plan, work)
-    kept = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in plan.modules
-               if work.has_backward((name,)) and name not in sent)  # fmt: skip
+    kept = sum(
+        work.modules[name].keeps.at(plan.micro_batch_size)
+        for name in plan.modules
+        if work.has_backward((name,)) and name not in sent
+    )
     stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
     return int((0 if plan.cpu_offload else stored) + kept)
-

@@ -8,8 +8,8 @@ from parallel.tensor import TensorAxis, apply_styles
 
 
 def apply_as_one_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None:
-    """What `apply_tensor_parallel` does, for rank 0 alone and without a process group, for whoever only looks at what a rank
-    would do: weights are plain tensors of a rank's shapes."""
+    """What `apply_tensor_parallel` does, for rank 0 alone and without a process group, for whoever only looks
+    at what a rank would do: weights are plain tensors of a rank's shapes."""
     axis = TensorAxis("tp", degree, 0, tensor.sequence_parallel)
 
     def share(whole: Tensor, placement: Placement) -> Tensor:

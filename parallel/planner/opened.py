@@ -1,4 +1,5 @@
-"""An operator of the model's own in a compiler's graph, opened: what its code does, seen with two micro batches."""
+"""An operator of the model's own in a compiler's graph, opened: what its code does, seen with two micro
+batches."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,21 +16,26 @@ from parallel.planner.work import Linear, Phase
 
 @dataclass(frozen=True)
 class Opened:
-    """The phase of an operator's code, whose `live` count its results but not its arguments; bytes of each result."""
+    """The phase of an operator's code, whose `live` count its results but not its arguments; bytes of each
+    result."""
 
     phase: Phase
     results: tuple[Linear, ...]
 
 
-def open_operator(node: Node, code: Callable[..., Any], fixed: Collection[Node], micro_batch_size: int) -> Opened:
-    """Run the code on fake tensors as large as a graph's, traced with `micro_batch_size` sequences, would be with others; the
-    sizes of `fixed` arguments stay."""
+def open_operator(
+    node: Node, code: Callable[..., Any], fixed: Collection[Node], micro_batch_size: int
+) -> Opened:
+    """Run the code on fake tensors as large as a graph's, traced with `micro_batch_size` sequences, would be
+    with others; the sizes of `fixed` arguments stay."""
     runs = [_run(node, code, fixed, sequences, micro_batch_size) for sequences in WATCHED_SEQUENCES]
     results = zip(*(sizes for _, sizes in runs), strict=True)
     return Opened(join_watched([watched for watched, _ in runs]), tuple(map(line, results)))
 
 
-def _run(node: Node, code: Callable[..., Any], fixed: Collection[Node], sequences: int, traced: int) -> tuple[Watched, list[int]]:
+def _run(
+    node: Node, code: Callable[..., Any], fixed: Collection[Node], sequences: int, traced: int
+) -> tuple[Watched, list[int]]:
     def argument(value: Any) -> Any:
         if not isinstance(value, Node):
             return value

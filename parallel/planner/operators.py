@@ -4,17 +4,39 @@ from typing import Any
 
 from torch.fx import Node
 
-VIEWS = frozenset({
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
-    "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "wait_tensor",
-})  # fmt: skip
+VIEWS = frozenset(
+    {
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "as_strided",
+        "unbind",
+        "wait_tensor",
+    }
+)
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-COLLECTIVES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}
+COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
 
 
 def attention_flops(name: str, arguments: Any) -> float:
-    """Of causal attention, half of the square. The forward is two products; the backward five, one of them done again
-    (FlashAttention, arXiv 2205.14135). Its arguments begin with q[B, N, T, H], k; the backward's with the gradient."""
+    """Of causal attention, half of the square. The forward is two products; the backward five, one of them
+    done again (FlashAttention, arXiv 2205.14135). Its arguments begin with q[B, N, T, H], k; the backward's
+    with the gradient."""
     backward = "backward" in name
     q, k = (x.meta["val"] if isinstance(x, Node) else x for x in arguments[backward : backward + 2])
     square = q.numel() * k.shape[-2]

@@ -1,4 +1,5 @@
-"""A simulated step as a picture: all of it in one strip of lanes, and a few units in the middle of the backward below."""
+"""A simulated step as a picture: all of it in one strip of lanes, and a few units in the middle of the
+backward below."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ THIN, INVISIBLE = 1.5, 0.05  # pixels: thinner bars that nearly touch are painte
 CELL = 1.0  # pixels: of thin bars in so much there is one, as wide as all of them
 SMALLEST, SMALL, BODY, LARGE = 9, 11, 12, 19  # font sizes
 INK, FAINT, GRID, PAPER, MARK = "#1a1a1a", "#595959", "#e3e3e3", "#f6f6f6", "#ececec"
-# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; exposed time alone is vermilion.
+# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; exposed time alone is
+# vermilion.
 COLORS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
@@ -88,8 +90,8 @@ def draw_timeline(timeline: Timeline, title: str) -> Picture:
 
 
 def one_line(y: float, words: str, size: float, bold: bool = False) -> Text:
-    """Words over the lanes, as small as they must be to fit beside the margins; where that is too small, their middle is left
-    out. Bold letters are wider."""
+    """Words over the lanes, as small as they must be to fit beside the margins; where that is too small,
+    their middle is left out. Bold letters are wider."""
     room = (WIDTH - LEFT - RIGHT) / (1.1 if bold else 1.0)
     if text_width(words, SMALLEST) > room:
         half = int(room / text_width("m", SMALLEST)) // 2 - 2
@@ -99,7 +101,9 @@ def one_line(y: float, words: str, size: float, bold: bool = False) -> Text:
 
 def facts(timeline: Timeline) -> str:
     """The step's numbers in one line."""
-    parts = [f"{ROWS[lane]} {in_ms(seconds)}" for lane, seconds in timeline.exposed_by_lane.items() if seconds]
+    parts = [
+        f"{ROWS[lane]} {in_ms(seconds)}" for lane, seconds in timeline.exposed_by_lane.items() if seconds
+    ]
     exposed = f"{in_ms(timeline.exposed_s)} exposed ({timeline.exposed_share:.1%})"
     return f"step {in_ms(timeline.step_s)} = {in_ms(timeline.compute_s)} computing + {exposed}" + (
         f": {', '.join(parts)}" if parts else ""
@@ -137,7 +141,9 @@ def _funnel(whole: Panel, zoom: Panel) -> Iterator[Shape]:
     left, right = whole.x(zoom.start_s), max(whole.x(zoom.end_s), whole.x(zoom.start_s) + 1)
     bottom = whole.bottom + AXIS_HEIGHT
     yield rectangle(left, whole.top - 6, right - left, bottom - whole.top + 6, MARK)
-    yield Polygon(((left, bottom), (right, bottom), (WIDTH - RIGHT, zoom.top - 32), (LEFT, zoom.top - 32)), PAPER)
+    yield Polygon(
+        ((left, bottom), (right, bottom), (WIDTH - RIGHT, zoom.top - 32), (LEFT, zoom.top - 32)), PAPER
+    )
     yield rectangle(LEFT, zoom.top - 32, WIDTH - RIGHT - LEFT, zoom.bottom - zoom.top + 32, PAPER)
 
 
@@ -159,7 +165,8 @@ def name_stretches(stretches: Iterable[tuple[str, float, float]], panel: Panel) 
 
 
 def _stretches(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
-    """Name, start and end of each forward, backward and optimizer, by what the compute stream does or waits for."""
+    """Name, start and end of each forward, backward and optimizer, by what the compute stream does or waits
+    for."""
     busy = [event for event in timeline.events if event.lane in ("compute", EXPOSED, "tp")]
     many = len(timeline.rounds) > 2
     name, start_s, end_s = "", 0.0, 0.0
@@ -206,21 +213,27 @@ def nice_step(length_s: float) -> float:
 
 
 def _bars(events: Iterable[Event], panel: Panel, named: bool) -> Iterator[Shape]:
-    """Exposed time last, so that nothing hides it, and in the strip with a foot below its lane, so that slivers show."""
+    """Exposed time last, so that nothing hides it, and in the strip with a foot below its lane, so that
+    slivers show."""
     bars = _merged(events, panel)
     for bar in sorted(bars, key=lambda bar: bar.kind == EXPOSED):
         y, width = panel.y(ROWS[bar.event.lane]), bar.right - bar.left
         gap = 1.0 if width >= 4 else 0.5 if width >= 2 else 0.0
         foot = LANE_GAP - 1 if bar.kind == EXPOSED and not named else 0
-        about = f"{describe(bar.event)}: {in_ms(bar.event.seconds)}" + (f" and {bar.more} more" if bar.more else "")
-        yield rectangle(bar.left, y, width - gap, LANE_HEIGHT + foot, COLORS[bar.kind], about if named else "")
+        about = f"{describe(bar.event)}: {in_ms(bar.event.seconds)}" + (
+            f" and {bar.more} more" if bar.more else ""
+        )
+        yield rectangle(
+            bar.left, y, width - gap, LANE_HEIGHT + foot, COLORS[bar.kind], about if named else ""
+        )
         if named:
             yield from _bar_name(bar, y)
 
 
 @dataclass(slots=True)
 class _Bar:
-    """From left to right in pixels: an event, or some of one kind that are too thin to tell apart, of which the first."""
+    """From left to right in pixels: an event, or some of one kind that are too thin to tell apart, of which
+    the first."""
 
     event: Event
     kind: str
@@ -246,8 +259,9 @@ def _merged(events: Iterable[Event], panel: Panel) -> list[_Bar]:
 
 
 def _cells(events: Iterable[Event], panel: Panel) -> list[_Bar]:
-    """A bar per event; events of one kind within one pixel share one, as wide as they are together. So a measured step of very
-    many events is no larger a picture, and what was busy half of the time is half painted."""
+    """A bar per event; events of one kind within one pixel share one, as wide as they are together. So a
+    measured step of very many events is no larger a picture, and what was busy half of the time is half
+    painted."""
     bars: list[_Bar] = []
     last: dict[tuple[str, str], _Bar] = {}
     for event in events:

@@ -10,18 +10,30 @@ from parallel.planner.flow import OFFLOAD
 from parallel.planner.search import EQUAL, Candidate, Choice, Machines
 from parallel.planner.step_times import StepTimes
 
-CHOICES = ("tp", "dp_shard", "activation_checkpoint", "checkpointed_blocks", "reshard_after_forward", "prefetch",
-           "micro_batch_size")  # fmt: skip
+CHOICES = (
+    "tp",
+    "dp_shard",
+    "activation_checkpoint",
+    "checkpointed_blocks",
+    "reshard_after_forward",
+    "prefetch",
+    "micro_batch_size",
+)
 MILLI = 1e3
 MOST_COMPARED = 3  # other values of one choice
 
 
 def give_reasons(choice: Choice, machines: Machines, times: StepTimes) -> list[str]:
-    """One sentence for memory, one for communication, and one for each choice that had an alternative: what the nearest
-    other value would have cost. `times`: of the best plan."""
+    """One sentence for memory, one for communication, and one for each choice that had an alternative: what
+    the nearest other value would have cost. `times`: of the best plan."""
     best = choice.best
-    return [_memory(choice, machines), *_tie(choice), *_communication(best, times), *_host_memory(best, times),
-            *_alternatives(choice, machines)]  # fmt: skip
+    return [
+        _memory(choice, machines),
+        *_tie(choice),
+        *_communication(best, times),
+        *_host_memory(best, times),
+        *_alternatives(choice, machines),
+    ]
 
 
 def _tie(choice: Choice) -> Iterator[str]:
@@ -33,9 +45,13 @@ def _tie(choice: Choice) -> Iterator[str]:
 
 def _memory(choice: Choice, machines: Machines) -> str:
     tried = len(choice.fitting) + len(choice.too_large) + len(choice.slower)
-    return (f"of {tried} plans that were tried {len(choice.too_large)} do not fit, and {len(choice.slower)} would be slower even "
-            f"if they waited for nothing; this one needs {_gib(choice.best)} of {machines.available_bytes / GIB:.1f} GiB, the "
-            "allocator's share included")  # fmt: skip
+    return (
+        f"of {tried} plans that were tried {len(choice.too_large)} do not fit, and {len(choice.slower)} "
+        f"would be slower even "
+        f"if they waited for nothing; this one needs {_gib(choice.best)} of "
+        f"{machines.available_bytes / GIB:.1f} GiB, the "
+        "allocator's share included"
+    )
 
 
 def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
@@ -48,16 +64,25 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
     exposed = waited / best.timeline.step_s
     if best.plan.mesh.dp_shard > 1:
         sending = parts.regather_s * regathered(unit) + parts.scatter_s
-        hides = "can hide all of it" if max(parts.gather_s / forward, sending / backward) <= 1 else "cannot hide all of it"
+        hides = (
+            "can hide all of it"
+            if max(parts.gather_s / forward, sending / backward) <= 1
+            else "cannot hide all of it"
+        )
         again = "gathered again and reduced" if regathered(unit) else "reduced"
         hides = hides if times.overlaps else "stands still meanwhile"
-        yield (f"dp_shard={best.plan.mesh.dp_shard}: {unit.name} is gathered in {parts.gather_s * MILLI:.1f} ms beside "
-               f"{forward * MILLI:.1f} ms of forward, and {again} in {sending * MILLI:.1f} ms beside "
-               f"{backward * MILLI:.1f} ms of backward: computing {hides}")  # fmt: skip
+        yield (
+            f"dp_shard={best.plan.mesh.dp_shard}: {unit.name} is gathered in {parts.gather_s * MILLI:.1f} ms "
+            f"beside "
+            f"{forward * MILLI:.1f} ms of forward, and {again} in {sending * MILLI:.1f} ms beside "
+            f"{backward * MILLI:.1f} ms of backward: computing {hides}"
+        )
     if best.plan.mesh.tp > 1:
         waited = sum(m.forward_tp_s + m.backward_tp_s for m in alone)
-        yield (f"tp={best.plan.mesh.tp}: its collectives take {waited * MILLI:.1f} ms of each {unit.name}'s "
-               f"{(forward + backward + waited) * MILLI:.1f} ms, and nothing hides them")  # fmt: skip
+        yield (
+            f"tp={best.plan.mesh.tp}: its collectives take {waited * MILLI:.1f} ms of each {unit.name}'s "
+            f"{(forward + backward + waited) * MILLI:.1f} ms, and nothing hides them"
+        )
     if best.plan.mesh.world_size > 1:
         yield f"{exposed:.1%} of the step waits for communication"
 
@@ -70,9 +95,13 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     name, copy_s = next(iter(times.host_s.items()))
     alone = times.modules[name]
     share = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0) / best.timeline.step_s
-    yield (f"offload: what {name} keeps is copied in {copy_s * MILLI:.1f} ms each way, beside {alone.forward_s * MILLI:.1f} ms "
-           f"of forward and {alone.backward_s * MILLI:.1f} ms of backward: {best.host_bytes / GIB:.1f} GiB are in host memory, "
-           f"and {share:.1%} of the step waits for it")  # fmt: skip
+    yield (
+        f"offload: what {name} keeps is copied in {copy_s * MILLI:.1f} ms each way, beside "
+        f"{alone.forward_s * MILLI:.1f} ms "
+        f"of forward and {alone.backward_s * MILLI:.1f} ms of backward: {best.host_bytes / GIB:.1f} GiB are "
+        f"in host memory, "
+        f"and {share:.1%} of the step waits for it"
+    )
 
 
 def _alternatives(choice: Choice, machines: Machines) -> Iterator[str]:
@@ -84,16 +113,21 @@ def _alternatives(choice: Choice, machines: Machines) -> Iterator[str]:
 
 
 def _same_but_for(choice: Choice, key: str) -> list[Candidate]:
-    """Plans that differ from the best in one choice, and in what follows from it: the best of each value. Fitting ones come
-    first, and those nearest to what was chosen. From any choice follows for how many blocks memory is too small."""
-    free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(key, {key})
+    """Plans that differ from the best in one choice, and in what follows from it: the best of each value.
+    Fitting ones come first, and those nearest to what was chosen. From any choice follows for how many blocks
+    memory is too small."""
+    free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(
+        key, {key}
+    )
     free = free if key == "checkpointed_blocks" else free | {"checkpointed_blocks"}
     found: dict[Any, Candidate] = {}
     for candidate in (*choice.fitting, *choice.slower, *choice.too_large):
         if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
             found.setdefault(candidate.choices[key], candidate)
     others = [candidate for value, candidate in found.items() if value != choice.best.choices[key]]
-    return sorted(others, key=lambda other: _distance(other.choices[key], choice.best.choices[key]))[:MOST_COMPARED]
+    return sorted(others, key=lambda other: _distance(other.choices[key], choice.best.choices[key]))[
+        :MOST_COMPARED
+    ]
 
 
 def _distance(value: Any, chosen: Any) -> float:
@@ -110,7 +144,9 @@ def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) ->
     if other.timeline is None:
         return f"{value} needs {_gib(other)} of {machines.available_bytes / GIB:.1f} GiB"
     ratio = other.rate() / best.rate() - 1
-    pace = "is as fast" if abs(ratio) < 0.0005 else f"is {abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"
+    pace = (
+        "is as fast" if abs(ratio) < 0.0005 else f"is {abs(ratio):.1%} {'faster' if ratio > 0 else 'slower'}"
+    )
     return f"{value} {pace} and needs {_gib(other)}"
 
 

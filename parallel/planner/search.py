@@ -1,6 +1,7 @@
 """Every legal way to lay out a training job, judged on memory and time; the best is chosen.
 
-What the config gives a value stays as it is; what it leaves at `auto` is tried in every way that makes a difference.
+What the config gives a value stays as it is; what it leaves at `auto` is tried in every way that makes a
+difference.
 """
 
 import dataclasses
@@ -43,8 +44,9 @@ class Candidate:
     """One legal plan.
 
     Args:
-        choices: what was tried, by key: tp, dp_replicate, dp_shard, activation_checkpoint, checkpointed_blocks (how many of
-            the blocks; 0 with none), reshard_after_forward, prefetch, micro_batch_size
+        choices: what was tried, by key: tp, dp_replicate, dp_shard, activation_checkpoint,
+            checkpointed_blocks (how many of the blocks; 0 with none), reshard_after_forward, prefetch,
+            micro_batch_size
         plan: all of it
         least_s: seconds of a step that waits for nothing
         needed_bytes: memory of one rank, the allocator's included; at least, where that is too much already
@@ -70,8 +72,9 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a search found: plans that fit and were timed, the best first; those that do not fit, those that need least
-    first; and those that were not timed because they are slower than the best even if they wait for nothing."""
+    """What a search found: plans that fit and were timed, the best first; those that do not fit, those that
+    need least first; and those that were not timed because they are slower than the best even if they wait
+    for nothing."""
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
@@ -82,26 +85,42 @@ class Choice:
         return self.fitting[0]
 
 
-def search(config: ParallelConfig, model: ModelUnits, job: Job, machines: Machines,
-           trace: Callable[[Plan], ModelWork]) -> Choice:  # fmt: skip
-    """Try all. Raises PlanError if no combination is legal, with what is wrong with the simplest one. That none fits is no
-    error: then `fitting` is empty."""
-    if config.activation_checkpoint == "auto" and (mistakes := op_mistakes(config.selective_policy, model.attention_ops)):
+def search(
+    config: ParallelConfig,
+    model: ModelUnits,
+    job: Job,
+    machines: Machines,
+    trace: Callable[[Plan], ModelWork],
+) -> Choice:
+    """Try all. Raises PlanError if no combination is legal, with what is wrong with the simplest one. That
+    none fits is no error: then `fitting` is empty."""
+    if config.activation_checkpoint == "auto" and (
+        mistakes := op_mistakes(config.selective_policy, model.attention_ops)
+    ):
         raise PlanError("\n".join(mistakes))
     found = _Search(config, model, job, machines, trace)
     for candidate in sorted(found.legal(), key=lambda c: (-c.rate(), _complexity(c))):
         found.take(candidate)
     found.too_large.sort(key=_needed)
     if not found.fitting:
-        nearest = [candidate if candidate.memory else found.judge(candidate) for candidate in found.too_large[:NEAREST]]
+        nearest = [
+            candidate if candidate.memory else found.judge(candidate)
+            for candidate in found.too_large[:NEAREST]
+        ]
         found.too_large[:NEAREST] = sorted(nearest, key=_needed)
     return Choice(tuple(_ranked(found.fitting)), tuple(found.too_large), tuple(found.slower))
 
 
 def frugal(config: ParallelConfig, job: Job, blocks: int) -> tuple[ParallelConfig, Job]:
-    """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of the model."""
-    least: dict[str, Any] = {"dp_replicate": 1, "activation_checkpoint": "full", "reshard_after_forward": True,
-                             "forward_prefetch": 1, "backward_prefetch": 1}  # fmt: skip
+    """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of
+    the model."""
+    least: dict[str, Any] = {
+        "dp_replicate": 1,
+        "activation_checkpoint": "full",
+        "reshard_after_forward": True,
+        "forward_prefetch": 1,
+        "backward_prefetch": 1,
+    }
     if config.activation_checkpoint != "none":
         least["checkpointed_blocks"] = blocks
     closed: dict[str, Any] = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
@@ -112,19 +131,33 @@ def frugal(config: ParallelConfig, job: Job, blocks: int) -> tuple[ParallelConfi
 class _Search:
     """All legal plans, and what has become of those that were looked at."""
 
-    def __init__(self, config: ParallelConfig, model: ModelUnits, job: Job, machines: Machines,
-                 trace: Callable[[Plan], ModelWork]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: ParallelConfig,
+        model: ModelUnits,
+        job: Job,
+        machines: Machines,
+        trace: Callable[[Plan], ModelWork],
+    ) -> None:
         self.fitting: list[Candidate] = []
         self.too_large: list[Candidate] = []
         self.slower: list[Candidate] = []
-        self._config, self._model, self._job, self._machines, self._trace = config, model, job, machines, trace
+        self._config, self._model, self._job, self._machines, self._trace = (
+            config,
+            model,
+            job,
+            machines,
+            trace,
+        )
         self._bounds: dict[tuple[Any, ...], Bounds] = {}  # resharding and prefetching change none
         self._fewest: dict[tuple[Any, ...], int] = {}  # blocks, with the frugal way to gather
-        self._keeps_all: set[tuple[Any, ...]] = set()  # choices with which nothing has to be recomputed or sent away
+        # choices with which nothing has to be recomputed or sent away
+        self._keeps_all: set[tuple[Any, ...]] = set()
         self._best_rate = 0.0
 
     def legal(self) -> Iterator[Candidate]:
-        """All legal plans: with every block treated alike, or as many as the config says, and with as few as could fit."""
+        """All legal plans: with every block treated alike, or as many as the config says, and with as few as
+        could fit."""
         mistakes: list[PlanError] = []
         found = False
         for choices in combinations(self._config, self._job, self._machines.gpus_per_node):
@@ -143,7 +176,8 @@ class _Search:
             raise mistakes[0]
 
     def take(self, candidate: Candidate) -> None:
-        """Put a candidate where it belongs, after judging it if it can be the best. The fastest bound must come first."""
+        """Put a candidate where it belongs, after judging it if it can be the best. The fastest bound must
+        come first."""
         if not candidate.at_least and candidate.needed_bytes > self._machines.available_bytes:
             self.too_large.append(candidate)
         elif self._is_slower(candidate):
@@ -154,7 +188,9 @@ class _Search:
             self._best_rate = max(self._best_rate, judged.rate() if judged.timeline else 0.0)
             if judged.timeline and candidate.choices["activation_checkpoint"] == "none":
                 self._keeps_all.add(_but_checkpointing(candidate.choices))
-        elif _but_checkpointing(candidate.choices) not in self._keeps_all and (settled := self._settle(candidate)):
+        elif _but_checkpointing(candidate.choices) not in self._keeps_all and (
+            settled := self._settle(candidate)
+        ):
             self.take(settled)
 
     def judge(self, candidate: Candidate) -> Candidate:
@@ -183,7 +219,13 @@ class _Search:
     def _alike(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
         """The candidate of a plan that was made with these choices."""
         asked, blocks = self._config.checkpointed_blocks, self._blocks(plan)
-        treated = 0 if choices["activation_checkpoint"] == "none" else blocks if asked == "auto" else min(asked, blocks)
+        treated = (
+            0
+            if choices["activation_checkpoint"] == "none"
+            else blocks
+            if asked == "auto"
+            else min(asked, blocks)
+        )
         return self._candidate({**choices, "checkpointed_blocks": treated}, plan)
 
     def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
@@ -196,12 +238,15 @@ class _Search:
         if key not in self._bounds:
             work = self._trace(plan)
             times = step_times(plan, work, self._machines.hardware, self._machines.gpus_per_node)
-            self._bounds[key] = Bounds(times, times.busy_s(plan.accumulation), least_bytes(plan, work), host_bytes(plan, work))
+            self._bounds[key] = Bounds(
+                times, times.busy_s(plan.accumulation), least_bytes(plan, work), host_bytes(plan, work)
+            )
         return self._bounds[key]
 
     def _fewest_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate | None:
-        """The same for fewer blocks: as many as are needed at least, if what blocks keep were all there is. None where that is
-        all of them, or where the config says how many, or how. Its plan is that of all blocks."""
+        """The same for fewer blocks: as many as are needed at least, if what blocks keep were all there is.
+        None where that is all of them, or where the config says how many, or how. Its plan is that of all
+        blocks."""
         mode, blocks = choices["activation_checkpoint"], self._blocks(plan)
         if mode not in PART_OF_THE_BLOCKS or self._config.checkpointed_blocks != "auto" or blocks < 2:
             return None
@@ -218,8 +263,8 @@ class _Search:
         return Candidate(in_order, plan, least_s, needed, at_least=True)
 
     def _settle(self, candidate: Candidate) -> Candidate | None:
-        """The candidate with the fewest blocks that fit: the fewer, the more memory. None where all are needed, which is a
-        candidate of its own, or do not do, or where host memory is too small."""
+        """The candidate with the fewest blocks that fit: the fewer, the more memory. None where all are
+        needed, which is a candidate of its own, or do not do, or where host memory is too small."""
         key, blocks = _but_how_gathered(candidate.choices), self._blocks(candidate.plan)
         needs: dict[int, int] = {}
 
@@ -241,7 +286,9 @@ class _Search:
         if fits(blocks - 1):
             room = usable_bytes(self._machines.available_bytes, self._machines.hardware) - needs[blocks - 1]
             keeping = (*_but_how_gathered({**candidate.choices, "activation_checkpoint": "none"}), 0)
-            saved = max(1, (self._bounds[keeping].needed_bytes - self._bounds[*key, blocks].needed_bytes) / blocks)
+            saved = max(
+                1, (self._bounds[keeping].needed_bytes - self._bounds[*key, blocks].needed_bytes) / blocks
+            )
             count = smallest(least, blocks - 1, blocks - 1 - int(room / saved), fits)
         self._fewest.setdefault(key, count)
         if count == blocks:
@@ -251,11 +298,17 @@ class _Search:
 
     def _host_mistake(self, candidate: Candidate) -> PlanError | None:
         kind = self._machines.hardware
-        if candidate.choices["activation_checkpoint"] != "offload" or candidate.host_bytes <= kind.host_memory_gib * GIB:
+        if (
+            candidate.choices["activation_checkpoint"] != "offload"
+            or candidate.host_bytes <= kind.host_memory_gib * GIB
+        ):
             return None
-        return PlanError(f"parallel.activation_checkpoint=offload would keep {candidate.host_bytes / GIB:.1f} GiB of each "
-                         f"process in host memory, which has {kind.host_memory_gib:g} GiB for it (host_memory_gib in "
-                         f"configs/hardware/{kind.name}.yaml): offload fewer blocks (parallel.checkpointed_blocks), or use full")
+        return PlanError(
+            f"parallel.activation_checkpoint=offload would keep {candidate.host_bytes / GIB:.1f} GiB of each "
+            f"process in host memory, which has {kind.host_memory_gib:g} GiB for it (host_memory_gib in "
+            f"configs/hardware/{kind.name}.yaml): offload fewer blocks (parallel.checkpointed_blocks), or "
+            f"use full"
+        )
 
 
 def _but_how_gathered(choices: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -266,7 +319,9 @@ def _but_how_gathered(choices: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _but_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     """The choices but for what is done with activations."""
-    return tuple(value for key, value in choices.items() if key not in ("activation_checkpoint", "checkpointed_blocks"))
+    return tuple(
+        value for key, value in choices.items() if key not in ("activation_checkpoint", "checkpointed_blocks")
+    )
 
 
 def _needed(candidate: Candidate) -> int:
@@ -282,9 +337,22 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[Any, ...]:
-    """What is simpler sorts first: fewer axes, less recomputing, blocks alike, the defaults, and small micro batches."""
+    """What is simpler sorts first: fewer axes, less recomputing, blocks alike, the defaults, and small micro
+    batches."""
     c = candidate.choices
-    mode, kinds = c["activation_checkpoint"], {unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}
-    return (c["tp"] > 1, c["dp_replicate"] > 1, CHECKPOINTING.index(mode) if mode in CHECKPOINTING else len(CHECKPOINTING),
-            len(kinds), c["reshard_after_forward"] is not True, str(c["prefetch"]), c["tp"], c["dp_replicate"],
-            c["checkpointed_blocks"], c["micro_batch_size"])  # fmt: skip
+    mode, kinds = (
+        c["activation_checkpoint"],
+        {unit.activation_checkpoint for unit in candidate.plan.units[1:-1]},
+    )
+    return (
+        c["tp"] > 1,
+        c["dp_replicate"] > 1,
+        CHECKPOINTING.index(mode) if mode in CHECKPOINTING else len(CHECKPOINTING),
+        len(kinds),
+        c["reshard_after_forward"] is not True,
+        str(c["prefetch"]),
+        c["tp"],
+        c["dp_replicate"],
+        c["checkpointed_blocks"],
+        c["micro_batch_size"],
+    )

@@ -10,7 +10,8 @@ LETTER_WIDTH = 0.56  # mean width of a letter of Helvetica or Arial, in font siz
 
 @dataclass(frozen=True, slots=True)
 class Polygon:
-    """Corners in pixels from the top left; filled with `color` as "#rrggbb". `about`: what a browser says of it."""
+    """Corners in pixels from the top left; filled with `color` as "#rrggbb". `about`: what a browser says of
+    it."""
 
     corners: tuple[tuple[float, float], ...]
     color: str
@@ -19,7 +20,8 @@ class Polygon:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One line; x and y where its baseline starts, has its middle, or ends, by `anchor`: start, middle, end."""
+    """One line; x and y where its baseline starts, has its middle, or ends, by `anchor`: start, middle,
+    end."""
 
     x: float
     y: float
@@ -66,7 +68,8 @@ def _element(shape: Shape) -> str:
     if isinstance(shape, Text):
         weight = ' font-weight="bold"' if shape.bold else ""
         return (
-            f'<text x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{_number(shape.size)}" fill="{shape.color}" '
+            f'<text x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{_number(shape.size)}" '
+            f'fill="{shape.color}" '
             f'text-anchor="{shape.anchor}"{weight}>{escape(shape.words)}</text>'
         )
     title = f"<title>{escape(shape.about)}</title>" if shape.about else ""
@@ -78,7 +81,10 @@ def _box(corners: Sequence[tuple[float, float]]) -> str:
     """The element of these corners: a rect, if they are one's as `rectangle` writes them."""
     (x, y), (right, bottom) = corners[0], corners[2 % len(corners)]
     if tuple(corners) == ((x, y), (right, y), (right, bottom), (x, bottom)):
-        return f'rect x="{_number(x)}" y="{_number(y)}" width="{_number(right - x)}" height="{_number(bottom - y)}"'
+        return (
+            f'rect x="{_number(x)}" y="{_number(y)}" width="{_number(right - x)}" '
+            f'height="{_number(bottom - y)}"'
+        )
     return f'polygon points="{" ".join(f"{_number(x)},{_number(y)}" for x, y in corners)}"'
 
 

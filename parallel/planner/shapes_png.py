@@ -41,4 +41,6 @@ def _write(image: Image.Image, texts: list[Text]) -> None:
     for text in texts:
         font = ImageFont.load_default(text.size * SCALE * FONT_SIZE)
         for shift in (0, 1) if text.bold else (0,):  # the font has no bold: written twice, a pixel apart
-            draw.text((text.x * SCALE + shift, text.y * SCALE), text.words, text.color, font, ANCHORS[text.anchor])
+            draw.text(
+                (text.x * SCALE + shift, text.y * SCALE), text.words, text.color, font, ANCHORS[text.anchor]
+            )

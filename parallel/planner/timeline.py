@@ -23,9 +23,10 @@ class Event:
     """One bar of one lane. Seconds count from the start of the step.
 
     Args:
-        lane: compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed: the compute stream stands and waits
-        work: in compute forward, backward, copy_out, copy_in or optimizer; in exposed the lane that is waited for;
-            elsewhere the lane (in offload send or fetch)
+        lane: compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed: the compute stream
+            stands and waits
+        work: in compute forward, backward, copy_out, copy_in or optimizer; in exposed the lane that is waited
+            for; elsewhere the lane (in offload send or fetch)
         unit: whose parameters or gradients, or that of the module; "" for the optimizer
         module: what is computed; "" where it is the unit as a whole
         phase: forward, backward, optimizer
@@ -47,8 +48,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Round:
-    """The events of one micro batch, or the optimizer's, in the order of their starts, as if it began at second 0 and were
-    the first; when it begins, and how long it takes. Micro batches that pass alike share theirs."""
+    """The events of one micro batch, or the optimizer's, in the order of their starts, as if it began at
+    second 0 and were the first; when it begins, and how long it takes. Micro batches that pass alike share
+    theirs."""
 
     start_s: float
     seconds: float
@@ -57,12 +59,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step: `step_s` is `compute_s`, when the compute stream works (copies and the optimizer too, and as slow
-    as they are beside collectives), and `exposed_s`, when it waits for a collective or for host memory, or runs a
-    tensor-parallel collective.
+    """A simulated step: `step_s` is `compute_s`, when the compute stream works (copies and the optimizer too,
+    and as slow as they are beside collectives), and `exposed_s`, when it waits for a collective or for host
+    memory, or runs a tensor-parallel collective.
 
-    `exposed_by_lane` and `exposed_by_unit` say how much of `exposed_s` each lane and unit is waited for, 0 left out. If what
-    is waited for itself waits, for the link or in a queue, whatever is in flight at that time counts.
+    `exposed_by_lane` and `exposed_by_unit` say how much of `exposed_s` each lane and unit is waited for, 0
+    left out. If what is waited for itself waits, for the link or in a queue, whatever is in flight at that
+    time counts.
     """
 
     rounds: tuple[Round, ...]
@@ -86,12 +89,21 @@ class Timeline:
 def _events(rounds: tuple[Round, ...]) -> Iterator[Event]:
     for number, part in enumerate(rounds):
         for e in part.events:
-            yield Event(e.lane, e.work, e.unit, e.module, e.phase, number, e.start_s + part.start_s, e.end_s + part.start_s)
+            yield Event(
+                e.lane,
+                e.work,
+                e.unit,
+                e.module,
+                e.phase,
+                number,
+                e.start_s + part.start_s,
+                e.end_s + part.start_s,
+            )
 
 
 def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
-    """The step in the trace event format, which https://ui.perfetto.dev and chrome://tracing open: one process named
-    `title`, a thread per lane, complete events ("X") with times in microseconds.
+    """The step in the trace event format, which https://ui.perfetto.dev and chrome://tracing open: one
+    process named `title`, a thread per lane, complete events ("X") with times in microseconds.
 
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
@@ -100,7 +112,9 @@ def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
     names = [_name("process_name", 0, title)]
     for lane, number in threads.items():
         names.append(_name("thread_name", number, LANES[lane]))
-        names.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}})
+        names.append(
+            {"ph": "M", "pid": 1, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+        )
     facts = {
         "title": title,
         "step_s": timeline.step_s,
@@ -125,7 +139,12 @@ def _bar(event: Event, thread: int) -> dict[str, Any]:
         "cat": event.lane,
         "ts": event.start_s * 1e6,
         "dur": event.seconds * 1e6,
-        "args": {"unit": event.unit, "module": event.module, "phase": event.phase, "micro_batch": event.micro_batch},
+        "args": {
+            "unit": event.unit,
+            "module": event.module,
+            "phase": event.phase,
+            "micro_batch": event.micro_batch,
+        },
     }
     return bar | ({"cname": TRACE_COLORS[event.lane]} if event.lane in TRACE_COLORS else {})
 

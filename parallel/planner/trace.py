@@ -1,7 +1,8 @@
-"""Reads a module's work from its own code: traced by the compiler that will compile it, or run eagerly, on fake tensors.
+"""Reads a module's work from its own code: traced by the compiler that will compile it, or run eagerly, on
+fake tensors.
 
-No device, no process group, no memory: only shapes. Under compilation it is torch's own partitioner that decides what the
-forward keeps and what the backward computes again, as it will in the run.
+No device, no process group, no memory: only shapes. Under compilation it is torch's own partitioner that
+decides what the forward keeps and what the backward computes again, as it will in the run.
 """
 
 import logging
@@ -60,8 +61,12 @@ def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
 
         return compiler
 
-    inner = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"),
-                         partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())  # fmt: skip
+    inner = aot_autograd(
+        fw_compiler=keep("forward"),
+        bw_compiler=keep("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
 
     def backend(graph: GraphModule, inputs: list[Any]) -> Any:
         weights.extend(isinstance(x, nn.Parameter) for x in inputs)
@@ -71,11 +76,13 @@ def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
 
 
 def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Subject) -> ModuleWork:
-    """Both graphs as kernels. The forward returns first its result, then what it keeps for the backward, whose placeholders
-    have the same names."""
+    """Both graphs as kernels. The forward returns first its result, then what it keeps for the backward,
+    whose placeholders have the same names."""
     primals = _placeholders(forward)
     assert len(primals) == len(weights), "the compiler hands on every input of the module, in order"
-    counted = {node for node, weight in zip(primals, weights, strict=True) if not weight and _has_micro_batch(node)}
+    counted = {
+        node for node, weight in zip(primals, weights, strict=True) if not weight and _has_micro_batch(node)
+    }
     uncounted = {node.name for node in primals if node not in counted}
     there = KernelGraph(forward, GraphInputs(set(primals) - counted, {}, held=True), TRACED_SEQUENCES)
     output, *kept = there.returned()
@@ -88,11 +95,15 @@ def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Sub
     caller_holds = {output, *primals}
     donated = {node for node in same_as if made[node.name] not in caller_holds}
     fixed = {node for node in same_as if (maker := made[node.name]) and not there.size(maker).per_sequence}
-    back = KernelGraph(backward, GraphInputs(again, same_as, held=False, donated=donated, fixed=fixed), TRACED_SEQUENCES)
+    back = KernelGraph(
+        backward, GraphInputs(again, same_as, held=False, donated=donated, fixed=fixed), TRACED_SEQUENCES
+    )
     keeps = total(map(there.size, {node for node in kept if node is not None}))
     result = there.size(output) if output is not None else Linear()
     module = subject.module
-    return ModuleWork(count_parameters(module), there.phase(), back.phase(), keeps, result, list_weights(module))
+    return ModuleWork(
+        count_parameters(module), there.phase(), back.phase(), keeps, result, list_weights(module)
+    )
 
 
 def _placeholders(graph: Graph) -> list[Node]:
@@ -109,18 +120,25 @@ def count_parameters(module: nn.Module) -> int:
 
 def list_weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
     """Rows of each parameter, and values of a row."""
-    return tuple((parameter.shape[0], parameter.numel() // parameter.shape[0]) for parameter in module.parameters())
+    return tuple(
+        (parameter.shape[0], parameter.numel() // parameter.shape[0]) for parameter in module.parameters()
+    )
 
 
 @contextmanager
 def _quiet_compiler() -> Iterator[None]:
-    """A dynamo that starts anew and leaves nothing behind, so that the run's own counts of graphs are its own."""
+    """A dynamo that starts anew and leaves nothing behind, so that the run's own counts of graphs are its
+    own."""
     torch._dynamo.reset()
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():  # of dynamo's own doing, which it does not show
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-            warnings.filterwarnings("ignore", ".* should not be instantiated. Methods on autograd functions", DeprecationWarning)
+            warnings.filterwarnings(
+                "ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning
+            )
+            warnings.filterwarnings(
+                "ignore", ".* should not be instantiated. Methods on autograd functions", DeprecationWarning
+            )
             yield
     finally:
         torch._dynamo.reset()

@@ -49,9 +49,10 @@ class Operation:
 class Phase:
     """A module's forward or backward (recomputation included).
 
-    `live`: bytes that it holds at its moments, only the moments that can be the fullest. A forward's count what it keeps,
-    its output, and what passes; a backward's what the forward kept and is not yet freed, gradients, and what passes.
-    `fixed` parts are gradients of weights, `per_sequence` parts are activations. Weights are in neither.
+    `live`: bytes that it holds at its moments, only the moments that can be the fullest. A forward's count
+    what it keeps, its output, and what passes; a backward's what the forward kept and is not yet freed,
+    gradients, and what passes. `fixed` parts are gradients of weights, `per_sequence` parts are activations.
+    Weights are in neither.
     """
 
     operations: tuple[Operation, ...]
@@ -64,11 +65,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class ModuleWork:
-    """One module on one tp rank: its number of parameters, its two phases, the bytes that the forward `keeps` for the
-    backward (with its input, where it needs that), and those of its `output`.
+    """One module on one tp rank: its number of parameters, its two phases, the bytes that the forward `keeps`
+    for the backward (with its input, where it needs that), and those of its `output`.
 
-    `weights`: rows, and values of a row, of each of its parameters, in its own order: sharding deals out rows. `float8`: how
-    many of the parameters are multiplied in float8.
+    `weights`: rows, and values of a row, of each of its parameters, in its own order: sharding deals out
+    rows. `float8`: how many of the parameters are multiplied in float8.
     """
 
     parameters: int
@@ -89,9 +90,9 @@ class ModuleWork:
 class ModelWork:
     """A model's work, for sequences of `seq_len` tokens.
 
-    `modules`: by name, in the order of `Plan.modules`. `trained`: the share of each one's parameters that is trained, where
-    it is not all of them. `logits`: the module that makes the logits and their loss. `tables`: bytes of the
-    model's buffers. `moment_bytes`: of one value of one of the optimizer's two moments.
+    `modules`: by name, in the order of `Plan.modules`. `trained`: the share of each one's parameters that is
+    trained, where it is not all of them. `logits`: the module that makes the logits and their loss. `tables`:
+    bytes of the model's buffers. `moment_bytes`: of one value of one of the optimizer's two moments.
     """
 
     modules: Mapping[str, ModuleWork]
@@ -103,7 +104,8 @@ class ModelWork:
 
     @cached_property
     def _frozen_first(self) -> frozenset[str]:
-        """The modules before the first one that is trained: they have no backward, and keep nothing for one."""
+        """The modules before the first one that is trained: they have no backward, and keep nothing for
+        one."""
         return frozenset(takewhile(lambda name: self.trained.get(name, 1.0) == 0, self.modules))
 
     def has_backward(self, names: Iterable[str]) -> bool:
@@ -111,7 +113,8 @@ class ModelWork:
         return not self._frozen_first.issuperset(names)
 
     def shortened(self, seq_len: int) -> "ModelWork":
-        """What it holds for other sequences: activations are in proportion to tokens. What it does stays as it was."""
+        """What it holds for other sequences: activations are in proportion to tokens. What it does stays as
+        it was."""
         share = seq_len / self.seq_len
         alike = {id(work): _shortened(work, share) for work in self.modules.values()}
         modules = {name: alike[id(work)] for name, work in self.modules.items()}
@@ -122,8 +125,12 @@ def _shortened(work: ModuleWork, share: float) -> ModuleWork:
     def shorter(size: Linear) -> Linear:
         return replace(size, per_sequence=size.per_sequence * share)
 
-    forward, backward = (replace(phase, live=tuple(map(shorter, phase.live))) for phase in (work.forward, work.backward))
-    return replace(work, forward=forward, backward=backward, keeps=shorter(work.keeps), output=shorter(work.output))
+    forward, backward = (
+        replace(phase, live=tuple(map(shorter, phase.live))) for phase in (work.forward, work.backward)
+    )
+    return replace(
+        work, forward=forward, backward=backward, keeps=shorter(work.keeps), output=shorter(work.output)
+    )
 
 
 def total(sizes: Iterable[Linear]) -> Linear:

@@ -1,8 +1,10 @@
-"""`train.main` on CPUs whose torch is told of what async tensor parallelism needs of GPUs. Run by test_async_tp.py.
+"""`train.main` on CPUs whose torch is told of what async tensor parallelism needs of GPUs. Run by
+test_async_tp.py.
 
-torch has the fused operators' own slow form, a real collective and a real product, for GPUs under test only: here it is what
-CPUs run. Inductor's pass does nothing in a torch without NCCL: here it is told that there is one. And the check of the device,
-which would refuse the run, is left out. All else is what a GPU would get: our plan, our switches, inductor's pass and code.
+torch has the fused operators' own slow form, a real collective and a real product, for GPUs under test only:
+here it is what CPUs run. Inductor's pass does nothing in a torch without NCCL: here it is told that there is
+one. And the check of the device, which would refuse the run, is left out. All else is what a GPU would get:
+our plan, our switches, inductor's pass and code.
 """
 
 import sys
@@ -16,7 +18,9 @@ from train.main import main
 if __name__ == "__main__":
     operators = torch.library.Library("symm_mem", "IMPL")
     operators.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
-    operators.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    operators.impl(
+        "fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU"
+    )
     torch.distributed.is_nccl_available = lambda: True
     parallel.compile_check.check_async_tp = lambda *_: None  # type: ignore[assignment]
     main(sys.argv[1:])

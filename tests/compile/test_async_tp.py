@@ -1,4 +1,5 @@
-"""Async tensor parallelism: that the compiled code has the fused operators, that they compute the same, and that it is said."""
+"""Async tensor parallelism: that the compiled code has the fused operators, that they compute the same, and
+that it is said."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +18,25 @@ from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from train.config import parse_config
 from train.planning import plan_run
 
-TP = ["--parallel.tp=2", "--model.n_layers=1", "--train.global_batch_size=2", "--train.steps=3", "--metrics.tensorboard=false"]
+TP = [
+    "--parallel.tp=2",
+    "--model.n_layers=1",
+    "--train.global_batch_size=2",
+    "--train.steps=3",
+    "--metrics.tensorboard=false",
+]
 ASYNC = [*TP, "--parallel.async_tp=true"]
 JOINED = "--parallel.fused_projections=true"
 GATHER = "        buf3 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf2, 2, '0')\n"
 SCATTER = "        buf9 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf8, 'sum', 2, '0')\n"
-FUSED = "        buf1 = torch.ops.symm_mem.fused_all_gather_matmul.default(buf0, [permute_13], 1, '0', return_A=True)\n"
-NOISE = ("        # Original ATen: [_c10d_functional.all_gather_into_tensor]\n"
-         "        assert_size_stride(buf2, (2, 8), (8, 1), 'torch.ops.symm_mem.fused_all_gather_matmul.default')\n")  # fmt: skip
+FUSED = (
+    "        buf1 = torch.ops.symm_mem.fused_all_gather_matmul.default(buf0, [permute_13], 1, '0', "
+    "return_A=True)\n"
+)
+NOISE = (
+    "        # Original ATen: [_c10d_functional.all_gather_into_tensor]\n"
+    "        assert_size_stride(buf2, (2, 8), (8, 1), 'torch.ops.symm_mem.fused_all_gather_matmul.default')\n"
+)
 
 
 def plan_of(*arguments: str) -> Plan:
@@ -54,22 +66,37 @@ def check_run(result: Any, folder: Path, plainly: dict[int, Any], said: str) -> 
     assert "micro_pipeline_tp" not in result.stderr + printed
     rows = read_metrics(folder)
     for key in ("loss", "grad_norm"):
-        assert [rows[step][key] for step in (1, 2, 3)] == pytest.approx([plainly[step][key] for step in (1, 2, 3)], rel=1e-5)
+        assert [rows[step][key] for step in (1, 2, 3)] == pytest.approx(
+            [plainly[step][key] for step in (1, 2, 3)], rel=1e-5
+        )
 
 
 def run_async(data: list[str], folder: Path, *arguments: str) -> Any:
-    return run(2, *TINY, *data, *ASYNC, *arguments, f"--run.dir={folder}", module="tests.compile.async_tp_worker", timeout_s=300)
+    return run(
+        2,
+        *TINY,
+        *data,
+        *ASYNC,
+        *arguments,
+        f"--run.dir={folder}",
+        module="tests.compile.async_tp_worker",
+        timeout_s=300,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize(("keys", "fused"), [
-    ([], "6 of 10 gathers and scatters; the others (gathers: 1, scatters: 3)"),
-    ([JOINED], "8 of 10 gathers and scatters; the others (gathers: 1, scatters: 1)"),
-], ids=["apart", "joined"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "fused"),
+    [
+        ([], "6 of 10 gathers and scatters; the others (gathers: 1, scatters: 3)"),
+        ([JOINED], "8 of 10 gathers and scatters; the others (gathers: 1, scatters: 1)"),
+    ],
+    ids=["apart", "joined"],
+)
 def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, plainly, keys, fused, tmp_path) -> None:
-    """A block's forward has two gathers and two scatters, its backward as many, and the head one of each. The backward's
-    scatters come after sums, unless projections are joined, and the head's two stay apart."""
+    """A block's forward has two gathers and two scatters, its backward as many, and the head one of each. The
+    backward's scatters come after sums, unless projections are joined, and the head's two stay apart."""
     check_run(run_async(data, tmp_path, *keys), tmp_path, plainly, f"async tp: fused {fused}")
 
 
@@ -88,14 +115,19 @@ def test_a_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         check_async_tp(2, "cuda", 2)
 
 
-@pytest.mark.parametrize(("tp", "gpus", "pairs", "missing"), [
-    (2, 4, {(0, 1), (2, 3)}, ""),
-    (4, 4, {(0, 1), (2, 3)}, "GPU 0 of this node does not reach GPU 2"),
-    (2, 4, {(0, 1)}, "GPU 2 of this node does not reach GPU 3"),
-    (4, 6, {(a, b) for a in range(6) for b in range(6)}, "tp=4 does not divide its 6 processes"),
-    (8, 4, {(a, b) for a in range(4) for b in range(4)}, "tp=8 does not divide its 4 processes"),
-])  # fmt: skip
-def test_gpus_of_a_tp_group_must_reach_each_other(tp: int, gpus: int, pairs: set[tuple[int, int]], missing: str) -> None:
+@pytest.mark.parametrize(
+    ("tp", "gpus", "pairs", "missing"),
+    [
+        (2, 4, {(0, 1), (2, 3)}, ""),
+        (4, 4, {(0, 1), (2, 3)}, "GPU 0 of this node does not reach GPU 2"),
+        (2, 4, {(0, 1)}, "GPU 2 of this node does not reach GPU 3"),
+        (4, 6, {(a, b) for a in range(6) for b in range(6)}, "tp=4 does not divide its 6 processes"),
+        (8, 4, {(a, b) for a in range(4) for b in range(4)}, "tp=8 does not divide its 4 processes"),
+    ],
+)
+def test_gpus_of_a_tp_group_must_reach_each_other(
+    tp: int, gpus: int, pairs: set[tuple[int, int]], missing: str
+) -> None:
     said = not_shared(tp, gpus, lambda a, b: (a, b) in pairs or (b, a) in pairs)
     assert missing in said
     assert bool(missing) == bool(said)
@@ -104,12 +136,16 @@ def test_gpus_of_a_tp_group_must_reach_each_other(tp: int, gpus: int, pairs: set
 def test_calls_are_counted_and_no_comments_or_checks() -> None:
     assert verdict([FUSED + NOISE, NOISE, FUSED], plan_of()) == "async tp: fused 2 of 2 gathers and scatters"
     said = verdict([NOISE + GATHER + SCATTER, FUSED + SCATTER], plan_of())
-    assert said.startswith("async tp: fused 1 of 4 gathers and scatters; the others (gathers: 1, scatters: 2) have no product")
+    assert said.startswith(
+        "async tp: fused 1 of 4 gathers and scatters; the others (gathers: 1, scatters: 2) have no product"
+    )
 
 
 def test_where_the_others_are_left_depends_on_the_plan() -> None:
-    known = {"parallel.fused_projections=true": (plan_of(), plan_of(JOINED)),
-             "gathered again": (plan_of("--parallel.activation_checkpoint=selective"), plan_of())}  # fmt: skip
+    known = {
+        "parallel.fused_projections=true": (plan_of(), plan_of(JOINED)),
+        "gathered again": (plan_of("--parallel.activation_checkpoint=selective"), plan_of()),
+    }
     for words, (there, not_there) in known.items():
         assert words in verdict([FUSED + SCATTER], there)
         assert words not in verdict([FUSED + SCATTER], not_there)
@@ -129,7 +165,9 @@ def test_why_nothing_is_fused_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         assert why(GATHER) == "the tp group has no symmetric memory"
         with symmetric_memory._test_mode({"0"}):
-            assert why(GATHER, SCATTER).startswith("inductor's pass found none of the 2 gathers and scatters next to a")
+            assert why(GATHER, SCATTER).startswith(
+                "inductor's pass found none of the 2 gathers and scatters next to a"
+            )
 
 
 @pytest.fixture
@@ -153,7 +191,8 @@ def forget() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the compiler, which runs in this process here, has several of its own
 def test_code_that_comes_from_the_cache_is_searched_as_well(alone: dist.ProcessGroup) -> None:
-    """Inductor's pass does not run for it. torch 2.13 finds nothing in the cache under tensor parallelism; 2.11 does."""
+    """Inductor's pass does not run for it. torch 2.13 finds nothing in the cache under tensor parallelism;
+    2.11 does."""
     use_async_tp(alone.group_name)
     assert inductor._micro_pipeline_tp
     assert symmetric_memory.is_symm_mem_enabled_for_group(alone.group_name)

@@ -1,7 +1,7 @@
 """The gate of parallel.compile.mode: other kernels, the same training.
 
-On a CPU max-autotune finds few kernels to choose from, for weights that change; a GPU's many stand before the same gate in
-tests/e2e/test_gpu.py.
+On a CPU max-autotune finds few kernels to choose from, for weights that change; a GPU's many stand before the
+same gate in tests/e2e/test_gpu.py.
 """
 
 import pytest

@@ -1,4 +1,5 @@
-"""What compiling promises: one graph per kind of block whatever the depth, no break, and recompiles that are seen."""
+"""What compiling promises: one graph per kind of block whatever the depth, no break, and recompiles that are
+seen."""
 
 import copy
 import os
@@ -35,14 +36,22 @@ def test_blocks_share_one_graph_whatever_the_depth_and_none_breaks(data):
 
 
 SAMPLED = [pytest.mark.slow, pytest.mark.sampled(10)]
-MODES = {"aot": [AOT], "inductor": [], "tp-selective": [AOT, "--parallel.tp=2", "--parallel.activation_checkpoint=selective"]}
+MODES = {
+    "aot": [AOT],
+    "inductor": [],
+    "tp-selective": [AOT, "--parallel.tp=2", "--parallel.activation_checkpoint=selective"],
+}
 
 
-@pytest.mark.parametrize("mode", [pytest.param(keys, id=name, marks=[] if name == "aot" else SAMPLED)
-                                  for name, keys in MODES.items()])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(keys, id=name, marks=[] if name == "aot" else SAMPLED) for name, keys in MODES.items()],
+)
 def test_nothing_is_compiled_after_the_first_step_with_evaluations_in_between(mode, data, tmp_path):
     steps = ["--train.steps=6", "--train.eval_every=2", "--train.eval_sequences=13", "--checkpoint.every=3"]
-    result = run(2, *TINY, *data, *mode, *steps, f"--run.dir={tmp_path}", "--metrics.tensorboard=false", timeout_s=300)
+    result = run(
+        2, *TINY, *data, *mode, *steps, f"--run.dir={tmp_path}", "--metrics.tensorboard=false", timeout_s=300
+    )
     assert result.returncode == 0, result.stderr
     assert [row["recompiles"] for step, row in read_metrics(tmp_path).items() if step] == [0] * 6
     assert "recompiled" not in result.stdout
@@ -61,7 +70,9 @@ def test_a_recompile_is_counted_and_said_with_the_guard_that_failed(data, tmp_pa
     assert "2 recompiles" in result.stdout
     said = [line for line in result.stdout.splitlines() if "warning: step 3" in line]
     assert len(said) == 2, "one for the blocks, one for the head"
-    assert all(re.search(r"recompiled \w+ \(.*\.py:\d+\): .*expected 32, actual 16", line) for line in said), said
+    assert all(
+        re.search(r"recompiled \w+ \(.*\.py:\d+\): .*expected 32, actual 16", line) for line in said
+    ), said
     assert "warning: step 4" not in result.stdout
 
 
@@ -69,14 +80,18 @@ def test_a_recompile_ends_the_run_where_the_user_asks_for_that(data, tmp_path):
     result = shorten_step_3(data, tmp_path, "--parallel.compile.on_recompile=error")
     assert result.returncode == 1
     reason = read_status(tmp_path)["reason"]
-    assert re.search(r"recompiled .*expected 32, actual 16.*parallel.compile.on_recompile=error ends the run", reason)
+    assert re.search(
+        r"recompiled .*expected 32, actual 16.*parallel.compile.on_recompile=error ends the run", reason
+    )
     assert reason.removeprefix("RecompileError: ") in result.stderr
     assert read_status(tmp_path)["state"] == "failed"
     assert sorted(read_metrics(tmp_path)) == [1, 2], "the step that recompiled does not count"
 
 
 def test_a_recompile_is_heard_where_the_environment_asks_torch_for_other_logs(data, tmp_path):
-    result = shorten_step_3(data, tmp_path, "--parallel.compile.on_recompile=error", TORCH_LOGS="graph_breaks")
+    result = shorten_step_3(
+        data, tmp_path, "--parallel.compile.on_recompile=error", TORCH_LOGS="graph_breaks"
+    )
     assert result.returncode == 1
     assert "recompiled 2 graphs; TORCH_LOGS keeps the reason back" in result.stderr
 
@@ -98,8 +113,10 @@ def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
     plan = yaml.safe_load(plan_to_yaml(plan_run(config, 1)))
     (blocks,) = [unit for unit in plan["units"] if unit["unit"] == "layers.[0-3]"]
     place = plan["units"].index(blocks)
-    plan["units"][place : place + 1] = [{**copy.deepcopy(blocks), "unit": name, "activation_budget": budget}
-                                       for name, budget in BUDGETS.items()]  # fmt: skip
+    plan["units"][place : place + 1] = [
+        {**copy.deepcopy(blocks), "unit": name, "activation_budget": budget}
+        for name, budget in BUDGETS.items()
+    ]
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(plan))
     ((kept, graphs),) = run_ranks(1, kept_by_blocks, [*TINY, "--model.n_layers=4", f"--parallel.plan={path}"])
@@ -108,7 +125,8 @@ def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
 
 
 def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
-    """How many elements each compiled block keeps for its backward, and how many graphs there are before and after that."""
+    """How many elements each compiled block keeps for its backward, and how many graphs there are before and
+    after that."""
     model = build_sharded(arguments).model
     tokens = torch.arange(64).reshape(2, 32)
     model(tokens, tokens).backward()
@@ -123,15 +141,26 @@ def kept_by_blocks(arguments: Sequence[str]) -> tuple[list[int], list[int]]:
 @pytest.mark.slow
 @pytest.mark.sampled(10)
 def test_a_second_start_finds_the_first_ones_graphs_and_says_so(data, tmp_path):
-    """In the folder that all tests share, which has what each compiler is asked about the machine first: no other run has a model
-    of this width, whose graphs are looked for."""
+    """In the folder that all tests share, which has what each compiler is asked about the machine first: no
+    other run has a model of this width, whose graphs are looked for."""
     told, graphs = [], os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for start in ("cold", "warm"):
-        result = run(1, *TINY, "--model.dim=48", *data, "--train.steps=1", f"--run.dir={tmp_path / start}",
-                     f"--parallel.compile.cache_dir={graphs}", timeout_s=300,
-                     TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "not-here"))  # fmt: skip
+        result = run(
+            1,
+            *TINY,
+            "--model.dim=48",
+            *data,
+            "--train.steps=1",
+            f"--run.dir={tmp_path / start}",
+            f"--parallel.compile.cache_dir={graphs}",
+            timeout_s=300,
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "not-here"),
+        )
         assert result.returncode == 0, result.stderr
-        told += re.findall(r"compile cache (\S+): (\d+) graphs found there, (\d+) compiled anew", " ".join(result.stdout.split()))
+        told += re.findall(
+            r"compile cache (\S+): (\d+) graphs found there, (\d+) compiled anew",
+            " ".join(result.stdout.split()),
+        )
     (cold_folder, *cold), (warm_folder, *warm) = told
     assert cold_folder == warm_folder == graphs
     assert int(cold[1]) > 0
@@ -143,9 +172,18 @@ def test_recomputing_blocks_keeps_less_memory_for_the_backward(data, tmp_path):
     peaks = {}
     for mode in ("none", "full"):
         folder = tmp_path / mode
-        big = ["--model.dim=128", "--model.ffn_dim=1024", "--model.n_layers=4", "--train.seq_len=256",
-               "--train.steps=1", "--train.micro_batch_size=16", "--train.global_batch_size=16"]  # fmt: skip
-        result = run(1, *TINY, *data, *EAGER, *big, f"--parallel.activation_checkpoint={mode}", f"--run.dir={folder}")
+        big = [
+            "--model.dim=128",
+            "--model.ffn_dim=1024",
+            "--model.n_layers=4",
+            "--train.seq_len=256",
+            "--train.steps=1",
+            "--train.micro_batch_size=16",
+            "--train.global_batch_size=16",
+        ]
+        result = run(
+            1, *TINY, *data, *EAGER, *big, f"--parallel.activation_checkpoint={mode}", f"--run.dir={folder}"
+        )
         assert result.returncode == 0, result.stderr
         peaks[mode] = read_metrics(folder)[1]["peak_memory_gib"]
     assert peaks["full"] < peaks["none"] - 0.1

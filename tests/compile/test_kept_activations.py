@@ -1,4 +1,5 @@
-"""What compiled modules really keep for their backward, against what the planner reads from the compiler's graphs."""
+"""What compiled modules really keep for their backward, against what the planner reads from the compiler's
+graphs."""
 
 import dataclasses
 import gc
@@ -14,7 +15,9 @@ from parallel.planner.eager import Subject
 from parallel.planner.trace import trace_module
 
 SEQUENCES, TOKENS = 2, 128
-MODEL = LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=512, max_seq_len=TOKENS)
+MODEL = LlamaConfig(
+    dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=512, max_seq_len=TOKENS
+)
 SAVED = {"none": None, "full": (), "selective": ("aten.mm",)}
 
 
@@ -46,8 +49,8 @@ def hidden(sequences: int) -> torch.Tensor:
 
 
 def kept_bytes(build: Callable[[int], Subject]) -> int:
-    """By the module when it really runs compiled: what its forward has allocated and not freed, without its result, and what
-    its caller holds for it."""
+    """By the module when it really runs compiled: what its forward has allocated and not freed, without its
+    result, and what its caller holds for it."""
     subject = build(SEQUENCES)
     subject.module.compile(fullgraph=True)
     first, rest = subject.inputs[0].detach().requires_grad_(), subject.inputs[1:]

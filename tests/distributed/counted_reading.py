@@ -15,7 +15,8 @@ from train.step import Batch, train_step
 
 
 class Counted:
-    """A safetensors file as it is, that counts the bytes taken out of it; it gives out slices only, no whole tensors."""
+    """A safetensors file as it is, that counts the bytes taken out of it; it gives out slices only, no whole
+    tensors."""
 
     open, taken = safetensors.safe_open, dict[str, list[int]]()
 
@@ -60,8 +61,14 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
             parameter.fill_(torch.nan)
     Counted.taken.clear()
     load_weights(weights, model)
-    local = {weights.names[name]: (p.to_local() if isinstance(p, DTensor) else p).numel() for name, p in model.named_parameters()}
-    whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+    local = {
+        weights.names[name]: (p.to_local() if isinstance(p, DTensor) else p).numel()
+        for name, p in model.named_parameters()
+    }
+    whole = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
     shape = run.shape
     mine = tokens.chunk(shape.data_parallel)[shape.data_rank]
     batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())
@@ -70,7 +77,8 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
 
 
 def run_cases(cases: Mapping[str, Sequence[str]], tokens: Tensor) -> dict[str, dict[str, Any]]:
-    safetensors.safe_open = Counted  # what torch's reader of slices takes them from; this process ends with the test
+    # what torch's reader of slices takes them from; this process ends with the test
+    safetensors.safe_open = Counted
     results = {}
     for name, arguments in cases.items():
         results[name] = run_case(arguments, tokens)

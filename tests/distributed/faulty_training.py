@@ -78,9 +78,14 @@ def nan_parameter(model: nn.Module, now: Now) -> None:
 
 
 FAULTS: dict[str, Callable[[nn.Module, Now], None]] = {
-    "nan_output": nan_output, "nan_once": nan_once, "inf_gradient": inf_gradient, "inf_loss": inf_loss,
-    "huge_gradient": huge_gradient, "nan_parameter": nan_parameter, "none": lambda *_: None,
-}  # fmt: skip
+    "nan_output": nan_output,
+    "nan_once": nan_once,
+    "inf_gradient": inf_gradient,
+    "inf_loss": inf_loss,
+    "huge_gradient": huge_gradient,
+    "nan_parameter": nan_parameter,
+    "none": lambda *_: None,
+}
 
 
 def local(x: Tensor) -> Tensor:
@@ -89,7 +94,10 @@ def local(x: Tensor) -> Tensor:
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Everything that this rank holds, bit for bit: NaN is equal to itself."""
-    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    tensors = [
+        *model.parameters(),
+        *(value for state in optimizer.state.values() for value in state.values()),
+    ]
     return [local(x).clone().contiguous().view(torch.int32) for x in tensors]
 
 
@@ -103,7 +111,9 @@ def train(case: Case) -> dict[str, Any]:
     run, fault = build_sharded(case.arguments), case.fault
     config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
     shape, corpus = run.shape, load_corpus(config.data)
-    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    sequences = make_sequence_shape(
+        config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
+    )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
     loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
     guard = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
@@ -120,8 +130,12 @@ def train(case: Case) -> dict[str, Any]:
             before = bits(model, optimizer)
             result = train_step(model, optimizer, data.micro_batches, config.train.grad_clip, group)
             after = bits(model, optimizer)
-            changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) - (damaged and faulty(now))
-            seen["steps"].append([result.loss.item(), result.grad_norm.item(), result.skipped.item(), changed])
+            changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) - (
+                damaged and faulty(now)
+            )
+            seen["steps"].append(
+                [result.loss.item(), result.grad_norm.item(), result.skipped.item(), changed]
+            )
             seen["lines"] += guard.step_done(step, (step - 1) * shape.global_batch_size, data, result)
         seen["lines"] += guard.finish()
     except NonFiniteError as error:

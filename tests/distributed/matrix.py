@@ -1,4 +1,5 @@
-"""The parity matrix: what a run can vary in, which combinations are legal, and the cases that stand for all of them."""
+"""The parity matrix: what a run can vary in, which combinations are legal, and the cases that stand for all
+of them."""
 
 import os
 import random
@@ -10,9 +11,18 @@ from tests.distributed.pairwise import Case, Rule, cover_pairs
 T = TypeVar("T")
 STEPS = 5  # an evaluation, a warm-up and an uneven last batch are among them, and the data is learnt
 # Every degree up to 4 divides its sizes; 16 sequences are one for each of 8 ranks even with accumulation 2.
-SHAPE = ["--model.dim=32", "--model.n_layers=3", "--model.n_heads=8", "--model.n_kv_heads=4", "--model.ffn_dim=64",
-         "--train.seq_len=32", "--train.global_batch_size=16", "--train.eval_sequences=13", "--optim.warmup_steps=2",
-         "--optim.lr=1e-2"]  # fmt: skip
+SHAPE = [
+    "--model.dim=32",
+    "--model.n_layers=3",
+    "--model.n_heads=8",
+    "--model.n_kv_heads=4",
+    "--model.ffn_dim=64",
+    "--train.seq_len=32",
+    "--train.global_batch_size=16",
+    "--train.eval_sequences=13",
+    "--optim.warmup_steps=2",
+    "--optim.lr=1e-2",
+]
 # For what is not exact: so the data is learnt too, and no step is so long that it blows roundings up.
 GENTLE = ["--optim.lr=5e-3", "--optim.warmup_steps=1"]
 PARTS = {
@@ -41,18 +51,30 @@ FACTORS: dict[str, list[Any]] = {
     "loss_chunk": [0, 64],
 }
 RULES = [
-    Rule(("ranks", "tp", "dp_shard", "dp_replicate"), lambda ranks, *degrees: ranks == degrees[0] * degrees[1] * degrees[2]),
-    # A budget is the compiler's. aot_eager has no partitioner that knows one: aot_eager_decomp_partition stands for it.
+    Rule(
+        ("ranks", "tp", "dp_shard", "dp_replicate"),
+        lambda ranks, *degrees: ranks == degrees[0] * degrees[1] * degrees[2],
+    ),
+    # A budget is the compiler's. aot_eager has no partitioner that knows one: aot_eager_decomp_partition
+    # stands for it.
     Rule(("recompute", "backend"), lambda recompute, backend: recompute != "budget" or backend != "eager"),
-    # Groups of 2 need more than 2 shards. Beside tp torch itself mixes them up: test_torch_faults.py; such a plan is refused.
-    Rule(("reshard", "dp_shard", "tp"), lambda reshard, shard, tp: isinstance(reshard, bool) or (shard > reshard and tp == 1)),
+    # Groups of 2 need more than 2 shards. Beside tp torch itself mixes them up: test_torch_faults.py; such a
+    # plan is refused.
+    Rule(
+        ("reshard", "dp_shard", "tp"),
+        lambda reshard, shard, tp: isinstance(reshard, bool) or (shard > reshard and tp == 1),
+    ),
     # Without tensor parallelism these mean nothing; without a split head loss_parallel does not.
     Rule(("tp", "parts"), lambda tp, parts: tp > 1 or parts == "all"),
     Rule(("tp", "sequence_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("tp", "loss_parallel"), lambda tp, on: tp > 1 or on),
     Rule(("parts", "loss_parallel"), lambda parts, on: on or "head" in PARTS[parts]),
-    Rule(("loss_chunk", "loss_parallel"), lambda chunk, on: on or not chunk),  # gathered logits are made at once
-    Rule(("parts", "tied"), lambda parts, tied: not tied or ("head" in PARTS[parts]) == ("embedding" in PARTS[parts])),
+    # gathered logits are made at once
+    Rule(("loss_chunk", "loss_parallel"), lambda chunk, on: on or not chunk),
+    Rule(
+        ("parts", "tied"),
+        lambda parts, tied: not tied or ("head" in PARTS[parts]) == ("embedding" in PARTS[parts]),
+    ),
 ]
 
 
@@ -63,39 +85,59 @@ def case(ranks: int, degrees: tuple[int, int, int], backend: str, recompute: str
     return {**plain, **mesh, "ranks": ranks, "backend": backend, "recompute": recompute, **others}
 
 
-# By hand, and, but for inductor's, everyday: what is used most, and where faults were met. To compile takes most time, so few
-# ranks do: two for each axis, four where FSDP and tensor parallelism meet; inductor, whose kernels other tests run too, once.
+# By hand, and, but for inductor's, everyday: what is used most, and where faults were met. To compile takes
+# most time, so few ranks do: two for each axis, four where FSDP and tensor parallelism meet; inductor, whose
+# kernels other tests run too, once.
 FAST = [
     case(1, (1, 1, 1), "aot_eager", "none"),
     case(2, (1, 2, 1), "inductor", "budget", documents=True, loss_chunk=64),
     case(2, (1, 2, 1), "eager", "every:2", forward_prefetch=2, backward_prefetch=2, accumulation=2),
-    case(2, (1, 1, 2), "aot_eager", "half_matmul", tied=True, sequence_parallel=False, reshard=False,
-         loss_chunk=64),
+    case(
+        2,
+        (1, 1, 2),
+        "aot_eager",
+        "half_matmul",
+        tied=True,
+        sequence_parallel=False,
+        reshard=False,
+        loss_chunk=64,
+    ),
     case(4, (1, 2, 2), "aot_eager", "full", accumulation=2, documents=True, loss_chunk=64),
     case(4, (1, 2, 2), "eager", "none", loss_parallel=False, parts="ffn+head", forward_prefetch=0),
     case(4, (1, 4, 1), "eager", "full", reshard=2, backward_prefetch=2),
     case(4, (1, 1, 4), "eager", "matmul", tied=True, loss_parallel=False, forward_prefetch=2, documents=True),
     case(4, (2, 2, 1), "eager", "every:2", tied=True, backward_prefetch=0, accumulation=2),
     case(8, (2, 2, 2), "eager", "none", loss_chunk=64),
-]  # fmt: skip
+]
 SLOW = cover_pairs(FACTORS, RULES, FAST)
 PARITY_PARTS = 16
 
 
-def sample(cases: Mapping[str, T], parts: int, seed: str = os.environ["MESHWRIGHT_TESTS_SEED"]) -> dict[str, T]:
-    """One of so many parts of the cases: as many seeds in a row take all. The seed "all" takes them at once."""
+def sample(
+    cases: Mapping[str, T], parts: int, seed: str = os.environ["MESHWRIGHT_TESTS_SEED"]
+) -> dict[str, T]:
+    """One of so many parts of the cases: as many seeds in a row take all. The seed "all" takes them at
+    once."""
     if seed == "all":
         return dict(cases)
     names = list(cases)
-    random.Random(0).shuffle(names)  # or those that the cover begins with, which are long, are all in a few parts
+    # or those that the cover begins with, which are long, are all in a few parts
+    random.Random(0).shuffle(names)
     return {name: cases[name] for name in names[int(seed) % parts :: parts]}
 
 
 def name(case: Case) -> str:
     """Short and unlike any other case's."""
     mesh = "x".join(str(case[axis]) for axis in ("dp_replicate", "dp_shard", "tp"))
-    words = [str(case["ranks"]), mesh, case["backend"], case["recompute"], f"reshard:{str(case['reshard']).lower()}",
-             f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}", f"accumulate:{case['accumulation']}"]  # fmt: skip
+    words = [
+        str(case["ranks"]),
+        mesh,
+        case["backend"],
+        case["recompute"],
+        f"reshard:{str(case['reshard']).lower()}",
+        f"ahead:{case['forward_prefetch']}{case['backward_prefetch']}",
+        f"accumulate:{case['accumulation']}",
+    ]
     words += ["chunked"] * bool(case["loss_chunk"])
     words += ["tied"] * case["tied"] + ["documents"] * case["documents"] + [case["parts"]] * (case["tp"] > 1)
     words += [f"no_{key}" for key in ("loss_parallel", "sequence_parallel") if not case[key]]
@@ -109,7 +151,15 @@ def arguments(case: Case) -> list[str]:
         chosen = {"activation_checkpoint": recompute}
     else:
         chosen = {"activation_checkpoint": "selective", "selective_policy": recompute}
-    keys = ("dp_replicate", "dp_shard", "tp", "loss_parallel", "sequence_parallel", "forward_prefetch", "backward_prefetch")
+    keys = (
+        "dp_replicate",
+        "dp_shard",
+        "tp",
+        "loss_parallel",
+        "sequence_parallel",
+        "forward_prefetch",
+        "backward_prefetch",
+    )
     chosen |= {key: case[key] for key in keys}
     chosen |= {"reshard_after_forward": case["reshard"], "loss_chunk_tokens": case["loss_chunk"]}
     chosen |= {"tp_parts": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}
@@ -120,7 +170,11 @@ def arguments(case: Case) -> list[str]:
     line = [f"--parallel.{key}={_text(value)}" for key, value in chosen.items()]
     line.append(f"--train.micro_batch_size={16 // data_parallel // case['accumulation']}")
     line += ["--model.n_layers=2"] * (case["ranks"] == 8)  # of eager tensor parallelism each costs
-    return line + ["--model.tie_embeddings=true"] * case["tied"] + ["--data.document_mask=true"] * case["documents"]
+    return (
+        line
+        + ["--model.tie_embeddings=true"] * case["tied"]
+        + ["--data.document_mask=true"] * case["documents"]
+    )
 
 
 def graphs(case: Case) -> int:

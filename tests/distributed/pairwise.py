@@ -1,7 +1,8 @@
 """Covering arrays: few cases in which every legal pair of values of any two factors occurs.
 
-Most faults need no more than two settings to meet (Kuhn, Wallace and Gallo, IEEE TSE 30(6), 2004). The greedy method is
-that of AETG (Cohen et al., IEEE TSE 23(7), 1997), without its random numbers: the same factors give the same cases.
+Most faults need no more than two settings to meet (Kuhn, Wallace and Gallo, IEEE TSE 30(6), 2004). The greedy
+method is that of AETG (Cohen et al., IEEE TSE 23(7), 1997), without its random numbers: the same factors give
+the same cases.
 """
 
 import itertools
@@ -22,8 +23,11 @@ class Rule:
     holds: Callable[..., bool]
 
 
-def cover_pairs(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], given: Sequence[Case] = ()) -> list[Case]:
-    """Cases that, together with those given, hold every legal pair. What no pair needs is the factor's first value."""
+def cover_pairs(
+    factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], given: Sequence[Case] = ()
+) -> list[Case]:
+    """Cases that, together with those given, hold every legal pair. What no pair needs is the factor's first
+    value."""
     wanted = legal_pairs(factors, rules) - {pair for case in given for pair in pairs_of(case)}
     cases: list[Case] = []
     while wanted:
@@ -37,8 +41,12 @@ def cover_pairs(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], giv
 
 def legal_pairs(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> set[Pair]:
     """Every pair of values that some legal case holds."""
-    pairs = (frozenset({(one, x), (other, y)}) for one, other in itertools.combinations(factors, 2)
-             for x in factors[one] for y in factors[other])  # fmt: skip
+    pairs = (
+        frozenset({(one, x), (other, y)})
+        for one, other in itertools.combinations(factors, 2)
+        for x in factors[one]
+        for y in factors[other]
+    )
     return {pair for pair in pairs if complete(dict(pair), factors, rules, set())}
 
 
@@ -48,11 +56,16 @@ def pairs_of(case: Case) -> set[Pair]:
 
 def is_legal(case: Case, rules: Sequence[Rule]) -> bool:
     """Whether no rule is broken; a rule about a factor that has no value yet is not."""
-    return all(rule.holds(*(case[f] for f in rule.factors)) for rule in rules if case.keys() >= set(rule.factors))
+    return all(
+        rule.holds(*(case[f] for f in rule.factors)) for rule in rules if case.keys() >= set(rule.factors)
+    )
 
 
-def complete(case: Case, factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], wanted: set[Pair]) -> Case | None:
-    """A legal case with these values, the others chosen one by one for the most wanted pairs; None if there is none."""
+def complete(
+    case: Case, factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], wanted: set[Pair]
+) -> Case | None:
+    """A legal case with these values, the others chosen one by one for the most wanted pairs; None if there
+    is none."""
     if not is_legal(case, rules):
         return None
     missing = next((name for name in factors if name not in case), None)

@@ -1,4 +1,5 @@
-"""Runs cases on as many ranks as each has, those of as many together, and compares each with plain training."""
+"""Runs cases on as many ranks as each has, those of as many together, and compares each with plain
+training."""
 
 import functools
 import tempfile
@@ -18,12 +19,14 @@ from train.config import parse_config
 
 Result = dict[str, Any]
 LIMIT_S, CASE_LIMIT_S = 900, 60  # of a call, and for each of its cases: only what hangs comes near it
-LOSS, NORM, GRADIENT = 5e-5, 1e-5, 1e-4  # absolute in nats; relative; relative to the parameter's gradient norm
+# absolute in nats; relative; relative to the parameter's gradient norm
+LOSS, NORM, GRADIENT = 5e-5, 1e-5, 1e-4
 
 
 @dataclass(frozen=True)
 class Job:
-    """One case: on how many ranks, with which config overrides, how many graphs it compiles, what training.changed changes."""
+    """One case: on how many ranks, with which config overrides, how many graphs it compiles, what
+    training.changed changes."""
 
     ranks: int
     arguments: Sequence[str]
@@ -32,13 +35,16 @@ class Job:
 
 
 def run_jobs(jobs: Mapping[str, Job], data: Sequence[str], steps: int = STEPS) -> dict[str, Result]:
-    """What rank 0 of each job saw, or {"error": ...}. Those of as many ranks share processes, so that the compiler warms up
-    once; after one that crashes, fails or hangs the rest have new ones."""
+    """What rank 0 of each job saw, or {"error": ...}. Those of as many ranks share processes, so that the
+    compiler warms up once; after one that crashes, fails or hangs the rest have new ones."""
     results: dict[str, Result] = {}
     while todo := {name: job for name, job in jobs.items() if name not in results}:
         ranks = next(iter(todo.values())).ranks
-        cases = {name: Case([*SHAPE, *data, *job.arguments], steps, job.change)
-                 for name, job in todo.items() if job.ranks == ranks}  # fmt: skip
+        cases = {
+            name: Case([*SHAPE, *data, *job.arguments], steps, job.change)
+            for name, job in todo.items()
+            if job.ranks == ranks
+        }
         results |= _run_cases(ranks, cases)
     return results
 
@@ -64,13 +70,18 @@ def _run_cases(ranks: int, cases: Mapping[str, Case]) -> dict[str, Result]:
 def reference(arguments: tuple[str, ...], dtype: torch.dtype = torch.float32) -> Result:
     """Plain training of the model, on the data, that these arguments describe."""
     plain = train_plainly(parse_config(arguments), STEPS, dtype)
-    assert plain["losses"][-1] < plain["losses"][0] - 0.5, "the data must be learnable, or a wrong gradient hides"
+    assert plain["losses"][-1] < plain["losses"][0] - 0.5, (
+        "the data must be learnable, or a wrong gradient hides"
+    )
     return plain
 
 
 def plain_run(job: Job, data: Sequence[str], dtype: torch.dtype = torch.float32) -> Result:
-    """The reference of a job: one for each model, each optimizer, each list of frozen parameters, and documents apart or not."""
-    of_the_model = [a for a in job.arguments if a.startswith(("--model.", "--data.", "--optim.", "--train.freeze"))]
+    """The reference of a job: one for each model, each optimizer, each list of frozen parameters, and
+    documents apart or not."""
+    of_the_model = [
+        a for a in job.arguments if a.startswith(("--model.", "--data.", "--optim.", "--train.freeze"))
+    ]
     return reference((*SHAPE, *data, *of_the_model), dtype)
 
 
@@ -93,4 +104,6 @@ def check_parity(got: Result, plain: Result) -> None:
 def check_compiled(got: Result, graphs: int) -> None:
     """No break, as many graphs as there are kinds of block and a head, all of them in the first step."""
     assert got["breaks"] == {}
-    assert got["graphs"] == [graphs] * len(got["losses"]), "something was compiled late, or a block apart from the others"
+    assert got["graphs"] == [graphs] * len(got["losses"]), (
+        "something was compiled late, or a block apart from the others"
+    )

@@ -29,11 +29,12 @@ def pad_unevenly(tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32) -> dict[str, object]:
-    """What plain training sees, on the same data: losses, gradient norms, the first step's gradients, initial weights,
-    every step's tokens[step, sequence, token], and the loss on held-out text after step EVALUATE_AFTER.
+    """What plain training sees, on the same data: losses, gradient norms, the first step's gradients, initial
+    weights, every step's tokens[step, sequence, token], and the loss on held-out text after step
+    EVALUATE_AFTER.
 
-    The last step's batch is padded unevenly. With another `dtype` forward and backward compute in it, from weights
-    that stay float32.
+    The last step's batch is padded unevenly. With another `dtype` forward and backward compute in it, from
+    weights that stay float32.
     """
     model = Llama(config.model)
     init_weights(model, config.run.seed)
@@ -43,7 +44,9 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
     optimizer = _optimizer(model, config)
     corpus = load_corpus(config.data)
     train, held_out = corpus.sources[0].split, corpus.held_out["held_out"]
-    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    sequences = make_sequence_shape(
+        config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
+    )
     n, G = (train.tokens - 1) // config.train.seq_len, config.train.global_batch_size
     losses, norms, seen, grads, eval_loss = [], [], [], {}, None
     for step in range(1, steps + 1):
@@ -63,8 +66,14 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
         if step == EVALUATE_AFTER:
             evaluated = read_batch([held_out], rows_of(np.arange(config.train.eval_sequences)), sequences)
             eval_loss = _loss(model, evaluated, evaluated.targets, dtype).item()
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "tokens": torch.stack(seen),
-            "eval_loss": eval_loss}  # fmt: skip
+    return {
+        "losses": losses,
+        "norms": norms,
+        "grads": grads,
+        "weights": weights,
+        "tokens": torch.stack(seen),
+        "eval_loss": eval_loss,
+    }
 
 
 def rows_of(indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -82,5 +91,8 @@ def _loss(model: nn.Module, batch: Batch, targets: Tensor, dtype: torch.dtype) -
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "tok_embeddings" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() == 1 or "tok_embeddings" in name]
-    groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.optim.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=config.optim.betas, eps=config.optim.eps, foreach=False)

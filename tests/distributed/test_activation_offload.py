@@ -1,4 +1,5 @@
-"""Activations in host memory: training with them is training without, bit by bit, and they are really there and not here."""
+"""Activations in host memory: training with them is training without, bit by bit, and they are really there
+and not here."""
 
 import gc
 from collections.abc import Sequence
@@ -20,17 +21,30 @@ from train.step import train_step
 STEPS = 3
 
 BLOCKS, KEPT_ON_DEVICE = 5, 1  # the last block's, which the backward needs first
-SHAPE = ["--model.dim=64", f"--model.n_layers={BLOCKS}", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=192",
-         "--model.vocab_size=512", "--train.seq_len=256", "--train.micro_batch_size=2", "--train.global_batch_size=8",
-         "--optim.warmup_steps=2"]  # fmt: skip
-AOT, INDUCTOR, TP = ["--parallel.compile.backend=aot_eager"], ["--parallel.compile.backend=inductor"], ["--parallel.tp=2"]
+SHAPE = [
+    "--model.dim=64",
+    f"--model.n_layers={BLOCKS}",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=192",
+    "--model.vocab_size=512",
+    "--train.seq_len=256",
+    "--train.micro_batch_size=2",
+    "--train.global_batch_size=8",
+    "--optim.warmup_steps=2",
+]
+AOT, INDUCTOR, TP = (
+    ["--parallel.compile.backend=aot_eager"],
+    ["--parallel.compile.backend=inductor"],
+    ["--parallel.tp=2"],
+)
 OFFLOAD, THREE = ["--parallel.activation_checkpoint=offload"], ["--parallel.checkpointed_blocks=3"]
 HIDDEN = 2 * 256 * 64 * 4  # bytes of the smallest tensor that is sent: what a block takes in
 
 
 def train_case(arguments: Sequence[str]) -> dict[str, Any]:
-    """Losses, gradient norms and compiled graphs of every step; bytes sent to host memory, and held there, after every step;
-    and what one more forward, and backward, leave allocated."""
+    """Losses, gradient norms and compiled graphs of every step; bytes sent to host memory, and held there,
+    after every step; and what one more forward, and backward, leave allocated."""
     torch._dynamo.reset()
     run = build_sharded(arguments)
     batches = random_batches(run)
@@ -50,7 +64,8 @@ def train_case(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(model: Llama, ids: torch.Tensor) -> dict[str, int]:
-    """Bytes allocated and not freed after a forward, and after its backward without the gradients that it leaves."""
+    """Bytes allocated and not freed after a forward, and after its backward without the gradients that it
+    leaves."""
     gc.collect()
     events = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
@@ -65,7 +80,9 @@ def measure(model: Llama, ids: torch.Tensor) -> dict[str, int]:
 
 
 def allocated(profiled: profile) -> int:
-    return sum(event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
+    return sum(
+        event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
+    )
 
 
 def train_cases(cases: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
@@ -84,7 +101,9 @@ def check(here: dict[str, Any], there: dict[str, Any], micro_batches: int) -> No
     sent = there["sent"][0]
     assert sent > micro_batches * (BLOCKS - KEPT_ON_DEVICE - 2) * HIDDEN
     assert there["sent"] == [sent, 2 * sent, 3 * sent], "every step sends as much"
-    assert there["held"] == [sent // micro_batches] * 3, "all of it is free again after a step, and taken again by the next"
+    assert there["held"] == [sent // micro_batches] * 3, (
+        "all of it is free again after a step, and taken again by the next"
+    )
 
 
 def check_device(here: dict[str, Any], there: dict[str, Any]) -> None:
@@ -106,8 +125,15 @@ def test_the_same_training_with_less_on_the_device() -> None:
 
 
 # Each run takes one of these (matrix.py).
-SLOW = matrix.sample({"inductor": (INDUCTOR, OFFLOAD), "tp": ([*EAGER, *TP], OFFLOAD), "tp-aot": ([*AOT, *TP], OFFLOAD),
-                      "some": (AOT, [*OFFLOAD, *THREE])}, parts=4)  # fmt: skip
+SLOW = matrix.sample(
+    {
+        "inductor": (INDUCTOR, OFFLOAD),
+        "tp": ([*EAGER, *TP], OFFLOAD),
+        "tp-aot": ([*AOT, *TP], OFFLOAD),
+        "some": (AOT, [*OFFLOAD, *THREE]),
+    },
+    parts=4,
+)
 
 
 @pytest.mark.slow

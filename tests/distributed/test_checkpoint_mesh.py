@@ -1,4 +1,5 @@
-"""A checkpoint saved on one mesh is read on any other, equal to the bit: parameters and the optimizer's state."""
+"""A checkpoint saved on one mesh is read on any other, equal to the bit: parameters and the optimizer's
+state."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,31 +25,50 @@ SIZE = [*TINY, "--model.n_kv_heads=4", "--train.global_batch_size=8", "--model.v
 TP = [*SIZE, *EAGER, "--parallel.tp=2"]
 HSDP_TP = [*SIZE, *EAGER, "--parallel.dp_replicate=2", "--parallel.dp_shard=1", "--parallel.tp=2"]
 MESHES = {
-    4: {"tp": TP,
+    4: {
+        "tp": TP,
         "shards": [*SIZE, *EAGER, "--parallel.dp_shard=4", "--parallel.activation_checkpoint=full"],
-        "hsdp": [*SIZE, "--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.compile.backend=aot_eager"],
-        "hsdp_tp": HSDP_TP},
+        "hsdp": [
+            *SIZE,
+            "--parallel.dp_replicate=2",
+            "--parallel.dp_shard=2",
+            "--parallel.compile.backend=aot_eager",
+        ],
+        "hsdp_tp": HSDP_TP,
+    },
     2: {"shards": [*SIZE, *EAGER, "--parallel.dp_shard=2"]},
     1: {"alone": [*SIZE, *EAGER]},
-}  # fmt: skip
+}
 
 
 def save(folder: Path, arguments: Sequence[str]) -> int:
-    """Two steps, saved with and without the training waiting: both times all the tensors, each element once."""
+    """Two steps, saved with and without the training waiting: both times all the tensors, each element
+    once."""
     run = build_sharded(arguments)
     model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
     for step, asynchronous in ((1, False), (2, True)):
         train_step(model, optimizer, batches, 1.0, run.group)
-        saver = Saver(CheckpointConfig(asynchronous=asynchronous), folder, model, optimizer, mesh, {"config.yaml": "run: {}\n"},
-                      lambda: 2**30)  # fmt: skip
+        saver = Saver(
+            CheckpointConfig(asynchronous=asynchronous),
+            folder,
+            model,
+            optimizer,
+            mesh,
+            {"config.yaml": "run: {}\n"},
+            lambda: 2**30,
+        )
         saver.save(Position(step, step * 8, 0, run.config.train.seq_len, dist.get_world_size(), "data"))
         if asynchronous:  # what training does meanwhile does not reach the checkpoint
-            wanted = {name: whole(tensor).clone() for name, tensor in training_tensors(model, optimizer).items()}
+            wanted = {
+                name: whole(tensor).clone() for name, tensor in training_tensors(model, optimizer).items()
+            }
             train_step(model, optimizer, batches, 1.0, run.group)
         saver.wait()
         (news,) = saver.news()
         assert (news.error, news.path) == ("", folder / f"step-{step:08d}")
-    counts = torch.tensor(sum(shard.values.numel() for shard in own_shards(training_tensors(model, optimizer), mesh).values()))
+    counts = torch.tensor(
+        sum(shard.values.numel() for shard in own_shards(training_tensors(model, optimizer), mesh).values())
+    )
     dist.all_reduce(counts)
     assert counts.item() == sum(tensor.numel() for tensor in wanted.values())
     return compare(folder, wanted)

@@ -12,7 +12,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from parallel.fsdp import clip_divisor, gradient_norm
 from tests.support.worlds import run_ranks
 
-SHAPES = {"sharded": (6, 5), "sharded_and_split": (8, 4), "split": (4, 3), "replicated": (7,), "uneven": (3, 2), "plain": (2, 3)}
+SHAPES = {
+    "sharded": (6, 5),
+    "sharded_and_split": (8, 4),
+    "split": (4, 3),
+    "replicated": (7,),
+    "uneven": (3, 2),
+    "plain": (2, 3),
+}
 MAX_NORMS = {"clipped": 1.0, "below": 100.0, "never": 0.0}
 LOSSES = ("nan", "inf", "-inf")
 Seen = list[dict[str, Any]]  # of every rank
@@ -25,7 +32,8 @@ def whole_gradients() -> dict[str, Tensor]:
 
 
 def step(max_norm: float, loss_of_rank_2: float = 1.0) -> dict[str, Any]:
-    """The norm that a rank finds for gradients that lie on different meshes, and the first moments that a step leaves."""
+    """The norm that a rank finds for gradients that lie on different meshes, and the first moments that a
+    step leaves."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     placed = {
         "sharded": (mesh["dp_shard"], [Shard(0)]),
@@ -43,7 +51,8 @@ def step(max_norm: float, loss_of_rank_2: float = 1.0) -> dict[str, Any]:
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     loss = torch.tensor(loss_of_rank_2 if dist.get_rank() == 2 else 1.0)
     norm = gradient_norm([*parameters.values(), frozen], loss)
-    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters.values()], fused=True)  # a group each: a mesh each
+    # a group each: a mesh each
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters.values()], fused=True)
     optimizer.grad_scale = clip_divisor(norm, max_norm)
     optimizer.step()
     moments = {name: optimizer.state[p]["exp_avg"] for name, p in parameters.items()}
@@ -52,7 +61,9 @@ def step(max_norm: float, loss_of_rank_2: float = 1.0) -> dict[str, Any]:
 
 
 def steps() -> dict[str, dict[str, Any]]:
-    return {name: step(norm) for name, norm in MAX_NORMS.items()} | {loss: step(1.0, float(loss)) for loss in LOSSES}
+    return {name: step(norm) for name, norm in MAX_NORMS.items()} | {
+        loss: step(1.0, float(loss)) for loss in LOSSES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -82,5 +93,7 @@ def test_a_gradient_below_the_limit_is_divided_by_one():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_that_is_not_finite_on_one_rank_makes_the_norm_so_on_all(loss: str, seen: dict[str, Seen]) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_makes_the_norm_so_on_all(
+    loss: str, seen: dict[str, Seen]
+) -> None:
     assert not torch.tensor([rank["norm"] for rank in seen[loss]]).isfinite().any()

@@ -1,5 +1,5 @@
-"""What a simulation says four processes do is what four real processes do over gloo: every collective of every rank, in
-order, and the bytes that each holds."""
+"""What a simulation says four processes do is what four real processes do over gloo: every collective of
+every rank, in order, and the bytes that each holds."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,25 +17,37 @@ from train.step import train_step
 RANKS, UNEVEN = 4, "smaller-group-uneven"
 CASES = {
     "fsdp": [],
-    "fsdp-tied-far-prefetch": ["--model.tie_embeddings=true", "--parallel.forward_prefetch=2", "--parallel.backward_prefetch=2"],
+    "fsdp-tied-far-prefetch": [
+        "--model.tie_embeddings=true",
+        "--parallel.forward_prefetch=2",
+        "--parallel.backward_prefetch=2",
+    ],
     "hsdp-accumulation": ["--parallel.dp_replicate=2", "--train.global_batch_size=12"],
     "fsdp-tp-recompute": ["--parallel.tp=2", "--parallel.activation_checkpoint=full"],
-    "replicate-tp-whole-tokens": ["--parallel.dp_replicate=2", "--parallel.tp=2", "--parallel.sequence_parallel=false",
-                                  "--parallel.loss_parallel=false", "--parallel.activation_checkpoint=selective"],
+    "replicate-tp-whole-tokens": [
+        "--parallel.dp_replicate=2",
+        "--parallel.tp=2",
+        "--parallel.sequence_parallel=false",
+        "--parallel.loss_parallel=false",
+        "--parallel.activation_checkpoint=selective",
+    ],
     UNEVEN: ["--parallel.reshard_after_forward=2", "--model.vocab_size=265"],
-}  # fmt: skip
+}
 SLOW = ("fsdp-tied-far-prefetch", UNEVEN)  # to simulate them
 
 
 def step(arguments: Sequence[str]) -> dict[str, Any]:
-    """The collectives of one step of this rank, and the bytes of parameters and optimizer state that it holds."""
+    """The collectives of one step of this rank, and the bytes of parameters and optimizer state that it
+    holds."""
     run = build_sharded(arguments)
     batches = random_batches(run)
     with record_collectives(run.model, run.plan, run.mesh) as collectives:
         train_step(run.model, run.optimizer, batches, 1.0, run.group)
     state = [value for values in run.optimizer.state.values() for value in values.values()]
-    return {"collectives": [dataclasses.asdict(collective) for collective in collectives],
-            "held": {"params": bytes_of(run.model.parameters()), "optimizer": bytes_of(state)}}  # fmt: skip
+    return {
+        "collectives": [dataclasses.asdict(collective) for collective in collectives],
+        "held": {"params": bytes_of(run.model.parameters()), "optimizer": bytes_of(state)},
+    }
 
 
 def bytes_of(tensors: Any) -> int:
@@ -52,12 +64,16 @@ def real() -> list[dict[str, dict[str, Any]]]:
     return run_ranks(RANKS, steps, {name: [*TINY, *EAGER, *keys] for name, keys in CASES.items()})
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_real_processes_do_what_the_simulation_says(case: str, real: list[dict[str, dict[str, Any]]]) -> None:
     """Where all sizes divide, the ranks do alike, and each case has one of them simulated."""
     for rank in range(RANKS):
         asked = rank if case == UNEVEN else list(CASES).index(case) % RANKS
         seen, simulation = real[rank][case], simulated(RANKS, *TINY, *EAGER, *CASES[case], rank=asked)
         assert len(seen["collectives"]) > 5
-        assert seen["collectives"] == [dataclasses.asdict(collective) for collective in simulation.collectives]
+        assert seen["collectives"] == [
+            dataclasses.asdict(collective) for collective in simulation.collectives
+        ]
         assert seen["held"] == {"params": simulation.memory.params, "optimizer": simulation.memory.optimizer}

@@ -1,7 +1,8 @@
-"""Products in float8, emulated on a CPU: they are made where the plan says, and training stays beside that in float32.
+"""Products in float8, emulated on a CPU: they are made where the plan says, and training stays beside that in
+float32.
 
-e4m3 has 3 bits behind the first: rounding is off by at most 2**-4 of a value. Products of many such average it out: an output is
-off by about 5%, and a loss much less, as errors of tokens average.
+e4m3 has 3 bits behind the first: rounding is off by at most 2**-4 of a value. Products of many such average
+it out: an output is off by about 5%, and a loss much less, as errors of tokens average.
 """
 
 import pytest
@@ -20,7 +21,11 @@ ON = [*HEADS, "--parallel.float8.recipe=tensorwise", "--parallel.float8.min_dim=
 SENT, TP = "--parallel.float8.all_gather=true", "--parallel.tp=2"
 PLAIN = Job(2, [EAGER, *HEADS], 0)
 FULL, BFLOAT16 = "--parallel.activation_checkpoint=full", "--parallel.param_dtype=bfloat16"
-HSDP = ["--parallel.dp_replicate=2", "--parallel.activation_checkpoint=selective", "--parallel.reshard_after_forward=false"]
+HSDP = [
+    "--parallel.dp_replicate=2",
+    "--parallel.activation_checkpoint=selective",
+    "--parallel.reshard_after_forward=false",
+]
 STORED = [BFLOAT16, "--parallel.storage_dtype=bfloat16", "--optim.state_dtype=bfloat16"]
 JOBS = {
     "eager": Job(2, [EAGER, *ON], 0),
@@ -34,17 +39,21 @@ JOBS = {
     "hsdp": Job(4, [EAGER, *ON, SENT, *HSDP], 0),
 }
 # The same where it is compiled: each run takes one of these (matrix.py).
-SLOW = matrix.sample({
-    "sent-compiled": Job(2, [AOT, *ON, SENT], 2),
-    "tp-compiled": Job(2, [AOT, *ON, TP], 2),
-    "tp-sent-compiled": Job(2, [AOT, *ON, SENT, TP], 2),
-    "rowwise-compiled": Job(2, [AOT, *ON, "--parallel.float8.recipe=rowwise", BFLOAT16], 2),
-    "bf16-compiled": Job(2, [AOT, *ON, SENT, *STORED], 2),
-    "mesh-compiled": Job(4, [AOT, *ON, SENT, TP, FULL], 2),
-    "hsdp-compiled": Job(4, [AOT, *ON, SENT, *HSDP], 2),
-}, parts=7)  # fmt: skip
+SLOW = matrix.sample(
+    {
+        "sent-compiled": Job(2, [AOT, *ON, SENT], 2),
+        "tp-compiled": Job(2, [AOT, *ON, TP], 2),
+        "tp-sent-compiled": Job(2, [AOT, *ON, SENT, TP], 2),
+        "rowwise-compiled": Job(2, [AOT, *ON, "--parallel.float8.recipe=rowwise", BFLOAT16], 2),
+        "bf16-compiled": Job(2, [AOT, *ON, SENT, *STORED], 2),
+        "mesh-compiled": Job(4, [AOT, *ON, SENT, TP, FULL], 2),
+        "hsdp-compiled": Job(4, [AOT, *ON, SENT, *HSDP], 2),
+    },
+    parts=7,
+)
 BAND = 0.005  # nats; the largest difference met was 0.0019
-# Of a gradient's norm, of the weight that is furthest off: 6% to 10% were met. In bfloat16 alone it is 2%, in float32 0.01%.
+# Of a gradient's norm, of the weight that is furthest off: 6% to 10% were met. In bfloat16 alone it is 2%, in
+# float32 0.01%.
 LEAST, MOST = 0.04, 0.2
 
 
@@ -71,7 +80,10 @@ def trained_compiled(data):
 def check(got, plain, graphs):
     assert "error" not in got, got["error"]
     assert got["losses"] == pytest.approx(plain["losses"], abs=BAND, rel=0)
-    off = [float((gradient - plain["grads"][fqn]).norm() / plain["grads"][fqn].norm()) for fqn, gradient in got["grads"].items()]
+    off = [
+        float((gradient - plain["grads"][fqn]).norm() / plain["grads"][fqn].norm())
+        for fqn, gradient in got["grads"].items()
+    ]
     assert LEAST < max(off) < MOST, "below: nothing was multiplied in float8"
     assert got["graphs"][-1] == graphs
     assert got["graphs"][0] == got["graphs"][-1], "something was compiled late"

@@ -1,4 +1,5 @@
-"""A run whose weights are sent in float8 saves them as any run does, and goes on without float8, on another mesh."""
+"""A run whose weights are sent in float8 saves them as any run does, and goes on without float8, on another
+mesh."""
 
 from pathlib import Path
 
@@ -9,7 +10,11 @@ from tests.support.launch import EAGER, TINY, read_metrics, read_status, run, wr
 
 pytest.importorskip("torchao")
 
-FLOAT8 = ["--parallel.float8.recipe=tensorwise", "--parallel.float8.min_dim=16", "--parallel.float8.all_gather=true"]
+FLOAT8 = [
+    "--parallel.float8.recipe=tensorwise",
+    "--parallel.float8.min_dim=16",
+    "--parallel.float8.all_gather=true",
+]
 
 
 def test_weights_are_saved_plain_and_read_without_float8(tmp_path: Path) -> None:
@@ -20,7 +25,9 @@ def test_weights_are_saved_plain_and_read_without_float8(tmp_path: Path) -> None
     for path in sorted((tmp_path / "run" / "checkpoints" / "step-00000002").glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    weights = {name: dtype for name, dtype in dtypes.items() if "attention.w" in name or "feed_forward.w" in name}
+    weights = {
+        name: dtype for name, dtype in dtypes.items() if "attention.w" in name or "feed_forward.w" in name
+    }
     assert len({name.split("layers.1.")[1] for name in weights if name.startswith("model.layers.1.")}) == 7
     assert set(weights.values()) == {"F32"}
     second = run(1, *common, "--train.steps=4")

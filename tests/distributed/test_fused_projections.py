@@ -1,11 +1,16 @@
-"""With projections of the same input by one product every mesh still trains the model of one plain eager process."""
+"""With projections of the same input by one product every mesh still trains the model of one plain eager
+process."""
 
 import pytest
 
 from tests.distributed.parity import Job, Result, check_compiled, check_parity, plain_run, run_jobs
 from tests.support.launch import EAGER, write_text
 
-FUSED, TP, AOT = "--parallel.fused_projections=true", "--parallel.tp=2", "--parallel.compile.backend=aot_eager"
+FUSED, TP, AOT = (
+    "--parallel.fused_projections=true",
+    "--parallel.tp=2",
+    "--parallel.compile.backend=aot_eager",
+)
 INDUCTOR, SELECTIVE = "--parallel.compile.backend=inductor", "--parallel.activation_checkpoint=selective"
 FULL = [TP, FUSED, "--parallel.activation_checkpoint=full", "--parallel.sequence_parallel=false"]
 JOBS = {
@@ -13,7 +18,10 @@ JOBS = {
     "eager-tp-full": Job(2, [*EAGER, *FULL], 0),
     "eager-fsdp-selective": Job(2, [*EAGER, FUSED, SELECTIVE], 0),
 }
-COMPILED = {"aot-tp-full": Job(2, [AOT, *FULL], 2), "inductor-fsdp-selective": Job(2, [INDUCTOR, FUSED, SELECTIVE], 2)}
+COMPILED = {
+    "aot-tp-full": Job(2, [AOT, *FULL], 2),
+    "inductor-fsdp-selective": Job(2, [INDUCTOR, FUSED, SELECTIVE], 2),
+}
 
 
 @pytest.fixture(scope="module")

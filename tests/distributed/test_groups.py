@@ -1,4 +1,5 @@
-"""How many process groups a plan makes: each has sockets and threads of its own, and on GPUs a communicator's memory."""
+"""How many process groups a plan makes: each has sockets and threads of its own, and on GPUs a communicator's
+memory."""
 
 import pytest
 import torch.distributed as dist
@@ -12,15 +13,29 @@ from train.step import train_step
 
 def groups_and_losses(layers: int, reshard: str) -> tuple[int, list[float]]:
     """How many groups there are beside the default one, and some losses."""
-    run = build_sharded([*TINY, *EAGER, f"--model.n_layers={layers}", f"--parallel.reshard_after_forward={reshard}",
-                         "--train.global_batch_size=8"])  # fmt: skip
-    losses = [train_step(run.model, run.optimizer, random_batches(run), 1.0, run.group).loss.item() for _ in range(2)]
+    run = build_sharded(
+        [
+            *TINY,
+            *EAGER,
+            f"--model.n_layers={layers}",
+            f"--parallel.reshard_after_forward={reshard}",
+            "--train.global_batch_size=8",
+        ]
+    )
+    losses = [
+        train_step(run.model, run.optimizer, random_batches(run), 1.0, run.group).loss.item()
+        for _ in range(2)
+    ]
     evaluate(run.model, random_batches(run), run.group)
     return len(dist.distributed_c10d._world.pg_map) - 1, losses
 
 
 def test_groups_do_not_grow_with_the_units_that_are_resharded_to_smaller_ones() -> None:
-    plain, few, more = (run_ranks(4, groups_and_losses, layers, reshard)[0]
-                        for layers, reshard in ((2, "true"), (2, "2"), (5, "2")))  # fmt: skip
-    assert more[0] == few[0] == plain[0] + 2, "of the ranks that keep a unit together, and of those that hold the same part"
+    plain, few, more = (
+        run_ranks(4, groups_and_losses, layers, reshard)[0]
+        for layers, reshard in ((2, "true"), (2, "2"), (5, "2"))
+    )
+    assert more[0] == few[0] == plain[0] + 2, (
+        "of the ranks that keep a unit together, and of those that hold the same part"
+    )
     assert few[1] == pytest.approx(plain[1], rel=1e-6)

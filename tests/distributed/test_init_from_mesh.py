@@ -1,4 +1,5 @@
-"""Weights read straight into shards: on a mesh the same model as transformers', and each rank reads its own slices only."""
+"""Weights read straight into shards: on a mesh the same model as transformers', and each rank reads its own
+slices only."""
 
 from typing import Any
 
@@ -15,7 +16,8 @@ from tools.convert_hf import main as convert
 
 RANKS, VOCAB = 4, 264  # tp divides it
 MESH = [*EAGER, "--parallel.tp=2", "--parallel.dp_shard=2"]
-# Of every kind of shard: both axes on one dim (wq, wk, wv, w1, w3, embedding, head), one on each (wo, w2), none of tp (norms).
+# Of every kind of shard: both axes on one dim (wq, wk, wv, w1, w3, embedding, head), one on each (wo, w2),
+# none of tp (norms).
 CASES = {
     "untied": (False, torch.float32, MESH),
     "tied": (True, torch.float32, MESH),
@@ -39,13 +41,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         source = save_hf(folder / f"{name}.hf", make(tied), dtype, "20KB")
         convert(["import", str(source), str(folder / f"{name}.ours"), "--shard_gb=0.00002"])
         init_from = folder / f"{name}.ours" if name == "checkpoint" else source
-        cases[name] = [f"--config={folder / f'{name}.ours' / 'config.yaml'}", f"--checkpoint.init_from={init_from}", *mesh]
+        cases[name] = [
+            f"--config={folder / f'{name}.ours' / 'config.yaml'}",
+            f"--checkpoint.init_from={init_from}",
+            *mesh,
+        ]
     ranks = run_ranks(RANKS, run_cases, cases, make_tokens(VOCAB, seq_len=65))
     return {name: [rank[name] for rank in ranks] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_and_first_loss_are_those_of_transformers(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+def test_weights_and_first_loss_are_those_of_transformers(
+    name: str, results: dict[str, list[dict[str, Any]]]
+) -> None:
     tied, dtype, _ = CASES[name]
     hf = make(tied).to(dtype).to(torch.float32)  # rounded as it was saved
     theirs = dict(hf.named_parameters())
@@ -60,7 +68,9 @@ def test_weights_and_first_loss_are_those_of_transformers(name: str, results: di
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_rank_reads_its_own_slices_and_no_more(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+def test_each_rank_reads_its_own_slices_and_no_more(
+    name: str, results: dict[str, list[dict[str, Any]]]
+) -> None:
     ranks = results[name]
     for result in ranks:
         held = {parameter: size for parameter, size in result["local"].items() if size}
@@ -68,5 +78,6 @@ def test_each_rank_reads_its_own_slices_and_no_more(name: str, results: dict[str
     model = sum(weight.numel() for weight in ranks[0]["weights"].values())
     read = sum(sum(sizes) for result in ranks for sizes in result["taken"].values())
     copies = 2 if name == "replicated" else 1
-    norms = 5 * 40 * (2 if "--parallel.tp=2" in CASES[name][2] else 1) * copies  # held by both ranks of a tp group
+    # held by both ranks of a tp group
+    norms = 5 * 40 * (2 if "--parallel.tp=2" in CASES[name][2] else 1) * copies
     assert read == copies * (model - 5 * 40) + norms

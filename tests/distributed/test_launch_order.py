@@ -1,4 +1,5 @@
-"""In a profile of real processes each all-gather starts where the simulated step says, before the products that hide it."""
+"""In a profile of real processes each all-gather starts where the simulated step says, before the products
+that hide it."""
 
 import re
 from collections.abc import Sequence
@@ -21,17 +22,26 @@ from train.step import train_step
 CASES = {
     "fsdp": (2, []),
     "no-prefetch": (2, ["--parallel.forward_prefetch=0", "--parallel.backward_prefetch=0"]),
-    "fsdp-tp-two-ahead": (4, ["--parallel.tp=2", "--parallel.forward_prefetch=2", "--parallel.backward_prefetch=2"]),
+    "fsdp-tp-two-ahead": (
+        4,
+        ["--parallel.tp=2", "--parallel.forward_prefetch=2", "--parallel.backward_prefetch=2"],
+    ),
 }
 SLOW = ("no-prefetch",)
 EMBEDDING = "tok_embeddings"
 LABEL = re.compile(r"FSDP::(all_gather|all_gather_copy_out|post_backward_reduce) \(([\w.]+)")
-WORDS = {"all_gather": "all_gather", "all_gather_copy_out": "copy_out", "post_backward_reduce": "reduce_scatter"}
+WORDS = {
+    "all_gather": "all_gather",
+    "all_gather_copy_out": "copy_out",
+    "post_backward_reduce": "reduce_scatter",
+}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 Word = tuple[str, str]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_real_processes_launch_in_the_order_of_the_simulated_step(case: str) -> None:
     processes, keys = CASES[case]
     arguments = [*TINY, *EAGER, *keys]
@@ -44,7 +54,8 @@ def test_real_processes_launch_in_the_order_of_the_simulated_step(case: str) -> 
 
 
 def profiled_step(arguments: Sequence[str]) -> list[Word]:
-    """What the hooks of FSDP2 launch in the second step, and when products run, in the order of this rank's trace."""
+    """What the hooks of FSDP2 launch in the second step, and when products run, in the order of this rank's
+    trace."""
     run = build_sharded(arguments)
     batches = random_batches(run)[:1]
     train_step(run.model, run.optimizer, batches, 1.0, run.group)  # FSDP2 sets itself up in the first
@@ -67,7 +78,9 @@ def words_of(trace: profile) -> list[Word]:
 def planned(plan: Plan) -> list[Word]:
     """The simulated step in the same words. The embedding has no products."""
     unit, module = UnitTimes(1.0, 1.0, 1.0, 1.0, 1.0, 0.0), ModuleTimes(1.0, 0.0, 1.0, 0.0)
-    times = StepTimes(dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0)
+    times = StepTimes(
+        dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
+    )
     words: list[Word] = []
     for task in launch_tasks(plan, times, start_ahead(plan), [True]):
         word = _word(task)

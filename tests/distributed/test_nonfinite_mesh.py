@@ -27,7 +27,8 @@ SAID = {
     "nan_output": "rank 1: the output of layers.1 is the first value that is not finite",
     "inf_gradient": "rank 1: the gradient of the input of layers.1 is the first value that is not finite",
     "inf_loss": "rank 1: the output of head.loss is the first value that is not finite",
-    "huge_gradient": "rank 1: the gradient of head.output.weight (or its square) is the first value that is not finite",
+    "huge_gradient": "rank 1: the gradient of head.output.weight (or its square) is the first value that is "
+    "not finite",
     "nan_parameter": "rank 1 holds values that are not finite: layers.1.attention.wq.weight",
 }
 ON_MESHES = [(mesh, fault) for mesh in MESHES for fault in SAID if mesh == "fsdp" or fault not in FSDP_ONLY]
@@ -73,7 +74,9 @@ def skips(of_rank: dict[str, Any]) -> list[float]:
     return [skipped for _loss, _norm, skipped, _changed in of_rank["steps"]]
 
 
-def test_all_ranks_skip_the_same_steps_change_no_bit_in_them_and_train_in_the_others(seen: dict[str, Seen]) -> None:
+def test_all_ranks_skip_the_same_steps_change_no_bit_in_them_and_train_in_the_others(
+    seen: dict[str, Seen],
+) -> None:
     for name, ranks in seen.items():
         for rank in ranks:
             assert skips(rank) == skips(ranks[0]), name
@@ -82,7 +85,9 @@ def test_all_ranks_skip_the_same_steps_change_no_bit_in_them_and_train_in_the_ot
                 assert (changed == 0) == bool(skipped), name
 
 
-def test_a_run_stops_on_all_ranks_at_the_step_after_the_last_that_may_be_skipped(seen: dict[str, Seen]) -> None:
+def test_a_run_stops_on_all_ranks_at_the_step_after_the_last_that_may_be_skipped(
+    seen: dict[str, Seen],
+) -> None:
     warning = f"warning: step {FAULTY_STEP} was skipped: its loss or gradient is not finite (1 of at most 1)"
     for name, ranks in seen.items():
         if name in ("none", "nan_once", "none at all"):
@@ -105,12 +110,19 @@ def test_the_message_names_the_rank_and_the_module(fault: str, seen: dict[str, S
     assert ("hold" in error) == (fault == "nan_parameter")
     if fault == "nan_parameter":
         assert error.count("holds values") == 1
-        assert "the output of layers.1.attention.wq is the first value" in error, "where it comes into the step"
+        assert "the output of layers.1.attention.wq is the first value" in error, (
+            "where it comes into the step"
+        )
 
 
-@pytest.mark.parametrize(("seen", "names"), [("fsdp", ["nan_output", "inf_gradient", "accumulated"]),
-                                             ("fsdp x tp", ["nan_output", "inf_gradient"])], indirect=["seen"])  # fmt: skip
-def test_the_sequences_that_are_named_are_those_the_rank_saw(names: list[str], seen: dict[str, Seen], text: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("seen", "names"),
+    [("fsdp", ["nan_output", "inf_gradient", "accumulated"]), ("fsdp x tp", ["nan_output", "inf_gradient"])],
+    indirect=["seen"],
+)
+def test_the_sequences_that_are_named_are_those_the_rank_saw(
+    names: list[str], seen: dict[str, Seen], text: list[str]
+) -> None:
     split = load_corpus(parse_config(text).data).sources[0].split
     seq_len = parse_config(TINY).train.seq_len
     for name in names:
@@ -134,7 +146,9 @@ def test_a_fault_that_does_not_come_again_costs_one_step_of_the_budget(seen: dic
         assert (rank["error"], rank["skipped"]) == (None, 1)
 
 
-def test_without_a_budget_the_first_stops_the_run_and_what_is_not_found_again_is_called_so(seen: dict[str, Seen]) -> None:
+def test_without_a_budget_the_first_stops_the_run_and_what_is_not_found_again_is_called_so(
+    seen: dict[str, Seen],
+) -> None:
     for rank in seen["none at all"]:
         assert skips(rank) == [0, 1]
         assert rank["lines"] == []

@@ -8,8 +8,10 @@ from tests.distributed import matrix
 from tests.distributed.pairwise import Rule, cover_pairs, is_legal, legal_pairs, pairs_of
 
 FACTORS = {"engine": ["petrol", "electric"], "gears": [1, 5, 6], "tank": [0, 40, 60], "doors": [3, 5]}
-RULES = [Rule(("engine", "gears"), lambda engine, gears: (engine == "electric") == (gears == 1)),
-         Rule(("engine", "tank"), lambda engine, tank: (engine == "electric") == (tank == 0))]  # fmt: skip
+RULES = [
+    Rule(("engine", "gears"), lambda engine, gears: (engine == "electric") == (gears == 1)),
+    Rule(("engine", "tank"), lambda engine, tank: (engine == "electric") == (tank == 0)),
+]
 
 
 def every_legal_case(factors, rules):
@@ -46,6 +48,8 @@ def test_every_value_of_every_factor_is_in_the_parity_matrix():
 
 def test_samples_of_the_slow_cases_are_all_of_them_after_a_round_of_seeds():
     cases = {matrix.name(case): case for case in matrix.SLOW}
-    parts = [matrix.sample(cases, matrix.PARITY_PARTS, str(seed)) for seed in range(100, 100 + matrix.PARITY_PARTS)]
+    parts = [
+        matrix.sample(cases, matrix.PARITY_PARTS, str(seed)) for seed in range(100, 100 + matrix.PARITY_PARTS)
+    ]
     assert sorted(name for part in parts for name in part) == sorted(cases)
     assert matrix.sample(cases, matrix.PARITY_PARTS, "all") == cases

@@ -1,6 +1,8 @@
-"""Every mesh trains the same model as one plain eager process: losses, norms, first gradients, initial weights, data.
+"""Every mesh trains the same model as one plain eager process: losses, norms, first gradients, initial
+weights, data.
 
-The slow cases are a sample (matrix.py). All of them, about half an hour on two cores, or those of another seed:
+The slow cases are a sample (matrix.py). All of them, about half an hour on two cores, or those of another
+seed:
 
     MESHWRIGHT_TESTS_SEED=all pytest -m slow tests/distributed/test_parity.py
 """
@@ -18,16 +20,23 @@ AOT, EAGER = "--parallel.compile.backend=aot_eager", "--parallel.compile.enabled
 FREEZE = "--train.freeze=[tok_embeddings.*, layers.0.*, layers.2.attention.wq.*]"
 TP, DOCUMENTS = "--parallel.tp=2", "--data.document_mask=true"
 FLASH, MATH = "--parallel.attention=flash", "--parallel.attention=math"
-FOUR, FULL, OFFLOAD = "--model.n_layers=4", "--parallel.activation_checkpoint=full", "--parallel.cpu_offload=true"
+FOUR, FULL, OFFLOAD = (
+    "--model.n_layers=4",
+    "--parallel.activation_checkpoint=full",
+    "--parallel.cpu_offload=true",
+)
 JOINED = "--parallel.unit_min_params=10000"
 
 
 def jobs_of(cases: list[matrix.Case]) -> dict[str, Job]:
-    return {matrix.name(case): Job(case["ranks"], matrix.arguments(case), matrix.graphs(case)) for case in cases}
+    return {
+        matrix.name(case): Job(case["ranks"], matrix.arguments(case), matrix.graphs(case)) for case in cases
+    }
 
 
-# What is not a factor of the matrix, by hand. FREEZE has five graphs: block 0 is frozen and its input needs no gradient; nor
-# does that of block 1, which is trained; block 2 has a frozen weight; block 3 is an ordinary one; and the head.
+# What is not a factor of the matrix, by hand. FREEZE has five graphs: block 0 is frozen and its input needs
+# no gradient; nor does that of block 1, which is trained; block 2 has a frozen weight; block 3 is an ordinary
+# one; and the head.
 OTHERS = {
     "frozen-tp": Job(4, [EAGER, FOUR, FREEZE, TP, FULL], 0),
     "offload": Job(4, [EAGER, OFFLOAD, TP], 0),
@@ -36,31 +45,50 @@ OTHERS = {
     "math": Job(2, [EAGER, MATH, "--parallel.loss_chunk_tokens=64"], 0),
     # What keeps documents apart on a GPU.
     "flex-selective": Job(1, [AOT, DOCUMENTS, "--parallel.activation_checkpoint=selective"], 2, "flex"),
-}  # fmt: skip
+}
 # The same where more ranks compile, and what differs from one above in little.
 COMPILED = {
     "frozen": Job(1, [AOT, FOUR, FREEZE], 5),
-    # The attention that runs on a GPU. Fully checkpointed it fails on a CPU (test_torch_faults.py), where we have our own.
-    "flash-selective": Job(2, [AOT, TP, FLASH, "--parallel.activation_checkpoint=selective",
-                               "--parallel.selective_policy=aten.mm,aten._scaled_dot_product_flash_attention_for_cpu"], 2),
+    # The attention that runs on a GPU. Fully checkpointed it fails on a CPU (test_torch_faults.py), where we
+    # have our own.
+    "flash-selective": Job(
+        2,
+        [
+            AOT,
+            TP,
+            FLASH,
+            "--parallel.activation_checkpoint=selective",
+            "--parallel.selective_policy=aten.mm,aten._scaled_dot_product_flash_attention_for_cpu",
+        ],
+        2,
+    ),
     "frozen-tp-compiled": Job(4, [AOT, FOUR, FREEZE, TP, FULL], 5),
     "offload-compiled": Job(4, [AOT, OFFLOAD, TP], 2),
     "offload-hsdp": Job(4, [EAGER, OFFLOAD, "--parallel.dp_replicate=2", "--train.micro_batch_size=2"], 0),
     "joined-compiled": Job(2, [AOT, FOUR, JOINED, FULL], 2),
     "joined-tp-compiled": Job(4, [AOT, FOUR, JOINED, TP, FULL], 2),
-    "flash-budget": Job(2, ["--parallel.compile.backend=aot_eager_decomp_partition", TP, FLASH,
-                            "--parallel.activation_checkpoint=budget"], 2),
+    "flash-budget": Job(
+        2,
+        [
+            "--parallel.compile.backend=aot_eager_decomp_partition",
+            TP,
+            FLASH,
+            "--parallel.activation_checkpoint=budget",
+        ],
+        2,
+    ),
     "math-compiled": Job(2, [AOT, MATH, "--parallel.loss_chunk_tokens=64"], 2),
     "flex-tp": Job(2, [AOT, TP, DOCUMENTS, "--parallel.activation_checkpoint=selective"], 2, "flex"),
     "flex-full": Job(2, [AOT, DOCUMENTS, FULL], 2, "flex"),
     "hsdp-compiled": Job(4, [AOT, "--parallel.dp_replicate=2", "--parallel.reshard_after_forward=false"], 2),
-}  # fmt: skip
+}
 # Compared in another way.
 BFLOAT16 = Job(4, [EAGER, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 0)
 BFLOAT16_COMPILED = Job(2, [AOT, FOUR, TP, "--parallel.param_dtype=bfloat16", *matrix.GENTLE], 2)
 ASYNC = Job(2, [AOT, TP], 2, "async")
 BY_HAND = jobs_of(matrix.FAST) | OTHERS
-FAST = {name: job for name, job in BY_HAND.items() if "inductor" not in name}  # whose kernels take as long as all the others
+# whose kernels take as long as all the others
+FAST = {name: job for name, job in BY_HAND.items() if "inductor" not in name}
 COMPILED |= {name: job for name, job in BY_HAND.items() if name not in FAST}
 SLOW = matrix.sample(jobs_of(matrix.SLOW), matrix.PARITY_PARTS) | matrix.sample(COMPILED, parts=7)
 EVERYDAY = FAST | {"bfloat16": BFLOAT16}
@@ -70,19 +98,30 @@ EVERYDAY = FAST | {"bfloat16": BFLOAT16}
 def data(tmp_path_factory) -> list[str]:
     """Lines, a document each, about as long as a sequence: most sequences have the end of one."""
     folder = tmp_path_factory.mktemp("text")
-    lines = (json.dumps({"text": f"line {n} of text {i} squares to {n * n}"}) for i in range(8) for n in range(i, 1500 + i))
+    lines = (
+        json.dumps({"text": f"line {n} of text {i} squares to {n * n}"})
+        for i in range(8)
+        for n in range(i, 1500 + i)
+    )
     (folder / "lines.jsonl").write_text("\n".join(lines))
-    return [f"--data.source={folder / 'lines.jsonl'}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]
+    return [
+        f"--data.source={folder / 'lines.jsonl'}",
+        f"--data.cache_dir={folder / 'cache'}",
+        "--data.held_out=0.2",
+    ]
 
 
 @pytest.fixture(scope="module")
 def trained(data):
-    """A function from a job's name, and the jobs it is one of, to its result. Those of as many ranks share processes."""
+    """A function from a job's name, and the jobs it is one of, to its result. Those of as many ranks share
+    processes."""
     results = {}
 
     def result(name, jobs):
         if name not in results:
-            results.update(run_jobs({other: job for other, job in jobs.items() if job.ranks == jobs[name].ranks}, data))
+            results.update(
+                run_jobs({other: job for other, job in jobs.items() if job.ranks == jobs[name].ranks}, data)
+            )
         return results[name]
 
     return result
@@ -114,9 +153,13 @@ def test_a_case_that_fails_spoils_none_that_comes_after_it(data):
 
 @pytest.mark.slow
 def test_a_collective_handed_on_unwaited_would_lose_the_gradient_of_the_embedding(data):
-    """What parallel/tensor.py waits for: with torch's AsyncCollectiveTensor in place of its waiting, no other gradient is
-    wrong, apart from the clipping, and parity must see it."""
-    got, plain, lost = run_jobs({"async": ASYNC}, data)["async"], plain_run(ASYNC, data), "tok_embeddings.weight"
+    """What parallel/tensor.py waits for: with torch's AsyncCollectiveTensor in place of its waiting, no other
+    gradient is wrong, apart from the clipping, and parity must see it."""
+    got, plain, lost = (
+        run_jobs({"async": ASYNC}, data)["async"],
+        plain_run(ASYNC, data),
+        "tok_embeddings.weight",
+    )
     assert "error" not in got, got["error"]
     assert torch.count_nonzero(got["grads"][lost]) == 0
     assert got["losses"][0] == pytest.approx(plain["losses"][0], abs=LOSS)
@@ -128,15 +171,19 @@ def test_a_collective_handed_on_unwaited_would_lose_the_gradient_of_the_embeddin
         check_parity(got, plain)
 
 
-# bfloat16 has 8 bits of significand: rounding to nearest is off by at most U = 2**-8 of the value. Roundings that are
-# independent add up by their squares, with a standard deviation of at most U / sqrt(3) each, of the value they are made on.
+# bfloat16 has 8 bits of significand: rounding to nearest is off by at most U = 2**-8 of the value. Roundings
+# that are independent add up by their squares, with a standard deviation of at most U / sqrt(3) each, of the
+# value they are made on.
 U = 2**-8
-# Roundings one after another: about 13 in a block's forward (norm 2, projection, RoPE 2, attention, projection, sum, norm 2,
-# two products of SwiGLU, sum), 4 blocks, 5 in embedding and head; a backward has about twice as many.
+# Roundings one after another: about 13 in a block's forward (norm 2, projection, RoPE 2, attention,
+# projection, sum, norm 2, two products of SwiGLU, sum), 4 blocks, 5 in embedding and head; a backward has
+# about twice as many.
 FORWARD = 13 * 4 + 5
-OF_A_GRADIENT = math.sqrt(3 * FORWARD) * U / math.sqrt(3)  # 2.9% of its norm; and no norm is off by more than that
-# A token's loss moves by (p - y) . dz, and |p - y| <= sqrt(2). Logits z of size 1 are off by what a forward gathers, averaged
-# over the 512 tokens of a batch; and by the rounding of the weights, which all tokens share.
+# 2.9% of its norm; and no norm is off by more than that
+OF_A_GRADIENT = math.sqrt(3 * FORWARD) * U / math.sqrt(3)
+# A token's loss moves by (p - y) . dz, and |p - y| <= sqrt(2). Logits z of size 1 are off by what a forward
+# gathers, averaged over the 512 tokens of a batch; and by the rounding of the weights, which all tokens
+# share.
 OF_A_TOKEN = math.sqrt(2) * math.sqrt(FORWARD) * U / math.sqrt(3) / math.sqrt(16 * 32)  # 1.1e-3
 OF_THE_WEIGHTS = math.sqrt(2) * U / math.sqrt(3)  # 3.2e-3
 
@@ -150,8 +197,8 @@ def check_rounding(got, other, loss, gradient):
 
 
 def test_bfloat16_is_off_by_its_roundings_and_no_more(trained, data):
-    """Against float32, and against one plain process that computes in bfloat16: then the rounded weights are the same, and
-    two runs differ by what each rounds apart."""
+    """Against float32, and against one plain process that computes in bfloat16: then the rounded weights are
+    the same, and two runs differ by what each rounds apart."""
     check_bfloat16(trained("bfloat16", EVERYDAY), BFLOAT16, data)
 
 
@@ -166,5 +213,7 @@ def check_bfloat16(got, job, data):
     exact, plain = plain_run(job, data), plain_run(job, data, torch.bfloat16)
     check_rounding(got, exact, OF_A_TOKEN + OF_THE_WEIGHTS, OF_A_GRADIENT)
     check_rounding(got, plain, math.sqrt(2) * OF_A_TOKEN, math.sqrt(2) * OF_A_GRADIENT)
-    assert max(abs(a - b) for a, b in zip(got["losses"], exact["losses"], strict=True)) > 2 * LOSS, "bfloat16 was not used"
+    assert max(abs(a - b) for a, b in zip(got["losses"], exact["losses"], strict=True)) > 2 * LOSS, (
+        "bfloat16 was not used"
+    )
     check_compiled(got, job.graphs)

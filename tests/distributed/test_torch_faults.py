@@ -1,4 +1,5 @@
-"""Failures of torch's own that this project goes around, reproduced without it: a test here goes away when torch is mended.
+"""Failures of torch's own that this project goes around, reproduced without it: a test here goes away when
+torch is mended.
 
 Beside each stands the test that our own way is right.
 """
@@ -28,7 +29,9 @@ from torch.distributed.tensor.parallel import (
 from tests.support.worlds import RanksError, run_ranks
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
-only_2_13 = pytest.mark.skipif(VERSION != "2.13", reason=f"a fault of torch 2.13 (2.11 does not have it), this is {VERSION}")
+only_2_13 = pytest.mark.skipif(
+    VERSION != "2.13", reason=f"a fault of torch 2.13 (2.11 does not have it), this is {VERSION}"
+)
 VOCAB, DIM, HEAD_DIM, TOKENS = 16, 8, 4, 8
 HANG_S = 10  # eight groups take a second
 
@@ -64,18 +67,25 @@ class Model(nn.Module):
 
 
 def split(model: Model, mesh: Any) -> None:
-    parallelize_module(model, mesh["tp"], {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "block.norm": SequenceParallel(),
-        "block.attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "block.attention.w[qkv]": ColwiseParallel(),
-        "block.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    })  # fmt: skip
+    parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "block.norm": SequenceParallel(),
+            "block.attention": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "block.attention.w[qkv]": ColwiseParallel(),
+            "block.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        },
+    )
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the block is compiled ("none": not), if it is recomputed, and if what the embedding hands on is waited for."""
+    """How the block is compiled ("none": not), if it is recomputed, and if what the embedding hands on is
+    waited for."""
 
     backend: str
     recompute: bool = False
@@ -83,7 +93,8 @@ class Way:
 
 
 def step(way: Way) -> dict[str, Any]:
-    """One step of an embedding and a block that torch's own styles split over tp: the norm of each gradient."""
+    """One step of an embedding and a block that torch's own styles split over tp: the norm of each
+    gradient."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
@@ -124,17 +135,25 @@ def shard_in_groups(group: int | bool) -> None:
 
 @only_2_13
 def test_torchs_own_styles_lose_the_gradient_of_an_embedding_in_front_of_a_compiled_block():
-    """Ours: test_parity.py, where every tp case that compiles has the embedding's gradient of the plain process."""
-    eager, compiled, waited = run_ranks(2, steps, [Way("none"), Way("aot_eager"), Way("aot_eager", wait=True)])[0]
+    """Ours: test_parity.py, where every tp case that compiles has the embedding's gradient of the plain
+    process."""
+    eager, compiled, waited = run_ranks(
+        2, steps, [Way("none"), Way("aot_eager"), Way("aot_eager", wait=True)]
+    )[0]
     assert eager["embedding.weight"] > 1
-    assert compiled.pop("embedding.weight") == 0.0, "torch is mended: parallel/tensor.py need not say so any more"
-    assert compiled == pytest.approx({name: norm for name, norm in eager.items() if name != "embedding.weight"})
+    assert compiled.pop("embedding.weight") == 0.0, (
+        "torch is mended: parallel/tensor.py need not say so any more"
+    )
+    assert compiled == pytest.approx(
+        {name: norm for name, norm in eager.items() if name != "embedding.weight"}
+    )
     assert waited == pytest.approx(eager), "waiting for the collective is what parallel/tensor.py does"
 
 
 @only_2_13
 def test_a_compiled_block_with_dtensor_weights_cannot_recompute_torchs_attention_on_a_cpu():
-    """Ours: 4-1x2x2-aot_eager-full in test_parity.py, with an attention for CPUs that torch does not count as random."""
+    """Ours: 4-1x2x2-aot_eager-full in test_parity.py, with an attention for CPUs that torch does not count as
+    random."""
     seen = run_ranks(2, failed_step, Way("aot_eager", recompute=True, wait=True))[0]
     assert "expected all tensors_saved_with_vc_check to be Tensors" in seen["error"]
     assert "DeviceMesh" in seen["error"]
@@ -146,7 +165,10 @@ def test_a_compiled_block_with_dtensor_weights_cannot_recompute_torchs_attention
 def test_resharding_to_smaller_groups_beside_tp_hangs():
     """Ours: such a plan is refused (tests/parallel/test_make_plan.py)."""
     if VERSION not in ("2.11", "2.12", "2.13"):
-        pytest.skip(f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/rules.py need refuse it still")
+        pytest.skip(
+            f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/rules.py need refuse "
+            f"it still"
+        )
     run_ranks(8, shard_in_groups, True)
     with pytest.raises(RanksError, match=r"(?s)no rank failed, but after.*in _new_process_group_helper"):
         run_ranks(8, shard_in_groups, 2, limit_s=HANG_S)

@@ -14,13 +14,15 @@ from train.step import train_step
 
 
 def train_with_other_roundings(arguments: list[str]) -> list[str]:
-    """Three steps in which the last rank's gradients of attention are a little off, as by additions in another order: the
-    parameters of which ranks then hold different copies."""
+    """Three steps in which the last rank's gradients of attention are a little off, as by additions in
+    another order: the parameters of which ranks then hold different copies."""
     run = build_sharded([*TINY, *EAGER, *arguments])
     off = 1.001 if dist.get_rank() == dist.get_world_size() - 1 else 1.0
     for block in run.model.layers:
         for module in (block.attention.wq, block.attention_norm):
-            module.register_forward_hook(lambda _module, _inputs, out: out.register_hook(lambda grad: grad * off) and None)
+            module.register_forward_hook(
+                lambda _module, _inputs, out: out.register_hook(lambda grad: grad * off) and None
+            )
     for _ in range(3):
         train_step(run.model, run.optimizer, random_batches(run), 1.0, run.group)
     held = {name: p.to_local() for name, p in run.model.named_parameters() if p.placements[-1].is_replicate()}
@@ -33,8 +35,15 @@ NORMS_ALONE = "--train.freeze=[layers.*.attention.w*, tok_embeddings.weight, hea
 WHOLE_TOKENS = "--parallel.sequence_parallel=false"
 
 
-@pytest.mark.parametrize("keys", [["--parallel.tp=2"], ["--parallel.tp=4"], ["--parallel.tp=2", WHOLE_TOKENS],
-                                  ["--parallel.tp=2", WHOLE_TOKENS, NORMS_ALONE]])  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["--parallel.tp=2"],
+        ["--parallel.tp=4"],
+        ["--parallel.tp=2", WHOLE_TOKENS],
+        ["--parallel.tp=2", WHOLE_TOKENS, NORMS_ALONE],
+    ],
+)
 def test_copies_of_whole_parts_do_not_drift_apart(keys: list[str]) -> None:
     for different in run_ranks(4, train_with_other_roundings, ["--parallel.tp_parts=[feed_forward]", *keys]):
         assert different == []

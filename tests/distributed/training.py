@@ -1,4 +1,5 @@
-"""What a rank of the parity tests does (parity.py): trains cases one after another, and writes down what it sees of each."""
+"""What a rank of the parity tests does (parity.py): trains cases one after another, and writes down what it
+sees of each."""
 
 import contextlib
 import gc
@@ -43,13 +44,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
-    """The journey of train.main, with a look at everything on the way. Every rank's result; rank 0's counts."""
+    """The journey of train.main, with a look at everything on the way. Every rank's result; rank 0's
+    counts."""
     run, device = build_sharded(arguments), torch.device("cpu")
     config, model, optimizer, group = run.config, run.model, run.optimizer, run.group
     weights = {name: whole(p) for name, p in model.named_parameters()}
     shape, corpus = run.shape, load_corpus(config.data)
-    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
-    loader = TrainLoader(SampleOrder(corpus.sources, sequences, config.run.seed), sequences, shape, 0, device, 2)
+    sequences = make_sequence_shape(
+        config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
+    )
+    loader = TrainLoader(
+        SampleOrder(corpus.sources, sequences, config.run.seed), sequences, shape, 0, device, 2
+    )
     grads: dict[str, Tensor] = {}
 
     def keep_first_gradients(*_: object) -> None:
@@ -72,28 +78,43 @@ def train_case(arguments: Sequence[str], steps: int) -> dict[str, Any]:
             eval_loss = mean_loss(score_sets(model, corpus.held_out, sequences, shape, limit, device, group))
         graphs.append(count_compiled_graphs())
     loader.close()
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "graphs": graphs, "eval_loss": eval_loss,
-            "breaks": dict(counters["graph_break"]), "tokens": _tokens_of_all(torch.stack(seen), shape.data_rank)}  # fmt: skip
+    return {
+        "losses": losses,
+        "norms": norms,
+        "grads": grads,
+        "weights": weights,
+        "graphs": graphs,
+        "eval_loss": eval_loss,
+        "breaks": dict(counters["graph_break"]),
+        "tokens": _tokens_of_all(torch.stack(seen), shape.data_rank),
+    }
 
 
 def _tokens_of_all(mine: Tensor, data_rank: int) -> Tensor:
-    """tokens[step, sequence, token] that the data-parallel ranks saw together; the ranks of a tp group must see the same."""
+    """tokens[step, sequence, token] that the data-parallel ranks saw together; the ranks of a tp group must
+    see the same."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (data_rank, mine))
     parts: dict[int, Tensor] = {}
     for rank, tokens in every:
-        assert torch.equal(parts.setdefault(rank, tokens), tokens), "the ranks of one tp group saw different data"
+        assert torch.equal(parts.setdefault(rank, tokens), tokens), (
+            "the ranks of one tp group saw different data"
+        )
     return torch.cat([parts[rank] for rank in sorted(parts)], dim=1)
 
 
 @contextlib.contextmanager
 def changed(name: str) -> Iterator[None]:
-    """Our code with things in it replaced: "async" hands on collectives as torch's own styles do, not waited for; "flex"
-    takes FlexAttention, as on a GPU, in place of our own for a CPU (where torch lets nobody differentiate it, though it can)."""
+    """Our code with things in it replaced: "async" hands on collectives as torch's own styles do, not waited
+    for; "flex" takes FlexAttention, as on a GPU, in place of our own for a CPU (where torch lets nobody
+    differentiate it, though it can)."""
     replaced: list[tuple[Any, str, Any]] = {
         "": [],
         "async": [(parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor)],
-        "flex": [(models.llama, "within_documents", block_mask), (flex_attention, "_validate_device", lambda *_: None)],
+        "flex": [
+            (models.llama, "within_documents", block_mask),
+            (flex_attention, "_validate_device", lambda *_: None),
+        ],
     }[name]
     before = [getattr(where, what) for where, what, _ in replaced]
     for where, what, value in replaced:

@@ -17,12 +17,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def two_ranks(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """The folder of a run of six steps on two ranks, and what it printed on stdout and stderr. Copy it, and leave it as it is.
+    """The folder of a run of six steps on two ranks, and what it printed on stdout and stderr. Copy it, and
+    leave it as it is.
 
     Thirteen held-out sequences do not divide over the ranks.
     """
     folder = tmp_path_factory.mktemp("runs") / "two"
-    keys = ["--train.steps=6", "--train.eval_every=3", "--train.eval_sequences=13", "--checkpoint.every=2", "--checkpoint.keep=2"]
+    keys = [
+        "--train.steps=6",
+        "--train.eval_every=3",
+        "--train.eval_sequences=13",
+        "--checkpoint.every=2",
+        "--checkpoint.keep=2",
+    ]
     result = run(2, *SMALL, *data, *keys, f"--run.dir={folder}")
     assert result.returncode == 0, result.stderr
     return folder, result.stdout, result.stderr

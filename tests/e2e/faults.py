@@ -1,4 +1,5 @@
-"""What the tests of faults have in common: launches of a tiny run, moments to wait for, and what must be left behind."""
+"""What the tests of faults have in common: launches of a tiny run, moments to wait for, and what must be left
+behind."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,8 @@ FOR_EVER = 100_000  # steps
 
 
 def tiny(data: Sequence[str], *more: str, steps: int = FOR_EVER) -> list[str]:
-    """The arguments of a tiny eager run that would last for hours, but for its folder. The learning rate stays as it is, so a
-    run of fewer steps is the beginning of a longer one."""
+    """The arguments of a tiny eager run that would last for hours, but for its folder. The learning rate
+    stays as it is, so a run of fewer steps is the beginning of a longer one."""
     ends = (f"--train.steps={steps}", "--optim.schedule=constant", "--metrics.tensorboard=false")
     return [*TINY, "--train.global_batch_size=4", *EAGER, *data, *ends, *more]
 
@@ -28,15 +29,18 @@ def tiny(data: Sequence[str], *more: str, steps: int = FOR_EVER) -> list[str]:
 @contextmanager
 def started(processes: int, folder: Path, arguments: Sequence[str]) -> Iterator[Launch]:
     """A run in `folder` on so many ranks, whose output goes beside it."""
-    with launch.started(processes, *arguments, f"--run.dir={folder}", output=folder.with_name(f"{folder.name}.txt")) as running:
+    with launch.started(
+        processes, *arguments, f"--run.dir={folder}", output=folder.with_name(f"{folder.name}.txt")
+    ) as running:
         yield running
 
 
 @contextmanager
-def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str], name: str = "torchrun",
-             limit: str = "") -> Iterator[Launch]:  # fmt: skip
-    """The same under torchrun, which is the launch's only process; `workers` are those that it has started. `limit`: of
-    tests/support/limited.py, on it and them."""
+def torchrun(
+    folder: Path, options: Sequence[str], arguments: Sequence[str], name: str = "torchrun", limit: str = ""
+) -> Iterator[Launch]:
+    """The same under torchrun, which is the launch's only process; `workers` are those that it has started.
+    `limit`: of tests/support/limited.py, on it and them."""
     words = ["torch.distributed.run", *options, "-m", "train.main", *arguments, f"--run.dir={folder}"]
     words, module = ([limit, *words], LIMITED) if limit else (words, NESTED)
     with launch.started(1, *words, output=folder.with_name(f"{name}.txt"), module=module) as running:
@@ -49,7 +53,8 @@ def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str], nam
 
 
 def workers(running: Launch) -> list[int]:
-    """Process ids of torchrun's workers that there are at this moment, in the order of their ranks, in which it starts them."""
+    """Process ids of torchrun's workers that there are at this moment, in the order of their ranks, in which
+    it starts them."""
     return sorted(pid for pid in children(running.ranks[0].pid) if start_times([pid]))
 
 
@@ -69,7 +74,8 @@ def wait_for_step(running: Launch, folder: Path, step: int) -> None:
 
 
 def wait_for_commit(running: Launch, folder: Path, step: int) -> None:
-    """Until the checkpoint of this step or of a later one is committed: retention (checkpoint.keep) deletes the older ones."""
+    """Until the checkpoint of this step or of a later one is committed: retention (checkpoint.keep) deletes
+    the older ones."""
     wait(running, lambda: any(step_of(path) >= step for path in list_checkpoints(folder / "checkpoints")))
 
 
@@ -85,11 +91,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step."""
-    return {step: (row["loss"], row["grad_norm"]) for step, row in read_metrics(folder).items() if "loss" in row}
+    return {
+        step: (row["loss"], row["grad_norm"]) for step, row in read_metrics(folder).items() if "loss" in row
+    }
 
 
 def check_stopped(folder: Path, reason: str) -> int:
-    """The run has stopped as it was asked to, saved at the step that it says, and everything committed verifies; that step."""
+    """The run has stopped as it was asked to, saved at the step that it says, and everything committed
+    verifies; that step."""
     status = read_status(folder)
     assert (status["state"], status["reason"]) == ("stopped", reason)
     assert check_commits(folder) == status["step"]

@@ -15,7 +15,9 @@ from train.board_tags import tag_of
 FIGURES = ("step_time_s", "peak_memory_gib")
 
 
-def test_a_run_plans_for_itself_compares_itself_with_the_prediction_and_runs_again_as_a_file(data, tmp_path: Path) -> None:
+def test_a_run_plans_for_itself_compares_itself_with_the_prediction_and_runs_again_as_a_file(
+    data, tmp_path: Path
+) -> None:
     folder, again = tmp_path / "auto", tmp_path / "file"
     keys = [*SMALL, *data, "--train.steps=4", "--checkpoint.every=0"]
     result = run(2, *keys, "--parallel.plan=auto", f"--run.dir={folder}")
@@ -23,20 +25,33 @@ def test_a_run_plans_for_itself_compares_itself_with_the_prediction_and_runs_aga
     plan = load_plan(folder / "plan.yaml")
     assert plan.mesh.world_size == 2
     assert "planner: of " in result.stdout
-    assert f"mesh: dp_replicate {plan.mesh.dp_replicate} x dp_shard {plan.mesh.dp_shard} x tp {plan.mesh.tp}" in result.stdout
+    assert (
+        f"mesh: dp_replicate {plan.mesh.dp_replicate} x dp_shard {plan.mesh.dp_shard} x tp {plan.mesh.tp}"
+        in result.stdout
+    )
     found = rows(folder)
     predicted = {name: found[-1][f"predicted_{name}"] for name in FIGURES}
     assert all(value > 0 for value in predicted.values())
     board = EventAccumulator(str(folder / "tb")).Reload()
     for name in FIGURES:
-        assert board.Scalars(tag_of(f"predicted_{name}"))[-1].value == pytest.approx(predicted[name], rel=1e-6)
+        assert board.Scalars(tag_of(f"predicted_{name}"))[-1].value == pytest.approx(
+            predicted[name], rel=1e-6
+        )
     assert board.Images("predicted_step")
-    last = next(line for line in result.stdout.splitlines() if line.startswith("predicted against measured: "))
+    last = next(
+        line for line in result.stdout.splitlines() if line.startswith("predicted against measured: ")
+    )
     measured_s = statistics.median(row["step_time_s"] for row in found[1:])
     off = predicted["step_time_s"] / measured_s - 1
     assert f"step_time_s {predicted['step_time_s']:.3g} against {measured_s:.3g} ({off:+.1%})" in last
 
-    second = run(2, *keys, f"--parallel.plan={folder / 'plan.yaml'}", "--metrics.tensorboard=false", f"--run.dir={again}")
+    second = run(
+        2,
+        *keys,
+        f"--parallel.plan={folder / 'plan.yaml'}",
+        "--metrics.tensorboard=false",
+        f"--run.dir={again}",
+    )
     assert second.returncode == 0, second.stderr
     assert curve(again) == curve(folder)
 

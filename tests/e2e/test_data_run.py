@@ -1,5 +1,5 @@
-"""A run on prepared data as its user sees it: the same sequences whatever the mesh, also after a kill; mixtures; sets to
-evaluate; documents kept apart; mistakes."""
+"""A run on prepared data as its user sees it: the same sequences whatever the mesh, also after a kill;
+mixtures; sets to evaluate; documents kept apart; mistakes."""
 
 import hashlib
 import json
@@ -27,7 +27,10 @@ QUIET = "--metrics.tensorboard=false"
 
 def write_jsonl(path: Path, word: str, count: int) -> Path:
     rng = np.random.default_rng(len(word))
-    lines = ({"text": " ".join(f"{word} {n}" for n in rng.integers(0, 50, rng.integers(1, 40)))} for _ in range(count))
+    lines = (
+        {"text": " ".join(f"{word} {n}" for n in rng.integers(0, 50, rng.integers(1, 40)))}
+        for _ in range(count)
+    )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -39,9 +42,20 @@ def stores(tmp_path_factory) -> dict[str, Path]:
     tokenizer = train_bpe(folder / "bpe")
     for name in ("web", "code"):
         source = write_jsonl(folder / f"{name}.jsonl", name, 120)
-        prepare_store(str(source), str(tokenizer), "auto", "auto", folder / name, PrepareSettings(held_out=0.1, workers=1))
-    return {"web": folder / "web", "code": folder / "code", "wiki": write_jsonl(folder / "wiki.jsonl", "wiki", 8),
-            "tokenizer": tokenizer}  # fmt: skip
+        prepare_store(
+            str(source),
+            str(tokenizer),
+            "auto",
+            "auto",
+            folder / name,
+            PrepareSettings(held_out=0.1, workers=1),
+        )
+    return {
+        "web": folder / "web",
+        "code": folder / "code",
+        "wiki": write_jsonl(folder / "wiki.jsonl", "wiki", 8),
+        "tokenizer": tokenizer,
+    }
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -50,13 +64,20 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 def mixture(stores: dict[str, Path]) -> list[str]:
     """Three of four sequences from the first source, documents kept apart."""
-    return [f"--data.mixture={json.dumps({str(stores['web']): 3, str(stores['code']): 1})}", "--data.document_mask=true"]
+    return [
+        f"--data.mixture={json.dumps({str(stores['web']): 3, str(stores['code']): 1})}",
+        "--data.document_mask=true",
+    ]
 
 
 def sets(stores: dict[str, Path]) -> list[str]:
     """Three sets to evaluate: what the two sources hold out, and another text."""
-    return [f"--data.validation={json.dumps({'wiki': str(stores['wiki'])})}", f"--data.tokenizer={stores['tokenizer']}",
-            "--train.eval_every=4", "--train.eval_sequences=0"]  # fmt: skip
+    return [
+        f"--data.validation={json.dumps({'wiki': str(stores['wiki'])})}",
+        f"--data.tokenizer={stores['tokenizer']}",
+        "--train.eval_every=4",
+        "--train.eval_sequences=0",
+    ]
 
 
 def hashes(folder: Path) -> dict[int, str]:
@@ -86,8 +107,11 @@ def test_every_step_has_the_same_sequences_and_scores_on_another_mesh(whole, sto
 
 def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(whole):
     row = read_metrics(whole)[STEPS]
-    assert {f"eval/{name}/{figure}" for name in ("web", "code", "wiki")
-            for figure in ("loss", "perplexity", "bits_per_byte")} <= row.keys()  # fmt: skip
+    assert {
+        f"eval/{name}/{figure}"
+        for name in ("web", "code", "wiki")
+        for figure in ("loss", "perplexity", "bits_per_byte")
+    } <= row.keys()
     assert row["sequences/web"] + row["sequences/code"] == 8 * STEPS
     assert row["sequences/web"] > row["sequences/code"]
     assert 0 < row["epoch/code"] < row["epoch/web"] * 3
@@ -96,7 +120,9 @@ def test_scores_and_counters_of_every_source_are_in_the_rows_and_in_tensorboard(
         assert board.Scalars(tag_of(key))[-1].value == pytest.approx(row[key], rel=1e-6)
 
 
-def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninterrupted_run(whole, stores, tmp_path):
+def test_killed_and_resumed_on_another_mesh_the_sequences_are_those_of_an_uninterrupted_run(
+    whole, stores, tmp_path
+):
     folder, longer = tmp_path / "run", tmp_path / "longer"
     more = [*mixture(stores), "--checkpoint.every=1", QUIET]
     with started(1, folder, arguments(folder, *more, "--train.steps=1000")) as launch:
@@ -122,7 +148,9 @@ def test_other_data_than_the_checkpoints_begins_its_order_anew_and_says_so(store
     assert result.returncode == 0, result.stderr
     assert "its order begins anew" in result.stdout
     sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
-    assert read_metrics(folder)[3]["epoch"] == pytest.approx(8 / sequences), "eight sequences, not those of three steps"
+    assert read_metrics(folder)[3]["epoch"] == pytest.approx(8 / sequences), (
+        "eight sequences, not those of three steps"
+    )
 
 
 def test_without_packing_it_trains_on_a_document_a_sequence(stores, tmp_path):
@@ -152,7 +180,11 @@ def test_a_mistake_is_one_clear_message_and_exit_code_2(stores, tmp_path):
     wrong = []
     for mistake, words in MISTAKES:
         result = run(1, *arguments(tmp_path / "run", f"--data.source={stores['web']}", *mistake))
-        if result.returncode != 2 or "Traceback" in result.stderr or not all(word in result.stderr for word in words):
+        if (
+            result.returncode != 2
+            or "Traceback" in result.stderr
+            or not all(word in result.stderr for word in words)
+        ):
             wrong.append(f"{mistake}: {result}")
     assert not wrong, "\n".join(wrong)
 

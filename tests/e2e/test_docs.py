@@ -1,7 +1,8 @@
-"""Every command in the README and in docs/ is run, in the order in which it stands there, in one folder, as a reader would.
+"""Every command in the README and in docs/ is run, in the order in which it stands there, in one folder, as a
+reader would.
 
-What a laptop cannot do is made smaller (SMALLER: fewer processes, a tiny model under the same config's name), never left
-out, but for ELSEWHERE, each with where it is run instead.
+What a laptop cannot do is made smaller (SMALLER: fewer processes, a tiny model under the same config's name),
+never left out, but for ELSEWHERE, each with where it is run instead.
 """
 
 import os
@@ -24,16 +25,29 @@ from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import ROOT, TINY, environment, family, kill
 from tests.support.nested import NESTED
 
-PAGES = ("README.md", "docs/planner.md", "docs/profiling.md", "docs/experiments.md", "docs/cluster.md", "docs/fsdp.md",
-         "docs/plan.md", "docs/speed.md", "docs/scaling.md", "docs/measured.md", "docs/faults.md", "docs/tested.md",
-         "docs/tried.md")  # fmt: skip
+PAGES = (
+    "README.md",
+    "docs/planner.md",
+    "docs/profiling.md",
+    "docs/experiments.md",
+    "docs/cluster.md",
+    "docs/fsdp.md",
+    "docs/plan.md",
+    "docs/speed.md",
+    "docs/scaling.md",
+    "docs/measured.md",
+    "docs/faults.md",
+    "docs/tested.md",
+    "docs/tried.md",
+)
 CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
 ELSEWHERE = {
     r"pytest -m 'not slow'": "this is what runs here: .ci/run starts it from the README",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
 }
 SMALL = " ".join([*TINY[:5], "--train.seq_len=64"])
-BLOCKS_OF_8B = "--model.n_layers=4 --model.dim=4096 --model.n_heads=32 --model.ffn_dim=14336"  # they are traced once
+# they are traced once
+BLOCKS_OF_8B = "--model.n_layers=4 --model.dim=4096 --model.n_heads=32 --model.ffn_dim=14336"
 QUICK = "--parallel.compile.enabled=false --train.steps=2 --train.eval_every=0"
 OVERRIDES = " ".join(f"--override {key[2:]}" for key in f"{SMALL} {QUICK}".split())
 SMALLER = [  # pattern, what it becomes; all that match, in this order
@@ -50,14 +64,16 @@ SMALLER = [  # pattern, what it becomes; all that match, in this order
     (r"(tools\.sweep prefetch)", rf"\1 --processes 1 {OVERRIDES}"),
     (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
     (r"--run_dir=/shared/runs", "--run_dir=runs"),
-]  # fmt: skip
+]
 MAY_DIFFER = r"tools\.compare"  # exit code 1 says that two runs are not the same training
 TIMEOUT_S = 420
 
 
 def commands(page: str) -> list[str]:
     """The lines of a page's sh blocks, without comments; those that a backslash continues as one."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in (re.sub(r"(^|\s)#\s.*", "", line).strip() for line in lines) if line]
 
@@ -68,11 +84,22 @@ def smaller(command: str) -> str:
     return command
 
 
-PAGE_OF = {command: Path(page).stem for page in reversed(PAGES) for command in reversed(commands(page))
-           if not any(re.search(pattern, command) for pattern in ELSEWHERE)}  # fmt: skip
-LONG = r"tools\.(plan|doctor|eval)(?!.*--timeline)"  # they plan large models, or compile; nothing that comes later needs them
-ALL = [pytest.param(command, id=f"{page}: {command[:90]}", marks=[pytest.mark.sampled(10)] * bool(re.search(LONG, command)))
-       for command, page in reversed(PAGE_OF.items())]  # fmt: skip
+PAGE_OF = {
+    command: Path(page).stem
+    for page in reversed(PAGES)
+    for command in reversed(commands(page))
+    if not any(re.search(pattern, command) for pattern in ELSEWHERE)
+}
+# they plan large models, or compile; nothing that comes later needs them
+LONG = r"tools\.(plan|doctor|eval)(?!.*--timeline)"
+ALL = [
+    pytest.param(
+        command,
+        id=f"{page}: {command[:90]}",
+        marks=[pytest.mark.sampled(10)] * bool(re.search(LONG, command)),
+    )
+    for command, page in reversed(PAGE_OF.items())
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +113,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "\n".join(f"the square of {n} is {n * n} and its half is {n / 2}" for n in range(3000))
     for i in range(4):
         (folder / "web" / f"{i}.txt").write_text(text)
-    (folder / "mine.yaml").write_text("config: llama_debug.yaml\nruns: {once: {}}\noverrides:\n" + "".join(
-        f"  {key[2:].replace('=', ': ')}\n" for key in f"{SMALL} {QUICK}".split()))  # fmt: skip
+    (folder / "mine.yaml").write_text(
+        "config: llama_debug.yaml\nruns: {once: {}}\noverrides:\n"
+        + "".join(f"  {key[2:].replace('=', ': ')}\n" for key in f"{SMALL} {QUICK}".split())
+    )
     lines = "".join(f'{{"text": "{i} {text[:4000].replace(chr(10), " ")}"}}\n' for i in range(60))
     (folder / "wiki.jsonl").write_text(lines)
     subprocess.run(["gzip", "-k", "wiki.jsonl"], cwd=folder, check=True)
     (folder / "wiki.jsonl.gz").rename(folder / "corpus/deep/a.jsonl.gz")
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(text.splitlines(), trainers.BpeTrainer(vocab_size=250, special_tokens=["<unk>", "</s>"]))
+    tokenizer.train_from_iterator(
+        text.splitlines(), trainers.BpeTrainer(vocab_size=250, special_tokens=["<unk>", "</s>"])
+    )
     for name in ("TOKENIZER_DIR", "HF_DIR"):
         (folder / name).mkdir()
         tokenizer.save(str(folder / name / "tokenizer.json"))
@@ -106,7 +137,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ALL)
 def test_a_command_of_the_docs_works(command: str, place: Path) -> None:
-    env = environment(PYTHONPATH=str(ROOT), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    env = environment(
+        PYTHONPATH=str(ROOT), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
     line = smaller(command)
     if line.startswith("tensorboard"):
         see_board(line, place, env)
@@ -121,8 +154,9 @@ def test_a_command_of_the_docs_works(command: str, place: Path) -> None:
 
 
 def run_line(line: str, place: Path, env: dict[str, str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a line. `python -m` and torchrun are forked, with the words that bash makes of the line; a
-    line that begins with neither is run by bash. After TIMEOUT_S nothing of it is left."""
+    """Exit code, stdout and stderr of a line. `python -m` and torchrun are forked, with the words that bash
+    makes of the line; a line that begins with neither is run by bash. After TIMEOUT_S nothing of it is
+    left."""
     known = re.match(r"python -m (\S+)|torchrun(?= )", line)
     if known is None:
         pipe, words = subprocess.PIPE, ["bash", "-c", line]
@@ -132,11 +166,20 @@ def run_line(line: str, place: Path, env: dict[str, str]) -> tuple[int, str, str
             return shell.returncode, out_text, err_text
     assert not re.search(r"[|&;<>]", line), f"more than one command, or a file, which only bash knows: {line}"
     split = ["bash", "-c", f"printf '%s\\0' {line[known.end() :]}"]
-    words = subprocess.run(split, cwd=place, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    words = subprocess.run(split, cwd=place, capture_output=True, text=True, check=True).stdout.split("\0")[
+        :-1
+    ]
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
-        process = fork_module(NESTED, known[1] or "torch.distributed.run", *filter(None, words), output=out, errors=err, env=env,
-                              folder=place)  # fmt: skip
+        process = fork_module(
+            NESTED,
+            known[1] or "torch.distributed.run",
+            *filter(None, words),
+            output=out,
+            errors=err,
+            env=env,
+            folder=place,
+        )
         with ended(process):
             return process.wait(TIMEOUT_S), out.read_text(), err.read_text()
 
@@ -153,7 +196,9 @@ def ended(process: Fork | subprocess.Popen[str]) -> Iterator[None]:
 
 def see_board(line: str, place: Path, env: dict[str, str]) -> None:
     """It answers with its page, and knows the run."""
-    board = subprocess.Popen(shlex.split(f"{line} --port 0"), cwd=place, env=env, stderr=subprocess.PIPE, text=True)
+    board = subprocess.Popen(
+        shlex.split(f"{line} --port 0"), cwd=place, env=env, stderr=subprocess.PIPE, text=True
+    )
     try:
         address = next(match[0] for text in board.stderr or () if (match := re.search(r"http://\S+", text)))
         until = time.monotonic() + 60

@@ -1,4 +1,5 @@
-"""A node is lost under torchrun --nnodes=1:2: the world shrinks, the plan is made again, and training goes on."""
+"""A node is lost under torchrun --nnodes=1:2: the world shrinks, the plan is made again, and training goes
+on."""
 
 import os
 import signal
@@ -9,18 +10,38 @@ from pathlib import Path
 import pytest
 
 from parallel.plan_file import load_plan
-from tests.e2e.faults import LIMIT_S, curve, kill, rows, steps_of, tiny, torchrun, wait, wait_for_commit, wait_for_step, workers
+from tests.e2e.faults import (
+    LIMIT_S,
+    curve,
+    kill,
+    rows,
+    steps_of,
+    tiny,
+    torchrun,
+    wait,
+    wait_for_commit,
+    wait_for_step,
+    workers,
+)
 from tests.support.launch import Launch, read_status, run
 
-# How soon a lost agent is noticed, and how long the first waits for more (on a busy machine the second comes seconds later): by
-# default 15 s and 30 s.
+# How soon a lost agent is noticed, and how long the first waits for more (on a busy machine the second comes
+# seconds later): by default 15 s and 30 s.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=12,read_timeout=10"
 
 
 def agent(port: int, is_host: bool) -> list[str]:
     """torchrun's options for one of two nodes."""
-    return ["--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=shrinks",
-            f"--rdzv-conf={QUICK},is_host={int(is_host)}", "--max-restarts=3", "--monitor-interval=0.2"]  # fmt: skip
+    return [
+        "--nnodes=1:2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-id=shrinks",
+        f"--rdzv-conf={QUICK},is_host={int(is_host)}",
+        "--max-restarts=3",
+        "--monitor-interval=0.2",
+    ]
 
 
 def kill_node(launch: Launch) -> None:
@@ -59,7 +80,9 @@ def test_a_lost_node_shrinks_the_world_and_the_losses_go_on(data, tmp_path):
     status = read_status(folder)
     steps = [row["step"] for row in rows(folder)]
     again = [after for before, after in pairwise(steps) if after != before + 1]
-    assert again in ([], [status["resumed_from"] + 1]), "one start anew; none where the last step done was the last committed"
+    assert again in ([], [status["resumed_from"] + 1]), (
+        "one start anew; none where the last step done was the last committed"
+    )
     assert run(2, *tiny(data, *saving, steps=status["step"]), f"--run.dir={whole}").returncode == 0
     want, got = curve(whole), curve(folder)
     assert sorted(got) == sorted(want)

@@ -1,7 +1,7 @@
 """The same command on a GPU, against float32 on the CPU from the same checkpoint on.
 
-Bounds, in nats of loss over nine steps: float32 5e-4 (other kernels, other orders of summation, no TF32); bfloat16 5e-2
-(hidden states have 8 bits of mantissa).
+Bounds, in nats of loss over nine steps: float32 5e-4 (other kernels, other orders of summation, no TF32);
+bfloat16 5e-2 (hidden states have 8 bits of mantissa).
 """
 
 import gzip
@@ -24,13 +24,19 @@ MODES = {
     "compiled": ([], FLOAT32),
     "full": (["--parallel.activation_checkpoint=full"], FLOAT32),
     "selective": (["--parallel.activation_checkpoint=selective"], FLOAT32),
-    "half_matmul": (["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=half_matmul"], FLOAT32),
+    "half_matmul": (
+        ["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=half_matmul"],
+        FLOAT32,
+    ),
     "budget": (["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=0.3"], FLOAT32),
     "max-autotune": (["--parallel.compile.mode=max-autotune-no-cudagraphs"], FLOAT32),
     "no-expandable-segments": (["--run.expandable_segments=false"], FLOAT32),
     "offload": (["--parallel.cpu_offload=true"], FLOAT32),
     "bfloat16": (["--parallel.param_dtype=bfloat16"], BFLOAT16),
-    "bfloat16-selective": (["--parallel.param_dtype=bfloat16", "--parallel.activation_checkpoint=selective"], BFLOAT16),
+    "bfloat16-selective": (
+        ["--parallel.param_dtype=bfloat16", "--parallel.activation_checkpoint=selective"],
+        BFLOAT16,
+    ),
 }
 
 
@@ -85,7 +91,9 @@ def check(mode: str, folder: Path, data: list[str], tmp_path: Path) -> None:
     here, there = read_metrics(tmp_path), read_metrics(folder)
     later = range(2, STEPS + 1)
     if not FAKE:  # it computes nothing
-        assert [here[step]["loss"] for step in later] == pytest.approx([there[step]["loss"] for step in later], abs=bound)
+        assert [here[step]["loss"] for step in later] == pytest.approx(
+            [there[step]["loss"] for step in later], abs=bound
+        )
     assert [here[step]["recompiles"] for step in later] == [0] * len(later)
     assert 0 < here[STEPS]["peak_memory_gib"] <= here[STEPS]["reserved_memory_gib"]
 
@@ -99,9 +107,23 @@ BATCH_BYTES, MICRO_BATCHES = 2 * 32 * 8, 4  # int64[2, 32] of tokens, or of targ
 def profiled(on_cpu, tmp_path_factory) -> list[dict]:
     """The events of a trace of a compiled run's steps between two reports."""
     folder = tmp_path_factory.mktemp("profiled")
-    keys = ["--metrics.every=5", f"--profile.start={FIRST}", f"--profile.steps={LAST - FIRST + 1}", "--train.gc_every=2"]
-    result = run(1, *TINY, *on_cpu[1], *keys, "--run.device=cuda", f"--train.steps={STEPS}",
-                 "--checkpoint.every=0", f"--run.dir={folder}", timeout_s=300)  # fmt: skip
+    keys = [
+        "--metrics.every=5",
+        f"--profile.start={FIRST}",
+        f"--profile.steps={LAST - FIRST + 1}",
+        "--train.gc_every=2",
+    ]
+    result = run(
+        1,
+        *TINY,
+        *on_cpu[1],
+        *keys,
+        "--run.device=cuda",
+        f"--train.steps={STEPS}",
+        "--checkpoint.every=0",
+        f"--run.dir={folder}",
+        timeout_s=300,
+    )
     assert result.returncode == 0, result.stderr
     (trace,) = (folder / "profile").glob("*/rank-0.json.gz")
     with gzip.open(trace, "rt", encoding="utf-8") as file:
@@ -111,7 +133,11 @@ def profiled(on_cpu, tmp_path_factory) -> list[dict]:
 def test_nothing_waits_for_the_gpu_between_two_reports(profiled):
     launches = [event["ts"] for event in profiled if event.get("name") == "cudaLaunchKernel"]
     assert len(launches) > 100, "the trace must have the steps"
-    calls = [e["name"] for e in profiled if e.get("cat") == "cuda_runtime" and min(launches) <= e["ts"] <= max(launches)]
+    calls = [
+        e["name"]
+        for e in profiled
+        if e.get("cat") == "cuda_runtime" and min(launches) <= e["ts"] <= max(launches)
+    ]
     assert [name for name in calls if name in WAITS] == []
     # The flag of the step before, once the next is enqueued (train/nonfinite.py).
     assert calls.count("cudaEventSynchronize") <= LAST - FIRST + 1
@@ -119,7 +145,11 @@ def test_nothing_waits_for_the_gpu_between_two_reports(profiled):
 
 def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
     """Told by their size: FSDP2 also copies to the device, where it computes, what its kernels go by."""
-    copies = [e for e in profiled if e.get("cat") == "gpu_memcpy" and e["args"]["bytes"] == BATCH_BYTES and "HtoD" in e["name"]]
+    copies = [
+        e
+        for e in profiled
+        if e.get("cat") == "gpu_memcpy" and e["args"]["bytes"] == BATCH_BYTES and "HtoD" in e["name"]
+    ]
     computing = {e["args"]["stream"] for e in profiled if e.get("cat") == "kernel"}
     assert all("Pinned" in copy["name"] for copy in copies)
     assert len(copies) >= 2 * MICRO_BATCHES * (LAST - FIRST), "tokens and targets of each step"
@@ -128,8 +158,8 @@ def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
 
 @pytest.mark.values
 def test_batches_from_another_stream_are_whole_when_they_are_used():
-    """Each step's device memory is used again soon, while the current stream is kept busy: what comes out must be what the same
-    order gives on a CPU."""
+    """Each step's device memory is used again soon, while the current stream is kept busy: what comes out
+    must be what the same order gives on a CPU."""
     from tests.train.test_data import SEQUENCES, TOKENS, shape_of
     from train.data.loader import SampleOrder, TrainLoader
     from train.data.tokens import Source
@@ -137,7 +167,10 @@ def test_batches_from_another_stream_are_whole_when_they_are_used():
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
     seen = []
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
-        loader, busy = TrainLoader(order, SEQUENCES, shape_of(0, 1, 2), 0, device, 2), torch.ones(2000, 2000, device=device)
+        loader, busy = (
+            TrainLoader(order, SEQUENCES, shape_of(0, 1, 2), 0, device, 2),
+            torch.ones(2000, 2000, device=device),
+        )
         kept = []
         for _ in range(40):
             if device.type == "cuda":
@@ -151,10 +184,24 @@ def test_batches_from_another_stream_are_whole_when_they_are_used():
 
 
 def test_segments_grow_on_a_gpu(on_cpu, tmp_path):
-    program = ("import sys, torch, atexit; from train.main import main; atexit.register(lambda: print('expandable',"
-               " {s['is_expandable'] for s in torch.cuda.memory_snapshot()})); main(sys.argv[1:])")  # fmt: skip
+    program = (
+        "import sys, torch, atexit; from train.main import main; atexit.register(lambda: print('expandable',"
+        " {s['is_expandable'] for s in torch.cuda.memory_snapshot()})); main(sys.argv[1:])"
+    )
     for wanted in ("true", "false"):
-        line = [sys.executable, "-c", program, *TINY, *on_cpu[1], *EAGER, "--train.steps=2", "--run.device=cuda",
-                f"--run.expandable_segments={wanted}", f"--run.dir={tmp_path / wanted}"]  # fmt: skip
-        result = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+        line = [
+            sys.executable,
+            "-c",
+            program,
+            *TINY,
+            *on_cpu[1],
+            *EAGER,
+            "--train.steps=2",
+            "--run.device=cuda",
+            f"--run.expandable_segments={wanted}",
+            f"--run.dir={tmp_path / wanted}",
+        ]
+        result = subprocess.run(
+            line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=True
+        )
         assert f"expandable {{{wanted.capitalize()}}}" in result.stdout

@@ -1,4 +1,5 @@
-"""configs/launch: what can be said of the files without a cluster. test_launch_nodes.py and test_launch_slurm.py run them."""
+"""configs/launch: what can be said of the files without a cluster. test_launch_nodes.py and
+test_launch_slurm.py run them."""
 
 import re
 import shlex
@@ -19,7 +20,10 @@ LAUNCH = ROOT / "configs/launch"
 @pytest.fixture(scope="module")
 def manifest() -> dict[str, Any]:
     """The documents of kubernetes.yaml by kind."""
-    return {document["kind"]: document for document in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())}
+    return {
+        document["kind"]: document
+        for document in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    }
 
 
 def job(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -38,9 +42,13 @@ def test_scripts_are_bash_and_can_be_run(path):
     assert "set -" in path.read_text()
 
 
-@pytest.mark.parametrize("arguments", [[], ["host"], ["host", "many", "llama_debug.yaml"], ["host", "0", "llama_debug.yaml"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["host"], ["host", "many", "llama_debug.yaml"], ["host", "0", "llama_debug.yaml"]]
+)
 def test_nodes_says_how_it_is_used(arguments):
-    done = subprocess.run([LAUNCH / "nodes.sh", *arguments], capture_output=True, text=True, check=False, env=environment())
+    done = subprocess.run(
+        [LAUNCH / "nodes.sh", *arguments], capture_output=True, text=True, check=False, env=environment()
+    )
     assert done.returncode == 2
     assert "usage: configs/launch/nodes.sh FIRST_HOST" in done.stderr
     assert "a relative path is relative to the repository's root" in done.stderr
@@ -49,11 +57,17 @@ def test_nodes_says_how_it_is_used(arguments):
 def test_the_job_refers_to_the_runtime_and_its_container(manifest):
     runtime, train = manifest["TrainingRuntime"], manifest["TrainJob"]
     assert runtime["apiVersion"] == train["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
-    named = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
+    named = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": runtime["metadata"]["name"],
+    }
     assert train["spec"]["runtimeRef"] == named
     # The Trainer knows job and container by these words (kubeflow/trainer, pkg/constants).
     assert job(manifest)["name"] == "node"
-    assert job(manifest)["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert job(manifest)["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
     (container,) = job(manifest)["template"]["spec"]["template"]["spec"]["containers"]
     assert container["name"] == "node"
 
@@ -65,7 +79,8 @@ def test_volumes_are_there_and_run_dir_is_on_one(manifest):
     assert set(mounts.values()) == set(volumes)
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
-    for what in ("--run.dir=/runs/", "--data.cache_dir=/runs/cache/$HOSTNAME"):  # a pod's own disk is gone with it
+    # a pod's own disk is gone with it
+    for what in ("--run.dir=/runs/", "--data.cache_dir=/runs/cache/$HOSTNAME"):
         assert what in manifest["TrainJob"]["spec"]["trainer"]["args"][0]
 
 

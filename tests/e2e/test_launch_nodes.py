@@ -1,4 +1,5 @@
-"""configs/launch/nodes.sh on two "nodes": network namespaces with a cable between them, two processes each, HSDP over both."""
+"""configs/launch/nodes.sh on two "nodes": network namespaces with a cable between them, two processes each,
+HSDP over both."""
 
 import os
 import shutil
@@ -27,7 +28,9 @@ def why_not() -> str:
         return f"needs {', '.join(missing)} (Debian: util-linux, iproute2)"
     cable = ["unshare", "-rn", "ip", "link", "add", "node1", "type", "veth", "peer", "name", "node2"]
     made = subprocess.run(cable, capture_output=True, check=False)
-    return f"no network namespaces with a cable here: {made.stderr.decode().strip()}" if made.returncode else ""
+    return (
+        f"no network namespaces with a cable here: {made.stderr.decode().strip()}" if made.returncode else ""
+    )
 
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -75,10 +78,21 @@ class Nodes:
 @contextmanager
 def two_nodes(folder: Path, processes: int, *arguments: str) -> Iterator[Nodes]:
     """The run on two nodes with so many processes each."""
-    command = ["configs/launch/nodes.sh", FIRST, "2", "llama_debug.yaml", *arguments, f"--run.dir={folder / 'run'}"]
+    command = [
+        "configs/launch/nodes.sh",
+        FIRST,
+        "2",
+        "llama_debug.yaml",
+        *arguments,
+        f"--run.dir={folder / 'run'}",
+    ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    process = subprocess.Popen(["unshare", "-rn", "tests/launch_files/two_nodes.sh", str(folder), *command], cwd=ROOT,
-                               env=environment(PATH=path, PET_NPROC_PER_NODE=str(processes)), start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+        ["unshare", "-rn", "tests/launch_files/two_nodes.sh", str(folder), *command],
+        cwd=ROOT,
+        env=environment(PATH=path, PET_NPROC_PER_NODE=str(processes)),
+        start_new_session=True,
+    )
     nodes = Nodes(folder, process)
     try:
         yield nodes
@@ -95,8 +109,11 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_line_goes_on(data, tmp_p
     with two_nodes(tmp_path, 2, *arguments) as nodes:
         nodes.wait_for_step(3)
         os.kill(nodes.torchrun(2), signal.SIGTERM)
-        nodes.wait_for(lambda: (tmp_path / "2.code").exists() and read_status(tmp_path / "run")["state"] == "stopped")
-        nodes.wait_for(lambda: not children(nodes.torchrun(1)))  # its torchrun waits 300 s for the other one, deaf to SIGTERM
+        nodes.wait_for(
+            lambda: (tmp_path / "2.code").exists() and read_status(tmp_path / "run")["state"] == "stopped"
+        )
+        # its torchrun waits 300 s for the other one, deaf to SIGTERM
+        nodes.wait_for(lambda: not children(nodes.torchrun(1)))
     mesh = load_plan(tmp_path / "run/plan.yaml").mesh
     assert (mesh.dp_replicate, mesh.dp_shard) == (2, 2)
     stopped = check_stopped(tmp_path / "run", "signal SIGTERM")
@@ -117,6 +134,7 @@ def test_a_node_that_is_gone_is_said_on_the_other(data, tmp_path):
         nodes.wait_for_step(6)
         gone = nodes.torchrun(2)
         kill([gone, *children(gone)])
-        # "a process of this run has died", or, if that was in the middle of one, "the save of step N was cut off"
+        # "a process of this run has died", or, if that was in the middle of one, "the save of step N was cut
+        # off"
         nodes.wait_for(lambda: "PeerLostError: " in nodes.screen(1))
     assert "and the same command goes on" in nodes.screen(1)

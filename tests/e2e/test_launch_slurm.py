@@ -1,6 +1,7 @@
 """configs/launch/slurm.sh on a real Slurm of this machine alone, with two nodes, which are two daemons.
 
-Needs Debian's slurm-wlm and munge (apt-get install slurm-wlm munge), not configured: the test brings its own configuration.
+Needs Debian's slurm-wlm and munge (apt-get install slurm-wlm munge), not configured: the test brings its own
+configuration.
 """
 
 import getpass
@@ -21,7 +22,8 @@ from tests.support.launch import ROOT, environment, read_status
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "sinfo")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-LIMIT_S = 300.0  # a job that is queued again waits two minutes (slurmctld's delay), and the machine may be busy
+# a job that is queued again waits two minutes (slurmctld's delay), and the machine may be busy
+LIMIT_S = 300.0
 MISSING = [name for name in NEEDED if not shutil.which(name, path=PATH)]
 CONFIGURATION = """
 ClusterName=one
@@ -46,8 +48,10 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_2} CPUs={cores}
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(
-    bool(MISSING), reason=f"needs {', '.join(MISSING)} (Debian: slurm-wlm, munge)")]  # fmt: skip
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (Debian: slurm-wlm, munge)"),
+]
 
 
 def free_ports(count: int) -> list[int]:
@@ -76,21 +80,43 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
     key.chmod(0o600)
     port, port_1, port_2 = free_ports(3)
     config = folder / "slurm.conf"
-    config.write_text(CONFIGURATION.format(host=socket.gethostname(), user=getpass.getuser(), folder=folder, port=port,
-                                           port_1=port_1, port_2=port_2, cores=os.cpu_count()))  # fmt: skip
+    config.write_text(
+        CONFIGURATION.format(
+            host=socket.gethostname(),
+            user=getpass.getuser(),
+            folder=folder,
+            port=port,
+            port_1=port_1,
+            port_2=port_2,
+            cores=os.cpu_count(),
+        )
+    )
     env = environment(PATH=PATH, SLURM_CONF=str(config), PET_NPROC_PER_NODE="1")
-    munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge",
-              f"--pid-file={folder}/munge.pid", f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"]  # fmt: skip
+    munged = [
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={key}",
+        f"--socket={folder}/munge",
+        f"--pid-file={folder}/munge.pid",
+        f"--log-file={folder}/munge.log",
+        f"--seed-file={folder}/munge.seed",
+    ]
     named = ["-D", "-f", str(config)]
     commands = [munged, ["slurmctld", *named], ["slurmd", *named, "-N", "n1"], ["slurmd", *named, "-N", "n2"]]
     daemons = []
     try:
         for i, command in enumerate(commands):
             with (folder / f"{i}.log").open("wb") as log:
-                daemons.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+                daemons.append(
+                    subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                )
             time.sleep(1)
         states = ["sinfo", "--noheader", "--format=%T %D"]
-        wait(lambda: ask(states, env).strip() == "idle 2", lambda: "".join(p.read_text() for p in folder.glob("*.log")))
+        wait(
+            lambda: ask(states, env).strip() == "idle 2",
+            lambda: "".join(p.read_text() for p in folder.glob("*.log")),
+        )
         yield env
     finally:
         for daemon in reversed(daemons):
@@ -113,12 +139,16 @@ def fresh_clone(folder: Path) -> Path:
 def test_at_the_time_limit_it_saves_is_queued_again_and_goes_on(slurm, data, tmp_path):
     folder, clone = tmp_path / "run", fresh_clone(tmp_path / "clone")
     arguments = tiny(data, "--checkpoint.every=100000", f"--run.dir={folder}")
-    # The first start is told to stop by scontrol, not by a time limit, which counts in minutes; the script hears the same signal.
+    # The first start is told to stop by scontrol, not by a time limit, which counts in minutes; the script
+    # hears the same signal.
     sbatch = ["sbatch", "--parsable", "--gpus-per-node=0", "--time=10", "configs/launch/slurm.sh"]
     job = ask([*sbatch, "llama_debug.yaml", *arguments], slurm, clone).strip()
     output = clone / f"slurm-{job}.txt"
     try:
-        wait(lambda: max(steps_of(folder), default=0) >= 3, lambda: output.read_text() if output.exists() else job)
+        wait(
+            lambda: max(steps_of(folder), default=0) >= 3,
+            lambda: output.read_text() if output.exists() else job,
+        )
         ask(["scancel", "--batch", "--signal=USR1", job], slurm)
         wait(lambda: ": queued again\n" in output.read_text(), output.read_text)
         assert "2 processes" in output.read_text()

@@ -23,17 +23,23 @@ def test_a_unit_of_a_hand_edited_plan_keeps_float32_among_bfloat16_ones(two_rank
     plan["units"] = [embedding, {**blocks, "unit": "layers.0"}, last, head]
     # JSON is YAML, and repeats what safe_dump would write as an alias
     (tmp_path / "mixed.yaml").write_text(json.dumps(plan))
-    mixed = run(2, *KEYS, *data, f"--parallel.plan={tmp_path / 'mixed.yaml'}", f"--run.dir={tmp_path / 'mixed'}")
+    mixed = run(
+        2, *KEYS, *data, f"--parallel.plan={tmp_path / 'mixed.yaml'}", f"--run.dir={tmp_path / 'mixed'}"
+    )
     assert mixed.returncode == 0, mixed.stderr
     rounded = curve(tmp_path / "mixed")
     exact = {step: row for step, row in curve(whole).items() if step in rounded}
     assert len(rounded) == 4
     assert rounded != exact
     # Hidden states are rounded to 8 bits of mantissa, the logits and the loss are not.
-    assert [loss for loss, _ in rounded.values()] == pytest.approx([loss for loss, _ in exact.values()], abs=2e-3)
+    assert [loss for loss, _ in rounded.values()] == pytest.approx(
+        [loss for loss, _ in exact.values()], abs=2e-3
+    )
 
     last["output_dtype"] = "same"
     (tmp_path / "broken.yaml").write_text(json.dumps(plan))
-    broken = run(1, *KEYS, *data, f"--parallel.plan={tmp_path / 'broken.yaml'}", f"--run.dir={tmp_path / 'broken'}")
+    broken = run(
+        1, *KEYS, *data, f"--parallel.plan={tmp_path / 'broken.yaml'}", f"--run.dir={tmp_path / 'broken'}"
+    )
     assert broken.returncode == 2
     assert "unit layers.1 hands on bfloat16, but unit head computes in float32" in broken.stderr

@@ -26,8 +26,19 @@ from train.data.tokens import load_corpus
 from train.main import main
 
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
-KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "tokens_per_s_per_gpu", "step_time_s", "peak_memory_gib",
-        "reserved_memory_gib", "data_wait_s", "recompiles"}  # fmt: skip
+KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "step_time_s",
+    "peak_memory_gib",
+    "reserved_memory_gib",
+    "data_wait_s",
+    "recompiles",
+}
 
 
 @pytest.fixture
@@ -60,7 +71,9 @@ def test_tensorboard_reads_what_metrics_jsonl_says(two_ranks):
     metrics = read_metrics(folder)
     for name in (*CURVE, "tokens_per_s", "step_time_s", "data_wait_s", "peak_memory_gib", "recompiles"):
         shown = {event.step: event.value for event in board.Scalars(tag_of(name))}
-        assert shown == pytest.approx({step: row[name] for step, row in metrics.items() if name in row}, rel=1e-6)
+        assert shown == pytest.approx(
+            {step: row[name] for step, row in metrics.items() if name in row}, rel=1e-6
+        )
     texts = [board.Tensors(name)[0].tensor_proto.string_val[0].decode() for name in ("config", "plan")]
     assert "global_batch_size: 8" in texts[0]
     assert "dp_shard: 2" in texts[1]
@@ -77,9 +90,13 @@ def test_a_finished_run_has_nothing_to_do_and_more_steps_continue_it_on_another_
     assert run(1, *keys, "--train.steps=8", f"--run.dir={tmp_path / 'whole'}").returncode == 0
     want, got = read_metrics(tmp_path / "whole"), read_metrics(again)
     assert sorted(got) == sorted(want) == list(range(9))
-    assert [got[step]["loss"] for step in range(1, 9)] == pytest.approx([want[step]["loss"] for step in range(1, 9)], abs=5e-5)
+    assert [got[step]["loss"] for step in range(1, 9)] == pytest.approx(
+        [want[step]["loss"] for step in range(1, 9)], abs=5e-5
+    )
     # Thirteen held-out sequences, in batches of two of a rank.
-    assert [got[step]["eval_loss"] for step in (0, 3)] == pytest.approx([want[step]["eval_loss"] for step in (0, 3)], abs=5e-5)
+    assert [got[step]["eval_loss"] for step in (0, 3)] == pytest.approx(
+        [want[step]["eval_loss"] for step in (0, 3)], abs=5e-5
+    )
     assert got[0]["eval_loss"] == pytest.approx(want[0]["eval_loss"], abs=1e-6), "the same weights"
 
 
@@ -101,9 +118,17 @@ def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one
     for folder in (cut, whole):
         assert run(2, *tiny(data, *saving, steps=last), f"--run.dir={folder}").returncode == 0
     status = read_status(cut)
-    assert (status["state"], status["step"], status["resumed_from"], status["reason"]) == ("finished", last, stopped_at, "")
+    assert (status["state"], status["step"], status["resumed_from"], status["reason"]) == (
+        "finished",
+        last,
+        stopped_at,
+        "",
+    )
     assert rows(cut)[before]["step"] == stopped_at + 1, "never a silent restart from 0"
-    got, want = ({step: [row.get(key) for key in CURVE] for step, row in read_metrics(folder).items()} for folder in (cut, whole))
+    got, want = (
+        {step: [row.get(key) for key in CURVE] for step, row in read_metrics(folder).items()}
+        for folder in (cut, whole)
+    )
     assert got == want, f"asked at step {asked_at}"
 
 
@@ -118,8 +143,13 @@ def test_one_process_stopped_by_ctrl_c_on_a_terminal_saves_and_exits_75(data, tm
     folder, screen = tmp_path / "run", bytearray()
     leader, follower = pty.openpty()
     terminal = Path(os.ttyname(follower))
-    process = fork(on_terminal, *tiny(data, "--checkpoint.every=1000"), f"--run.dir={folder}", output=terminal,
-                   env=environment(TERM="xterm"))  # fmt: skip
+    process = fork(
+        on_terminal,
+        *tiny(data, "--checkpoint.every=1000"),
+        f"--run.dir={folder}",
+        output=terminal,
+        env=environment(TERM="xterm"),
+    )
     reader = threading.Thread(target=read_all, args=(leader, screen), daemon=True)
     reader.start()
     try:
@@ -192,21 +222,37 @@ MISTAKES = [
     (["--model.vocab_size=100"], ["model.vocab_size=100", "257"]),
     (["--data.source=SHORT"], ["sequence", "train.seq_len=32"]),
     (["--checkpoint.resume=/nowhere/step-00000001"], ["/nowhere/step-00000001", "not a checkpoint"]),
-    (["--parallel.compile.enabled=true", "--parallel.compile.backend=nonsense"], ["backend=nonsense", "no backend"]),
-    (["--parallel.compile.enabled=true", "--parallel.compile.mode=nonsense"], ["mode=nonsense", "max-autotune"]),
-    (["--parallel.compile.enabled=true", "--parallel.compile.cache_dir=/dev/null/c"], ["cache_dir=/dev/null/c", "name another"]),
+    (
+        ["--parallel.compile.enabled=true", "--parallel.compile.backend=nonsense"],
+        ["backend=nonsense", "no backend"],
+    ),
+    (
+        ["--parallel.compile.enabled=true", "--parallel.compile.mode=nonsense"],
+        ["mode=nonsense", "max-autotune"],
+    ),
+    (
+        ["--parallel.compile.enabled=true", "--parallel.compile.cache_dir=/dev/null/c"],
+        ["cache_dir=/dev/null/c", "name another"],
+    ),
     (["--run.dir=/dev/null/run"], ["run.dir=/dev/null/run", "name another"]),
-    *([] if torch.cuda.is_available() else [(["--run.device=cuda"], ["run.device=cuda needs 1 GPUs", "--run.device=cpu"])]),
+    *(
+        []
+        if torch.cuda.is_available()
+        else [(["--run.device=cuda"], ["run.device=cuda needs 1 GPUs", "--run.device=cpu"])]
+    ),
     (["--parallel.plan=/nowhere.yaml"], ["/nowhere.yaml"]),
-]  # fmt: skip
+]
 
 
 def test_a_mistake_is_one_clear_message_and_exit_code_2(data, tmp_path):
     wrong, short = [], tmp_path / "short.txt"
     short.write_text("fewer than 33 bytes")
-    for mistake, words in [([key.replace("SHORT", str(short)) for key in keys], words) for keys, words in MISTAKES]:
+    for mistake, words in [
+        ([key.replace("SHORT", str(short)) for key in keys], words) for keys, words in MISTAKES
+    ]:
         result = run(1, *TINY, *data, f"--run.dir={tmp_path / 'run'}", *EAGER, *mistake)
-        quiet = result.stdout == "" or words[0] == "sequence"  # which comes when the first lines are on the screen
+        # which comes when the first lines are on the screen
+        quiet = result.stdout == "" or words[0] == "sequence"
         clear = all(word in result.stderr for word in words) and "Traceback" not in result.stderr
         if result.returncode != 2 or not quiet or not clear:
             wrong.append(f"{mistake}: {result}")
@@ -214,8 +260,11 @@ def test_a_mistake_is_one_clear_message_and_exit_code_2(data, tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would(data, tmp_path):
-    # With an eighth of the machine's memory: of the shipped models few fit then, and those are what takes long to try.
-    result = run(1, *SMALL, *data, "--model.ffn_dim=20000000000", f"--run.dir={tmp_path / 'run'}", LOCAL_WORLD_SIZE="8")
+    # With an eighth of the machine's memory: of the shipped models few fit then, and those are what takes
+    # long to try.
+    result = run(
+        1, *SMALL, *data, "--model.ffn_dim=20000000000", f"--run.dir={tmp_path / 'run'}", LOCAL_WORLD_SIZE="8"
+    )
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert result.stderr.startswith("PlanError: this plan needs ")
     assert "Traceback" not in result.stderr
@@ -228,7 +277,9 @@ def test_under_torchrun_the_first_thing_on_the_screen_is_our_message_and_its_rep
     result = run_command(2, "--config=llama_debug.yaml", "--train.stepz=3", f"--run.dir={tmp_path / 'run'}")
     assert result.returncode == 1, "torchrun's own exit code"
     assert result.stderr.startswith("ConfigError: unknown key train.stepz")
-    assert result.stderr.count("\nConfigError: unknown key") <= 1, "rank 0 alone speaks; torchrun's report repeats it"
+    assert result.stderr.count("\nConfigError: unknown key") <= 1, (
+        "rank 0 alone speaks; torchrun's report repeats it"
+    )
     assert "Did you mean train.steps?" in result.stderr
     report = result.stderr.partition("Root Cause")[2]
     assert "unknown key train.stepz" in report

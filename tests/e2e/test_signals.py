@@ -1,4 +1,5 @@
-"""Asked to stop by a signal, at any moment of the journey: saved at the agreed step, or ended at once with nothing spoilt."""
+"""Asked to stop by a signal, at any moment of the journey: saved at the agreed step, or ended at once with
+nothing spoilt."""
 
 import os
 import signal
@@ -24,7 +25,13 @@ from tests.e2e.faults import (
 from tests.support.launch import Launch, read_metrics, read_status, run
 from train.checkpoint.folder import list_checkpoints
 
-LARGER = ["--model.dim=256", "--model.n_layers=4", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1024"]
+LARGER = [
+    "--model.dim=256",
+    "--model.n_layers=4",
+    "--model.n_heads=8",
+    "--model.n_kv_heads=8",
+    "--model.ffn_dim=1024",
+]
 TERM = "signal SIGTERM"
 
 
@@ -36,10 +43,13 @@ def cpu_s(pid: int) -> float:
 
 def test_sigterm_to_torchrun_saves(data, tmp_path):
     folder = tmp_path / "run"
-    with torchrun(folder, ["--standalone", "--nproc-per-node=2"], tiny(data, "--checkpoint.every=1000")) as launch:
+    with torchrun(
+        folder, ["--standalone", "--nproc-per-node=2"], tiny(data, "--checkpoint.every=1000")
+    ) as launch:
         wait_for_step(launch, folder, 3)
         assert len(workers(launch)) == 2
-        launch.send_signal(signal.SIGTERM)  # it passes the signal on to all workers, and ends with a traceback of its own
+        # it passes the signal on to all workers, and ends with a traceback of its own
+        launch.send_signal(signal.SIGTERM)
         launch.wait(LIMIT_S)
     assert check_stopped(folder, TERM) >= 3
     assert "saved; the same command goes on" in launch.output()
@@ -82,7 +92,8 @@ def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, 
     with started(1, folder, tiny(data, "--checkpoint.every=1", minutes)) as launch:
         wait(launch, lambda: read_status(folder)["resumed_from"] == 1)
         used_s = cpu_s(launch.ranks[0].pid)
-        wait(launch, lambda: cpu_s(launch.ranks[0].pid) > used_s + 0.5)  # what is left to do before the step takes far less
+        # what is left to do before the step takes far less
+        wait(launch, lambda: cpu_s(launch.ranks[0].pid) > used_s + 0.5)
         deadline_s = time.monotonic() + LIMIT_S
         while launch.running() and time.monotonic() < deadline_s:
             launch.send_signal(signal.SIGTERM)  # within half a second it is the same request, delivered twice
@@ -91,7 +102,10 @@ def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, 
     assert check_commits(folder) == 1, "the step was not waited for"
     assert steps_of(folder) <= {1}
     status = read_status(folder)
-    assert (status["state"], status["reason"]) == ("stopped", f"{TERM}, then {TERM}: ended at once, without saving")
+    assert (status["state"], status["reason"]) == (
+        "stopped",
+        f"{TERM}, then {TERM}: ended at once, without saving",
+    )
     assert "what was committed is intact" in launch.output()
 
 
@@ -99,9 +113,16 @@ def test_a_second_signal_ends_it_at_once_and_the_last_commit_is_as_it_was(data, 
 @pytest.mark.sampled(10)
 def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
     folder, cache = tmp_path / "run", tmp_path / "compiled"
-    compiled = [argument for argument in tiny(data, "--checkpoint.every=1000") if "compile.enabled" not in argument]
-    with started(1, folder, [*compiled, "--model.n_layers=1", f"--parallel.compile.cache_dir={cache}"]) as launch:
-        wait(launch, lambda: any(path.is_file() and not path.name.startswith("work-") for path in cache.rglob("*")))
+    compiled = [
+        argument for argument in tiny(data, "--checkpoint.every=1000") if "compile.enabled" not in argument
+    ]
+    with started(
+        1, folder, [*compiled, "--model.n_layers=1", f"--parallel.compile.cache_dir={cache}"]
+    ) as launch:
+        wait(
+            launch,
+            lambda: any(path.is_file() and not path.name.startswith("work-") for path in cache.rglob("*")),
+        )
         assert not steps_of(folder), "it compiles"
         launch.send_signal(signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 75, launch.output()
@@ -112,7 +133,12 @@ def test_sigterm_in_the_compiler_stops_after_the_first_step(data, tmp_path):
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_sigterm_in_a_save_lets_it_be_committed_and_saves_once_more(asynchronous, data, tmp_path):
     folder = tmp_path / "run"
-    saving = [*LARGER, "--checkpoint.every=2", f"--checkpoint.asynchronous={asynchronous}", "--checkpoint.keep=0"]
+    saving = [
+        *LARGER,
+        "--checkpoint.every=2",
+        f"--checkpoint.asynchronous={asynchronous}",
+        "--checkpoint.keep=0",
+    ]
     with started(2, folder, tiny(data, *saving)) as launch:
         half = hold_in_a_save(launch, folder)
         launch.send_signal(signal.SIGTERM)
@@ -136,7 +162,10 @@ def hold_in_a_save(launch: Launch, folder: Path) -> str:
 
 def is_held(pid: int) -> bool:
     """Whether all threads of a process are stopped (proc(5), field 3 of stat)."""
-    return all(path.read_text().rpartition(")")[2].split()[0] == "T" for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(
+        path.read_text().rpartition(")")[2].split()[0] == "T"
+        for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    )
 
 
 @pytest.mark.slow

@@ -67,7 +67,9 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_
 def test_torchrun_restarts_a_run_whose_worker_was_killed_and_it_goes_on(data, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     saving = "--checkpoint.every=5"
-    with torchrun(folder, ["--standalone", "--nproc-per-node=2", "--max-restarts=3"], tiny(data, saving)) as launch:
+    with torchrun(
+        folder, ["--standalone", "--nproc-per-node=2", "--max-restarts=3"], tiny(data, saving)
+    ) as launch:
         wait_for_commit(launch, folder, 10)
         os.kill(workers(launch)[1], signal.SIGKILL)
         wait(launch, lambda: (read_status(folder)["resumed_from"] or 0) >= 10)
@@ -82,14 +84,20 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_and_it_goes_on(data, tm
 
 @pytest.mark.slow
 def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(data, tmp_path):
-    folder, arguments = tmp_path / "run", tiny(data, "--checkpoint.every=3", "--checkpoint.asynchronous=false", steps=6)
+    folder, arguments = (
+        tmp_path / "run",
+        tiny(data, "--checkpoint.every=3", "--checkpoint.asynchronous=false", steps=6),
+    )
     load_corpus(parse_config(arguments).data)  # the tokens are a larger file
     no_larger_file = "FSIZE=200000"  # than about a half of a checkpoint
     options = ["--standalone", "--nproc-per-node=1", "--max-restarts=3"]
     with torchrun(folder, options, arguments, limit=no_larger_file) as launch:
         assert launch.wait(LIMIT_S) == 1
     output = launch.output()
-    assert "CrashLoopError: 3 starts in a row went no further than step 3 (from the beginning). The last: SaveError: " in output
+    assert (
+        "CrashLoopError: 3 starts in a row went no further than step 3 (from the beginning). The last: "
+        "SaveError: " in output
+    )
     assert "File too large" in output
     assert "Mend the cause and start the run by hand" in output
     assert read_status(folder)["state"] == "failed"

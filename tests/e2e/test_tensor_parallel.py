@@ -1,5 +1,5 @@
-"""A run that is sharded and split by tensor parallelism: its plan runs again as a file, its checkpoints go on, there and on one
-process."""
+"""A run that is sharded and split by tensor parallelism: its plan runs again as a file, its checkpoints go
+on, there and on one process."""
 
 from pathlib import Path
 
@@ -15,8 +15,13 @@ from tools.checkpoint import consolidate
 from train.config import load_config
 
 BATCH = ["--train.micro_batch_size=2", "--train.global_batch_size=4"]
-STEPS = ["--train.steps=6", "--train.eval_every=3", "--train.eval_sequences=8", "--checkpoint.every=3",
-         "--metrics.tensorboard=false"]  # fmt: skip
+STEPS = [
+    "--train.steps=6",
+    "--train.eval_every=3",
+    "--train.eval_sequences=8",
+    "--checkpoint.every=3",
+    "--metrics.tensorboard=false",
+]
 TP = ["--parallel.tp=2", "--parallel.activation_checkpoint=selective", "--parallel.forward_prefetch=2"]
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
 
@@ -32,7 +37,11 @@ def whole(data, tmp_path_factory) -> Path:
 
 def curve(folder: Path) -> dict[int, list[float]]:
     """Steps 4 to 6."""
-    return {step: [row[key] for key in CURVE if key in row] for step, row in read_metrics(folder).items() if step > 3}
+    return {
+        step: [row[key] for key in CURVE if key in row]
+        for step, row in read_metrics(folder).items()
+        if step > 3
+    }
 
 
 def go_on(processes: int, whole: Path, folder: Path, *arguments: str) -> None:
@@ -48,7 +57,9 @@ def weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     return load_file(consolidate(newest, out, force=False))
 
 
-def test_resumed_by_its_plan_file_the_curve_and_the_weights_are_the_uninterrupted_ones_bit_for_bit(whole, data, tmp_path):
+def test_resumed_by_its_plan_file_the_curve_and_the_weights_are_the_uninterrupted_ones_bit_for_bit(
+    whole, data, tmp_path
+):
     # The batch and everything else that the plan says comes from the file.
     keys = [key for key in SMALL if "batch_size" not in key]
     go_on(4, whole, tmp_path / "again", *keys, *data, f"--parallel.plan={whole / 'plan.yaml'}")
@@ -70,7 +81,16 @@ def test_resumed_by_one_process_the_curve_goes_on(whole, data, tmp_path):
 
 
 def test_a_split_runs_consolidated_weights_are_whole_and_what_they_were_made_as(data, tmp_path):
-    still = [*SMALL, *BATCH, *data, *TP, "--train.steps=1", "--checkpoint.every=1", "--optim.lr=0", "--metrics.tensorboard=false"]
+    still = [
+        *SMALL,
+        *BATCH,
+        *data,
+        *TP,
+        "--train.steps=1",
+        "--checkpoint.every=1",
+        "--optim.lr=0",
+        "--metrics.tensorboard=false",
+    ]
     result = run(2, *still, f"--run.dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     config = load_config(tmp_path / "run" / "config.yaml")

@@ -12,17 +12,24 @@ from tests.fake_gpu.install import ROOT, AbsentError, FakeGpu, install
 
 DESCRIPTION = (
     "Install a CUDA build of torch on libraries that stand for NVIDIA's (once, 0.53 GB to fetch, 1.9 GB in "
-    "~/.cache/meshwright-tests or in the folder MESHWRIGHT_TESTS_CACHE), and run a command that sees H100s then. "
+    "~/.cache/meshwright-tests or in the folder MESHWRIGHT_TESTS_CACHE), and run a command that sees H100s "
+    "then. "
     "Kernels compute nothing and take no time: losses are 0, and no figure of time means anything."
 )
-EPILOG = "example: python -m tests.fake_gpu -- python -m train.main --config=llama_debug.yaml --train.steps=20"
+EPILOG = (
+    "example: python -m tests.fake_gpu -- python -m train.main --config=llama_debug.yaml --train.steps=20"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do so; the command's exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fake_gpu", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs that the command sees (default 1)")
-    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="keep the logs and caches here (default: nowhere)")
+    parser.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="GPUs that the command sees (default 1)"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, metavar="FOLDER", help="keep the logs and caches here (default: nowhere)"
+    )
     parser.add_argument("command", nargs="*", help="what to run, after --; nothing: only install")
     options = parser.parse_args(arguments)
     try:
@@ -44,8 +51,12 @@ def run_on(gpu: FakeGpu, scratch: Path, devices: int, command: Sequence[str]) ->
     for path in sorted(scratch.glob("log.*")):
         calls = log.read_calls(path)
         missing = ", ".join(log.unimplemented(calls)) or "none"
-        print(f"process {path.suffix[1:]}: {log.count_launches(calls)} launches, {len(log.collectives(calls))} collectives, "
-              f"{len(log.host_waits(calls))} host waits; not implemented: {missing}", file=sys.stderr)  # fmt: skip
+        print(
+            f"process {path.suffix[1:]}: {log.count_launches(calls)} launches, {len(log.collectives(calls))} "
+            f"collectives, "
+            f"{len(log.host_waits(calls))} host waits; not implemented: {missing}",
+            file=sys.stderr,
+        )
     return code
 
 

@@ -1,6 +1,8 @@
-"""Builds the libraries that a CUDA build of torch loads: what `cuda/` implements, and a stub for every other symbol.
+"""Builds the libraries that a CUDA build of torch loads: what `cuda/` implements, and a stub for every other
+symbol.
 
-A stub logs and prints its name and returns "not supported". torch binds lazily, so a symbol that is never called costs nothing.
+A stub logs and prints its name and returns "not supported". torch binds lazily, so a symbol that is never
+called costs nothing.
 """
 
 import re
@@ -9,18 +11,41 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cuda"
 IMPLEMENTED = {
-    "libcuda.so.1": "cuda.cc", "libcudart.so.13": "cudart.cc", "libcublas.so.13": "cublas.cc", "libcublasLt.so.13": "cublaslt.cc",
-    "libcudnn.so.9": "cudnn.cc", "libcupti.so.13": "cupti.cc", "libnccl.so.2": "nccl.cc", "libnvidia-ml.so.1": "nvml.cc",
+    "libcuda.so.1": "cuda.cc",
+    "libcudart.so.13": "cudart.cc",
+    "libcublas.so.13": "cublas.cc",
+    "libcublasLt.so.13": "cublaslt.cc",
+    "libcudnn.so.9": "cudnn.cc",
+    "libcupti.so.13": "cupti.cc",
+    "libnccl.so.2": "nccl.cc",
+    "libnvidia-ml.so.1": "nvml.cc",
     "libnvrtc.so.13": "nvrtc.cc",
-}  # fmt: skip
+}
 # Where torch looks for NVIDIA's libraries below each folder of sys.path, and loads what it finds first.
 PLACE = Path("nvidia/cu13/lib")
-STUBS = ("libcufft.so.12", "libcufile.so.0", "libcurand.so.10", "libcusolver.so.12", "libcusparse.so.12", "libcusparseLt.so.0",
-         "libnvJitLink.so.13", "libnvrtc-builtins.so.13.0", "libnvshmem_host.so.3")  # fmt: skip
-# Symbols that torch wants without a version, by the library that has them; the other libraries' symbols carry their soname.
-UNVERSIONED = {"libnccl.so.2": r"p?nccl", "libcusparseLt.so.0": "cusparseLt", "libcufile.so.0": "cuFile",
-               "libcuda.so.1": r"cu[A-Z](?!Fi)", "libcurand.so.10": None, "libnvidia-ml.so.1": None}  # fmt: skip
-VERSIONS = {"libnvshmem_host.so.3": "NVSHMEM", "libnvrtc-builtins.so.13.0": "libnvrtc_builtins"}  # where it is not the soname
+STUBS = (
+    "libcufft.so.12",
+    "libcufile.so.0",
+    "libcurand.so.10",
+    "libcusolver.so.12",
+    "libcusparse.so.12",
+    "libcusparseLt.so.0",
+    "libnvJitLink.so.13",
+    "libnvrtc-builtins.so.13.0",
+    "libnvshmem_host.so.3",
+)
+# Symbols that torch wants without a version, by the library that has them; the other libraries' symbols carry
+# their soname.
+UNVERSIONED = {
+    "libnccl.so.2": r"p?nccl",
+    "libcusparseLt.so.0": "cusparseLt",
+    "libcufile.so.0": "cuFile",
+    "libcuda.so.1": r"cu[A-Z](?!Fi)",
+    "libcurand.so.10": None,
+    "libnvidia-ml.so.1": None,
+}
+# where it is not the soname
+VERSIONS = {"libnvshmem_host.so.3": "NVSHMEM", "libnvrtc-builtins.so.13.0": "libnvrtc_builtins"}
 FLAGS = ["-std=c++17", "-O1", "-fPIC"]
 
 
@@ -29,14 +54,23 @@ class BuildError(Exception):
 
 
 def build_libraries(site: Path, out: Path) -> None:
-    """Build all libraries for the torch and the triton of `site` (whose headers are CUDA's) into `out` / PLACE.
+    """Build all libraries for the torch and the triton of `site` (whose headers are CUDA's) into `out` /
+    PLACE.
 
     Raises BuildError with the compiler's words.
     """
     out = out / PLACE
     out.mkdir(parents=True)
     wanted = _wanted_symbols(site)
-    _run("g++", *FLAGS, "-shared", SOURCES / "core.cc", "-o", out / "libfakecore.so", "-Wl,-soname,libfakecore.so")
+    _run(
+        "g++",
+        *FLAGS,
+        "-shared",
+        SOURCES / "core.cc",
+        "-o",
+        out / "libfakecore.so",
+        "-Wl,-soname,libfakecore.so",
+    )
     for soname in (*IMPLEMENTED, *STUBS):
         _build(soname, wanted[soname], site / "triton/backends/nvidia/include", out)
     (out / "libcuda.so").symlink_to("libcuda.so.1")
@@ -52,14 +86,32 @@ def _build(soname: str, wanted: set[str], include: Path, out: Path) -> None:
         implemented = set(re.findall(r" [TDB] (\w+)", _run("nm", objects[0])))
         implemented |= {name.removesuffix("_v2") for name in implemented if soname == "libcuda.so.1"}
     stubs = out / f"{soname}.stub.c"
-    stubs.write_text("int fake_unimplemented(const char*);\n" + "".join(
-        f'int {name}(void) {{ return fake_unimplemented("{name}"); }}\n' for name in sorted(wanted - implemented)))
+    stubs.write_text(
+        "int fake_unimplemented(const char*);\n"
+        + "".join(
+            f'int {name}(void) {{ return fake_unimplemented("{name}"); }}\n'
+            for name in sorted(wanted - implemented)
+        )
+    )
     _run("gcc", "-w", "-O1", "-fPIC", "-c", stubs, "-o", stubs.with_suffix(".o"))
     version = out / f"{soname}.map"
     version.write_text(f"{VERSIONS.get(soname, soname)} {{ global: *; }};\n")
     versioned = [] if soname in UNVERSIONED else [f"-Wl,--version-script={version}"]
-    _run("g++", "-shared", "-o", out / soname, *objects, stubs.with_suffix(".o"), f"-Wl,-soname,{soname}", *versioned,
-         "-L", out, "-lfakecore", "-Wl,-rpath,$ORIGIN", "-ldl")  # fmt: skip
+    _run(
+        "g++",
+        "-shared",
+        "-o",
+        out / soname,
+        *objects,
+        stubs.with_suffix(".o"),
+        f"-Wl,-soname,{soname}",
+        *versioned,
+        "-L",
+        out,
+        "-lfakecore",
+        "-Wl,-rpath,$ORIGIN",
+        "-ldl",
+    )
 
 
 def _wanted_symbols(site: Path) -> dict[str, set[str]]:
@@ -75,7 +127,9 @@ def _wanted_symbols(site: Path) -> dict[str, set[str]]:
     # torch asks for the driver's functions by name; Triton compiles its driver.c where it runs.
     strings = re.findall(rb"\bcu[A-Z][A-Za-z0-9]+\b", (site / "torch/lib/libc10_cuda.so").read_bytes())
     driver = (site / "triton/backends/nvidia/driver.c").read_text()
-    wanted["libcuda.so.1"] |= {name.decode() for name in strings} | set(re.findall(r"\bcu[A-Z]\w+(?=\()", driver))
+    wanted["libcuda.so.1"] |= {name.decode() for name in strings} | set(
+        re.findall(r"\bcu[A-Z]\w+(?=\()", driver)
+    )
     return wanted
 
 

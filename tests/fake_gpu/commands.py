@@ -9,11 +9,19 @@ from tests.fake_gpu.install import ROOT, FakeGpu
 from tests.support.launch import LIMIT_S
 
 
-def start(gpu: FakeGpu, scratch: Path, *command: str, devices: int = 1, root: Path = ROOT, **env: str) -> subprocess.Popen[str]:
+def start(
+    gpu: FakeGpu, scratch: Path, *command: str, devices: int = 1, root: Path = ROOT, **env: str
+) -> subprocess.Popen[str]:
     """python -m COMMAND with so many fake GPUs, whose output is to be read."""
     environment = {**gpu.environment(scratch, devices, root), **env}
-    return subprocess.Popen([sys.executable, "-m", *command], env=environment, cwd=root, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        env=environment,
+        cwd=root,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def run(gpu: FakeGpu, scratch: Path, *command: str, **options: Any) -> tuple[int, str]:

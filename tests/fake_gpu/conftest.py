@@ -1,4 +1,5 @@
-"""The fake GPU, once for all of a session's tests; where it cannot be had they are skipped with the reason."""
+"""The fake GPU, once for all of a session's tests; where it cannot be had they are skipped with the
+reason."""
 
 import pytest
 

@@ -7,33 +7,54 @@ from tests.fake_gpu.install import ROOT
 from tests.soak.faults.fault import Fault
 from tests.soak.faults.source import PRODUCT, find_places
 
-READ = Fault("loss-is-read", "the step reads its loss on the host",
-             "loss += micro_loss.detach()",
-             "loss += micro_loss.detach().item()")  # fmt: skip
-NO_WAIT = Fault("fetched-is-not-awaited", "the backward reads offloaded activations that are still on their way",
-                "self._torch_device.current_stream().wait_event(block.copied)",
-                "pass")  # fmt: skip
-WRONG_STREAM = Fault("sent-on-the-computing-stream", "activations are copied where the step computes",
-                     "with self._torch_device.stream(self._copies):\n                for storage in block.storages.values():\n"
-                     "                    self.sent_bytes",
-                     "if True:\n                for storage in block.storages.values():\n"
-                     "                    self.sent_bytes")  # fmt: skip
-NOT_AWAITED = Fault("batches-are-not-awaited", "a step reads batches that are still on their way to the GPU",
-                    "stream.wait_event(copied)",
-                    "pass")  # fmt: skip
-READ_AT_ONCE = Fault("flag-is-read-at-once", "every step waits for its own flag of non-finite values",
-                     "return self._read(0 if copied is None else 1)",
-                     "return self._read(0)")  # fmt: skip
-SAVED_TOO_EARLY = Fault("copies-are-not-awaited", "a checkpoint is written while its values are still copied",
-                        "torch.cuda.synchronize()\n        return copied",
-                        "pass\n        return copied")  # fmt: skip
-NO_DEVICE = Fault("thread-on-device-0", "the loader's thread does not take its rank's device",
-                  "torch.cuda.set_device(self._stream.device)",
-                  "pass")  # fmt: skip
+READ = Fault(
+    "loss-is-read",
+    "the step reads its loss on the host",
+    "loss += micro_loss.detach()",
+    "loss += micro_loss.detach().item()",
+)
+NO_WAIT = Fault(
+    "fetched-is-not-awaited",
+    "the backward reads offloaded activations that are still on their way",
+    "self._torch_device.current_stream().wait_event(block.copied)",
+    "pass",
+)
+WRONG_STREAM = Fault(
+    "sent-on-the-computing-stream",
+    "activations are copied where the step computes",
+    "with self._torch_device.stream(self._copies):\n                for storage in block.storages.values():\n"
+    "                    self.sent_bytes",
+    "if True:\n                for storage in block.storages.values():\n                    self.sent_bytes",
+)
+NOT_AWAITED = Fault(
+    "batches-are-not-awaited",
+    "a step reads batches that are still on their way to the GPU",
+    "stream.wait_event(copied)",
+    "pass",
+)
+READ_AT_ONCE = Fault(
+    "flag-is-read-at-once",
+    "every step waits for its own flag of non-finite values",
+    "return self._read(0 if copied is None else 1)",
+    "return self._read(0)",
+)
+SAVED_TOO_EARLY = Fault(
+    "copies-are-not-awaited",
+    "a checkpoint is written while its values are still copied",
+    "torch.cuda.synchronize()\n        return copied",
+    "pass\n        return copied",
+)
+NO_DEVICE = Fault(
+    "thread-on-device-0",
+    "the loader's thread does not take its rank's device",
+    "torch.cuda.set_device(self._stream.device)",
+    "pass",
+)
 
 
 def broken_copy(folder: Path, *faults: Fault) -> Path:
-    """A copy of the project with the faults; FaultError where a snippet is not there any more, exactly once."""
+    """A copy of the project with the faults; FaultError where a snippet is not there any more, exactly
+    once."""
     places = find_places(ROOT, faults)
     for name in (*PRODUCT, "configs", "tests"):
         if (ROOT / name).exists():

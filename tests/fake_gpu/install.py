@@ -1,7 +1,8 @@
-"""Installs the fake GPU in a cache folder: torch's plain CUDA build, the Triton that belongs to it, and the fake libraries.
+"""Installs the fake GPU in a cache folder: torch's plain CUDA build, the Triton that belongs to it, and the
+fake libraries.
 
-The two wheels (0.53 GB to fetch, 1.9 GB on disk) lie in a folder that is put before the environment's own packages by PYTHONPATH,
-so the same interpreter, pytest and project run on either build of torch.
+The two wheels (0.53 GB to fetch, 1.9 GB on disk) lie in a folder that is put before the environment's own
+packages by PYTHONPATH, so the same interpreter, pytest and project run on either build of torch.
 """
 
 import hashlib
@@ -41,13 +42,25 @@ class FakeGpu:
 
         `scratch` gets a log of each process (log.PID), and the caches of what inductor and Triton compile.
         """
-        caches = {name: str(scratch / folder) for name, folder in
-                  (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton"), ("HOME", "home"))}  # fmt: skip
+        caches = {
+            name: str(scratch / folder)
+            for name, folder in (
+                ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
+                ("TRITON_CACHE_DIR", "triton"),
+                ("HOME", "home"),
+            )
+        }
         (scratch / "home").mkdir(parents=True, exist_ok=True)
         kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
-        return {**kept, **caches, "PYTHONPATH": _before("PYTHONPATH", self.libraries, self.site, root),
-                "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", self.libraries / PLACE), "FAKE_CUDA_LOG": str(scratch / "log"),
-                "FAKE_CUDA_DEVICES": str(devices), "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
+        return {
+            **kept,
+            **caches,
+            "PYTHONPATH": _before("PYTHONPATH", self.libraries, self.site, root),
+            "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", self.libraries / PLACE),
+            "FAKE_CUDA_LOG": str(scratch / "log"),
+            "FAKE_CUDA_DEVICES": str(devices),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
 
 
 def _before(variable: str, *folders: Path) -> str:
@@ -56,17 +69,22 @@ def _before(variable: str, *folders: Path) -> str:
 
 
 def install() -> FakeGpu:
-    """Install what is not there yet in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a HOME of their own).
+    """Install what is not there yet in MESHWRIGHT_TESTS_CACHE, or ~/.cache/meshwright-tests (tests have a
+    HOME of their own).
 
     Raises AbsentError where it cannot be had, and BuildError where the libraries do not compile.
     """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise AbsentError(f"the fake GPU is for Linux on x86_64, and this is {platform.system()} on {platform.machine()}")
+        raise AbsentError(
+            f"the fake GPU is for Linux on x86_64, and this is {platform.system()} on {platform.machine()}"
+        )
     for tool in ("gcc", "g++", "nm"):
         if not shutil.which(tool):
             raise AbsentError(f"the fake GPU's libraries are compiled here, and there is no {tool}")
     folder = _cache_folder()
-    sources = b"".join(path.read_bytes() for path in [*sorted(SOURCES.iterdir()), SOURCES.parent / "build.py"])
+    sources = b"".join(
+        path.read_bytes() for path in [*sorted(SOURCES.iterdir()), SOURCES.parent / "build.py"]
+    )
     python = sysconfig.get_config_var("SOABI")
     site = folder / f"torch-{TORCH}-triton-{TRITON}-{python}"
     libraries = folder / f"libraries-{python}-{hashlib.sha256(sources).hexdigest()[:12]}"
@@ -88,11 +106,14 @@ def _cache_folder() -> Path:
     try:
         return Path.home() / ".cache/meshwright-tests"
     except RuntimeError as error:
-        raise AbsentError(f"there is no folder for the fake GPU ({error}); MESHWRIGHT_TESTS_CACHE names one") from error
+        raise AbsentError(
+            f"there is no folder for the fake GPU ({error}); MESHWRIGHT_TESTS_CACHE names one"
+        ) from error
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make and fill a folder that is not there, in one step: a half-filled one of an earlier attempt is made anew."""
+    """Make and fill a folder that is not there, in one step: a half-filled one of an earlier attempt is made
+    anew."""
     if folder.exists():
         return
     begun = folder.with_name(folder.name + ".partial")
@@ -102,11 +123,29 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _fetch(folder: Path) -> None:
-    """The wheels of PyPI. `===` takes the plain version, a CUDA build, where `==` would also take a local one, as +cpu."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--disable-pip-version-check",
-               "--target", str(folder), f"torch==={TORCH}", f"triton==={TRITON}"]  # fmt: skip
+    """The wheels of PyPI. `===` takes the plain version, a CUDA build, where `==` would also take a local
+    one, as +cpu."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-compile",
+        "--disable-pip-version-check",
+        "--target",
+        str(folder),
+        f"torch==={TORCH}",
+        f"triton==={TRITON}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise AbsentError(f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be fetched:\n{result.stderr[-500:]}")
+        raise AbsentError(
+            f"torch {TORCH} and triton {TRITON} for the fake GPU cannot be fetched:\n{result.stderr[-500:]}"
+        )
     if not (folder / "torch/lib/libtorch_cuda.so").exists():
-        raise AbsentError(f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, and the package index here gave another build")
+        raise AbsentError(
+            f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, and the package index here gave "
+            f"another build"
+        )

@@ -1,8 +1,8 @@
-"""A lower bound of a memory-bound kernel's time on an H100, from its machine code (SASS): the time to issue the instructions of
-its main loop, beside the time to move the loop's bytes.
+"""A lower bound of a memory-bound kernel's time on an H100, from its machine code (SASS): the time to issue
+the instructions of its main loop, beside the time to move the loop's bytes.
 
-It assumes the best case: no instruction waits for another, and all multiprocessors are always busy. The real time is at least the
-larger of the two times; how much longer it is does not follow.
+It assumes the best case: no instruction waits for another, and all multiprocessors are always busy. The real
+time is at least the larger of the two times; how much longer it is does not follow.
 """
 
 import re
@@ -11,24 +11,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MULTIPROCESSORS = 132
-CLOCK = 1.98e9  # boost: 132 multiprocessors x 128 lanes x 2 x this are the 66.9 float32 TFLOP/s of the H100 SXM5's data sheet
-ISSUED = 4.0  # instructions of a warp that a multiprocessor issues per clock: one for each of its four schedulers
-# Instructions of a warp per clock and multiprocessor. CUDA C++ Programming Guide, throughput of native arithmetic instructions of
-# compute capability 9.0 (in threads: 32 times as much); which ones share a pipe: Nsight Compute, "Pipelines". Others only issue.
+# boost: 132 multiprocessors x 128 lanes x 2 x this are the 66.9 float32 TFLOP/s of the H100 SXM5's data sheet
+CLOCK = 1.98e9
+# instructions of a warp that a multiprocessor issues per clock: one for each of its four schedulers
+ISSUED = 4.0
+# Instructions of a warp per clock and multiprocessor. CUDA C++ Programming Guide, throughput of native
+# arithmetic instructions of compute capability 9.0 (in threads: 32 times as much); which ones share a pipe:
+# Nsight Compute, "Pipelines". Others only issue.
 PIPES = (
     ("float32", r"FADD|FMUL|FFMA", 4.0),
     ("special functions", r"MUFU", 0.5),
     ("integer products", r"IMAD|IMUL", 2.0),
-    ("integer and logic", r"IADD|VIADD|LOP3|SHF|LEA|PRMT|SEL|ISETP|IMNMX|VIMNMX|IABS|FSEL|FSETP|FMNMX|F2FP|SGXT|PLOP3", 2.0),
+    (
+        "integer and logic",
+        r"IADD|VIADD|LOP3|SHF|LEA|PRMT|SEL|ISETP|IMNMX|VIMNMX|IABS|FSEL|FSETP|FMNMX|F2FP|SGXT|PLOP3",
+        2.0,
+    ),
     ("shuffles", r"SHFL", 1.0),
     ("loads and stores", r"LD|ST|ATOM|RED", 1.0),
 )
-BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of a load or store, by its suffix; without one 32
+# of a load or store, by its suffix; without one 32
+BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line of SASS: its opcode with all suffixes, whether a predicate guards it, and the label it may jump to."""
+    """A line of SASS: its opcode with all suffixes, whether a predicate guards it, and the label it may jump
+    to."""
 
     opcode: str
     guarded: bool
@@ -61,7 +70,8 @@ class Bound:
         return self.instructions * element_bytes / self.moved_bytes
 
     def share_of_memory_time(self, bytes_per_s: float) -> float:
-        """Time to issue it by the time to move its bytes at this rate. Above 1 the kernel cannot reach the rate."""
+        """Time to issue it by the time to move its bytes at this rate. Above 1 the kernel cannot reach the
+        rate."""
         issue_s = max(self.clocks.values()) / (MULTIPROCESSORS * CLOCK)
         return issue_s / (32 * self.moved_bytes / bytes_per_s)
 
@@ -90,19 +100,32 @@ def _parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@\S+\s+)?([A-Z][\w.]*)(.*?);", line):
-            jump = re.fullmatch(r"(.*?)`\((\.L_x_\d+)\)", found[3].strip()) if found[2].startswith("BRA") else None
-            code.append(Instruction(found[2], bool(found[1] or (jump and jump[1])), jump[2] if jump else None))
+            jump = (
+                re.fullmatch(r"(.*?)`\((\.L_x_\d+)\)", found[3].strip())
+                if found[2].startswith("BRA")
+                else None
+            )
+            code.append(
+                Instruction(found[2], bool(found[1] or (jump and jump[1])), jump[2] if jump else None)
+            )
     return code, labels
 
 
 def _main_loop(code: Sequence[Instruction], labels: dict[str, int]) -> tuple[int, int]:
     """Places of the first and last instruction."""
-    loops = [(labels[one.target], last) for last, one in enumerate(code) if one.target and labels[one.target] < last]
+    loops = [
+        (labels[one.target], last)
+        for last, one in enumerate(code)
+        if one.target and labels[one.target] < last
+    ]
     return max(loops, key=lambda loop: sum(one.moved_bytes for one in code[loop[0] : loop[1] + 1]))
 
 
-def _shortest_way(code: Sequence[Instruction], labels: dict[str, int], first: int, last: int) -> list[Instruction]:
-    """The fewest instructions from first to last: what lies off it, as the slow path of a division, need not be executed."""
+def _shortest_way(
+    code: Sequence[Instruction], labels: dict[str, int], first: int, last: int
+) -> list[Instruction]:
+    """The fewest instructions from first to last: what lies off it, as the slow path of a division, need not
+    be executed."""
     came_from, queue = {first: first}, deque([first])
     while last not in came_from:
         place = queue.popleft()

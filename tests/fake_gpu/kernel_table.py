@@ -1,4 +1,5 @@
-"""What our Triton kernels need of an H100, compiled for it without one: `python -m tests.fake_gpu.kernel_table -h`."""
+"""What our Triton kernels need of an H100, compiled for it without one: `python -m
+tests.fake_gpu.kernel_table -h`."""
 
 import argparse
 import tempfile
@@ -25,11 +26,16 @@ PAIRS = [(parameter, moment) for parameter in DTYPES for moment in DTYPES]
 VOCABULARY = 128_256  # of Llama 3
 SLICES = 9
 DESCRIPTION = (
-    "Compile our Triton kernels for sm_90 (H100) and print for each what it needs: registers of a thread, bytes that it spills, "
-    "warps that a multiprocessor (which has room for 64) runs at once, and instructions of the main loop for each element, by "
-    "the shortest way through it: for AdamW where whole rows are sharded. The last column is the time to issue them at "
-    f"{CLOCK / 1e9:g} GHz, divided by the time to move the element's bytes at the rate that the planner assumes. It is a lower "
-    "bound: above 1 a kernel cannot reach the rate of the memory, below 1 it may. Nothing is run, so no time follows. All "
+    "Compile our Triton kernels for sm_90 (H100) and print for each what it needs: registers of a thread, "
+    "bytes that it spills, "
+    "warps that a multiprocessor (which has room for 64) runs at once, and instructions of the main loop for "
+    "each element, by "
+    "the shortest way through it: for AdamW where whole rows are sharded. The last column is the time to "
+    "issue them at "
+    f"{CLOCK / 1e9:g} GHz, divided by the time to move the element's bytes at the rate that the planner "
+    f"assumes. It is a lower "
+    "bound: above 1 a kernel cannot reach the rate of the memory, below 1 it may. Nothing is run, so no time "
+    "follows. All "
     "figures depend on the version of Triton, which is printed too. No GPU is needed."
 )
 
@@ -60,7 +66,9 @@ def compile_kernels(cache: Path) -> Iterator[Compiled]:
 def compile_adamw(cache: Path, kernels: ModuleType, parameter: torch.dtype, moment: torch.dtype) -> Launch:
     """`kernels`: adamw_triton, or a changed copy."""
     with offline_triton(cache) as launches:
-        one = Slice(*(torch.zeros(16, dtype=dtype) for dtype in (parameter, parameter, moment, moment)), 0, 0, 16, 0)
+        one = Slice(
+            *(torch.zeros(16, dtype=dtype) for dtype in (parameter, parameter, moment, moment)), 0, 0, 16, 0
+        )
         each, scalar = torch.ones(SLICES), torch.ones(())
         kernels.update([one] * SLICES, Step(0.9, 0.95, 1e-8, 1.0, each, each, each, scalar, scalar))
     return launches[0]
@@ -69,7 +77,11 @@ def compile_adamw(cache: Path, kernels: ModuleType, parameter: torch.dtype, mome
 def compile_loss(cache: Path, kernels: ModuleType, dtype: torch.dtype) -> list[Launch]:
     """Its two kernels, for rows of a whole vocabulary."""
     with offline_triton(cache) as launches:
-        logits, ids, each = torch.zeros(2, VOCABULARY, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.ones(2)
+        logits, ids, each = (
+            torch.zeros(2, VOCABULARY, dtype=dtype),
+            torch.zeros(2, dtype=torch.int64),
+            torch.ones(2),
+        )
         kernels.read_rows(logits, ids)
         kernels.write_gradient(logits, ids, each, each, each)
     return launches
@@ -88,13 +100,18 @@ def memory_bytes_per_s() -> float:
 def to_row(compiled: Compiled) -> list[str]:
     cubin, bound = read_cubin(compiled.launch.cubin), bound_of(disassemble(compiled.launch.cubin))
     needs = [cubin.registers, cubin.spilled_bytes, cubin.resident_warps]
-    figures = [bound.instructions_per_element(compiled.element_bytes), bound.share_of_memory_time(memory_bytes_per_s())]
+    figures = [
+        bound.instructions_per_element(compiled.element_bytes),
+        bound.share_of_memory_time(memory_bytes_per_s()),
+    ]
     return [compiled.name, compiled.dtypes, *map(str, needs), f"{figures[0]:.0f}", f"{figures[1]:.2f}"]
 
 
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(prog="python -m tests.fake_gpu.kernel_table", description=DESCRIPTION).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m tests.fake_gpu.kernel_table", description=DESCRIPTION
+    ).parse_args()
     head = ["kernel", "dtypes", "registers", "spilled bytes", "warps", "instructions", "compute / memory"]
     with tempfile.TemporaryDirectory() as cache:
         rows = [to_row(compiled) for compiled in compile_kernels(Path(cache))]

@@ -9,12 +9,24 @@ LAUNCHES = ("kernel", "gemm", "triton", "cudnn")  # torch's own, cuBLAS, Triton'
 ON_STREAMS = (*LAUNCHES, "nccl", "memcpy", "memset")
 WAITS = ("device_sync", "stream_sync", "event_sync", "memcpy_sync")
 # Slow calls, and some of them wait for the device too.
-ALLOCATIONS = ("malloc", "free", "create", "release", "reserve", "map", "unmap", "pin", "unpin", "out_of_memory")
+ALLOCATIONS = (
+    "malloc",
+    "free",
+    "create",
+    "release",
+    "reserve",
+    "map",
+    "unmap",
+    "pin",
+    "unpin",
+    "out_of_memory",
+)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One line: a kind of call, the stream (0: the default one, on which a step computes), and what belongs to the kind."""
+    """One line: a kind of call, the stream (0: the default one, on which a step computes), and what belongs
+    to the kind."""
 
     kind: str
     stream: int
@@ -23,8 +35,8 @@ class Call:
 
 @dataclass(frozen=True, order=True)
 class Loaded:
-    """A kernel that Triton compiled and the process loaded: registers of a thread, and bytes of its stack, where others are
-    spilled."""
+    """A kernel that Triton compiled and the process loaded: registers of a thread, and bytes of its stack,
+    where others are spilled."""
 
     name: str
     registers: int
@@ -33,7 +45,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective. `bytes` is its full side, as in tools.simulate; `stream` 0 is the one on which a step computes."""
+    """One collective. `bytes` is its full side, as in tools.simulate; `stream` 0 is the one on which a step
+    computes."""
 
     op: str
     communicator: int
@@ -66,9 +79,13 @@ def count_launches(calls: Sequence[Call]) -> int:
 
 
 def host_waits(calls: Sequence[Call]) -> list[Call]:
-    """Calls in which the host waits for the device. A copy from or to pageable memory is one (CUDA runtime API, section
-    "API synchronization behavior": the stream is synchronised first)."""
-    return [call for call in calls if call.kind in WAITS or (call.kind == "memcpy" and call.words[2] == "pageable")]
+    """Calls in which the host waits for the device. A copy from or to pageable memory is one (CUDA runtime
+    API, section "API synchronization behavior": the stream is synchronised first)."""
+    return [
+        call
+        for call in calls
+        if call.kind in WAITS or (call.kind == "memcpy" and call.words[2] == "pageable")
+    ]
 
 
 def allocations(calls: Sequence[Call]) -> list[Call]:
@@ -87,8 +104,8 @@ def refused(calls: Sequence[Call]) -> list[Call]:
 
 
 def stream_waits(calls: Sequence[Call], step: Sequence[Call]) -> Counter[tuple[int, int]]:
-    """How often in the step one stream waits for what another was given: (who waits, for whom). `calls`: all of the process up
-    to the step's end, for an event may have been recorded long before."""
+    """How often in the step one stream waits for what another was given: (who waits, for whom). `calls`: all
+    of the process up to the step's end, for an event may have been recorded long before."""
     recorded: dict[str, int] = {}
     found: Counter[tuple[int, int]] = Counter()
     begin = len(calls) - len(step)
@@ -108,7 +125,10 @@ def devices(calls: Sequence[Call]) -> set[int]:
 def collectives(calls: Sequence[Call]) -> list[Collective]:
     """NCCL's, in order."""
     rows = [(call.words, call.stream) for call in calls if call.kind == "nccl"]
-    return [Collective(op, int(number), int(ranks), int(size), stream) for (op, number, ranks, size), stream in rows]
+    return [
+        Collective(op, int(number), int(ranks), int(size), stream)
+        for (op, number, ranks, size), stream in rows
+    ]
 
 
 def loaded_kernels(calls: Sequence[Call]) -> set[Loaded]:

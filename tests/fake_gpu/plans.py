@@ -8,7 +8,8 @@ WORLD = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A plan for eight GPUs: config arguments; and how the names of kernels begin that may spill registers, with the reason."""
+    """A plan for eight GPUs: config arguments; and how the names of kernels begin that may spill registers,
+    with the reason."""
 
     arguments: tuple[str, ...]
     spills: tuple[tuple[str, str], ...] = ()
@@ -16,14 +17,36 @@ class Case:
 
 CASES = {
     "fsdp-8": Case((*LLAMA_8B, "--model.n_layers=2")),
-    "hsdp-2x4-accumulation-full-recomputation": Case((
-        *LLAMA_8B, "--model.n_layers=2", "--parallel.dp_replicate=2", "--parallel.dp_shard=4",
-        "--train.micro_batch_size=1", "--train.global_batch_size=16", "--parallel.activation_checkpoint=full")),
+    "hsdp-2x4-accumulation-full-recomputation": Case(
+        (
+            *LLAMA_8B,
+            "--model.n_layers=2",
+            "--parallel.dp_replicate=2",
+            "--parallel.dp_shard=4",
+            "--train.micro_batch_size=1",
+            "--train.global_batch_size=16",
+            "--parallel.activation_checkpoint=full",
+        )
+    ),
     # Three layers: the last one's activations stay, and of two others one is fetched ahead.
-    "tp-2-offload": Case((*LLAMA_8B, "--model.n_layers=3", "--parallel.tp=2", "--parallel.activation_checkpoint=offload")),
+    "tp-2-offload": Case(
+        (*LLAMA_8B, "--model.n_layers=3", "--parallel.tp=2", "--parallel.activation_checkpoint=offload")
+    ),
     "bfloat16-state-float8-documents": Case(
-        (*LLAMA_8B, "--model.n_layers=2", "--parallel.storage_dtype=bfloat16", "--optim.state_dtype=bfloat16",
-         "--parallel.float8.recipe=tensorwise", "--data.document_mask=true"),
-        spills=(("triton_tem_fused_flex_attention_backward",
-                 "FlexAttention's backward in torch's default configuration for an H100: 255 registers x 8 warps"),)),
-}  # fmt: skip
+        (
+            *LLAMA_8B,
+            "--model.n_layers=2",
+            "--parallel.storage_dtype=bfloat16",
+            "--optim.state_dtype=bfloat16",
+            "--parallel.float8.recipe=tensorwise",
+            "--data.document_mask=true",
+        ),
+        spills=(
+            (
+                "triton_tem_fused_flex_attention_backward",
+                "FlexAttention's backward in torch's default configuration for an H100: 255 registers x "
+                "8 warps",
+            ),
+        ),
+    ),
+}

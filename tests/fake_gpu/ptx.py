@@ -1,12 +1,13 @@
-"""Executes a kernel's PTX, which NVIDIA's compiler ptxas turns into machine code, on the CPU: all threads of all blocks at once,
-as numpy vectors.
+"""Executes a kernel's PTX, which NVIDIA's compiler ptxas turns into machine code, on the CPU: all threads of
+all blocks at once, as numpy vectors.
 
-It shows what the compiled kernel computes, and that every load and store lies within one of its buffers and is aligned. It does
-not show what ptxas and the hardware add: the error of `ex2.approx`, which is rounded correctly here; fusions that ptxas may make
-where an instruction allows them (`add.f32`, but not `add.rn.f32`); races between threads; time.
+It shows what the compiled kernel computes, and that every load and store lies within one of its buffers and
+is aligned. It does not show what ptxas and the hardware add: the error of `ex2.approx`, which is rounded
+correctly here; fusions that ptxas may make where an instruction allows them (`add.f32`, but not
+`add.rn.f32`); races between threads; time.
 
-Only the instructions that our kernels use are known; any other raises NotImplementedError. What they do: PTX ISA, chapter 9.7
-(https://docs.nvidia.com/cuda/parallel-thread-execution).
+Only the instructions that our kernels use are known; any other raises NotImplementedError. What they do: PTX
+ISA, chapter 9.7 (https://docs.nvidia.com/cuda/parallel-thread-execution).
 """
 
 import re
@@ -27,12 +28,22 @@ WARP = 32  # threads
 ALIGNMENT = 16  # bytes of the widest access
 WINDOW = 2**20  # addresses apart in shared memory, of one block and the next
 TYPES: dict[str, type] = {
-    "pred": np.bool_, "bf16": np.uint16, "b16": np.uint16, "u16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
-    "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
-}  # fmt: skip
+    "pred": np.bool_,
+    "bf16": np.uint16,
+    "b16": np.uint16,
+    "u16": np.uint16,
+    "b32": np.uint32,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "f32": np.float32,
+    "b64": np.uint64,
+    "u64": np.uint64,
+    "s64": np.int64,
+}
 UNSIGNED: dict[int, type] = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # by bits
 SIGNED: dict[int, type] = {32: np.int32, 64: np.int64}
-NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the only one that operations of float32 give; a CPU's have other bits
+# the only one that operations of float32 give; a CPU's have other bits
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
 # Operations
@@ -41,8 +52,8 @@ NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the only one that operations of 
 def fused_multiply_add(x: ndarray, y: ndarray, z: ndarray) -> ndarray:
     """x * y + z of float32, rounded once.
 
-    float64 holds the product. The sum is rounded to odd, after which rounding it to float32 gives what one rounding would have
-    given (Boldo and Melquiond, 2008); its error is found by Knuth's TwoSum.
+    float64 holds the product. The sum is rounded to odd, after which rounding it to float32 gives what one
+    rounding would have given (Boldo and Melquiond, 2008); its error is found by Knuth's TwoSum.
     """
     product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
     total = product + addend
@@ -76,16 +87,19 @@ def pack_bfloat16(high: ndarray, low: ndarray) -> ndarray:
 
 # An opcode without its last part, which is the type of all its operands.
 FLOAT_OPERATIONS: dict[str, Callable[..., ndarray]] = {
-    "add": np.add, "add.rn": np.add,
-    "sub": np.subtract, "sub.rn": np.subtract,
-    "mul": np.multiply, "mul.rn": np.multiply,
+    "add": np.add,
+    "add.rn": np.add,
+    "sub": np.subtract,
+    "sub.rn": np.subtract,
+    "mul": np.multiply,
+    "mul.rn": np.multiply,
     "div.rn": np.divide,
     "sqrt.rn": np.sqrt,
     "fma.rn": fused_multiply_add,
     "neg": np.negative,
     "max": np.fmax,  # the other one, where one is no number
     "ex2.approx": lambda x: np.exp2(x.astype(np.float64)).astype(np.float32),
-}  # fmt: skip
+}
 INTEGER_OPERATIONS: dict[str, Callable[..., ndarray]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -162,7 +176,8 @@ class Code:
 
 
 def parse(ptx: str) -> Code:
-    """The one kernel of a file. Raises NotImplementedError for a line that is neither instruction nor label nor directive."""
+    """The one kernel of a file. Raises NotImplementedError for a line that is neither instruction nor label
+    nor directive."""
     head, body = re.split(r"\)\s*\.reqntid \d+\s*\{\n", ptx[ptx.index(".entry") :].split("\n}")[0])
     parameters = {name: kind for kind, name in re.findall(r"\.param \.(\w+) (?:\.ptr .* )?(\w+)", head)}
     widths, instructions, labels, source = dict[str, int](), list[Instruction](), dict[str, int](), ""
@@ -176,7 +191,9 @@ def parse(ptx: str) -> Code:
             labels[found[1]] = len(instructions)
         elif found := re.fullmatch(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*([^;]*);", line):
             operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", found[4])
-            instructions.append(Instruction(f"{line} ({source})", found[3], tuple(operands), found[2] or "", found[1] == "!"))
+            instructions.append(
+                Instruction(f"{line} ({source})", found[3], tuple(operands), found[2] or "", found[1] == "!")
+            )
         elif line and not line.startswith("."):
             raise NotImplementedError(line)
     return Code(parameters, widths, tuple(instructions), labels)
@@ -188,7 +205,11 @@ def parse_number(text: str, dtype: type) -> ndarray:
     if text.startswith("0f"):
         return np.array(int(text[2:], 16), np.uint32).view(dtype)
     bits = 8 * np.dtype(dtype).itemsize
-    return np.array(bool(int(text, 0))) if dtype is np.bool_ else np.array(int(text, 0) % 2**bits, UNSIGNED[bits]).view(dtype)
+    return (
+        np.array(bool(int(text, 0)))
+        if dtype is np.bool_
+        else np.array(int(text, 0) % 2**bits, UNSIGNED[bits]).view(dtype)
+    )
 
 
 def split_vector(text: str) -> list[str]:
@@ -204,7 +225,8 @@ class AccessError(Exception):
 
 
 class Memory:
-    """Copies of buffers by address. They lie one behind the other in one array, which is indexed by all threads at once."""
+    """Copies of buffers by address. They lie one behind the other in one array, which is indexed by all
+    threads at once."""
 
     def __init__(self, buffers: Mapping[int, ndarray]) -> None:
         self._buffers = sorted(buffers.items())
@@ -254,21 +276,34 @@ class Memory:
 class Grid:
     """All threads of a launch. `threads`, bool[blocks * block], says everywhere which of them take part."""
 
-    def __init__(self, code: Code, blocks: int, block: int, parameters: Sequence[int], memory: Memory, shared_bytes: int) -> None:
+    def __init__(
+        self,
+        code: Code,
+        blocks: int,
+        block: int,
+        parameters: Sequence[int],
+        memory: Memory,
+        shared_bytes: int,
+    ) -> None:
         """`block`: threads of each block. `parameters`: the bits of each, 0 for those missing at the end."""
         self._code, self._block, self._memory = code, block, memory
         self._everyone = np.ones(blocks * block, np.bool_)
         thread = np.arange(blocks * block, dtype=np.uint32)
         self._window = (thread // block).astype(np.uint64) * WINDOW + WINDOW
-        # Shared memory begins as bits that no kernel computes, in float32 no number: reading it before it is written shows.
-        self._shared = Memory({WINDOW * number: np.full(shared_bytes, 0xFF, np.uint8) for number in range(1, blocks + 1)})
+        # Shared memory begins as bits that no kernel computes, in float32 no number: reading it before it is
+        # written shows.
+        self._shared = Memory(
+            {WINDOW * number: np.full(shared_bytes, 0xFF, np.uint8) for number in range(1, blocks + 1)}
+        )
         self._registers = {"%tid.x": thread % block, "%ctaid.x": thread // block, "global_smem": thread * 0}
         filled = [*parameters, *[0] * (len(code.parameters) - len(parameters))]
-        self._parameters = {name: np.array([bits], np.uint64) for name, bits in zip(code.parameters, filled, strict=True)}
+        self._parameters = {
+            name: np.array([bits], np.uint64) for name, bits in zip(code.parameters, filled, strict=True)
+        }
 
     def run(self) -> None:
-        """Execute the code until every thread has returned. The threads furthest behind go first, so that those which took
-        different branches meet again."""
+        """Execute the code until every thread has returned. The threads furthest behind go first, so that
+        those which took different branches meet again."""
         waiting = {0: self._everyone}  # the threads that are next at each place of the code
         while waiting:
             place = min(waiting)
@@ -297,9 +332,18 @@ class Grid:
             yield place + 1, stay
 
     def _execute(self, instruction: Instruction, threads: ndarray) -> None:
-        methods = {"mov": self._move, "cvt": self._convert, "shl": self._shift, "shr": self._shift, "selp": self._select,
-                   "ld": self._load, "st": self._store, "shfl": self._shuffle, "redux": self._sum_warp,
-                   "bar": self._synchronize}  # fmt: skip
+        methods = {
+            "mov": self._move,
+            "cvt": self._convert,
+            "shl": self._shift,
+            "shr": self._shift,
+            "selp": self._select,
+            "ld": self._load,
+            "st": self._store,
+            "shfl": self._shuffle,
+            "redux": self._sum_warp,
+            "bar": self._synchronize,
+        }
         methods.get(instruction.opcode.partition(".")[0], self._compute)(instruction, threads)
 
     # Registers hold bits, as unsigned numbers of their width.
@@ -312,7 +356,8 @@ class Grid:
         return (bits if bits.dtype.itemsize == size else bits.astype(UNSIGNED[8 * size])).view(dtype)
 
     def _write(self, register: str, value: ndarray, threads: ndarray) -> None:
-        """Set it for some threads. A wider register is filled as the value's type says, by its sign or by zeros."""
+        """Set it for some threads. A wider register is filled as the value's type says, by its sign or by
+        zeros."""
         width = self._code.widths[register.rstrip("0123456789")]
         if width > 8 * value.dtype.itemsize:
             value = value.astype((SIGNED if value.dtype.kind == "i" else UNSIGNED)[width])
@@ -326,14 +371,19 @@ class Grid:
     def _compute(self, instruction: Instruction, threads: ndarray) -> None:
         """Those in the tables of operations."""
         dtype, wide = type_of(instruction), instruction.operation in WIDE_OPERATIONS
-        operations = FLOAT_OPERATIONS if dtype is np.float32 else WIDE_OPERATIONS if wide else INTEGER_OPERATIONS
+        operations = (
+            FLOAT_OPERATIONS if dtype is np.float32 else WIDE_OPERATIONS if wide else INTEGER_OPERATIONS
+        )
         if (operation := operations.get(instruction.operation)) is None:
             raise NotImplementedError(instruction.text)
         register, *operands = instruction.operands
         values = [self._read(operand, dtype) for operand in operands]
         if wide:
             double = TYPES[f"{instruction.kind[0]}64"]
-            values = [*(value.astype(double) for value in values[:2]), *(self._read(operand, double) for operand in operands[2:])]
+            values = [
+                *(value.astype(double) for value in values[:2]),
+                *(self._read(operand, double) for operand in operands[2:]),
+            ]
         result = operation(*values)
         if dtype is np.float32:
             result = np.where(np.isnan(result), NAN, result)
@@ -412,7 +462,11 @@ class Grid:
         """What `[register + number]`, or `[name]`, of a load or store means to each thread."""
         _, space, *vector = instruction.operation.split(".")
         found = re.fullmatch(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", operand)
-        if found is None or space not in ("global", "shared", "shared::cta") or vector != ([f"v{count}"] if count > 1 else []):
+        if (
+            found is None
+            or space not in ("global", "shared", "shared::cta")
+            or vector != ([f"v{count}"] if count > 1 else [])
+        ):
             raise NotImplementedError(instruction.text)
         register, offset = found[1], parse_number(found[2] or "0", np.uint64)
         if space == "global":
@@ -454,7 +508,8 @@ def type_of(instruction: Instruction) -> type:
 
 
 def execute(launch: Launch, buffers: Sequence[Tensor] = ()) -> None:
-    """Change the tensors as the kernel would on a GPU. `buffers`: those that it finds by addresses in other tensors.
+    """Change the tensors as the kernel would on a GPU. `buffers`: those that it finds by addresses in other
+    tensors.
 
     Raises AccessError where it would reach beside them.
     """
@@ -463,7 +518,10 @@ def execute(launch: Launch, buffers: Sequence[Tensor] = ()) -> None:
         raise NotImplementedError(f"grid {launch.grid}")
     tensors = [argument for argument in launch.arguments if isinstance(argument, Tensor)]
     memory = Memory({tensor.data_ptr(): bytes_of(tensor) for tensor in [*tensors, *buffers]})
-    parameters = [bits_of(argument, kind) for argument, kind in zip(launch.arguments, code.parameters.values(), strict=False)]
+    parameters = [
+        bits_of(argument, kind)
+        for argument, kind in zip(launch.arguments, code.parameters.values(), strict=False)
+    ]
     grid = Grid(code, launch.grid[0], launch.warps * WARP, parameters, memory, launch.shared_bytes)
     with np.errstate(all="ignore"):  # overflow and division by zero are no faults on a GPU
         grid.run()

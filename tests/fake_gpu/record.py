@@ -1,6 +1,7 @@
-"""The record of the fake GPU's steps (record.json): what a steady step of each plan launches, sends and holds.
+"""The record of the fake GPU's steps (record.json): what a steady step of each plan launches, sends and
+holds.
 
-    python -m tests.fake_gpu.record          # write it anew: a difference is a decision, and named in the commit
+    python -m tests.fake_gpu.record    # write it anew: a difference is a decision, and named in the commit
 
 The figures belong to the torch and the Triton of tests/fake_gpu/install.py. None of them is a time.
 """
@@ -28,11 +29,26 @@ LIMIT_S = 400
 
 
 def run_steps(gpu: FakeGpu, scratch: Path, arguments: Sequence[str], root: Path = ROOT, **env: str) -> Any:
-    """tests/fake_gpu/step.py of the project in `root`, in a process of its own; the result has returncode, stdout and stderr.
-    Its log and its caches are in `scratch` then."""
-    command = [sys.executable, "-m", "tests.fake_gpu.step", str(WORLD), str(STEPS), str(scratch / "memory.json"), *arguments]
-    return subprocess.run(command, env={**gpu.environment(scratch, root=root), **env}, cwd=root, capture_output=True, text=True,
-                          timeout=LIMIT_S, check=False)  # fmt: skip
+    """tests/fake_gpu/step.py of the project in `root`, in a process of its own; the result has returncode,
+    stdout and stderr. Its log and its caches are in `scratch` then."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fake_gpu.step",
+        str(WORLD),
+        str(STEPS),
+        str(scratch / "memory.json"),
+        *arguments,
+    ]
+    return subprocess.run(
+        command,
+        env={**gpu.environment(scratch, root=root), **env},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def steady_step(calls: Sequence[Call]) -> list[Call]:
@@ -49,20 +65,29 @@ def figures_of(scratch: Path) -> dict[str, Any]:
     return {
         "launches": log.count_launches(step),
         "blocks": sum(_blocks(call) for call in step if call.kind in ("kernel", "triton")),
-        "kernels": {f"{kernel.name}, {kernel.registers} registers, {kernel.stack_bytes} B of stack": count
-                    for kernel, count in sorted(log.triton_launches(step).items())},
+        "kernels": {
+            f"{kernel.name}, {kernel.registers} registers, {kernel.stack_bytes} B of stack": count
+            for kernel, count in sorted(log.triton_launches(step).items())
+        },
         "torch_kernels": dict(sorted(_torch_kernels(step).items())),
         "products": dict(sorted(Counter(" ".join(c.words[:3]) for c in step if c.kind == "gemm").items())),
         "cudnn": dict(sorted(Counter(c.words[0] for c in step if c.kind == "cudnn").items())),
-        "copies": dict(sorted(Counter(f"{c.words[0]} {c.words[1]} B, {names[c.stream]}"
-                                      for c in step if c.kind == "memcpy").items())),
-        "collectives": [f"{c.op} {c.bytes} B, {c.ranks} ranks, {names[c.stream]}, after {before} launches of the step"
-                        for c, before in zip(log.collectives(step), _launches_before(step), strict=True)],
+        "copies": dict(
+            sorted(
+                Counter(
+                    f"{c.words[0]} {c.words[1]} B, {names[c.stream]}" for c in step if c.kind == "memcpy"
+                ).items()
+            )
+        ),
+        "collectives": [
+            f"{c.op} {c.bytes} B, {c.ranks} ranks, {names[c.stream]}, after {before} launches of the step"
+            for c, before in zip(log.collectives(step), _launches_before(step), strict=True)
+        ],
         "streams": dict(Counter(names[c.stream] for c in step if c.kind in log.ON_STREAMS)),
         "waits": {f"{names[one]} for {names[other]}": count for (one, other), count in sorted(waits.items())},
         "peak_allocated_bytes": peaks["allocated"],
         "peak_reserved_bytes": peaks["reserved"],
-    }  # fmt: skip
+    }
 
 
 def _launches_before(step: Sequence[Call]) -> list[int]:
@@ -94,12 +119,13 @@ def _torch_kernels(step: Sequence[Call]) -> Counter[str]:
 
 
 def _function_name(mangled: str) -> str:
-    """The innermost function of a mangled C++ name: its identifiers are written with their lengths (Itanium C++ ABI)."""
+    """The innermost function of a mangled C++ name: its identifiers are written with their lengths (Itanium
+    C++ ABI)."""
     name, at = "", re.match(r"_ZN?", mangled)
-    rest = mangled[at.end():] if at else ""
+    rest = mangled[at.end() :] if at else ""
     while found := re.match(r"(\d+)", rest):
         start = found.end()
-        name, rest = rest[start : start + int(found[1])], rest[start + int(found[1]):]
+        name, rest = rest[start : start + int(found[1])], rest[start + int(found[1]) :]
     return name or mangled
 
 
@@ -116,6 +142,8 @@ def make_record(gpu: FakeGpu) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     PATH.write_text(json.dumps(make_record(install()), indent=1) + "\n")
     print(f"written: {PATH.relative_to(ROOT)}; git diff shows what has changed")

@@ -1,9 +1,11 @@
-"""Optimizer steps of rank 0 of N on the fake GPU: the real model, plan, collectives and compiler; the kernels compute nothing.
+"""Optimizer steps of rank 0 of N on the fake GPU: the real model, plan, collectives and compiler; the kernels
+compute nothing.
 
     python -m tests.fake_gpu.step WORLD STEPS MEMORY_FILE --config=llama_8b.yaml [--section.key=value ...]
 
-The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it); MEMORY_FILE gets what the
-caching allocator says of the last step, in bytes. SANITIZE=1 in the environment turns torch's CUDA sanitizer on.
+The log gets a mark "step N" before and "end N" after each step (tests/fake_gpu/log.py reads it); MEMORY_FILE
+gets what the caching allocator says of the last step, in bytes. SANITIZE=1 in the environment turns torch's
+CUDA sanitizer on.
 """
 
 import ctypes
@@ -35,7 +37,9 @@ def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, in
     use_expandable_segments()
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=world_size)
-    plan = plan_run(config, world_size, 8, attention_here(config, DEVICE, torch.cuda.get_device_name(DEVICE)), "bfloat16")
+    plan = plan_run(
+        config, world_size, 8, attention_here(config, DEVICE, torch.cuda.get_device_name(DEVICE)), "bfloat16"
+    )
     check_attention(config, plan, "cuda")
     mesh = build_mesh(plan.mesh, "cuda")
     model = build_model(config, plan, mesh, DEVICE)
@@ -46,7 +50,9 @@ def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, in
         batch = Batch(tokens, tokens, tokens.clone() if config.data.document_mask else None)
         torch.cuda.reset_peak_memory_stats()
         mark(f"step {step}".encode())
-        train_step(model, optimizer, [batch] * plan.accumulation, config.train.grad_clip, data_parallel_group(mesh))
+        train_step(
+            model, optimizer, [batch] * plan.accumulation, config.train.grad_clip, data_parallel_group(mesh)
+        )
         mark(f"end {step}".encode())
     stats: dict[str, Any] = torch.cuda.memory_stats()
     return {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")}

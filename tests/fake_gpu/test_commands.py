@@ -25,7 +25,9 @@ def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> No
 
 def test_bench_gpu_measures_every_kind_of_case(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     kinds = ["rooflines", "attention", "head", "optimizer", "kernels: 1", "rowwise", "eager: 1"]
-    code, said = run(fake_gpu, tmp_path, "tools.bench", "gpu", "--tiny", "--minutes=8", "--json", "--only", *kinds)
+    code, said = run(
+        fake_gpu, tmp_path, "tools.bench", "gpu", "--tiny", "--minutes=8", "--json", "--only", *kinds
+    )
     assert code == 0, said
     assert said.count(" done, ") == len(kinds), said
     assert [name for path in tmp_path.glob("log.*") for name in log.unimplemented(log.read_calls(path))] == []
@@ -35,8 +37,19 @@ def test_gpu_tests_whose_subject_is_not_a_value_pass(fake_gpu: FakeGpu, tmp_path
     """A part: all of them, as README.md beside this file says, take minutes."""
     chosen = "not max-autotune and not compiled and not full and not half_matmul and not documents"
     tests = ["tests/e2e/test_gpu.py", "tests/train/test_nonfinite.py", "tests/models/test_kernels_on_gpu.py"]
-    code, said = run(fake_gpu, tmp_path, "pytest", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider", *tests,
-                     MESHWRIGHT_TESTS_HOME=str(tmp_path / "home"))  # fmt: skip
+    code, said = run(
+        fake_gpu,
+        tmp_path,
+        "pytest",
+        "-m",
+        "gpu",
+        "-k",
+        chosen,
+        "-p",
+        "no:cacheprovider",
+        *tests,
+        MESHWRIGHT_TESTS_HOME=str(tmp_path / "home"),
+    )
     assert code == 0, said
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None

@@ -1,4 +1,5 @@
-"""Eager steps on the fake H100: no access to memory races with another stream's; and the checks of this folder notice faults."""
+"""Eager steps on the fake H100: no access to memory races with another stream's; and the checks of this
+folder notice faults."""
 
 import re
 from pathlib import Path
@@ -12,8 +13,13 @@ from tests.fake_gpu.record import run_steps, steady_step
 from tests.fake_gpu.test_steps import check_offload
 
 pytestmark = pytest.mark.slow
-ARGUMENTS = ("--config=llama_debug.yaml", "--model.n_layers=3", "--parallel.param_dtype=bfloat16",
-             "--parallel.compile.enabled=false", "--parallel.activation_checkpoint=offload")  # fmt: skip
+ARGUMENTS = (
+    "--config=llama_debug.yaml",
+    "--model.n_layers=3",
+    "--parallel.param_dtype=bfloat16",
+    "--parallel.compile.enabled=false",
+    "--parallel.activation_checkpoint=offload",
+)
 RACE = "CSAN detected a possible data race"
 
 

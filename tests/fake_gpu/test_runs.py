@@ -18,7 +18,8 @@ from tests.fake_gpu.log import Call
 from tests.support.launch import EAGER, LIMIT_S, TINY, read_metrics, read_status, write_text
 
 pytestmark = pytest.mark.slow
-HEADS = ["--model.n_heads=2", "--model.n_kv_heads=1", "--parallel.param_dtype=bfloat16"]  # of 16 channels, as cuDNN wants
+# of 16 channels, as cuDNN wants
+HEADS = ["--model.n_heads=2", "--model.n_kv_heads=1", "--parallel.param_dtype=bfloat16"]
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 FIRST, LAST = 6, 9  # profiled steps
 BATCH_BYTES = 2 * 32 * 8  # int64[2, 32] of tokens, or of targets (TINY)
@@ -33,15 +34,24 @@ def data(tmp_path: Path) -> list[str]:
 
 def batches_awaited(calls: Sequence[Call]) -> int:
     """How often the computing stream waits for the one on which batches are copied."""
-    (stream,) = {c.stream for c in calls if c.kind == "memcpy" and c.words == ("HtoD", str(BATCH_BYTES), "pinned") and c.stream}
+    (stream,) = {
+        c.stream
+        for c in calls
+        if c.kind == "memcpy" and c.words == ("HtoD", str(BATCH_BYTES), "pinned") and c.stream
+    }
     return log.stream_waits(calls, calls)[0, stream]
 
 
 def saves_awaited(calls: Sequence[Call]) -> bool:
-    """Whether the whole device is waited for after each save's copies to page-locked memory, before any other wait."""
+    """Whether the whole device is waited for after each save's copies to page-locked memory, before any other
+    wait."""
     copied = saved = False
     for call in calls:
-        if call.kind == "memcpy" and call.words[::2] == ("DtoH", "pinned") and int(call.words[1]) >= SAVED_BYTES:
+        if (
+            call.kind == "memcpy"
+            and call.words[::2] == ("DtoH", "pinned")
+            and int(call.words[1]) >= SAVED_BYTES
+        ):
             copied = saved = True
         elif call.kind in log.WAITS and copied:
             if call.kind != "device_sync":
@@ -51,7 +61,8 @@ def saves_awaited(calls: Sequence[Call]) -> bool:
 
 
 def launches_before_flags(calls: Sequence[Call]) -> list[int]:
-    """Of each wait for an event, the launches since it was recorded: those of a whole step, if the host is a step ahead."""
+    """Of each wait for an event, the launches since it was recorded: those of a whole step, if the host is a
+    step ahead."""
     launches, at = 0, dict[str, int]()
     found = []
     for call in calls:
@@ -63,12 +74,29 @@ def launches_before_flags(calls: Sequence[Call]) -> list[int]:
     return found
 
 
-def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
+def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(
+    fake_gpu: FakeGpu, data: list[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    keys = ["--train.steps=12", "--train.eval_every=6", "--checkpoint.every=6", f"--profile.start={FIRST}",
-            f"--profile.steps={LAST - FIRST + 1}"]  # fmt: skip
-    code, said = run(fake_gpu, tmp_path / "scratch", *TORCHRUN, "train.main", *TINY, *HEADS, *data, *keys, f"--run.dir={folder}",
-                     devices=2)  # fmt: skip
+    keys = [
+        "--train.steps=12",
+        "--train.eval_every=6",
+        "--checkpoint.every=6",
+        f"--profile.start={FIRST}",
+        f"--profile.steps={LAST - FIRST + 1}",
+    ]
+    code, said = run(
+        fake_gpu,
+        tmp_path / "scratch",
+        *TORCHRUN,
+        "train.main",
+        *TINY,
+        *HEADS,
+        *data,
+        *keys,
+        f"--run.dir={folder}",
+        devices=2,
+    )
     assert code == 0, said
     assert read_status(folder)["state"] == "finished"
     assert (folder / "checkpoints" / "step-00000012").is_dir()
@@ -79,16 +107,28 @@ def test_two_ranks_train_save_and_profile_each_on_its_own_gpu(fake_gpu: FakeGpu,
         assert log.unimplemented(calls) + log.refused(calls) == []
         assert batches_awaited(calls) >= 12
         assert saves_awaited(calls)
-        assert sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)) <= 3, "two saves, and the end"
-    assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], "each rank has a context on its own device only"
-    trace = subprocess.run([sys.executable, "-m", "tools.trace", str(folder), "--json"], cwd=ROOT, capture_output=True, text=True,
-                           timeout=LIMIT_S, check=True)  # fmt: skip
+        assert sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)) <= 3, (
+            "two saves, and the end"
+        )
+    assert sorted(map(sorted, map(log.devices, logs))) == [[0], [1]], (
+        "each rank has a context on its own device only"
+    )
+    trace = subprocess.run(
+        [sys.executable, "-m", "tools.trace", str(folder), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
     said = json.loads(trace.stdout)
     sent = {(row["collective"], row["axis"]) for row in said["communication"]}
     assert {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard")} <= sent
 
 
-def test_a_signal_saves_and_the_same_command_goes_on(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(
+    fake_gpu: FakeGpu, data: list[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     command = ["train.main", *TINY, *EAGER, *data, "--checkpoint.every=1000", f"--run.dir={folder}"]
     with start(fake_gpu, tmp_path / "scratch", *command, "--train.steps=100000") as process:
@@ -110,9 +150,23 @@ def test_a_signal_saves_and_the_same_command_goes_on(fake_gpu: FakeGpu, data: li
 
 
 def test_a_gpu_that_refuses_memory_is_explained(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
-    large = ["--train.micro_batch_size=2048", "--train.global_batch_size=2048", "--parallel.loss_chunk_tokens=0"]
-    code, said = run(fake_gpu, tmp_path / "scratch", "train.main", *TINY, *EAGER, *large, *data, "--train.steps=2",
-                     f"--run.dir={tmp_path / 'run'}", FAKE_CUDA_REFUSES_GIB="0.7")  # fmt: skip
+    large = [
+        "--train.micro_batch_size=2048",
+        "--train.global_batch_size=2048",
+        "--parallel.loss_chunk_tokens=0",
+    ]
+    code, said = run(
+        fake_gpu,
+        tmp_path / "scratch",
+        "train.main",
+        *TINY,
+        *EAGER,
+        *large,
+        *data,
+        "--train.steps=2",
+        f"--run.dir={tmp_path / 'run'}",
+        FAKE_CUDA_REFUSES_GIB="0.7",
+    )
     assert code == 1
     assert "OutOfMemory: rank 0 ran out of memory: CUDA out of memory." in said
     assert "would help: --parallel.activation_checkpoint=full" in said
@@ -120,18 +174,44 @@ def test_a_gpu_that_refuses_memory_is_explained(fake_gpu: FakeGpu, data: list[st
     assert (tmp_path / "run/profile/out-of-memory-rank-0.pickle").stat().st_size > 0
 
 
-def test_faults_of_loader_guard_and_saver_are_noticed(fake_gpu: FakeGpu, data: list[str], tmp_path: Path) -> None:
-    """As local rank 1 of two: what the checks of the other tests say with the code as it is, and with four faults at once."""
+def test_faults_of_loader_guard_and_saver_are_noticed(
+    fake_gpu: FakeGpu, data: list[str], tmp_path: Path
+) -> None:
+    """As local rank 1 of two: what the checks of the other tests say with the code as it is, and with four
+    faults at once."""
     (tmp_path / "as it is").mkdir()
-    roots = {"as it is": ROOT, "broken": broken_copy(tmp_path / "copy", NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY)}
+    roots = {
+        "as it is": ROOT,
+        "broken": broken_copy(tmp_path / "copy", NO_DEVICE, NOT_AWAITED, READ_AT_ONCE, SAVED_TOO_EARLY),
+    }
     seen = {}
     for name, root in roots.items():
-        keys = ["--train.steps=6", "--metrics.every=6", "--checkpoint.every=3", f"--run.dir={tmp_path / name / 'run'}"]
-        code, said = run(fake_gpu, tmp_path / name, "train.main", *TINY, *EAGER, *data, *keys, devices=2, root=root,
-                         LOCAL_RANK="1", LOCAL_WORLD_SIZE="1")  # fmt: skip
+        keys = [
+            "--train.steps=6",
+            "--metrics.every=6",
+            "--checkpoint.every=3",
+            f"--run.dir={tmp_path / name / 'run'}",
+        ]
+        code, said = run(
+            fake_gpu,
+            tmp_path / name,
+            "train.main",
+            *TINY,
+            *EAGER,
+            *data,
+            *keys,
+            devices=2,
+            root=root,
+            LOCAL_RANK="1",
+            LOCAL_WORLD_SIZE="1",
+        )
         assert code == 0, said
         calls = log.read_log(tmp_path / name)
-        seen[name] = (log.devices(calls), batches_awaited(calls) >= 6, saves_awaited(calls),
-                      sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)))  # fmt: skip
+        seen[name] = (
+            log.devices(calls),
+            batches_awaited(calls) >= 6,
+            saves_awaited(calls),
+            sum(launches < STEP_LAUNCHES for launches in launches_before_flags(calls)),
+        )
     assert seen["as it is"] == ({1}, True, True, 2)
     assert seen["broken"] == ({0, 1}, False, False, 6)

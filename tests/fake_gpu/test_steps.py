@@ -1,4 +1,5 @@
-"""The real compiled step of rank 0 of 8 on the fake H100: what the host waits for, what is allocated, sent, and compiled."""
+"""The real compiled step of rank 0 of 8 on the fake H100: what the host waits for, what is allocated, sent,
+and compiled."""
 
 import json
 from collections.abc import Sequence
@@ -76,7 +77,9 @@ def check_collectives(sent: Sequence[Collective], wanted: Sequence[Simulated]) -
     assert all(len(used) == 1 for used in streams.values()), streams
     beside = [streams[key] for key in streams if key[0] in ("dp_shard", "dp_replicate", "tp")]
     assert {0} not in beside, "none of them is in the way of what is computed"
-    assert len({frozenset(used) for used in beside}) == len(beside), "gathering, reducing, and each other axis have a stream each"
+    assert len({frozenset(used) for used in beside}) == len(beside), (
+        "gathering, reducing, and each other axis have a stream each"
+    )
 
 
 def test_offloaded_activations_go_beside_what_is_computed_and_come_back(run: Run) -> None:
@@ -91,10 +94,13 @@ def check_offload(step: Sequence[Call]) -> tuple[list[int], list[int]]:
     streams = {copy.stream for copy in copies}
     assert len(streams) <= 1
     assert 0 not in streams, "activations are copied on the stream on which the step computes"
-    back = [call for call in step if call.kind == "memcpy" and call.words[0] == "HtoD" and call.stream in streams]
+    back = [
+        call for call in step if call.kind == "memcpy" and call.words[0] == "HtoD" and call.stream in streams
+    ]
     return sorted(int(copy.words[1]) for copy in copies), sorted(int(copy.words[1]) for copy in back)
 
 
 def test_the_step_is_the_recorded_one(run: Run) -> None:
-    """A difference is a decision: python -m tests.fake_gpu.record writes it anew, and the commit names what has changed."""
+    """A difference is a decision: python -m tests.fake_gpu.record writes it anew, and the commit names what
+    has changed."""
     assert figures_of(run.scratch) == json.loads(PATH.read_text())[run.name]

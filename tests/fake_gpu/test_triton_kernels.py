@@ -1,4 +1,5 @@
-"""Our Triton kernels as an H100 gets them, compiled for sm_90 by our own launch code, and their PTX executed on the CPU.
+"""Our Triton kernels as an H100 gets them, compiled for sm_90 by our own launch code, and their PTX executed
+on the CPU.
 
 Tried with Triton 3.6.0, 3.7.1 (which GPU builds of torch 2.13 pin), 3.8.0 and 3.9.0.
 """
@@ -41,20 +42,42 @@ from train.kernels.adamw import Slice, Step
 
 pytestmark = [
     pytest.mark.skipif(not TOOLS.exists(), reason="needs a Triton that brings NVIDIA's tools"),
-    pytest.mark.skipif(knobs.runtime.interpret, reason="needs a Triton that compiles: TRITON_INTERPRET is set"),
+    pytest.mark.skipif(
+        knobs.runtime.interpret, reason="needs a Triton that compiles: TRITON_INTERPRET is set"
+    ),
 ]
 
 F32, BF16 = torch.float32, torch.bfloat16
-# Registers of a thread, with some room to the most that were seen: AdamW 64 with Triton 3.9.0 and 96 with 3.7.1, cross entropy 32
-# with both. At these limits an H100's multiprocessor holds 16 warps of AdamW and 48 of cross entropy.
+# Registers of a thread, with some room to the most that were seen: AdamW 64 with Triton 3.9.0 and 96 with
+# 3.7.1, cross entropy 32 with both. At these limits an H100's multiprocessor holds 16 warps of AdamW and 48
+# of cross entropy.
 REGISTERS = {"AdamW": 104, "cross entropy, read": 40, "cross entropy, write": 40}
-# Float operations that are rounded correctly, as the reference's are. `.rn` also forbids ptxas to fuse them (PTX ISA, 9.7.3).
-ROUNDED = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32",
-           "cvt.f32.bf16", "cvt.rn.bf16.f32", "cvt.rzi.s64.f32"}  # fmt: skip
-# Of each slice: elements, place of the first, columns, gap. One element; what a program holds at once (512), one less, one more;
-# a gap; a whole program; more than one, beyond 32 bits; rows of one, with gaps that together are.
-PARTS = [(1, 3, 1, 0), (511, 0, 73, 0), (512, 9, 512, 0), (513, 0, 27, 100), (64 * 33, 500, 33, 31), (512 * 32, 0, 128, 0),
-         (20_000, 2**32 - 1000, 1000, 24), (700, 7, 1, 2**26), (5 * 333, 17, 333, 0)]  # fmt: skip
+# Float operations that are rounded correctly, as the reference's are. `.rn` also forbids ptxas to fuse them
+# (PTX ISA, 9.7.3).
+ROUNDED = {
+    "add.rn.f32",
+    "sub.rn.f32",
+    "mul.rn.f32",
+    "div.rn.f32",
+    "sqrt.rn.f32",
+    "cvt.f32.bf16",
+    "cvt.rn.bf16.f32",
+    "cvt.rzi.s64.f32",
+}
+# Of each slice: elements, place of the first, columns, gap. One element; what a program holds at once (512),
+# one less, one more; a gap; a whole program; more than one, beyond 32 bits; rows of one, with gaps that
+# together are.
+PARTS = [
+    (1, 3, 1, 0),
+    (511, 0, 73, 0),
+    (512, 9, 512, 0),
+    (513, 0, 27, 100),
+    (64 * 33, 500, 33, 31),
+    (512 * 32, 0, 128, 0),
+    (20_000, 2**32 - 1000, 1000, 24),
+    (700, 7, 1, 2**26),
+    (5 * 333, 17, 333, 0),
+]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +133,9 @@ def test_no_kernel_spills_or_takes_too_many_registers(compiled: dict[str, Compil
     assert {title: beyond for title, beyond in needs.items() if beyond} == {}
 
 
-def test_adamw_in_bfloat16_can_be_issued_within_the_time_that_the_planner_assumes(compiled: dict[str, Compiled]) -> None:
+def test_adamw_in_bfloat16_can_be_issued_within_the_time_that_the_planner_assumes(
+    compiled: dict[str, Compiled],
+) -> None:
     """At best in 0.90 of it with Triton 3.9.0, 0.89 with 3.7.1."""
     assert 0.5 < share_of_memory_time(compiled["AdamW, bfloat16, moments bfloat16"].launch) < 1
 
@@ -120,11 +145,18 @@ def test_adamw_has_only_correctly_rounded_float_operations(compiled: dict[str, C
     assert [inexact(launch) for launch in launches] == [set()] * len(PAIRS)
 
 
-def test_adamw_as_it_was_takes_all_registers_and_cannot_reach_the_memorys_rate(cache: Path, tmp_path: Path) -> None:
-    """With Triton 3.9.0 it spilled 600 bytes and took at least 1.31 of the memory's time, with 3.7.1 it was 16 bytes and 1.12."""
-    block, division = (("BLOCK = 512", "BLOCK = 2048"), ("BLOCKS = 32", "BLOCKS = 8")), ("if gap != 0:", "if True:")
+def test_adamw_as_it_was_takes_all_registers_and_cannot_reach_the_memorys_rate(
+    cache: Path, tmp_path: Path
+) -> None:
+    """With Triton 3.9.0 it spilled 600 bytes and took at least 1.31 of the memory's time, with 3.7.1 it was
+    16 bytes and 1.12."""
+    block, division = (
+        (("BLOCK = 512", "BLOCK = 2048"), ("BLOCKS = 32", "BLOCKS = 8")),
+        ("if gap != 0:", "if True:"),
+    )
     launch = compile_adamw(cache, changed(tmp_path, ADAMW, *block, division), BF16, BF16)
-    assert re.search(r"(192|255) registers", ", ".join(too_much("AdamW", launch)))  # 192 with Triton 3.8.0, without spills
+    # 192 with Triton 3.8.0, without spills
+    assert re.search(r"(192|255) registers", ", ".join(too_much("AdamW", launch)))
     assert share_of_memory_time(launch) > 1
 
 
@@ -146,14 +178,17 @@ def test_triton_is_as_before_afterwards(tmp_path: Path) -> None:
 
 
 def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[Slice]:
-    """The same values at every call. Tensors of every other slice begin where 16 bytes do not; two have a gradient that is not
-    finite."""
+    """The same values at every call. Tensors of every other slice begin where 16 bytes do not; two have a
+    gradient that is not finite."""
     generator, slices = torch.Generator().manual_seed(0), []
     for number, (n, first, columns, gap) in enumerate(PARTS):
         values = [torch.randn(n, generator=generator) * scale for scale in (0.1, 1.0, 0.1, 0.1)]
         values[1][-1] = {5: torch.inf, 6: torch.nan}.get(number, 0.0)
         values[3].square_()
-        tensors = [torch.empty(n + 1, dtype=dtype)[number % 2 :][:n] for dtype in (parameter, parameter, moment, moment)]
+        tensors = [
+            torch.empty(n + 1, dtype=dtype)[number % 2 :][:n]
+            for dtype in (parameter, parameter, moment, moment)
+        ]
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
         slices.append(Slice(*tensors, 2**32 - 3 + number, first, columns, gap))
@@ -170,7 +205,9 @@ def tensors_of(slices: list[Slice]) -> list[Tensor]:
     return [tensor for one in slices for tensor in (one.parameter, one.gradient, one.exp_avg, one.exp_avg_sq)]
 
 
-def executed(kernels: ModuleType, launches: list[Launch], parameter: torch.dtype, moment: torch.dtype) -> list[str]:
+def executed(
+    kernels: ModuleType, launches: list[Launch], parameter: torch.dtype, moment: torch.dtype
+) -> list[str]:
     """Which tensors differ from the reference's after a step of these kernels."""
     got, expected = make_slices(parameter, moment), make_slices(parameter, moment)
     kernels.update(got, make_step())
@@ -181,12 +218,16 @@ def executed(kernels: ModuleType, launches: list[Launch], parameter: torch.dtype
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-def test_adamw_does_what_its_reference_does_to_the_bit(dtypes: tuple[torch.dtype, torch.dtype], launches: list[Launch]) -> None:
+def test_adamw_does_what_its_reference_does_to_the_bit(
+    dtypes: tuple[torch.dtype, torch.dtype], launches: list[Launch]
+) -> None:
     assert executed(load_copy(ADAMW), launches, *dtypes) == []
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-def test_a_skipped_step_changes_no_bit(dtypes: tuple[torch.dtype, torch.dtype], launches: list[Launch]) -> None:
+def test_a_skipped_step_changes_no_bit(
+    dtypes: tuple[torch.dtype, torch.dtype], launches: list[Launch]
+) -> None:
     slices, before = make_slices(*dtypes), make_slices(*dtypes)
     load_copy(ADAMW).update(slices, make_step(skip=1.0))
     execute(launches[0], tensors_of(slices))
@@ -194,7 +235,9 @@ def test_a_skipped_step_changes_no_bit(dtypes: tuple[torch.dtype, torch.dtype], 
         assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
 
 
-def test_fused_operations_are_seen_in_the_opcodes_and_in_the_result(tmp_path: Path, launches: list[Launch]) -> None:
+def test_fused_operations_are_seen_in_the_opcodes_and_in_the_result(
+    tmp_path: Path, launches: list[Launch]
+) -> None:
     fused = changed(tmp_path, ADAMW, ("enable_fp_fusion=False", "enable_fp_fusion=True"))
     assert executed(fused, launches, F32, F32) != []
     assert "fma.rn.f32" in inexact(launches[0])
@@ -204,17 +247,22 @@ def test_fused_operations_are_seen_in_the_opcodes_and_in_the_result(tmp_path: Pa
 
 
 def make_rows(rows: int, vocabulary: int, dtype: torch.dtype, between: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits with so many elements between their rows, and ids: those of the first row and of a third are another rank's."""
+    """Logits with so many elements between their rows, and ids: those of the first row and of a third are
+    another rank's."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocabulary + between, generator=generator) * 5).to(dtype)[:, :vocabulary]
     return logits, torch.tensor([-7, vocabulary - 1, vocabulary])[:rows]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize(("rows", "vocabulary", "between"), [(2, VOCABULARY, 0), (3, VOCABULARY // 16 + 1, 3)])
-def test_cross_entropy_does_what_its_reference_does(rows: int, vocabulary: int, between: int, dtype: torch.dtype,
-                                                    launches: list[Launch]) -> None:  # fmt: skip
-    """Sums of float32 in another order differ by 1e-5 at most; a gradient by a rounding of its dtype, or of 1."""
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "between"), [(2, VOCABULARY, 0), (3, VOCABULARY // 16 + 1, 3)]
+)
+def test_cross_entropy_does_what_its_reference_does(
+    rows: int, vocabulary: int, between: int, dtype: torch.dtype, launches: list[Launch]
+) -> None:
+    """Sums of float32 in another order differ by 1e-5 at most; a gradient by a rounding of its dtype, or of
+    1."""
     kernels, (logits, ids) = load_copy(LOSS), make_rows(rows, vocabulary, dtype, between)
     got, expected = kernels.read_rows(logits, ids), plain_rows(logits, ids)
     execute(launches[-1])
@@ -231,8 +279,11 @@ def test_cross_entropy_does_what_its_reference_does(rows: int, vocabulary: int, 
     assert torch.equal(whole[:, vocabulary:], untouched)
 
 
-def test_a_vector_load_from_a_misaligned_address_is_refused(compiled: dict[str, Compiled], launches: list[Launch]) -> None:
-    """Our launch code has another kernel compiled for logits at such an address, which loads them one by one."""
+def test_a_vector_load_from_a_misaligned_address_is_refused(
+    compiled: dict[str, Compiled], launches: list[Launch]
+) -> None:
+    """Our launch code has another kernel compiled for logits at such an address, which loads them one by
+    one."""
     aligned = compiled["cross entropy, read, float32"].launch
     logits = torch.zeros(2 * VOCABULARY + 1)[1:].view(2, VOCABULARY)
     with pytest.raises(AccessError, match=r"16 bytes at \w+ are misaligned"):
@@ -245,7 +296,11 @@ def test_a_vector_load_from_a_misaligned_address_is_refused(compiled: dict[str, 
 
 
 MASKS = {
-    "AdamW's table": (ADAMW, "table + numbers * COLUMNS, mask=numbers < slices, other=0x7FFFFFFF", "table + numbers * COLUMNS"),
+    "AdamW's table": (
+        ADAMW,
+        "table + numbers * COLUMNS, mask=numbers < slices, other=0x7FFFFFFF",
+        "table + numbers * COLUMNS",
+    ),
     "AdamW loads": (ADAMW, "exp_avgs + place, mask=here, other=0.0", "exp_avgs + place"),
     "AdamW stores": (ADAMW, "PARAMETER), mask=here", "PARAMETER)"),
     "the loss loads": (LOSS, 'logits + columns, mask=columns < v, other=-float("inf")', "logits + columns"),
@@ -274,16 +329,34 @@ def test_a_missing_mask_is_noticed(name: str, tmp_path: Path, launches: list[Lau
 
 def run_ptx(folder: Path, *lines: str) -> None:
     """Execute a kernel of two warps."""
-    kernel = (".visible .entry kernel(", ")", ".reqntid 64", "{", ".reg .pred %p<2>;", ".reg .b32 %r<3>;", *lines, "ret;", "}")
+    kernel = (
+        ".visible .entry kernel(",
+        ")",
+        ".reqntid 64",
+        "{",
+        ".reg .pred %p<2>;",
+        ".reg .b32 %r<3>;",
+        *lines,
+        "ret;",
+        "}",
+    )
     (folder / "kernel.ptx").write_text("\n".join(kernel))
     execute(Launch("kernel", (1, 1, 1), 2, 16, (), folder / "kernel.ptx", folder / "kernel.cubin"))
 
 
 def test_an_instruction_that_is_not_known_is_refused(tmp_path: Path) -> None:
     run_ptx(tmp_path, "mov.b32 %r1, 0f3F800000;", "add.rn.f32 %r2, %r1, %r1;")
-    for line in ("tanh.approx.f32 %r2, %r1;", "add.ftz.f32 %r2, %r1, %r1;", "setp.lt.f32 %p1, %r1, %r1;", "neg.f64 %r2, %r1;",
-                 "cvt.rni.s32.f32 %r2, %r1;", "ld.global.nc.b32 %r2, [%r1];", "shfl.sync.up.b32 %r2, %r1, 1, 31, -1;",
-                 "redux.sync.max.s32 %r2, %r1, -1;", "shl.b32 %r2, %r1, 32;"):  # fmt: skip
+    for line in (
+        "tanh.approx.f32 %r2, %r1;",
+        "add.ftz.f32 %r2, %r1, %r1;",
+        "setp.lt.f32 %p1, %r1, %r1;",
+        "neg.f64 %r2, %r1;",
+        "cvt.rni.s32.f32 %r2, %r1;",
+        "ld.global.nc.b32 %r2, [%r1];",
+        "shfl.sync.up.b32 %r2, %r1, 1, 31, -1;",
+        "redux.sync.max.s32 %r2, %r1, -1;",
+        "shl.b32 %r2, %r1, 32;",
+    ):
         with pytest.raises(NotImplementedError, match=re.escape(line)):
             run_ptx(tmp_path, "mov.b32 %r1, 0f3F800000;", line)
 
@@ -307,7 +380,9 @@ def test_a_fused_operation_is_rounded_once() -> None:
 
 
 def test_bfloat16_is_rounded_as_torch_does() -> None:
-    values = torch.randint(-(2**31), 2**31, (2**16,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    values = torch.randint(
+        -(2**31), 2**31, (2**16,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     values[:4096] = values[:4096] & -(2**16) | 2**15  # in the middle of two neighbours
     floats = values.view(F32)[~values.view(F32).isnan()]
     assert np.array_equal(to_bfloat16(floats.numpy()), floats.to(BF16).view(torch.uint16).numpy())

@@ -1,7 +1,8 @@
-"""A driver for Triton without a GPU: our own launch code compiles for sm_90 (H100), and each launch is recorded instead of run.
+"""A driver for Triton without a GPU: our own launch code compiles for sm_90 (H100), and each launch is
+recorded instead of run.
 
-Triton itself decides on types, constants and which arguments are divisible by 16, as on a GPU: the compiled kernels are those
-that an H100 would load.
+Triton itself decides on types, constants and which arguments are divisible by 16, as on a GPU: the compiled
+kernels are those that an H100 would load.
 """
 
 import importlib.util
@@ -19,9 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
-MAX_SHARED_BYTES = 232448  # of a block. CUDA C++ Programming Guide, technical specifications of compute capability 9.0
+# of a block. CUDA C++ Programming Guide, technical specifications of compute capability 9.0
+MAX_SHARED_BYTES = 232448
 MAX_THREADS = 1024  # of a block
-LAUNCH_PARTS = 6  # what Triton passes to a launch between grid and arguments: stream, function, metadata and hooks
+# what Triton passes to a launch between grid and arguments: stream, function, metadata and hooks
+LAUNCH_PARTS = 6
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Launch:
         grid: blocks along x, y and z
         warps: of each block
         shared_bytes: of each block's shared memory
-        arguments: tensors and numbers, in the kernel's order, without those that are constants of the compiled kernel
+        arguments: tensors and numbers, in the kernel's order, without those that are constants of the
+            compiled kernel
         ptx, cubin: files of the compiled kernel
     """
 
@@ -47,7 +51,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class OfflineDriver:
-    """What Triton calls to compile and launch: by name, the methods and attributes of its own drivers that it asks for."""
+    """What Triton calls to compile and launch: by name, the methods and attributes of its own drivers that it
+    asks for."""
 
     launches: list[Launch] = field(default_factory=list)
 
@@ -68,7 +73,8 @@ class OfflineDriver:
         return {"max_shared_mem": MAX_SHARED_BYTES}
 
     def load_binary(self, *_: Any) -> tuple[None, None, int, int, int]:
-        """Module, function, registers, spills, and threads of the largest block. There is no module, so Triton unloads none."""
+        """Module, function, registers, spills, and threads of the largest block. There is no module, so
+        Triton unloads none."""
         return None, None, 0, 0, MAX_THREADS
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
@@ -79,13 +85,19 @@ class OfflineDriver:
         grid, arguments = launch[:3], launch[3 + LAUNCH_PARTS :]
         kinds = [source.signature[name] for name in source.fn.arg_names]
         given = tuple(value for kind, value in zip(kinds, arguments, strict=True) if kind != "constexpr")
-        ptx, cubin = (Path(get_cache_manager(metadata.hash).get_file(f"{metadata.name}.{kind}")) for kind in ("ptx", "cubin"))
-        self.launches.append(Launch(metadata.name, grid, metadata.num_warps, metadata.shared, given, ptx, cubin))
+        ptx, cubin = (
+            Path(get_cache_manager(metadata.hash).get_file(f"{metadata.name}.{kind}"))
+            for kind in ("ptx", "cubin")
+        )
+        self.launches.append(
+            Launch(metadata.name, grid, metadata.num_warps, metadata.shared, given, ptx, cubin)
+        )
 
 
 @contextmanager
 def offline_triton(cache: Path) -> Iterator[list[Launch]]:
-    """Until it ends, Triton compiles for sm_90 into the folder `cache`, and its launches are added to the list."""
+    """Until it ends, Triton compiles for sm_90 into the folder `cache`, and its launches are added to the
+    list."""
     before, offline = driver._active, OfflineDriver()
     with patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)):
         driver.set_active(offline)
@@ -96,8 +108,8 @@ def offline_triton(cache: Path) -> Iterator[list[Launch]]:
 
 
 def load_copy(path: Path) -> ModuleType:
-    """The file as a module of its own. Its kernels share no compiled code with those of the imported module: a kernel keeps its
-    compiled code by the number of the device, and a real GPU has the number 0 too."""
+    """The file as a module of its own. Its kernels share no compiled code with those of the imported module:
+    a kernel keeps its compiled code by the number of the device, and a real GPU has the number 0 too."""
     spec = importlib.util.spec_from_file_location(f"copy_of_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -12,7 +12,9 @@ from models.llama import Llama, LlamaConfig
 from models.size import count_parameters
 
 SMALL = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128)
-LLAMA_8B = LlamaConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192)
+LLAMA_8B = LlamaConfig(
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192
+)
 LLAMA_70B = dataclasses.replace(LLAMA_8B, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672)
 LLAMA_405B = dataclasses.replace(LLAMA_8B, dim=16384, n_layers=126, n_heads=128, ffn_dim=53248)
 
@@ -32,7 +34,9 @@ def test_totals_are_the_published_ones(config: LlamaConfig, published: float) ->
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, n_kv_heads=4), LLAMA_8B], ids=["gqa", "mha", "8b"])
+@pytest.mark.parametrize(
+    "config", [SMALL, dataclasses.replace(SMALL, n_kv_heads=4), LLAMA_8B], ids=["gqa", "mha", "8b"]
+)
 def test_counts_are_those_of_the_built_model(config: LlamaConfig, tied: bool) -> None:
     config = dataclasses.replace(config, tie_embeddings=tied)
     model, counts = build_on_meta(config), count_parameters(config)
@@ -80,7 +84,9 @@ def test_flops_of_the_8b_are_exactly_those_that_torch_counts() -> None:
 def test_causal_counts_half_of_attention_and_all_of_the_rest() -> None:
     full, causal = (flops_per_token(SMALL, 128, kind) for kind in ("full", "causal"))
     assert full - causal == 6 * SMALL.n_layers * SMALL.dim * 128
-    assert flops_per_token(SMALL, 256, "full") - full == 2 * (full - causal), "attention grows with the sequence"
+    assert flops_per_token(SMALL, 256, "full") - full == 2 * (full - causal), (
+        "attention grows with the sequence"
+    )
     assert causal - (full - causal) == 6 * matmul_parameters(SMALL)
 
 
@@ -99,5 +105,8 @@ def test_tensor_parallelism_divides_everything_but_norms(tp: int) -> None:
 def test_a_part_left_whole_is_counted_whole(part: str) -> None:
     whole, share = count_parameters(LLAMA_8B), count_parameters(LLAMA_8B, {part: 4})
     changed = "block" if part in ("attention", "feed_forward") else part
-    fields = {field.name: getattr(whole, field.name) == getattr(share, field.name) for field in dataclasses.fields(whole)}
+    fields = {
+        field.name: getattr(whole, field.name) == getattr(share, field.name)
+        for field in dataclasses.fields(whole)
+    }
     assert [name for name, same in fields.items() if not same] == [changed]

@@ -12,8 +12,13 @@ def make_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> li
     """q[B, N, T, H], k and v[B, K, T, H] as the model makes them: transposed views of [B, T, heads, H]."""
     batch, heads, kv_heads, seq_len, head_dim = shape
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(batch, seq_len, n, head_dim, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
-            for n in (heads, kv_heads, kv_heads)]  # fmt: skip
+    return [
+        torch.randn(batch, seq_len, n, head_dim, generator=generator)
+        .to(dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +33,9 @@ def make_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> li
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
+)
 def test_output_and_gradients_are_those_of_plain_attention(
     shape: tuple[int, int, int, int, int], dtype: torch.dtype, tolerance: float
 ) -> None:

@@ -1,4 +1,5 @@
-"""models/hf.py against transformers: the same names, configs, logits and training; and everything else is refused by name."""
+"""models/hf.py against transformers: the same names, configs, logits and training; and everything else is
+refused by name."""
 
 import copy
 import dataclasses
@@ -36,15 +37,20 @@ LLAMA_31 = {  # config.json of meta-llama/Llama-3.1-8B, as transformers 4.43 wro
     "num_key_value_heads": 8,
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
-    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
-                     "original_max_position_embeddings": 8192},
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "original_max_position_embeddings": 8192,
+    },
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.43.0.dev0",
     "use_cache": True,
     "vocab_size": 128256,
-}  # fmt: skip
+}
 
 
 def ours_of(hf: Any) -> Llama:
@@ -76,7 +82,9 @@ def train(model: Any, loss_of: Any) -> list[float]:
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_logits_and_training_are_those_of_transformers(tied: bool, ratio: int, rope: str, head_dim: int) -> None:
+def test_logits_and_training_are_those_of_transformers(
+    tied: bool, ratio: int, rope: str, head_dim: int
+) -> None:
     hf = make_hf(ratio + head_dim, tied, ratio, rope, head_dim)
     model, tokens = ours_of(hf), make_tokens()
     with torch.no_grad():
@@ -95,14 +103,21 @@ def test_every_parameter_has_one_name_and_back() -> None:
     names = {hf_name(fqn): fqn for fqn, _ in Llama(config_from_hf(hf.config.to_dict())).named_parameters()}
     assert names.keys() == dict(hf.named_parameters()).keys()
     assert {name: our_name(name) for name in names} == names
-    for strange in ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.experts.3.w1.weight", "transformer.wte.weight"):
+    for strange in (
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.experts.3.w1.weight",
+        "transformer.wte.weight",
+    ):
         with pytest.raises(KeyError):
             our_name(strange)
 
 
 def test_what_is_no_parameter_is_known() -> None:
     assert is_ignored("model.layers.11.self_attn.rotary_emb.inv_freq", tied=False)
-    assert (is_ignored("lm_head.weight", tied=True), is_ignored("lm_head.weight", tied=False)) == (True, False)
+    assert (is_ignored("lm_head.weight", tied=True), is_ignored("lm_head.weight", tied=False)) == (
+        True,
+        False,
+    )
     assert not is_ignored("model.layers.0.self_attn.q_proj.bias", tied=True)
 
 
@@ -131,8 +146,17 @@ def test_both_forms_of_the_rotary_embedding_are_read(rope: str) -> None:
 
 
 def test_what_config_json_leaves_out_is_as_transformers_has_it() -> None:
-    shape = {key: LLAMA_31[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                                            "vocab_size", "model_type")}  # fmt: skip
+    shape = {
+        key: LLAMA_31[key]
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+            "model_type",
+        )
+    }
     theirs = HfConfig(**{**shape, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
     assert config_from_hf(shape) == config_from_hf(theirs.to_dict())
 
@@ -140,7 +164,9 @@ def test_what_config_json_leaves_out_is_as_transformers_has_it() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rope", ROPES)
 def test_what_we_write_transformers_reads_without_a_word(rope: str, tied: bool, tmp_path: Any) -> None:
-    config = dataclasses.replace(config_from_hf(make_hf(rope=rope, tied=tied).config.to_dict()), norm_eps=3e-6)
+    config = dataclasses.replace(
+        config_from_hf(make_hf(rope=rope, tied=tied).config.to_dict()), norm_eps=3e-6
+    )
     written = config_to_hf(config, "bfloat16", {"eos_token_id": 7})
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert config_from_hf(written) == config
@@ -158,7 +184,10 @@ def test_what_we_write_transformers_reads_without_a_word(rope: str, tied: bool, 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mistral": ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "=mistral .only llama.*MistralForCausalLM"),
+    "mistral": (
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        "=mistral .only llama.*MistralForCausalLM",
+    ),
     "qwen2": ({"model_type": "qwen2"}, "model_type=qwen2"),
     "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     "no type": ({"model_type": None}, "model_type=None .only llama"),
@@ -168,39 +197,74 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attention_dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     "head_dim": ({"head_dim": 64}, "head_dim=64 .only hidden_size / num_attention_heads = 128"),
     "odd heads": ({"num_attention_heads": 30, "num_key_value_heads": 30}, "model.dim=4096"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type=yarn .only default, linear or"),
+    "yarn": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_scaling.rope_type=yarn .only default, linear or",
+    ),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type=dynamic"),
-    "longrope": ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type=longrope"),
+    "longrope": (
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}},
+        "rope_parameters.rope_type=longrope",
+    ),
     "no factor": ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor, which rope_type=linear needs"),
-    "a new key": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "unknown key mscale"),
-    "per layer": ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "one mapping for all layers"),
-    "two thetas": ({"rope_scaling": {**LLAMA_31["rope_scaling"], "rope_theta": 1.0}}, "rope_theta=500000.0 and .*contradict"),
-    "two kinds": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters=.*rope_scaling=.*contradict"),
-    "two lengths": ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings=4096 and .*contradict"),
+    "a new key": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}},
+        "unknown key mscale",
+    ),
+    "per layer": (
+        {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
+        "one mapping for all layers",
+    ),
+    "two thetas": (
+        {"rope_scaling": {**LLAMA_31["rope_scaling"], "rope_theta": 1.0}},
+        "rope_theta=500000.0 and .*contradict",
+    ),
+    "two kinds": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope_parameters=.*rope_scaling=.*contradict",
+    ),
+    "two lengths": (
+        {"original_max_position_embeddings": 4096},
+        "original_max_position_embeddings=4096 and .*contradict",
+    ),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "partial, inside": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
-                        "rope_scaling.partial_rotary_factor=0.5"),
+    "partial, inside": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "rope_scaling.partial_rotary_factor=0.5",
+    ),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8"),
     "sliding_window": ({"sliding_window": 4096}, "sliding_window=4096"),
     "own code": ({"auto_map": {"AutoModel": "x.py"}}, "auto_map="),
     "no width": ({"hidden_size": None}, "hidden_size=None"),
     "a word": ({"vocab_size": "many"}, "vocab_size='many'"),
     "kv heads": ({"num_key_value_heads": 5}, "model.n_kv_heads=5 must divide"),
-    "factor": ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0 must be greater than 0"),
+    "factor": (
+        {"rope_scaling": {"rope_type": "linear", "factor": -2.0}},
+        "factor=-2.0 must be greater than 0",
+    ),
     "tied, in a word": ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' .only true or false"),
     "tied, a number": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 .only true or false"),
     "head_dim, a mapping": ({"head_dim": {}}, "head_dim={} .only a whole number from 1"),
     "half a head": ({"num_key_value_heads": 0.5}, "num_key_value_heads=0.5 .only a whole number from 1"),
-    "length, in a word": ({"max_position_embeddings": "long"}, "max_position_embeddings='long' .only a whole number from 1"),
+    "length, in a word": (
+        {"max_position_embeddings": "long"},
+        "max_position_embeddings='long' .only a whole number from 1",
+    ),
     "too wide": ({"hidden_size": 10**30}, "hidden_size=10+ .only a whole number from 1 to 16,777,216"),
     "theta, a list": ({"rope_scaling": None, "rope_theta": [1.0]}, r"rope_theta=\[1.0\] .only a number"),
     "theta, endless": ({"rope_scaling": None, "rope_theta": float("inf")}, "rope_theta=inf .only a number"),
-    "theta, inside": ({"rope_scaling": {"rope_type": "default", "rope_theta": True}}, "rope_scaling.rope_theta=True .only a"),
+    "theta, inside": (
+        {"rope_scaling": {"rope_type": "default", "rope_theta": True}},
+        "rope_scaling.rope_theta=True .only a",
+    ),
     "eps, in a word": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' .only a number"),
     "eps, too long": ({"rms_norm_eps": 10**400}, "rms_norm_eps=10+ .only a number"),
-    "factor, in a word": ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor='2' .only a number"),
+    "factor, in a word": (
+        {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+        "rope_scaling.factor='2' .only a number",
+    ),
     "rope, a list": ({"rope_scaling": []}, r"rope_scaling=\[\] .only one mapping"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
@@ -211,12 +275,20 @@ def test_what_we_do_not_have_is_refused_by_name(change: dict[str, Any], message:
 
 def test_all_problems_are_in_one_error() -> None:
     wrong = {"model_type": "qwen2", "attention_bias": True, "sliding_window": 512, "vocab_size": None}
-    with pytest.raises(ValueError, match=r"model_type=qwen2.*attention_bias=True.*sliding_window=512.*vocab_size=None"):
+    with pytest.raises(
+        ValueError, match=r"model_type=qwen2.*attention_bias=True.*sliding_window=512.*vocab_size=None"
+    ):
         config_from_hf({**LLAMA_31, **wrong})
 
 
 def test_neutral_values_are_no_feature() -> None:
-    neutral = {"hidden_act": "swish", "sliding_window": None, "partial_rotary_factor": 1.0, "head_dim": 128, "mlp_bias": None}
+    neutral = {
+        "hidden_act": "swish",
+        "sliding_window": None,
+        "partial_rotary_factor": 1.0,
+        "head_dim": 128,
+        "mlp_bias": None,
+    }
     assert config_from_hf({**LLAMA_31, **neutral}) == config_from_hf(LLAMA_31)
 
 
@@ -225,5 +297,8 @@ def test_differences_are_of_the_keys_that_count() -> None:
     same = dataclasses.replace(linear, rope_scaling=RopeScaling("linear", 2.0, original_max_seq_len=5))
     assert different_keys(linear, same) == []
     plain = dataclasses.replace(linear, rope_scaling=None, dim=2048)
-    assert different_keys(linear, plain) == [("dim", 4096, 2048), ("rope_scaling.kind", "linear", None),
-                                             ("rope_scaling.factor", 2.0, None)]  # fmt: skip
+    assert different_keys(linear, plain) == [
+        ("dim", 4096, 2048),
+        ("rope_scaling.kind", "linear", None),
+        ("rope_scaling.factor", 2.0, None),
+    ]

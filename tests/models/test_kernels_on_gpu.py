@@ -25,7 +25,10 @@ def test_the_cross_entropy_reads_rows_and_writes_their_gradient(case: tuple[int,
 @pytest.mark.parametrize("kernel", ON_GPU)
 def test_attention_is_exact_with_every_kernel(kernel: str, kv_heads: int) -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 256, heads, 64, device="cuda").bfloat16().requires_grad_() for heads in (8, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(2, 256, heads, 64, device="cuda").bfloat16().requires_grad_()
+        for heads in (8, kv_heads, kv_heads)
+    )
     attention = CausalAttention()
     attention.kernel = kernel
     out = attention(q, k, v)

@@ -1,4 +1,5 @@
-"""The model against Hugging Face's implementation, and what it promises about its weights, loss and config."""
+"""The model against Hugging Face's implementation, and what it promises about its weights, loss and
+config."""
 
 import dataclasses
 
@@ -14,7 +15,9 @@ from models.loss import IGNORE_INDEX, cross_entropy_sum
 from models.rope_scaling import RopeScaling
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
-CONFIG = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128, rope_theta=1e4)
+CONFIG = LlamaConfig(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128, rope_theta=1e4
+)
 SEQ_LEN = 100  # longer than a block of the CPU attention, and than three times the scaling's original length
 
 HF_NAMES = {
@@ -64,13 +67,28 @@ def hugging_face_twin(model: Llama) -> LlamaForCausalLM:
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_scaling is not None:
         scaling = dataclasses.asdict(c.rope_scaling)
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": scaling.pop("original_max_seq_len"), **scaling}
+        rope |= {
+            "rope_type": "llama3",
+            "original_max_position_embeddings": scaling.pop("original_max_seq_len"),
+            **scaling,
+        }
     twin = LlamaForCausalLM(
-        HfConfig(hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
-                 num_key_value_heads=c.n_kv_heads, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size,
-                 max_position_embeddings=c.max_seq_len, rms_norm_eps=c.norm_eps, rope_parameters=rope,
-                 tie_word_embeddings=c.tie_embeddings, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    )  # fmt: skip
+        HfConfig(
+            hidden_size=c.dim,
+            num_hidden_layers=c.n_layers,
+            num_attention_heads=c.n_heads,
+            num_key_value_heads=c.n_kv_heads,
+            intermediate_size=c.ffn_dim,
+            vocab_size=c.vocab_size,
+            max_position_embeddings=c.max_seq_len,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters=rope,
+            tie_word_embeddings=c.tie_embeddings,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
     weights = {hf_name(fqn): parameter.detach() for fqn, parameter in model.named_parameters()}
     missing = twin.load_state_dict(weights, strict=False)
     assert missing.unexpected_keys == []
@@ -85,7 +103,9 @@ def make_tokens(batch: int = 2, seq_len: int = SEQ_LEN, seed: int = 1) -> Tensor
 @pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain-rope", "llama3-rope"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_logits_and_gradients_are_those_of_hugging_face(kv_heads: int, tied: bool, scaling: RopeScaling | None) -> None:
+def test_logits_and_gradients_are_those_of_hugging_face(
+    kv_heads: int, tied: bool, scaling: RopeScaling | None
+) -> None:
     config = dataclasses.replace(CONFIG, n_kv_heads=kv_heads, tie_embeddings=tied, rope_scaling=scaling)
     model, tokens = make_loud(build(config)), make_tokens()
     twin = hugging_face_twin(model)
@@ -102,7 +122,9 @@ def test_logits_and_gradients_are_those_of_hugging_face(kv_heads: int, tied: boo
 
 
 def test_the_rope_scaling_of_the_parity_test_changes_the_logits() -> None:
-    plain, scaled = (make_loud(build(dataclasses.replace(CONFIG, rope_scaling=s)))(make_tokens()) for s in (None, SCALING))
+    plain, scaled = (
+        make_loud(build(dataclasses.replace(CONFIG, rope_scaling=s)))(make_tokens()) for s in (None, SCALING)
+    )
     assert (plain - scaled).abs().max() > 1e-2
 
 
@@ -131,7 +153,9 @@ def test_initial_weights_are_decided_by_the_seed() -> None:
     one, again, other = (dict(build(seed=seed).named_parameters()) for seed in (5, 5, 6))
     for fqn, weight in one.items():
         assert torch.equal(weight, again[fqn]), fqn
-        assert torch.equal(weight, other[fqn]) is (weight.dim() == 1), f"{fqn}: only norms are the same for any seed"
+        assert torch.equal(weight, other[fqn]) is (weight.dim() == 1), (
+            f"{fqn}: only norms are the same for any seed"
+        )
 
 
 def test_initial_weights_do_not_depend_on_the_number_of_layers_but_for_the_residual_scaling() -> None:
@@ -166,7 +190,9 @@ def test_loss_is_the_float32_sum_over_targets_that_count() -> None:
     model, tokens = build(), make_tokens()
     targets = tokens.roll(-1, 1)
     targets[0, 7:] = IGNORE_INDEX
-    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    expected = F.cross_entropy(
+        model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     torch.testing.assert_close(model(tokens, targets), expected)
     counted = targets != -100
     picked = model(tokens).log_softmax(-1)[counted].gather(1, targets[counted][:, None])
@@ -178,7 +204,9 @@ def test_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     logits, targets = torch.randn(2, 9, 97).bfloat16(), make_tokens(2, 9)
     loss = cross_entropy_sum(logits, targets)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum"))
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    )
 
 
 @pytest.mark.parametrize("position", [1, 63, 64, 99])
@@ -215,8 +243,10 @@ def test_every_weight_has_a_tensor_parallel_style_and_every_style_a_weight() -> 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        *(({name: 0}, [f"model.{name}=0", "at least 1"]) for name in
-          ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")),
+        *(
+            ({name: 0}, [f"model.{name}=0", "at least 1"])
+            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
+        ),
         ({"n_layers": -1}, ["model.n_layers=-1", "at least 1"]),
         ({"n_kv_heads": 3}, ["model.n_kv_heads=3", "divide", "model.n_heads=4"]),
         ({"n_kv_heads": 8}, ["model.n_kv_heads=8", "divide", "model.n_heads=4"]),
@@ -224,8 +254,10 @@ def test_every_weight_has_a_tensor_parallel_style_and_every_style_a_weight() -> 
         ({"dim": 68}, ["model.dim=68", "even multiple", "model.n_heads=4"]),
     ],
     ids=str,
-)  # fmt: skip
-def test_a_shape_that_cannot_be_is_refused_with_key_value_and_rule(change: dict[str, int], words: list[str]) -> None:
+)
+def test_a_shape_that_cannot_be_is_refused_with_key_value_and_rule(
+    change: dict[str, int], words: list[str]
+) -> None:
     with pytest.raises(ValueError, match="must") as error:
         dataclasses.replace(CONFIG, **change)
     assert all(word in str(error.value) for word in words)

@@ -19,12 +19,17 @@ DIM, VOCABULARY = 32, 301
 B, T = 3, 50
 CHUNKS = [0, 64, 150, 1000]  # all logits at once; a rest of 22; exactly all; more than there are
 # rows, logits of each, dtype: one block and its neighbours, several blocks, one row
-ROW_CASES = [(5, 17, torch.float32), (4, BLOCK, torch.float32), (3, BLOCK + 1, torch.bfloat16), (1, 2 * BLOCK + 7, torch.float32)]
+ROW_CASES = [
+    (5, 17, torch.float32),
+    (4, BLOCK, torch.float32),
+    (3, BLOCK + 1, torch.bfloat16),
+    (1, 2 * BLOCK + 7, torch.float32),
+]
 
 
 def make_rows(n: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logits[n, v] whose rows lie apart; ids, of which the first two are another rank's, if there are so many; and what the
-    gradient needs."""
+    """logits[n, v] whose rows lie apart; ids, of which the first two are another rank's, if there are so
+    many; and what the gradient needs."""
     generator = torch.Generator().manual_seed(n * v)
     logits = (torch.randn(n, v + 3, generator=generator) * 5).to(dtype)[:, :v]
     ids = torch.randint(0, v, (n,), generator=generator)
@@ -53,7 +58,9 @@ def check_rows(case: tuple[int, int, torch.dtype], rows: Tensor, gradient: Tenso
     tolerance = 1e-6 if case[2] is torch.float32 else 2**-8
     assert rows.dtype is torch.float32
     torch.testing.assert_close(rows.double(), exact_rows(logits, others[0]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient.double(), exact_gradient(logits, *others), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        gradient.double(), exact_gradient(logits, *others), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("case", ROW_CASES, ids=str)
@@ -117,9 +124,13 @@ def exact(dtype: torch.dtype, z_loss: float) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("z_loss", [0.0, 0.01], ids=["plain", "z-loss"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_loss_and_gradients_are_exact_however_the_tokens_are_cut(chunk, dtype, tolerance, z_loss, compiled) -> None:
+def test_loss_and_gradients_are_exact_however_the_tokens_are_cut(
+    chunk, dtype, tolerance, z_loss, compiled
+) -> None:
     loss, gradients = exact(dtype, z_loss)
     head, (x, targets) = build_head(chunk, z_loss, dtype), make_batch(dtype)
     if compiled:
@@ -150,7 +161,9 @@ def test_no_gradients_are_made_that_nobody_wants(chunk) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_an_evaluation_makes_no_gradients_and_counts_no_z_loss_by_the_graph_of_training(chunk, monkeypatch) -> None:
+def test_an_evaluation_makes_no_gradients_and_counts_no_z_loss_by_the_graph_of_training(
+    chunk, monkeypatch
+) -> None:
     torch._dynamo.reset()
     head, (x, targets) = build_head(chunk, z_loss=0.1), make_batch()
     plain = build_head(chunk)(x, targets).item()

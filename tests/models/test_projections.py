@@ -1,4 +1,5 @@
-"""Projections of the same input by one product: the same results and gradients, fewer products, and nothing more kept."""
+"""Projections of the same input by one product: the same results and gradients, fewer products, and nothing
+more kept."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,7 +42,11 @@ class Products(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        self.count += func in (
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.bmm.default,
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -52,7 +57,9 @@ def make_model(fused: bool, attention: str = "cpu") -> Llama:
     return model
 
 
-def loss_and_gradients(fused: bool, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> tuple[Tensor, dict[str, Tensor | None]]:
+def loss_and_gradients(
+    fused: bool, dtype: torch.dtype, frozen: tuple[str, ...] = ()
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     model = make_model(fused).to(dtype)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -64,10 +71,13 @@ def loss_and_gradients(fused: bool, dtype: torch.dtype, frozen: tuple[str, ...] 
 
 
 @pytest.mark.parametrize(
-    "frozen", [(), ("layers.0.attention.wk.weight",), tuple(f"layers.0.feed_forward.w{n}.weight" for n in (1, 3))]
+    "frozen",
+    [(), ("layers.0.attention.wk.weight",), tuple(f"layers.0.feed_forward.w{n}.weight" for n in (1, 3))],
 )
 def test_loss_and_gradients_are_those_of_separate_products(frozen: tuple[str, ...]) -> None:
-    (loss, grads), (other_loss, others) = (loss_and_gradients(fused, torch.float32, frozen) for fused in (True, False))
+    (loss, grads), (other_loss, others) = (
+        loss_and_gradients(fused, torch.float32, frozen) for fused in (True, False)
+    )
     torch.testing.assert_close(loss, other_loss, rtol=1e-6, atol=0)
     for name, grad in grads.items():
         assert (grad is None) == (name in frozen)
@@ -95,7 +105,9 @@ def test_a_run_makes_as_many_products_as_its_plan_says(one_process: None, fused:
     with Products() as products:
         train_step(run.model, run.optimizer, [Batch(tokens_BT, tokens_BT)], 1.0, run.group)
     assert products.count == run.config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
-    assert set(dict(run.model.named_parameters())) == set(dict(Llama(run.config.model).named_parameters())), "names are as ever"
+    assert set(dict(run.model.named_parameters())) == set(dict(Llama(run.config.model).named_parameters())), (
+        "names are as ever"
+    )
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -104,21 +116,26 @@ def test_the_compiled_graph_has_four_products_forward_and_eight_backward(tp: int
     for keys in ([], [FUSED]):
         config = parse_config([*TINY, f"--parallel.tp={tp}", *keys])
         block = trace_model(config.model, plan_run(config, tp), 32).modules["layers.0"]
-        counts.append([sum(o.kind == "matmul" for o in phase.operations) for phase in (block.forward, block.backward)])
+        counts.append(
+            [sum(o.kind == "matmul" for o in phase.operations) for phase in (block.forward, block.backward)]
+        )
     assert counts == [[7, 14], [4, 8]]
 
 
 def build_block(fused: bool) -> Callable[[int], Subject]:
     def build(sequences: int) -> Subject:
         x = torch.ones(sequences, 32, CONFIG.dim, requires_grad=True).clone()
-        return Subject(make_model(fused).layers[0], (x,), tuple(torch.ones(32, CONFIG.head_dim) for _ in range(2)))
+        return Subject(
+            make_model(fused).layers[0], (x,), tuple(torch.ones(32, CONFIG.head_dim) for _ in range(2))
+        )
 
     return build
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_nothing_more_is_kept_for_the_backward(compiled: bool) -> None:
-    """Neither the joined weights, nor queries and keys beside the values: by the compiler's graphs, or autograd's own."""
+    """Neither the joined weights, nor queries and keys beside the values: by the compiler's graphs, or
+    autograd's own."""
     separate, fused = (trace_module(build_block(fused), compiled).keeps for fused in (False, True))
     assert fused == separate
 

@@ -14,13 +14,20 @@ from models.rope_scaling import RopeScaling
 
 
 @pytest.mark.parametrize("head_dim", [6, 64, 128])
-@pytest.mark.parametrize("scaling", [RopeScaling("linear", 2.5), RopeScaling(), RopeScaling("llama3", 32.0, 2.0, 8.0, 512)])
+@pytest.mark.parametrize(
+    "scaling", [RopeScaling("linear", 2.5), RopeScaling(), RopeScaling("llama3", 32.0, 2.0, 8.0, 512)]
+)
 def test_frequencies_are_those_of_transformers(scaling: RopeScaling, head_dim: int) -> None:
     rope = {"rope_type": scaling.kind, "rope_theta": 500000.0, "factor": scaling.factor}
     if scaling.kind == "llama3":
-        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
-                 "original_max_position_embeddings": scaling.original_max_seq_len}  # fmt: skip
-    config = HfConfig(hidden_size=2 * head_dim, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope)
+        rope |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    config = HfConfig(
+        hidden_size=2 * head_dim, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope
+    )
     theirs, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, "cpu")
     assert factor == 1.0
     torch.testing.assert_close(rope_frequencies(head_dim, 500000.0, scaling), theirs, rtol=1e-6, atol=0)
@@ -28,7 +35,10 @@ def test_frequencies_are_those_of_transformers(scaling: RopeScaling, head_dim: i
 
 def test_linear_scaling_puts_the_positions_in_between() -> None:
     """Position 6 of a context stretched threefold is position 2 of the plain one."""
-    stretched, plain = rope_tables(16, 12, 10000.0, RopeScaling("linear", 3.0)), rope_tables(16, 12, 10000.0, None)
+    stretched, plain = (
+        rope_tables(16, 12, 10000.0, RopeScaling("linear", 3.0)),
+        rope_tables(16, 12, 10000.0, None),
+    )
     for ours, theirs in zip(stretched, plain, strict=True):
         torch.testing.assert_close(ours[6], theirs[2], rtol=1e-6, atol=1e-6)
 
@@ -41,7 +51,10 @@ def test_linear_scaling_puts_the_positions_in_between() -> None:
         ({"kind": "linear", "factor": math.nan}, "model.rope_scaling.factor=nan must be greater than 0"),
         ({"low_freq_factor": 0.0}, "model.rope_scaling.low_freq_factor=0.0"),
         ({"original_max_seq_len": 0}, "model.rope_scaling.original_max_seq_len=0"),
-        ({"high_freq_factor": 1.0}, "model.rope_scaling.high_freq_factor=1.0 must be greater than low_freq_factor=1.0"),
+        (
+            {"high_freq_factor": 1.0},
+            "model.rope_scaling.high_freq_factor=1.0 must be greater than low_freq_factor=1.0",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(scaling: dict[str, Any], message: str) -> None:
@@ -50,4 +63,8 @@ def test_what_cannot_be_is_refused(scaling: dict[str, Any], message: str) -> Non
 
 
 def test_linear_scaling_has_no_use_for_the_rest() -> None:
-    LlamaConfig(rope_scaling=RopeScaling("linear", 2.0, low_freq_factor=0.0, high_freq_factor=0.0, original_max_seq_len=0))
+    LlamaConfig(
+        rope_scaling=RopeScaling(
+            "linear", 2.0, low_freq_factor=0.0, high_freq_factor=0.0, original_max_seq_len=0
+        )
+    )

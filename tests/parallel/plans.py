@@ -28,7 +28,11 @@ def make_model(n_layers: int = 4, tied: bool = False) -> ModelUnits:
     blocks = [f"layers.{i}" for i in range(n_layers)]
     alone = [(block,) for block in blocks]
     return ModelUnits(
-        modules={"embed": EMBEDDING, **dict.fromkeys(blocks, BLOCK), "head": HEAD - EMBEDDING if tied else HEAD},
+        modules={
+            "embed": EMBEDDING,
+            **dict.fromkeys(blocks, BLOCK),
+            "head": HEAD - EMBEDDING if tied else HEAD,
+        },
         units=[*alone, ("embed", "head")] if tied else [("embed",), *alone, ("head",)],
         compiled=frozenset({*blocks, "head"}),
         checkpointed=frozenset(blocks),

@@ -24,14 +24,17 @@ def times_of(
     other_modules: dict[str, dict[str, float]] | None = None,
     **unit: float,
 ) -> StepTimes:
-    """The same seconds for every unit and module (tp: forward, backward), apart from those named in `other_`."""
+    """The same seconds for every unit and module (tp: forward, backward), apart from those named in
+    `other_`."""
     of_units: dict[str, UnitTimes] = {}
     for one in plan.units:
         keys: dict[str, Any] = unit | (other_units or {}).get(one.name, {})
         keys.setdefault("regather_s", keys.get("gather_s", 0))
         of_units[one.name] = dataclasses.replace(NOTHING, **keys)
     module = ModuleTimes(forward, tp[0], backward, tp[1])
-    of_modules: dict[str, Any] = {m: dataclasses.replace(module, **(other_modules or {}).get(m, {})) for m in plan.modules}
+    of_modules: dict[str, Any] = {
+        m: dataclasses.replace(module, **(other_modules or {}).get(m, {})) for m in plan.modules
+    }
     return StepTimes(of_units, of_modules, optimizer, overlaps, slowdown)
 
 

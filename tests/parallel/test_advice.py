@@ -32,11 +32,19 @@ def test_a_good_plan_gets_no_advice(world_size: int, keys: dict[str, Any]) -> No
 POOR: list[tuple[int, dict[str, Any], str]] = [
     (1, {}, "one process: nothing is sharded"),
     (8, {"dp_replicate": 2}, "dp_replicate=2 within a single node: HSDP takes more memory"),
-    (24, {"dp_replicate": 2}, "dp_shard x tp = 12 is neither a part nor a multiple of the 8 processes of a node"),
+    (
+        24,
+        {"dp_replicate": 2},
+        "dp_shard x tp = 12 is neither a part nor a multiple of the 8 processes of a node",
+    ),
     (8, {"strategy": "ddp"}, "dp_shard=1: every process holds all parameters"),
     (1, {"cpu_offload": True}, "cpu_offload with one process"),
     (8, {"tp": 2, "tp_parts": ()}, "tp=2 splits no part of the model"),
-    (8, {"compile": CompileConfig(mode="reduce-overhead")}, "compile.mode=reduce-overhead captures CUDA graphs"),
+    (
+        8,
+        {"compile": CompileConfig(mode="reduce-overhead")},
+        "compile.mode=reduce-overhead captures CUDA graphs",
+    ),
     (8, {"compile": CompileConfig(mode="max-autotune")}, "compile.mode=max-autotune captures CUDA graphs"),
 ]
 
@@ -68,9 +76,18 @@ def test_hsdp_within_a_node_says_the_better_degree() -> None:
 
 
 UNUSED: list[tuple[dict[str, Any], str]] = [
-    ({"activation_budget": 0.3}, "parallel.activation_budget=0.3 has no effect with parallel.activation_checkpoint=auto"),
-    ({"selective_policy": "attention", "activation_checkpoint": "full"}, "parallel.selective_policy=attention has no effect"),
-    ({"sequence_parallel": False}, "parallel.sequence_parallel=false has no effect with parallel.tp=auto: it needs 2 or more"),
+    (
+        {"activation_budget": 0.3},
+        "parallel.activation_budget=0.3 has no effect with parallel.activation_checkpoint=auto",
+    ),
+    (
+        {"selective_policy": "attention", "activation_checkpoint": "full"},
+        "parallel.selective_policy=attention has no effect",
+    ),
+    (
+        {"sequence_parallel": False},
+        "parallel.sequence_parallel=false has no effect with parallel.tp=auto: it needs 2 or more",
+    ),
     ({"tp_parts": ("head",), "tp": 1}, "parallel.tp_parts=('head',) has no effect with parallel.tp=1"),
 ]
 
@@ -84,7 +101,8 @@ def test_a_key_without_effect_is_told(keys: dict[str, Any], words: str) -> None:
 def test_settings_of_a_compiler_that_is_off_are_told() -> None:
     off = CompileConfig(enabled=False, mode="max-autotune", float32_matmul_precision="high")
     assert unused_keys(ParallelConfig(compile=off)) == [
-        "parallel.compile.mode has no effect with parallel.compile.enabled=false"]  # fmt: skip
+        "parallel.compile.mode has no effect with parallel.compile.enabled=false"
+    ]
 
 
 USED: list[dict[str, Any]] = [
@@ -103,4 +121,6 @@ def test_a_key_with_an_effect_is_not(keys: dict[str, Any]) -> None:
 def test_the_modes_that_capture_cuda_graphs_are_those_of_this_torch() -> None:
     from torch._inductor import list_mode_options
 
-    assert {mode for mode, options in list_mode_options().items() if options.get("triton.cudagraphs")} == set(GRAPH_MODES)
+    assert {mode for mode, options in list_mode_options().items() if options.get("triton.cudagraphs")} == set(
+        GRAPH_MODES
+    )

@@ -21,23 +21,39 @@ from parallel.planner.costs import (
 from parallel.planner.hardware import Hardware, Link, load_hardware
 from parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
 
-# 100 TF/s of bfloat16, half of it for a product of 1 GFLOP; 1 TB/s of memory at half; links of 100 and 10 GB/s, an
-# all-gather at all of it, a reduce-scatter at a half, an all-reduce at a quarter; hops of 1 us and 1 ms.
+# 100 TF/s of bfloat16, half of it for a product of 1 GFLOP; 1 TB/s of memory at half; links of 100 and 10
+# GB/s, an all-gather at all of it, a reduce-scatter at a half, an all-reduce at a quarter; hops of 1 us and 1
+# ms.
 SHARES = {"all_gather": ((1.0, 1.0),), "reduce_scatter": ((1.0, 0.5),), "all_reduce": ((1.0, 0.25),)}
 MACHINE = Hardware(
-    name="round", device_names=(), memory_gib=80.0, memory_gb_s=1000.0,
+    name="round",
+    device_names=(),
+    memory_gib=80.0,
+    memory_gb_s=1000.0,
     peak_tflops={"bfloat16": 100.0, "float8": 200.0, "float32": 10.0},
     matmul={"bfloat16": ((1.0, 0.5), (100.0, 1.0)), "float8": ((1.0, 1.0),), "float32": ((1.0, 1.0),)},
-    attention_forward={"bfloat16": 0.5, "float32": 0.5}, attention_backward={"bfloat16": 0.25, "float32": 0.25},
+    attention_forward={"bfloat16": 0.5, "float32": 0.5},
+    attention_backward={"bfloat16": 0.25, "float32": 0.25},
     attention_kernels={"best": 1.0, "slow": 0.5},
-    memory_efficiency=0.5, operation_s=1e-6, node=Link(100.0, 1e-6, SHARES), network=Link(10.0, 1e-3, SHARES),
-    host_gb_s=20.0, host_memory_gib=100.0,
-    overlaps=True, slowdown=0.1, reserved_share=0.0, reserved_gib=0.0, cores=0, fitted=(),
-)  # fmt: skip
+    memory_efficiency=0.5,
+    operation_s=1e-6,
+    node=Link(100.0, 1e-6, SHARES),
+    network=Link(10.0, 1e-3, SHARES),
+    host_gb_s=20.0,
+    host_memory_gib=100.0,
+    overlaps=True,
+    slowdown=0.1,
+    reserved_share=0.0,
+    reserved_gib=0.0,
+    cores=0,
+    fitted=(),
+)
 GB = 1e9
 
 
-def operation(kind: Any, name: str = "mm", flops: float = 0.0, moved: float = 0.0, dtype: str = "bfloat16") -> Operation:
+def operation(
+    kind: Any, name: str = "mm", flops: float = 0.0, moved: float = 0.0, dtype: str = "bfloat16"
+) -> Operation:
     """With amounts of a micro batch of one sequence."""
     return Operation(kind, name, Linear(0.0, flops), Linear(0.0, moved), dtype)
 
@@ -61,7 +77,9 @@ def test_a_product_runs_at_the_share_of_its_size(gflop: float, share: float) -> 
 
 
 def test_a_product_that_moves_much_is_bound_by_memory() -> None:
-    assert operation_s(operation("matmul", flops=GB, moved=5 * GB), 1, MACHINE) == pytest.approx(5 / 500 + 1e-6)
+    assert operation_s(operation("matmul", flops=GB, moved=5 * GB), 1, MACHINE) == pytest.approx(
+        5 / 500 + 1e-6
+    )
 
 
 def test_the_micro_batch_decides_the_size_and_so_the_share() -> None:
@@ -91,14 +109,17 @@ def test_tp_stays_in_its_node_and_the_other_axes_leave_it() -> None:
 def test_a_node_holds_part_of_a_strided_group() -> None:
     groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=16, tp=2), 8)
     assert groups["tp"] == Group(2, 2, 4)
-    assert groups["dp_shard"] == Group(16, 4, 2)  # ranks 0, 2, 4, 6 of each node, and the odd ones beside them
+    # ranks 0, 2, 4, 6 of each node, and the odd ones beside them
+    assert groups["dp_shard"] == Group(16, 4, 2)
     assert groups["dp_shard"].nodes == 4
     assert groups["dp_replicate"] == Group(2, 1, 8)
 
 
 def test_a_run_smaller_than_a_node_has_no_network() -> None:
     assert axis_groups(MeshPlan(1, 3, 1), 8)["dp_shard"] == Group(3, 3, 1)
-    assert axis_groups(MeshPlan(1, 1, 1), 8) == dict.fromkeys(("tp", "dp_shard", "dp_replicate"), Group(1, 1, 1))
+    assert axis_groups(MeshPlan(1, 1, 1), 8) == dict.fromkeys(
+        ("tp", "dp_shard", "dp_replicate"), Group(1, 1, 1)
+    )
 
 
 def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
@@ -107,7 +128,9 @@ def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
     assert strided_group(3, 1, 8, 24).nodes == 3
 
 
-@pytest.mark.parametrize("mesh", [MeshPlan(2, 4, 8), MeshPlan(4, 8, 2), MeshPlan(1, 64, 1), MeshPlan(8, 1, 8)])
+@pytest.mark.parametrize(
+    "mesh", [MeshPlan(2, 4, 8), MeshPlan(4, 8, 2), MeshPlan(1, 64, 1), MeshPlan(8, 1, 8)]
+)
 def test_groups_are_those_of_the_ranks(mesh: MeshPlan) -> None:
     per_node = 8
     strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
@@ -121,9 +144,13 @@ def test_groups_are_those_of_the_ranks(mesh: MeshPlan) -> None:
 # Collectives
 
 
-@pytest.mark.parametrize(("name", "times", "share"), [("all_gather", 1, 1), ("reduce_scatter", 1, 0.5), ("all_reduce", 2, 0.25)])
+@pytest.mark.parametrize(
+    ("name", "times", "share"), [("all_gather", 1, 1), ("reduce_scatter", 1, 0.5), ("all_reduce", 2, 0.25)]
+)
 def test_a_ring_in_a_node(name: str, times: int, share: float) -> None:
-    assert collective_s(name, 8 * GB, Group(8, 8, 1), MACHINE) == pytest.approx(times * (7 / (100 * share) + 7e-6))
+    assert collective_s(name, 8 * GB, Group(8, 8, 1), MACHINE) == pytest.approx(
+        times * (7 / (100 * share) + 7e-6)
+    )
 
 
 def test_groups_of_a_node_share_its_network() -> None:
@@ -150,7 +177,8 @@ def test_a_links_share_depends_on_how_many_use_it() -> None:
     assert collective_s("all_gather", 4 * GB, Group(2, 2, 4), machine) == pytest.approx(2 / 25)
     assert collective_s("all_gather", 4 * GB, Group(4, 4, 2), machine) == pytest.approx(3 / 62.5)
     assert collective_s("all_gather", 8 * GB, Group(8, 1, 1), machine) == pytest.approx(7 / 10)
-    assert collective_s("all_gather", 16 * GB, Group(16, 8, 1), machine) == pytest.approx(15 / 2.5)  # two nodes, not 16
+    # two nodes, not 16
+    assert collective_s("all_gather", 16 * GB, Group(16, 8, 1), machine) == pytest.approx(15 / 2.5)
 
 
 def test_one_rank_sends_nothing_and_nothing_takes_no_time() -> None:
@@ -188,7 +216,9 @@ def test_resharding_to_a_smaller_group_gathers_again_over_it() -> None:
 def test_hybrid_sharding_reduces_shards_over_the_replicas() -> None:
     plan = plan_of(16, per_node=8, dp_replicate=2)
     unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
-    assert unit.all_reduce_s == pytest.approx(collective_s("all_reduce", BLOCK * 4 / 8, Group(2, 1, 8), MACHINE))
+    assert unit.all_reduce_s == pytest.approx(
+        collective_s("all_reduce", BLOCK * 4 / 8, Group(2, 1, 8), MACHINE)
+    )
     assert unit.scatter_s == pytest.approx(collective_s("reduce_scatter", BLOCK * 4, Group(8, 8, 1), MACHINE))
 
 
@@ -205,23 +235,38 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
     assert units["layers.1"].copy_in_s == units["layers.2"].copy_in_s / 2
 
 
-# Bytes: the norm reads the gradient; AdamW reads it, the parameter and two moments, and writes all but the gradient; torch's,
-# for float32 alone, writes that too.
+# Bytes: the norm reads the gradient; AdamW reads it, the parameter and two moments, and writes all but the
+# gradient; torch's, for float32 alone, writes that too.
 @pytest.mark.parametrize(
     ("stored", "moment", "moved"),
-    [("float32", 4, 4 + 16 + 12 + 4), ("float32", 2, 4 + 12 + 8), ("bfloat16", 4, 2 + 12 + 10), ("bfloat16", 2, 2 + 8 + 6)],
+    [
+        ("float32", 4, 4 + 16 + 12 + 4),
+        ("float32", 2, 4 + 12 + 8),
+        ("bfloat16", 4, 2 + 12 + 10),
+        ("bfloat16", 2, 2 + 8 + 6),
+    ],
 )
 def test_the_optimizer_passes_over_this_ranks_shards(stored: str, moment: int, moved: int) -> None:
-    parameters, plan = EMBEDDING + 4 * BLOCK + HEAD, plan_of(8, dp_shard=4, tp=2, param_dtype="bfloat16", storage_dtype=stored)
-    work, frozen = (dataclasses.replace(work_of([], None, **trained), moment_bytes=moment) for trained in ({}, {"embed": 0.0}))
+    parameters, plan = (
+        EMBEDDING + 4 * BLOCK + HEAD,
+        plan_of(8, dp_shard=4, tp=2, param_dtype="bfloat16", storage_dtype=stored),
+    )
+    work, frozen = (
+        dataclasses.replace(work_of([], None, **trained), moment_bytes=moment)
+        for trained in ({}, {"embed": 0.0})
+    )
     assert step_times(plan, work, MACHINE, 8).optimizer_s == pytest.approx(parameters / 4 * moved / 500e9)
-    assert step_times(plan, frozen, MACHINE, 8).optimizer_s == pytest.approx((parameters - EMBEDDING) / 4 * moved / 500e9)
+    assert step_times(plan, frozen, MACHINE, 8).optimizer_s == pytest.approx(
+        (parameters - EMBEDDING) / 4 * moved / 500e9
+    )
 
 
 def test_shards_in_bfloat16_are_read_in_half_the_time_where_they_are_gathered() -> None:
     plan = plan_of(8, param_dtype="bfloat16", storage_dtype="bfloat16")
     got = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"].gather_s
-    assert got == pytest.approx(collective_s("all_gather", BLOCK * 2, Group(8, 8, 1), MACHINE) + BLOCK / 8 * (2 + 2) / 500e9)
+    assert got == pytest.approx(
+        collective_s("all_gather", BLOCK * 2, Group(8, 8, 1), MACHINE) + BLOCK / 8 * (2 + 2) / 500e9
+    )
 
 
 def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
@@ -236,12 +281,17 @@ def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
 
 
 def float8_work(share: float) -> ModelWork:
-    """Of 1,000 parameters of products a share is in float8; a block multiplies, and the head does the same."""
+    """Of 1,000 parameters of products a share is in float8; a block multiplies, and the head does the
+    same."""
     product = [operation("matmul", flops=100 * GB, moved=0.1 * GB)]
     plain = work_of(product)
-    block = dataclasses.replace(plain.modules["layers.0"], weights=((10, 100), (50, 1)), float8=round(1000 * share))
-    return dataclasses.replace(plain, modules={name: block if name.startswith("layers.") else work
-                                               for name, work in plain.modules.items()})  # fmt: skip
+    block = dataclasses.replace(
+        plain.modules["layers.0"], weights=((10, 100), (50, 1)), float8=round(1000 * share)
+    )
+    return dataclasses.replace(
+        plain,
+        modules={name: block if name.startswith("layers.") else work for name, work in plain.modules.items()},
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
@@ -253,7 +303,9 @@ def test_float8_is_for_the_products_of_the_blocks_that_are_in_it(share: float) -
 
 
 def test_a_device_without_float8_emulates_it() -> None:
-    without = dataclasses.replace(MACHINE, matmul={d: rates for d, rates in MACHINE.matmul.items() if d != "float8"})
+    without = dataclasses.replace(
+        MACHINE, matmul={d: rates for d, rates in MACHINE.matmul.items() if d != "float8"}
+    )
     slower = step_times(plan_of(8), float8_work(1.0), without, 8).modules["layers.0"].forward_s
     assert slower == pytest.approx(1e-3 + 1e-6 + FLOAT8_CASTING * 0.1 / 500)
 
@@ -261,7 +313,10 @@ def test_a_device_without_float8_emulates_it() -> None:
 def test_async_tp_hides_part_of_the_collectives() -> None:
     work = work_of([operation("collective", "all_gather", moved=GB)])
     plan = plan_of(8, tp=8)
-    plain, hidden = (step_times(dataclasses.replace(plan, async_tp=a), work, MACHINE, 8).modules["head"] for a in (False, True))
+    plain, hidden = (
+        step_times(dataclasses.replace(plan, async_tp=a), work, MACHINE, 8).modules["head"]
+        for a in (False, True)
+    )
     assert hidden.forward_tp_s == pytest.approx(plain.forward_tp_s * (1 - ASYNC_TP_HIDDEN))
 
 
@@ -277,7 +332,9 @@ def test_processes_on_a_cpu_share_its_cores() -> None:
 
 def test_each_unit_is_sent_in_its_own_dtype() -> None:
     plan = change(plan_of(8), 1, param_dtype="bfloat16", reduce_dtype="bfloat16")
-    units = step_times(plan, work_of([]), dataclasses.replace(MACHINE, node=Link(100.0, 0.0, SHARES)), 8).units
+    units = step_times(
+        plan, work_of([]), dataclasses.replace(MACHINE, node=Link(100.0, 0.0, SHARES)), 8
+    ).units
     assert units["layers.0"].scatter_s == pytest.approx(units["layers.1"].scatter_s / 2)
     assert units["layers.0"].gather_s < units["layers.1"].gather_s
 
@@ -285,7 +342,12 @@ def test_each_unit_is_sent_in_its_own_dtype() -> None:
 @pytest.mark.parametrize("kind", sorted(load_hardware()))
 def test_every_kind_of_machine_can_be_asked(kind: str) -> None:
     operations = [operation("matmul", flops=GB, moved=GB, dtype=dtype) for dtype in ("bfloat16", "float32")]
-    operations += [operation("attention", "attention", GB, dtype="bfloat16"), operation("collective", "all_reduce", moved=GB)]
-    times = step_times(plan_of(16, tp=2, dp_replicate=2), work_of(operations, operations), load_hardware()[kind], 8)
+    operations += [
+        operation("attention", "attention", GB, dtype="bfloat16"),
+        operation("collective", "all_reduce", moved=GB),
+    ]
+    times = step_times(
+        plan_of(16, tp=2, dp_replicate=2), work_of(operations, operations), load_hardware()[kind], 8
+    )
     assert all(0 < seconds < 1e3 for seconds in dataclasses.astuple(times.modules["head"]))
     assert all(seconds > 0 for seconds in dataclasses.astuple(times.units["layers.0"]))

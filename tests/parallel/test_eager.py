@@ -1,4 +1,5 @@
-"""Modules watched while they run eagerly, against what they do worked out by hand: real tensors, a few numbers each."""
+"""Modules watched while they run eagerly, against what they do worked out by hand: real tensors, a few
+numbers each."""
 
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ from parallel.planner.one_rank import apply_as_one_rank
 from parallel.planner.work import Linear, Operation
 
 TOKENS, WIDE, OUT = 4, 4, 8
-X, Y, WEIGHT = TOKENS * WIDE * 4, TOKENS * OUT * 4, WIDE * OUT * 4  # bytes in float32: input and output of a sequence, weight
+# bytes in float32: input and output of a sequence, weight
+X, Y, WEIGHT = TOKENS * WIDE * 4, TOKENS * OUT * 4, WIDE * OUT * 4
 
 
 def subject_of(module: nn.Module, *tables: Tensor) -> Callable[[int], Subject]:
@@ -43,13 +45,17 @@ def test_a_product_by_hand() -> None:
     assert forward.operations == (Operation("matmul", "mm", flops, Linear(WEIGHT, X + Y), "float32"),)
     assert forward.live == (Linear(0, X + Y),)
     assert (keeps, output) == (Linear(0, X), Linear(0, Y))
-    # Two products: gradients of the weight and of the input, while the input and the output's gradient are there.
-    assert [(op.kind, op.flops) for op in backward.operations if op.kind != "memory"] == [("matmul", flops)] * 2
+    # Two products: gradients of the weight and of the input, while the input and the output's gradient are
+    # there.
+    assert [(op.kind, op.flops) for op in backward.operations if op.kind != "memory"] == [
+        ("matmul", flops)
+    ] * 2
     assert backward.live == (Linear(WEIGHT, X + Y + X),)
 
 
 def test_what_the_backward_does_not_need_is_let_go() -> None:
-    """x.neg().neg() keeps nothing; while it runs there are the input, that its caller still holds, and both results."""
+    """x.neg().neg() keeps nothing; while it runs there are the input, that its caller still holds, and both
+    results."""
     forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: x.neg().neg())))
     assert keeps == Linear()
     assert forward.live == (Linear(0, 3 * X),)
@@ -83,7 +89,9 @@ def test_tables_are_not_counted_and_what_does_not_grow_is_fixed() -> None:
 
 def test_attention_counts_the_causal_half() -> None:
     attend = nn.functional.scaled_dot_product_attention
-    forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: attend(*[x.unsqueeze(1)] * 3, is_causal=True))))
+    forward, backward, keeps, _ = watch_eager(
+        subject_of(Calls(lambda x: attend(*[x.unsqueeze(1)] * 3, is_causal=True)))
+    )
     (kernel,) = [operation for operation in forward.operations if operation.kind == "attention"]
     assert kernel.flops == Linear(0, 2 * 2 * TOKENS * TOKENS * WIDE / 2)
     (kernel,) = [operation for operation in backward.operations if operation.kind == "attention"]
@@ -92,7 +100,8 @@ def test_attention_counts_the_causal_half() -> None:
 
 
 def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
-    """Two ranks' results of a row-wise product are summed and their tokens scattered; in the backward they are gathered."""
+    """Two ranks' results of a row-wise product are summed and their tokens scattered; in the backward they
+    are gathered."""
 
     def build(sequences: int) -> Subject:
         model = nn.Sequential(nn.Linear(2 * WIDE, OUT, bias=False))
@@ -111,7 +120,9 @@ def test_further_inputs_come_after_the_tables(inputs: int) -> None:
 
     def build(sequences: int) -> Subject:
         tensors = tuple(torch.ones(sequences, WIDE, requires_grad=True).clone() for _ in range(inputs))
-        return Subject(Calls(lambda *given: seen.append(len(given)) or given[0] + given[1]), tensors, (torch.ones(WIDE),))
+        return Subject(
+            Calls(lambda *given: seen.append(len(given)) or given[0] + given[1]), tensors, (torch.ones(WIDE),)
+        )
 
     watch_eager(build)
     assert seen == [inputs + 1] * 2

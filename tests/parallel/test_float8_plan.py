@@ -22,8 +22,13 @@ from train.predict import predict, trace_run
 
 TENSORWISE = "--parallel.float8.recipe=tensorwise"
 SENT = "--parallel.float8.all_gather=true"
-LLAMA_8B = ["--config=llama_8b", "--model.n_layers=2", "--parallel.param_dtype=bfloat16", "--train.micro_batch_size=1",
-            "--train.global_batch_size=-1"]  # fmt: skip
+LLAMA_8B = [
+    "--config=llama_8b",
+    "--model.n_layers=2",
+    "--parallel.param_dtype=bfloat16",
+    "--train.micro_batch_size=1",
+    "--train.global_batch_size=-1",
+]
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
 
@@ -35,22 +40,27 @@ def names(plan: Plan) -> tuple[str, ...]:
     return tuple(pattern.rpartition(".")[2] for pattern in plan.float8.linears)
 
 
-@pytest.mark.parametrize(("arguments", "chosen"), [
-    ([], ()),
-    ([TENSORWISE], ALL),
-    ([TENSORWISE, "--parallel.float8.linears=[layers.*.feed_forward.*]"], ("w1", "w2", "w3")),
-    ([TENSORWISE, "--parallel.float8.linears=['*.wo', '*.w2']"], ("wo", "w2")),
-    ([TENSORWISE, "--parallel.float8.min_dim=2048"], ("wq", "wo", "w1", "w2", "w3")),  # wk and wv have 1,024 outputs
-    ([TENSORWISE, "--parallel.tp=2"], ("wq", "wo", "w1", "w2", "w3")),  # and here 512 on a rank
-    ([TENSORWISE, "--parallel.tp=2", "--parallel.tp_parts=[feed_forward]"], ALL),
-    ([TENSORWISE, "--parallel.tp=8", "--parallel.float8.min_dim=1024"], ("w1", "w2", "w3")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        ([], ()),
+        ([TENSORWISE], ALL),
+        ([TENSORWISE, "--parallel.float8.linears=[layers.*.feed_forward.*]"], ("w1", "w2", "w3")),
+        ([TENSORWISE, "--parallel.float8.linears=['*.wo', '*.w2']"], ("wo", "w2")),
+        # wk and wv have 1,024 outputs
+        ([TENSORWISE, "--parallel.float8.min_dim=2048"], ("wq", "wo", "w1", "w2", "w3")),
+        ([TENSORWISE, "--parallel.tp=2"], ("wq", "wo", "w1", "w2", "w3")),  # and here 512 on a rank
+        ([TENSORWISE, "--parallel.tp=2", "--parallel.tp_parts=[feed_forward]"], ALL),
+        ([TENSORWISE, "--parallel.tp=8", "--parallel.float8.min_dim=1024"], ("w1", "w2", "w3")),
+    ],
+)
 def test_linears_are_chosen_by_name_and_by_the_size_of_a_ranks_part(arguments, chosen) -> None:
     assert names(plan_8b(*arguments)) == chosen
 
 
 def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
-    """On a GPU the gradient of a weight sums over a multiple of 16 tokens; emulated, nothing asks for that."""
+    """On a GPU the gradient of a weight sums over a multiple of 16 tokens; emulated, nothing asks for
+    that."""
     pytest.importorskip("torchao")
     config = parse_config([*TINY, TENSORWISE, "--parallel.float8.min_dim=16"])
     model = Llama(config.model)
@@ -60,13 +70,19 @@ def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
     assert all(config.grad_weight.pad_inner_dim for config in configs)
 
 
-@pytest.mark.parametrize(("arguments", "tokens"), [
-    ([SENT, "--parallel.float8.min_dim=512"], ("attention_norm", "ffn_norm", "wo", "w2")),
-    ([SENT], ("ffn_norm", "wo", "w2")),  # wk and wv read the other norm's output too, and are too small here
-    ([SENT, "--parallel.tp_parts=[feed_forward]"], ("ffn_norm", "w2")),
-    ([SENT, "--parallel.sequence_parallel=false"], ()),
-    ([], ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ([SENT, "--parallel.float8.min_dim=512"], ("attention_norm", "ffn_norm", "wo", "w2")),
+        (
+            [SENT],
+            ("ffn_norm", "wo", "w2"),
+        ),  # wk and wv read the other norm's output too, and are too small here
+        ([SENT, "--parallel.tp_parts=[feed_forward]"], ("ffn_norm", "w2")),
+        ([SENT, "--parallel.sequence_parallel=false"], ()),
+        ([], ()),
+    ],
+)
 def test_tokens_are_gathered_in_it_where_all_that_read_them_multiply_in_it(arguments, tokens) -> None:
     plan = plan_8b(TENSORWISE, "--parallel.tp=2", *arguments)
     assert tuple(pattern.rpartition(".")[2] for pattern in plan.float8.tokens) == tokens
@@ -74,8 +90,18 @@ def test_tokens_are_gathered_in_it_where_all_that_read_them_multiply_in_it(argum
 
 def test_tokens_in_it_are_half_the_bytes_of_bfloat16() -> None:
     def sent(*arguments: str) -> dict[tuple[str, str], float]:
-        config = parse_config([*LLAMA_8B, "--model.n_layers=2", "--train.seq_len=1024", TENSORWISE, "--parallel.tp=2",
-                               "--parallel.float8.min_dim=16", "--parallel.compile.enabled=false", *arguments])  # fmt: skip
+        config = parse_config(
+            [
+                *LLAMA_8B,
+                "--model.n_layers=2",
+                "--train.seq_len=1024",
+                TENSORWISE,
+                "--parallel.tp=2",
+                "--parallel.float8.min_dim=16",
+                "--parallel.compile.enabled=false",
+                *arguments,
+            ]
+        )
         totals: dict[tuple[str, str], float] = {}
         for done in simulate_run(config, plan_run(config, 2)).collectives:
             if done.unit == "layers.1" and done.bytes > 1e6:
@@ -88,17 +114,26 @@ def test_tokens_in_it_are_half_the_bytes_of_bfloat16() -> None:
         assert narrow["reduce_scatter", phase] == plain["reduce_scatter", phase]
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([TENSORWISE, "--parallel.float8.linears=[layers.*.wx]"], ["layers.*.wx is the name of no linear", "layers.*.attention.wq"]),
-    ([TENSORWISE, "--parallel.float8.min_dim=5000"], ["multiplies nothing in float8", "Lower min_dim"]),
-    ([TENSORWISE, "--model.ffn_dim=14344"], ["w1 has 14344", "multiples of 16"]),
-    (["--parallel.float8.recipe=rowwise", SENT], ["one scale for a tensor", "use false"]),
-    (["--parallel.float8.recipe=rowwise", "--parallel.param_dtype=float32"], ["rowwise gives bfloat16", "use bfloat16"]),
-    ([TENSORWISE, SENT, "--parallel.reshard_after_forward=2"], ["within smaller groups"]),
-    ([TENSORWISE, "--parallel.fused_projections=true"], ["scales each weight", "use one of the two"]),
-    ([TENSORWISE, "--parallel.float8.min_dim=0"], ["min_dim=0 must be at least 1"]),
-    ([SENT], ["recipe=none has no linears and sends nothing in float8"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            [TENSORWISE, "--parallel.float8.linears=[layers.*.wx]"],
+            ["layers.*.wx is the name of no linear", "layers.*.attention.wq"],
+        ),
+        ([TENSORWISE, "--parallel.float8.min_dim=5000"], ["multiplies nothing in float8", "Lower min_dim"]),
+        ([TENSORWISE, "--model.ffn_dim=14344"], ["w1 has 14344", "multiples of 16"]),
+        (["--parallel.float8.recipe=rowwise", SENT], ["one scale for a tensor", "use false"]),
+        (
+            ["--parallel.float8.recipe=rowwise", "--parallel.param_dtype=float32"],
+            ["rowwise gives bfloat16", "use bfloat16"],
+        ),
+        ([TENSORWISE, SENT, "--parallel.reshard_after_forward=2"], ["within smaller groups"]),
+        ([TENSORWISE, "--parallel.fused_projections=true"], ["scales each weight", "use one of the two"]),
+        ([TENSORWISE, "--parallel.float8.min_dim=0"], ["min_dim=0 must be at least 1"]),
+        ([SENT], ["recipe=none has no linears and sends nothing in float8"]),
+    ],
+)
 def test_what_cannot_be_in_float8_is_refused_with_a_way_out(arguments, words) -> None:
     with pytest.raises(PlanError) as refused:
         plan_8b(*arguments)
@@ -106,7 +141,9 @@ def test_what_cannot_be_in_float8_is_refused_with_a_way_out(arguments, words) ->
 
 
 def test_shards_that_are_not_alike_cannot_be_sent() -> None:
-    with pytest.raises(PlanError, match=r"dp_shard=3 must divide the 4096 outputs of layers\.\*\.attention\.wq"):
+    with pytest.raises(
+        PlanError, match=r"dp_shard=3 must divide the 4096 outputs of layers\.\*\.attention\.wq"
+    ):
         plan_8b(TENSORWISE, SENT, gpus=3)
 
 
@@ -116,19 +153,26 @@ def test_a_plan_file_says_it_and_is_checked(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
     assert load_plan(tmp_path / "plan.yaml") == plan
     assert "float8 tensorwise, sent in it too: layers.*.attention.wq," in plan_to_table(plan)
-    for wrong, words in ((Float8Plan("none", plan.float8.linears, False, ()), "recipe=none has no linears"),
-                         (Float8Plan("fp8", (), False, ()), "recipe=fp8 is not one of"),
-                         (Float8Plan("tensorwise", ("layers.*.wq",), False, ()), "layers.*.wq is none of"),
-                         (Float8Plan("tensorwise", (), False, ()), "multiplies nothing")):  # fmt: skip
+    for wrong, words in (
+        (Float8Plan("none", plan.float8.linears, False, ()), "recipe=none has no linears"),
+        (Float8Plan("fp8", (), False, ()), "recipe=fp8 is not one of"),
+        (Float8Plan("tensorwise", ("layers.*.wq",), False, ()), "layers.*.wq is none of"),
+        (Float8Plan("tensorwise", (), False, ()), "multiplies nothing"),
+    ):
         with pytest.raises(PlanError, match=words.replace("*", r"\*")):
-            check_plan(dataclasses.replace(plan, float8=wrong), model_units(config.model), 8, config.train.seq_len)
+            check_plan(
+                dataclasses.replace(plan, float8=wrong), model_units(config.model), 8, config.train.seq_len
+            )
 
 
 def test_a_config_beside_a_plan_file_must_not_say_other_than_it(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan_8b(TENSORWISE)))
     beside = [*LLAMA_8B, "--parallel.param_dtype=bfloat16", f"--parallel.plan={tmp_path / 'plan.yaml'}"]
-    plan_run(parse_config([*beside, TENSORWISE, "--parallel.float8.min_dim=16"]), 8)  # which chose some, that the file has
-    with pytest.raises(PlanError, match=r"parallel.float8.recipe=rowwise, but the plan file .* has tensorwise"):
+    # which chose some, that the file has
+    plan_run(parse_config([*beside, TENSORWISE, "--parallel.float8.min_dim=16"]), 8)
+    with pytest.raises(
+        PlanError, match=r"parallel.float8.recipe=rowwise, but the plan file .* has tensorwise"
+    ):
         plan_run(parse_config([*beside, "--parallel.float8.recipe=rowwise"]), 8)
 
 
@@ -140,13 +184,19 @@ def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
         plan = plan_run(config, 8)
         work = trace_run(config, plan)
         times = step_times(plan, work, h100, 8)
-        return times.modules["layers.0"], times.units["layers.0"], predict_step_memory(plan, work).memory.unsharded
+        return (
+            times.modules["layers.0"],
+            times.units["layers.0"],
+            predict_step_memory(plan, work).memory.unsharded,
+        )
 
     (plain, plain_unit, plain_bytes), (fast, same_unit, same_bytes) = judged(), judged(TENSORWISE)
     some = judged(TENSORWISE, "--parallel.float8.linears=['*.wo']")[0]
     assert fast.forward_s < 0.8 * plain.forward_s, "products are most of a block, and nearly twice as fast"
     assert fast.forward_s < some.forward_s < plain.forward_s
-    assert (same_unit.gather_s, same_bytes) == (plain_unit.gather_s, plain_bytes), "weights are sent as they were"
+    assert (same_unit.gather_s, same_bytes) == (plain_unit.gather_s, plain_bytes), (
+        "weights are sent as they were"
+    )
     _, sent_unit, sent_bytes = judged(TENSORWISE, SENT)
     assert 0.45 * plain_unit.gather_s < sent_unit.gather_s < 0.6 * plain_unit.gather_s
     assert plain_bytes - sent_bytes >= 218_103_808, "of each of a block's product weights one of two bytes"
@@ -164,5 +214,7 @@ def test_a_gpu_that_has_no_float8_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     check_float8(plan, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
-    with pytest.raises(PlanError, match=r"needs a GPU of compute capability 8\.9 or more, and an A100 has 8\.0"):
+    with pytest.raises(
+        PlanError, match=r"needs a GPU of compute capability 8\.9 or more, and an A100 has 8\.0"
+    ):
         check_float8(plan, torch.device("cuda"))

@@ -29,7 +29,9 @@ def trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> tuple[Graph
     return graph, [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def read(function: Callable[..., list[Tensor]], *inputs: Tensor, weights: int = 0, held: bool = False) -> KernelGraph:
+def read(
+    function: Callable[..., list[Tensor]], *inputs: Tensor, weights: int = 0, held: bool = False
+) -> KernelGraph:
     """Kernels of a function whose last inputs are `weights`."""
     graph, placeholders = trace(function, *inputs)
     uncounted = placeholders[len(placeholders) - weights :]
@@ -116,7 +118,9 @@ def test_placeholders_of_one_storage_are_counted_once() -> None:
     ],
     ids=["weight gradient", "sum over tokens", "sum over dim", "product", "of a weight"],
 )
-def test_sizes_are_fixed_or_grow_with_the_sequences(function: Callable[..., list[Tensor]], size: Linear) -> None:
+def test_sizes_are_fixed_or_grow_with_the_sequences(
+    function: Callable[..., list[Tensor]], size: Linear
+) -> None:
     graph = read(function, x, w, weights=1)
     (returned,) = graph.returned()
     assert returned is not None
@@ -172,10 +176,13 @@ def middle(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], l
 
 
 def test_an_only_result_is_written_into_an_input_that_dies() -> None:
-    """Two products are never more than two tensors; relu between them adds none, nor does it take one away."""
+    """Two products are never more than two tensors; relu between them adds none, nor does it take one
+    away."""
     assert read(middle(torch.relu), x, w, weights=1).phase().live == (per_sequence(2 * X),)
     alone = read(lambda x, w: [torch.mm(x, w).relu()], x[:, :2].contiguous(), w[:2], weights=1)
-    assert alone.phase().live == (per_sequence(X + X / 2),), "the product beside its narrow input; then relu in its place"
+    assert alone.phase().live == (per_sequence(X + X / 2),), (
+        "the product beside its narrow input; then relu in its place"
+    )
 
 
 def test_a_result_of_another_type_needs_memory_of_its_own() -> None:
@@ -185,7 +192,9 @@ def test_a_result_of_another_type_needs_memory_of_its_own() -> None:
 
 def test_an_input_that_is_needed_again_is_not_written_into() -> None:
     """The product is returned as well."""
-    both = read(lambda x, w: [(y := torch.mm(x, w)), y.relu()], x[:, :2].contiguous(), w[:2].contiguous(), weights=1)
+    both = read(
+        lambda x, w: [(y := torch.mm(x, w)), y.relu()], x[:, :2].contiguous(), w[:2].contiguous(), weights=1
+    )
     assert both.phase().live == (per_sequence(2 * X),), "the narrow input is gone when relu runs"
 
 
@@ -198,7 +207,9 @@ def test_a_placeholder_is_written_into_only_where_it_is_the_graphs_own(donated: 
 
 def test_of_several_results_none_is_counted_on_to_be_written_into_an_input() -> None:
     graph, placeholders = trace(lambda x: [y := x.relu(), y + 1], x)
-    assert KernelGraph(graph, GraphInputs((), {}, False, placeholders), SEQUENCES).phase().live == (per_sequence(3 * X),)
+    assert KernelGraph(graph, GraphInputs((), {}, False, placeholders), SEQUENCES).phase().live == (
+        per_sequence(3 * X),
+    )
 
 
 # Attention

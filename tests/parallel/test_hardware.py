@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from parallel.planner.hardware import HARDWARE_FOLDER, MOST_FITTED, find_hardware, load_hardware, read_hardware, share_at
+from parallel.planner.hardware import (
+    HARDWARE_FOLDER,
+    MOST_FITTED,
+    find_hardware,
+    load_hardware,
+    read_hardware,
+    share_at,
+)
 from parallel.strict_yaml import YamlError
 
 FILES = sorted(HARDWARE_FOLDER.glob("*.yaml"))
@@ -33,7 +40,9 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert kind.network.gb_s < kind.node.gb_s * 8
     assert 0 < kind.node.latency_s < 1e-3
     assert 0 < kind.network.latency_s < 1e-3
-    assert kind.cores or kind.node.latency_s <= kind.network.latency_s, "a CPU's node is measured, its network is not"
+    assert kind.cores or kind.node.latency_s <= kind.network.latency_s, (
+        "a CPU's node is measured, its network is not"
+    )
     assert len(kind.fitted) <= MOST_FITTED
 
 
@@ -63,7 +72,9 @@ def test_no_device_is_two_kinds() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", ["CPU (no GPU)", "", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "nvidia h200"])
+@pytest.mark.parametrize(
+    "name", ["CPU (no GPU)", "", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "nvidia h200"]
+)
 def test_an_unknown_device_gets_no_guess(name: str) -> None:
     assert find_hardware(name) is None
 
@@ -87,27 +98,46 @@ def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
     assert [share_at(kind.network.efficiency["all_gather"], nodes) for nodes in (2, 64)] == [0.7, 0.7]
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ("memory_gb_s:", "memory_gbs:", "unknown key memory_gbs. Did you mean memory_gb_s?"),
-    ("slowdown: 0.16", "", "slowdown is missing"),
-    ("memory_gib: 79.1", "memory_gib: 79.1 GiB", "memory_gib must be a number, 0 or more, not '79.1 GiB'"),
-    ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s must be above 0"),
-    ("operation_s: 2.0e-6", "operation_s: -1", "operation_s must be a number, 0 or more, not -1"),
-    ("operation_s: 2.0e-6", "operation_s: .nan", "operation_s must be a number"),
-    ("overlaps: true", "overlaps: 1", "overlaps must be true or false, not 1"),
-    ("cores: 0", "cores: 1.5", "cores must be a whole number, not 1.5"),
-    ("fitted: []", "fitted: matmul", "fitted must be a list of words, not 'matmul'"),
-    ("fitted: []", "fitted: [a, b, c, d, e]", "fitted names 5 values: more than 4"),
-    ("  gb_s: 450.0", "  gbs: 450.0", "node.gb_s is missing"),
-    ("  gb_s: 450.0", "  gb_s: 0", "node.gb_s must be above 0"),
-    ("reduce_scatter: 0.8", "reduce_scatter: 0", "node.efficiency.reduce_scatter: sizes must be above 0 and ascend"),
-    ("all_reduce: 0.8", "all_to_all: 0.8", "unknown key node.efficiency.all_to_all"),
-    ("[[1, 0.5], [100, 0.8]]", "[[100, 0.5], [1, 0.8]]", "matmul.float32: sizes must be above 0 and ascend"),
-    ("[[1, 0.5], [100, 0.8]]", "[0.5, 0.8]", "matmul.float32 must be a number or a list of pairs"),
-    ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no such dtype"),
-    ("  bfloat16: 0.638", "  bfloat16: fast", "attention_forward.bfloat16 must be a number, 0 or more, not 'fast'"),
-    ("  bfloat16: 0.48\n", "", "attention_backward.bfloat16 is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_gb_s:", "memory_gbs:", "unknown key memory_gbs. Did you mean memory_gb_s?"),
+        ("slowdown: 0.16", "", "slowdown is missing"),
+        (
+            "memory_gib: 79.1",
+            "memory_gib: 79.1 GiB",
+            "memory_gib must be a number, 0 or more, not '79.1 GiB'",
+        ),
+        ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s must be above 0"),
+        ("operation_s: 2.0e-6", "operation_s: -1", "operation_s must be a number, 0 or more, not -1"),
+        ("operation_s: 2.0e-6", "operation_s: .nan", "operation_s must be a number"),
+        ("overlaps: true", "overlaps: 1", "overlaps must be true or false, not 1"),
+        ("cores: 0", "cores: 1.5", "cores must be a whole number, not 1.5"),
+        ("fitted: []", "fitted: matmul", "fitted must be a list of words, not 'matmul'"),
+        ("fitted: []", "fitted: [a, b, c, d, e]", "fitted names 5 values: more than 4"),
+        ("  gb_s: 450.0", "  gbs: 450.0", "node.gb_s is missing"),
+        ("  gb_s: 450.0", "  gb_s: 0", "node.gb_s must be above 0"),
+        (
+            "reduce_scatter: 0.8",
+            "reduce_scatter: 0",
+            "node.efficiency.reduce_scatter: sizes must be above 0 and ascend",
+        ),
+        ("all_reduce: 0.8", "all_to_all: 0.8", "unknown key node.efficiency.all_to_all"),
+        (
+            "[[1, 0.5], [100, 0.8]]",
+            "[[100, 0.5], [1, 0.8]]",
+            "matmul.float32: sizes must be above 0 and ascend",
+        ),
+        ("[[1, 0.5], [100, 0.8]]", "[0.5, 0.8]", "matmul.float32 must be a number or a list of pairs"),
+        ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no such dtype"),
+        (
+            "  bfloat16: 0.638",
+            "  bfloat16: fast",
+            "attention_forward.bfloat16 must be a number, 0 or more, not 'fast'",
+        ),
+        ("  bfloat16: 0.48\n", "", "attention_backward.bfloat16 is missing"),
+    ],
+)
 def test_a_mistake_is_named_with_its_file_and_key(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = change(tmp_path, old, new)
     with pytest.raises(YamlError) as error:

@@ -1,4 +1,5 @@
-"""The kernels that a plan chooses: which are refused, which are the default where, and what the planner knows of them."""
+"""The kernels that a plan chooses: which are refused, which are the default where, and what the planner knows
+of them."""
 
 import dataclasses
 
@@ -23,8 +24,14 @@ from train.config import parse_config
 from train.planning import plan_run
 from train.predict import predict_memory, trace_run
 
-LLAMA_8B = ["--config=llama_8b", "--model.n_layers=1", "--parallel.param_dtype=bfloat16", "--train.seq_len=8192",
-            "--train.micro_batch_size=1", "--train.global_batch_size=-1"]  # fmt: skip
+LLAMA_8B = [
+    "--config=llama_8b",
+    "--model.n_layers=1",
+    "--parallel.param_dtype=bfloat16",
+    "--train.seq_len=8192",
+    "--train.micro_batch_size=1",
+    "--train.global_batch_size=-1",
+]
 NARROW = ["--model.dim=256", "--model.n_heads=4", "--model.n_kv_heads=4", "--model.ffn_dim=512"]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -51,14 +58,23 @@ def test_long_micro_batches_get_a_chunked_loss_unless_logits_are_gathered() -> N
     assert whole_head.loss_chunk_tokens == LOSS_CHUNK_TOKENS
 
 
-@pytest.mark.parametrize(("keys", "words"), [
-    ({"loss_chunk_tokens": 10}, ["parallel.loss_chunk_tokens=10 must be 0", "at least 64"]),
-    ({"loss_chunk_tokens": -1}, ["parallel.loss_chunk_tokens=-1 must be 0"]),
-    ({"loss_chunk_tokens": 64, "tp": 2, "loss_parallel": False}, ["loss_chunk_tokens=64 is for logits that stay split over tp"]),
-    ({"attention": "cuddn"}, ["parallel.attention=cuddn is not one of cpu"]),
-    ({"storage_dtype": "float16"}, ["parallel.storage_dtype=float16 needs a gradient scaler"]),
-    ({"storage_dtype": "bfloat16"}, ["storage_dtype=bfloat16 with param_dtype=float32", "use param_dtype=bfloat16"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"loss_chunk_tokens": 10}, ["parallel.loss_chunk_tokens=10 must be 0", "at least 64"]),
+        ({"loss_chunk_tokens": -1}, ["parallel.loss_chunk_tokens=-1 must be 0"]),
+        (
+            {"loss_chunk_tokens": 64, "tp": 2, "loss_parallel": False},
+            ["loss_chunk_tokens=64 is for logits that stay split over tp"],
+        ),
+        ({"attention": "cuddn"}, ["parallel.attention=cuddn is not one of cpu"]),
+        ({"storage_dtype": "float16"}, ["parallel.storage_dtype=float16 needs a gradient scaler"]),
+        (
+            {"storage_dtype": "bfloat16"},
+            ["storage_dtype=bfloat16 with param_dtype=float32", "use param_dtype=bfloat16"],
+        ),
+    ],
+)
 def test_wrong_keys_are_refused_with_a_way_out(keys, words) -> None:
     said = report_of(**keys)
     assert all(word in said for word in words), said
@@ -68,15 +84,27 @@ def test_wrong_keys_are_refused_with_a_way_out(keys, words) -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(kernel, device_type, apart) -> None:
-    config = parse_config([f"--parallel.attention={kernel}", f"--data.document_mask={str(apart).lower()}",
-                           "--parallel.param_dtype=bfloat16"])  # fmt: skip
+    config = parse_config(
+        [
+            f"--parallel.attention={kernel}",
+            f"--data.document_mask={str(apart).lower()}",
+            "--parallel.param_dtype=bfloat16",
+        ]
+    )
     plan = plan_run(config, 1)
-    able = {(False, "cpu"): {"cpu", "math", "flash"}, (False, "cuda"): {"math", "flash", "efficient", "cudnn"},
-            (True, "cpu"): {"cpu"}, (True, "cuda"): {"flex"}}[apart, device_type]  # fmt: skip
+    able = {
+        (False, "cpu"): {"cpu", "math", "flash"},
+        (False, "cuda"): {"math", "flash", "efficient", "cudnn"},
+        (True, "cpu"): {"cpu"},
+        (True, "cuda"): {"flex"},
+    }[apart, device_type]
     if kernel in able:
         check_attention(config, plan, device_type)
     else:
-        with pytest.raises(PlanError, match=rf"parallel.attention={kernel} is no kernel for a {device_type} device.* use auto"):
+        with pytest.raises(
+            PlanError,
+            match=rf"parallel.attention={kernel} is no kernel for a {device_type} device.* use auto",
+        ):
             check_attention(config, plan, device_type)
 
 
@@ -87,7 +115,9 @@ def test_float32_takes_the_kernels_that_can_do_it(kernel) -> None:
     if kernel in ("math", "efficient"):
         check_attention(config, plan, "cuda")
     else:
-        with pytest.raises(PlanError, match=r"a cuda device in float32 without .*: use auto, or math, efficient"):
+        with pytest.raises(
+            PlanError, match=r"a cuda device in float32 without .*: use auto, or math, efficient"
+        ):
             check_attention(config, plan, "cuda")
 
 
@@ -105,7 +135,9 @@ def test_a_plan_file_for_another_kind_of_device_says_where_it_is_wrong(tmp_path)
     plan_file = tmp_path / "plan.yaml"
     plan_file.write_text(plan_to_yaml(plan_run(parse_config([]), 1)))
     config = parse_config([f"--parallel.plan={plan_file}"])
-    with pytest.raises(PlanError, match=rf"attention=cpu of {plan_file} is no kernel .*: put math, efficient"):
+    with pytest.raises(
+        PlanError, match=rf"attention=cpu of {plan_file} is no kernel .*: put math, efficient"
+    ):
         check_attention(config, plan_run(config, 1), "cuda")
 
 
@@ -138,7 +170,8 @@ def test_kernels_come_back_from_a_plan_file(tmp_path) -> None:
 
 
 def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
-    """8,192 tokens of a vocabulary of 128,256: beyond the gradients that any head has to make, at most 1.2 GiB."""
+    """8,192 tokens of a vocabulary of 128,256: beyond the gradients that any head has to make, at most 1.2
+    GiB."""
     gradients = 128_256 * 4096 * 2 + 8192 * 4096 * 2
     chunked, chunked_memory = head_of()
     whole, whole_memory = head_of("--parallel.loss_chunk_tokens=0")
@@ -147,7 +180,9 @@ def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
     assert chunk_gib < extra_gib < chunk_gib + 0.3 < 1.2
     assert (whole.forward.peak(1).at(1)) / GIB > 4 * chunk_gib
     assert chunked_memory.memory.logits < whole_memory.memory.logits / 3
-    assert sum(o.flops.at(1) for o in chunked.forward.operations) == pytest.approx(3 * 2 * 8192 * 4096 * 128_256)
+    assert sum(o.flops.at(1) for o in chunked.forward.operations) == pytest.approx(
+        3 * 2 * 8192 * 4096 * 128_256
+    )
     # A second sequence is more chunks, not larger ones.
     assert chunked.forward.peak(2).at(2) - chunked.forward.peak(1).at(1) < 0.3 * GIB
 
@@ -158,9 +193,14 @@ def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
     arguments = [*LLAMA_8B, *NARROW, f"--parallel.tp={tp}", "--parallel.compile.enabled=false"]
     simulation = simulated(8, *arguments)
     assert simulation.at_peak.logits > simulation.peak_bytes / 2, "the step is fullest in the head"
-    (predicted,) = run_ranks(1, predict_peak_bytes, arguments)  # in a process of its own: what pytest keeps of a step would count
+    # in a process of its own: what pytest keeps of a step would count
+    (predicted,) = run_ranks(1, predict_peak_bytes, arguments)
     assert predicted == pytest.approx(simulation.peak_bytes, rel=0.005)
-    forward = [c for c in simulation.collectives if (c.unit, c.axis, c.phase, c.op) == ("head", "tp", "forward", "all_reduce")]
+    forward = [
+        c
+        for c in simulation.collectives
+        if (c.unit, c.axis, c.phase, c.op) == ("head", "tp", "forward", "all_reduce")
+    ]
     assert [c.bytes for c in forward] == [2048 * 4, 2 * 2048 * 4] * 4 * (tp == 2)
 
 
@@ -173,7 +213,12 @@ def test_attention_takes_its_kernels_time() -> None:
         times = step_times(plan, trace_run(config, plan), hardware, 8)
         seconds[kernel] = times.modules["layers.0"].forward_s
     share = hardware.attention_kernels["flash"]
-    attention_s = 8192**2 * 4096 * 2 / (hardware.peak_tflops["bfloat16"] * 1e12 * hardware.attention_forward["bfloat16"])
+    attention_s = (
+        8192**2
+        * 4096
+        * 2
+        / (hardware.peak_tflops["bfloat16"] * 1e12 * hardware.attention_forward["bfloat16"])
+    )
     assert seconds["flash"] - seconds["cudnn"] == pytest.approx(attention_s * (1 / share - 1), rel=0.05)
 
 
@@ -187,6 +232,10 @@ def test_an_operator_is_opened_if_it_is_made_of_others() -> None:
         return x + x
 
     assert inner_code(torch.ops.meshwright_test.twice.default)(torch.ones(1)) == 2
-    for whole in (torch.ops.meshwright_test.twice_kernel.default, torch.ops.meshwright.cpu_causal_attention.default,
-                  torch.ops.aten.add.Tensor, torch.ops.prims.add.default):  # fmt: skip
+    for whole in (
+        torch.ops.meshwright_test.twice_kernel.default,
+        torch.ops.meshwright.cpu_causal_attention.default,
+        torch.ops.aten.add.Tensor,
+        torch.ops.prims.add.default,
+    ):
         assert inner_code(whole) is None

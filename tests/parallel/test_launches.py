@@ -1,4 +1,5 @@
-"""The simulated streams against the order in which the real hooks launch collectives, and laws that hold for any plan."""
+"""The simulated streams against the order in which the real hooks launch collectives, and laws that hold for
+any plan."""
 
 import dataclasses
 import itertools
@@ -41,9 +42,13 @@ def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arg
     tp = 1.0 if plan.mesh.tp > 1 else 0.0
     unit = UnitTimes(gathers, gathers, 1.0, 1.0, scatters, 1.0 if plan.mesh.dp_replicate > 1 else 0.0)
     module = ModuleTimes(1.0, tp, 1.0, tp)
-    times = StepTimes(dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0)
+    times = StepTimes(
+        dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
+    )
     tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
-    assert in_words(map(_collective, _launched(tasks))) == in_words(simulated(world_size, *TINY, *arguments).collectives)
+    assert in_words(map(_collective, _launched(tasks))) == in_words(
+        simulated(world_size, *TINY, *arguments).collectives
+    )
 
 
 def _all_reduces(plan: Plan) -> list[bool]:
@@ -76,7 +81,9 @@ def test_laws_of_any_step(seed):
 
 
 def _check_no_overlap(step: Timeline, lanes: set[str]) -> None:
-    events = sorted((e for e in step.events if e.lane in lanes), key=lambda event: (event.start_s, event.end_s))
+    events = sorted(
+        (e for e in step.events if e.lane in lanes), key=lambda event: (event.start_s, event.end_s)
+    )
     for before, after in itertools.pairwise(events):
         assert after.start_s >= before.end_s - 1e-9, (before, after)
 
@@ -87,12 +94,21 @@ def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
     step = simulate_step(plan, times)
     tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
     spans = run_tasks(tasks, times.slowdown)
-    whole = sorted((task.lane, span.start_s, span.end_s) for task, span in zip(tasks, spans, strict=True)
-                   if span.end_s > span.start_s)  # fmt: skip
-    pieces = sorted((e.lane, e.start_s, e.end_s) for e in step.events if e.lane != "exposed" and e.phase != "optimizer")
+    whole = sorted(
+        (task.lane, span.start_s, span.end_s)
+        for task, span in zip(tasks, spans, strict=True)
+        if span.end_s > span.start_s
+    )
+    pieces = sorted(
+        (e.lane, e.start_s, e.end_s) for e in step.events if e.lane != "exposed" and e.phase != "optimizer"
+    )
     assert [lane for lane, _, _ in whole] == [lane for lane, _, _ in pieces]
-    assert [t for _, *both in whole for t in both] == pytest.approx([t for _, *both in pieces for t in both], abs=1e-9)
-    exposed_s = sum(wait.end_s - wait.start_s for wait in find_waits(tasks, spans)) + step.exposed_by_lane.get("tp", 0.0)
+    assert [t for _, *both in whole for t in both] == pytest.approx(
+        [t for _, *both in pieces for t in both], abs=1e-9
+    )
+    exposed_s = sum(
+        wait.end_s - wait.start_s for wait in find_waits(tasks, spans)
+    ) + step.exposed_by_lane.get("tp", 0.0)
     assert exposed_s == pytest.approx(step.exposed_s, abs=1e-9)
 
 
@@ -117,16 +133,37 @@ def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
     replicate, tp = rng.choice([1, 1, 2]), rng.choice([1, 1, 2])
     model = make_model(rng.randint(1, 6), tied=rng.random() < 0.2)
     plan = plan_of(
-        8, 1, 8 // tp * rng.randint(1, 4), model=model, dp_replicate=replicate, tp=tp,
-        forward_prefetch=rng.randint(0, 3), backward_prefetch=rng.randint(0, 3), unit_min_params=rng.choice([0, 0, 800]),
+        8,
+        1,
+        8 // tp * rng.randint(1, 4),
+        model=model,
+        dp_replicate=replicate,
+        tp=tp,
+        forward_prefetch=rng.randint(0, 3),
+        backward_prefetch=rng.randint(0, 3),
+        unit_min_params=rng.choice([0, 0, 800]),
         reshard_after_forward=rng.choice([True, True, False, 2 if tp == 1 else True]),
-    )  # fmt: skip
+    )
     for index in range(len(plan.units) - 1):
         if rng.random() < 0.3:
-            plan = change(plan, index, reshard_after_forward=rng.random() < 0.5, backward_prefetch=rng.randint(0, 3))
-    of_units = {unit.name: UnitTimes(_some(rng), _some(rng), rng.random() / 9, rng.random() / 9, _some(rng),
-                                     _some(rng) * (replicate > 1)) for unit in plan.units}  # fmt: skip
-    of_modules = {name: ModuleTimes(_some(rng), tp_s := _some(rng) * (tp > 1), 2 * _some(rng), tp_s) for name in plan.modules}
+            plan = change(
+                plan, index, reshard_after_forward=rng.random() < 0.5, backward_prefetch=rng.randint(0, 3)
+            )
+    of_units = {
+        unit.name: UnitTimes(
+            _some(rng),
+            _some(rng),
+            rng.random() / 9,
+            rng.random() / 9,
+            _some(rng),
+            _some(rng) * (replicate > 1),
+        )
+        for unit in plan.units
+    }
+    of_modules = {
+        name: ModuleTimes(_some(rng), tp_s := _some(rng) * (tp > 1), 2 * _some(rng), tp_s)
+        for name in plan.modules
+    }
     return plan, StepTimes(of_units, of_modules, _some(rng), rng.random() < 0.8, rng.choice([0.0, 0.1, 0.5]))
 
 

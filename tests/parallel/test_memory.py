@@ -20,7 +20,8 @@ from train.planning import plan_run
 from train.predict import predict_memory
 
 EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
-HIDDEN, KEPT, TABLES = 20, 200, 7  # bytes: of a block's output and of what it keeps, per sequence; of the buffers
+# bytes: of a block's output and of what it keeps, per sequence; of the buffers
+HIDDEN, KEPT, TABLES = 20, 200, 7
 
 
 def per_sequence(size: float, fixed: float = 0) -> Linear:
@@ -28,10 +29,12 @@ def per_sequence(size: float, fixed: float = 0) -> Linear:
 
 
 def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head: int = 500) -> ModelWork:
-    """Embedding, blocks, head. A block's forward holds `passing` at the most, its backward 300 and, last, 150 beside its
-    weights' gradients; the head holds `head` in its forward."""
+    """Embedding, blocks, head. A block's forward holds `passing` at the most, its backward 300 and, last, 150
+    beside its weights' gradients; the head holds `head` in its forward."""
 
-    def module(parameters: int, forward: float, keeps: float, backward: tuple[Linear, ...], output: float) -> ModuleWork:
+    def module(
+        parameters: int, forward: float, keeps: float, backward: tuple[Linear, ...], output: float
+    ) -> ModuleWork:
         phases = Phase((), (per_sequence(forward),)), Phase((), backward)
         return ModuleWork(parameters, *phases, per_sequence(keeps), per_sequence(output))
 
@@ -66,8 +69,8 @@ def test_a_small_plan_by_hand() -> None:
         params=SHARDS,
         grads=SHARDS,
         optimizer=2 * SHARDS,
-        # In the embedding's forward: it, the buffer it was copied out of, and one that fills with a block ahead. (The head
-        # and its buffer are 8000.)
+        # In the embedding's forward: it, the buffer it was copied out of, and one that fills with a block
+        # ahead. (The head and its buffer are 8000.)
         unsharded=3200 + 3200 + 1600,
         # In the last block's backward: what embedding and first block kept, and the block's fullest moment.
         activations=3 * (5 + 200 + 300),
@@ -79,7 +82,8 @@ def test_a_small_plan_by_hand() -> None:
 
 
 def test_the_moment_of_the_peak_by_hand() -> None:
-    """The last of the last block's backward: its gradients are there, and the head's reduction has still its buffer."""
+    """The last of the last block's backward: its gradients are there, and the head's reduction has still its
+    buffer."""
     assert predict(2, 3).at_peak == MemoryByKind(
         params=SHARDS,
         grads=2000,  # of the head
@@ -120,7 +124,8 @@ def test_storage_in_bfloat16_halves_shards_and_gradients_and_moments_have_a_dtyp
 
 
 def test_a_reduction_in_float32_is_cast_to_storage_in_bfloat16() -> None:
-    """The reduction's buffer, half of it that comes out, that in bfloat16, and the gradient of the only weight."""
+    """The reduction's buffer, half of it that comes out, that in bfloat16, and the gradient of the only
+    weight."""
     work = make_work(dtype_bytes=2)
     head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
     got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head}), **STORED).memory
@@ -134,8 +139,9 @@ def test_sums_that_wait_for_the_replicas_wait_in_reduce_dtype() -> None:
     assert predict(4, **keys, **{**STORED, "reduce_dtype": "bfloat16"}).at_peak.grads == SHARDS // 2
 
 
-def test_what_replicas_have_summed_stays_until_the_backward_ends_where_gradients_are_stored_in_another_dtype() -> None:
-    """On one shard, at the embedding's reduction: it in float32 three times, beside the blocks' and the head's."""
+def test_replicas_sums_stay_until_the_backward_ends_where_gradients_are_stored_in_another_dtype() -> None:
+    """On one shard, at the embedding's reduction: it in float32 three times, beside the blocks' and the
+    head's."""
     got = predict(2, strategy="ddp", work=make_work(dtype_bytes=2), **STORED)
     assert got.at_peak.buffers == TABLES + 3 * 3200 + 2 * 1600 + 4000
     assert predict(2, strategy="ddp", work=make_work()).at_peak.buffers == TABLES + 3 * 3200
@@ -148,17 +154,21 @@ def test_shards_divide_parameters_gradients_and_optimizer(shards: int, per_rank:
 
 
 def test_rows_are_dealt_out_whole_and_padded() -> None:
-    """A head of 3 rows of 300 and 100 rows of 1, on 8 ranks: 1 row of 300 and 13 of 1 each, the last ranks' padding."""
+    """A head of 3 rows of 300 and 100 rows of 1, on 8 ranks: 1 row of 300 and 13 of 1 each, the last ranks'
+    padding."""
     work = make_work()
     head = dataclasses.replace(work.modules["head"], weights=((3, 300), (100, 1)))
-    got = predict(8, work=dataclasses.replace(work, modules={**work.modules, "head": head}), forward_prefetch=0).memory
+    got = predict(
+        8, work=dataclasses.replace(work, modules={**work.modules, "head": head}), forward_prefetch=0
+    ).memory
     assert got.params == got.grads == 4 * (100 + 2 * 50 + 313)
     assert got.unsharded == 2 * 4 * 8 * 313, "the head and its buffer, as they come from all ranks"
     assert got.buffers == TABLES + 4000 + 4 * 8 * 313, "its gradient is not padded, but for the reduction"
 
 
 def test_the_last_weights_gradient_lives_until_the_reduction_is_done() -> None:
-    """On two ranks: the reduction's buffer, half of it that comes out, and 900 of 1000 values, which torch's loop holds."""
+    """On two ranks: the reduction's buffer, half of it that comes out, and 900 of 1000 values, which torch's
+    loop holds."""
     work = make_work()
     head = dataclasses.replace(work.modules["head"], weights=((100, 1), (10, 90)))
     got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head})).memory
@@ -166,7 +176,8 @@ def test_the_last_weights_gradient_lives_until_the_reduction_is_done() -> None:
 
 
 def test_a_reduction_in_bfloat16_is_cast_at_its_end() -> None:
-    """The reduction's buffer, half of it that comes out, that in float32, and the gradient of the only weight."""
+    """The reduction's buffer, half of it that comes out, that in float32, and the gradient of the only
+    weight."""
     work = make_work(dtype_bytes=2)
     head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
     work = dataclasses.replace(work, modules={**work.modules, "head": head})
@@ -186,17 +197,22 @@ def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
 
 
 def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() -> None:
-    """Five blocks, all with offload: the last one's stay. In the last forward what the one before keeps is still on its way; in
-    the last backward, and in each before the first, what the next one needs is there already."""
+    """Five blocks, all with offload: the last one's stay. In the last forward what the one before keeps is
+    still on its way; in the last backward, and in each before the first, what the next one needs is there
+    already."""
     work, keys = make_work(n_blocks=5), {"n_blocks": 5, "activation_checkpoint": "offload"}
     plan = make(2, **keys)
     assert sent_blocks(plan, work) == {f"layers.{i}": f"layers.{i + 1}" for i in range(4)}
     assert host_bytes(plan, work) == 4 * KEPT
-    assert predict(2, work=work, **keys).memory.activations == 5 + KEPT + 300, "as in two blocks that keep all"
+    assert predict(2, work=work, **keys).memory.activations == 5 + KEPT + 300, (
+        "as in two blocks that keep all"
+    )
     kept = predict(2, work=work, n_blocks=5).memory.activations
     assert kept == 5 + 4 * KEPT + 300
     assert predict(2, work=work, **keys, checkpointed_blocks=3).memory.activations == kept - 2 * KEPT
-    assert predict(2, work=make_work(n_blocks=5, passing=900), **keys).memory.activations == 5 + KEPT + 900, "in a forward"
+    assert predict(2, work=make_work(n_blocks=5, passing=900), **keys).memory.activations == 5 + KEPT + 900, (
+        "in a forward"
+    )
 
 
 def test_what_is_sent_needs_no_backward_of_its_own() -> None:
@@ -204,10 +220,14 @@ def test_what_is_sent_needs_no_backward_of_its_own() -> None:
     plan = make(2, n_blocks=5, activation_checkpoint="offload")
     assert host_bytes(plan, work) == 3 * KEPT
     offloaded = make(2, n_blocks=5, activation_checkpoint="offload", cpu_offload=True)
-    assert host_bytes(offloaded, make_work(n_blocks=5)) == 4 * KEPT + 4 * (EMBEDDING + 5 * BLOCK + HEAD) * 4 // 2
+    assert (
+        host_bytes(offloaded, make_work(n_blocks=5)) == 4 * KEPT + 4 * (EMBEDDING + 5 * BLOCK + HEAD) * 4 // 2
+    )
 
 
-IN_THE_HEADS_BACKWARD = MemoryByKind(unsharded=4000 + 1600, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000)
+IN_THE_HEADS_BACKWARD = MemoryByKind(
+    unsharded=4000 + 1600, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000
+)
 
 
 def test_accumulated_gradients_are_there_through_the_last_micro_batch() -> None:
@@ -243,7 +263,8 @@ def test_a_list_fills_buffers_of_what_it_names() -> None:
 
 
 def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
-    """With the head gone, most is gathered while the embedding is copied out: it and its buffer; nothing is ahead of it."""
+    """With the head gone, most is gathered while the embedding is copied out: it and its buffer; nothing is
+    ahead of it."""
     work = make_work(head=0)
     head = dataclasses.replace(work.modules["head"], parameters=4)
     work = dataclasses.replace(work, modules={**work.modules, "head": head})
@@ -282,7 +303,9 @@ def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None
     plan = make_plan(ParallelConfig(), model, Job(2, 8, 5, 1))
     work = make_work(n_blocks=1)
     embed = dataclasses.replace(work.modules["embed"], parameters=0)
-    got = predict_step_memory(plan, dataclasses.replace(work, modules={**work.modules, "embed": embed})).memory
+    got = predict_step_memory(
+        plan, dataclasses.replace(work, modules={**work.modules, "embed": embed})
+    ).memory
     assert got.params == (200 + 500) * 4
     # The head's gradient waits while the embedding makes another; the block's reduction still has its buffer.
     assert got.buffers == TABLES + 4000 + 3200 + 1600
@@ -309,36 +332,71 @@ def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> No
     assert reserved_bytes(memory, hardware) == 12 * GIB
 
 
-@pytest.mark.parametrize("keys", [{}, {"cpu_offload": True}, {"reshard_after_forward": False}, {"dp_replicate": 2}, STORED,
-                                  {"activation_checkpoint": "offload"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"cpu_offload": True},
+        {"reshard_after_forward": False},
+        {"dp_replicate": 2},
+        STORED,
+        {"activation_checkpoint": "offload"},
+    ],
+    ids=str,
+)
 def test_the_least_is_never_more_than_the_peak(keys: dict[str, Any]) -> None:
     for micro in (1, 3, 9):
         plan = make(4, micro, **keys)
         assert 0 < least_bytes(plan, make_work()) <= predict_step_memory(plan, make_work()).peak_bytes
 
 
-SMALL = ("--model.dim=256", "--model.n_layers=3", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=512",
-         "--model.vocab_size=2048", "--train.seq_len=64", "--parallel.compile.enabled=false",
-         "--parallel.param_dtype=bfloat16")  # fmt: skip
-STORAGE, MOMENTS, REDUCED = ("--parallel.storage_dtype=bfloat16", "--optim.state_dtype=bfloat16",
-                             "--parallel.reduce_dtype=bfloat16")  # fmt: skip
+SMALL = (
+    "--model.dim=256",
+    "--model.n_layers=3",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=512",
+    "--model.vocab_size=2048",
+    "--train.seq_len=64",
+    "--parallel.compile.enabled=false",
+    "--parallel.param_dtype=bfloat16",
+)
+STORAGE, MOMENTS, REDUCED = (
+    "--parallel.storage_dtype=bfloat16",
+    "--optim.state_dtype=bfloat16",
+    "--parallel.reduce_dtype=bfloat16",
+)
 ACCUMULATED = "--train.global_batch_size=32"
 OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "--train.seq_len=512"]
 
 
 @pytest.mark.parametrize(
     ("world_size", "keys"),
-    [(1, [STORAGE, MOMENTS]), (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]), (4, [REDUCED, "--parallel.strategy=ddp"]),
-     (4, [*OFFLOADED, "--parallel.tp=2"]), (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"]),
-     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-         (4, [MOMENTS]), (4, [STORAGE]), (4, [STORAGE, MOMENTS, ACCUMULATED]), (1, [REDUCED]), (4, OFFLOADED),
-         (4, [STORAGE, "--parallel.strategy=ddp"])))],
+    [
+        (1, [STORAGE, MOMENTS]),
+        (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]),
+        (4, [REDUCED, "--parallel.strategy=ddp"]),
+        (4, [*OFFLOADED, "--parallel.tp=2"]),
+        (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (4, [MOMENTS]),
+                (4, [STORAGE]),
+                (4, [STORAGE, MOMENTS, ACCUMULATED]),
+                (1, [REDUCED]),
+                (4, OFFLOADED),
+                (4, [STORAGE, "--parallel.strategy=ddp"]),
+            )
+        ),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:
     config = parse_config([*SMALL, *keys])
     got, real = predict_memory(config, plan_run(config, world_size)), simulated(world_size, *SMALL, *keys)
     for kind in ("params", "optimizer"):
         assert getattr(got.memory, kind) == pytest.approx(getattr(real.memory, kind), rel=1e-3), kind
-    # Under pytest, not in a process of its own, one of the watched steps can keep a small tensor a moment longer: up to 1% here.
+    # Under pytest, not in a process of its own, one of the watched steps can keep a small tensor a moment
+    # longer: up to 1% here.
     assert got.peak_bytes == pytest.approx(real.peak_bytes, rel=0.035)

@@ -31,13 +31,24 @@ def test_copies_that_are_shorter_than_a_block_are_hidden() -> None:
 
 
 def test_a_forward_waits_for_what_the_block_before_has_sent_and_a_backward_for_what_was_fetched() -> None:
-    """Copies of 5 seconds. Sent: block 0's from 4 to 9; block 1 computes to 6, and block 2 waits for 9. The head waits for
-    what block 2 has sent, to 19. Fetched: block 2's from where block 3's backward begins."""
+    """Copies of 5 seconds. Sent: block 0's from 4 to 9; block 1 computes to 6, and block 2 waits for 9. The
+    head waits for what block 2 has sent, to 19. Fetched: block 2's from where block 3's backward begins."""
     timeline = step(5)
     assert bars(timeline, "offload", "forward") == [("0", 4, 9), ("1", 9, 14), ("2", 14, 19)]
-    assert bars(timeline, "compute", "forward") == [("e", 0, 2), ("0", 2, 4), ("1", 4, 6), ("2", 9, 11), ("3", 14, 16),
-                                                    ("h", 19, 21)]  # fmt: skip
-    assert bars(timeline, "compute", "backward")[:4] == [("h", 21, 25), ("3", 25, 29), ("2", 30, 34), ("1", 35, 39)]
+    assert bars(timeline, "compute", "forward") == [
+        ("e", 0, 2),
+        ("0", 2, 4),
+        ("1", 4, 6),
+        ("2", 9, 11),
+        ("3", 14, 16),
+        ("h", 19, 21),
+    ]
+    assert bars(timeline, "compute", "backward")[:4] == [
+        ("h", 21, 25),
+        ("3", 25, 29),
+        ("2", 30, 34),
+        ("1", 35, 39),
+    ]
     assert bars(timeline, "offload", "backward") == [("2", 25, 30), ("1", 30, 35), ("0", 35, 40)]
     assert timeline.exposed_by_lane == pytest.approx({"offload": 3 + 3 + 3 + 1 + 1 + 1})
     assert timeline.step_s == timeline.compute_s + timeline.exposed_s == 48

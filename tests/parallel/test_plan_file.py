@@ -1,4 +1,5 @@
-"""A plan file reads back to the same plan, stays short and readable, and a malformed one is refused with its place."""
+"""A plan file reads back to the same plan, stays short and readable, and a malformed one is refused with its
+place."""
 
 import dataclasses
 import json
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 
 from parallel.check_plan import check_plan
 from parallel.config import CompileConfig
-from parallel.plan import ACTIVATION_CHECKPOINTS, DTYPES, Float8Plan, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
+from parallel.plan import (
+    ACTIVATION_CHECKPOINTS,
+    DTYPES,
+    Float8Plan,
+    MeshPlan,
+    Plan,
+    PlanError,
+    TensorPlan,
+    UnitPlan,
+)
 from parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from tests.parallel.plans import BLOCK, MODEL, SEQ_LEN, change, make_model, plan_of
 
@@ -38,12 +48,26 @@ def entries(plan: Plan) -> list[str]:
         make(),
         make(tied=True),
         make(n_layers=1),
-        make(n_layers=126, dp_replicate=2, reshard_after_forward=2, activation_checkpoint="full", param_dtype="bfloat16"),
-        make(reshard_after_forward=False, forward_prefetch=0, compile=CompileConfig(False, "aot_eager", "default")),
+        make(
+            n_layers=126,
+            dp_replicate=2,
+            reshard_after_forward=2,
+            activation_checkpoint="full",
+            param_dtype="bfloat16",
+        ),
+        make(
+            reshard_after_forward=False,
+            forward_prefetch=0,
+            compile=CompileConfig(False, "aot_eager", "default"),
+        ),
         make(tp=2, sequence_parallel=False, loss_parallel=False, cpu_offload=True),
         make(tp=4, tp_parts=("attention",), activation_checkpoint="selective"),
         make(activation_checkpoint="budget", activation_budget=0.1, unit_min_params=2 * BLOCK),
-        make(activation_checkpoint="selective", selective_policy="every:2", compile=CompileConfig(cache_dir="/x y")),
+        make(
+            activation_checkpoint="selective",
+            selective_policy="every:2",
+            compile=CompileConfig(cache_dir="/x y"),
+        ),
         change(make(), 2, forward_prefetch=("layers.2", "head"), backward_prefetch=()),
     ],
     ids=["plain", "tied", "one-layer", "405b", "off", "tp", "tp-part", "budget", "every", "lists"],
@@ -56,7 +80,9 @@ def test_a_plan_reads_back_exactly(plan: Plan, tmp_path: Path) -> None:
 
 def test_like_blocks_are_one_entry() -> None:
     assert entries(make(n_layers=126)) == ["embed", "layers.[0-125]", "head"]
-    assert len(plan_to_yaml(make(n_layers=126)).splitlines()) == len(plan_to_yaml(make(n_layers=2)).splitlines())
+    assert len(plan_to_yaml(make(n_layers=126)).splitlines()) == len(
+        plan_to_yaml(make(n_layers=2)).splitlines()
+    )
 
 
 def test_two_modules_of_a_tied_unit_stand_in_one_name() -> None:
@@ -80,8 +106,11 @@ def test_a_unit_treated_otherwise_splits_the_range(index: int, names: list[str],
 def test_a_hand_edited_unit_reads_as_written(tmp_path: Path) -> None:
     data = plan_to_dict(make(n_layers=6))
     block = data["units"][1]
-    data["units"][1:2] = [block | {"unit": "layers.[0-1]"}, block | {"unit": "layers.2", "reshard_after_forward": False},
-                          block | {"unit": "layers.[3-5]"}]  # fmt: skip
+    data["units"][1:2] = [
+        block | {"unit": "layers.[0-1]"},
+        block | {"unit": "layers.2", "reshard_after_forward": False},
+        block | {"unit": "layers.[3-5]"},
+    ]
     path = tmp_path / "edited.yaml"
     path.write_text(json.dumps(data))  # is YAML, and repeats lists where YAML would refer to the first
     plan = load_plan(path)
@@ -152,36 +181,67 @@ MALFORMED = [
     (edit("units", 1, "unit", value=7), ["units", "'unit'"]),
     (edit("units", 1, "compiled"), ["unit layers.[0-3]", "lacks compiled"]),
     (edit("units", 1, "compilde", value=True), ["unit layers.[0-3]", "unknown compilde", "compiled"]),
-    (edit("units", 1, "forward_prefetch", value="layers.1"),
-     ["unit layers.[0-3]", "forward_prefetch='layers.1'", "an integer or a list of names"]),
-    (edit("units", 1, "backward_prefetch", value=[1]), ["unit layers.[0-3]", "backward_prefetch=[1]", "a list of names"]),
-    (edit("units", 1, "forward_prefetch", value=True), ["forward_prefetch=True", "an integer or a list of names"]),
+    (
+        edit("units", 1, "forward_prefetch", value="layers.1"),
+        ["unit layers.[0-3]", "forward_prefetch='layers.1'", "an integer or a list of names"],
+    ),
+    (
+        edit("units", 1, "backward_prefetch", value=[1]),
+        ["unit layers.[0-3]", "backward_prefetch=[1]", "a list of names"],
+    ),
+    (
+        edit("units", 1, "forward_prefetch", value=True),
+        ["forward_prefetch=True", "an integer or a list of names"],
+    ),
     (edit("units", 1, "param_dtype", value=16), ["unit layers.[0-3]", "param_dtype=16", "a word"]),
     (edit("units", 1, "reduce_dtype", value=None), ["unit layers.[0-3]", "reduce_dtype=None", "a word"]),
-    (edit("units", 1, "saved_ops", value="aten.mm"), ["unit layers.[0-3]", "saved_ops='aten.mm'", "a list of names"]),
-    (edit("units", 1, "activation_budget", value="half"), ["unit layers.[0-3]", "activation_budget='half'", "a number"]),
-    (edit("units", 1, "modules", value=3), ["unit layers.[0-3]", "unknown key modules", "its name says them"]),
-    (edit("units", 1, "reshard_after_forward", value="true"),
-     ["unit layers.[0-3]", "reshard_after_forward='true'", "true or false or an integer"]),
+    (
+        edit("units", 1, "saved_ops", value="aten.mm"),
+        ["unit layers.[0-3]", "saved_ops='aten.mm'", "a list of names"],
+    ),
+    (
+        edit("units", 1, "activation_budget", value="half"),
+        ["unit layers.[0-3]", "activation_budget='half'", "a number"],
+    ),
+    (
+        edit("units", 1, "modules", value=3),
+        ["unit layers.[0-3]", "unknown key modules", "its name says them"],
+    ),
+    (
+        edit("units", 1, "reshard_after_forward", value="true"),
+        ["unit layers.[0-3]", "reshard_after_forward='true'", "true or false or an integer"],
+    ),
     (edit("units", 1, "reshard_after_forward", value=None), ["reshard_after_forward=None"]),
     (edit("units", 1, "unit", value="layers.[3-0]"), ["layers.[3-0]", "range", "low to high"]),
-    (edit("units", 1, "unit", value="layers.[0-99999999]"), ["layers.[0-99999999]", "range of 1 to 10000 units"]),
+    (
+        edit("units", 1, "unit", value="layers.[0-99999999]"),
+        ["layers.[0-99999999]", "range of 1 to 10000 units"],
+    ),
     (edit("modules"), ["the plan", "lacks modules"]),
     (edit("modules", value="embed"), ["modules must be a list"]),
     (edit("modules", 0, value=3), ["modules=3", "a word"]),
     (edit("tensor"), ["the plan", "lacks tensor"]),
     (edit("tensor", value=[]), ["tensor", "mapping"]),
-    (edit("tensor", "styles", value=["colwise"]), ["tensor", "styles=['colwise']", "a mapping of names to styles"]),
-    (edit("tensor", "styles", value={"head": 1}), ["tensor", "styles={'head': 1}", "a mapping of names to styles"]),
+    (
+        edit("tensor", "styles", value=["colwise"]),
+        ["tensor", "styles=['colwise']", "a mapping of names to styles"],
+    ),
+    (
+        edit("tensor", "styles", value={"head": 1}),
+        ["tensor", "styles={'head': 1}", "a mapping of names to styles"],
+    ),
     (edit("tensor", "sequence_parallel", value=1), ["tensor", "sequence_parallel=1", "true or false"]),
     (edit("cpu_offload", value="no way"), ["cpu_offload='no way'", "true or false"]),
-    (edit("compile", "on_recompile", value="shout"), ["compile", "on_recompile='shout'", "one of warn, error, ignore"]),
+    (
+        edit("compile", "on_recompile", value="shout"),
+        ["compile", "on_recompile='shout'", "one of warn, error, ignore"],
+    ),
     (edit("compile", "cache_dir", value=1), ["compile", "cache_dir=1", "a word or null"]),
     (edit(1, value=2), ["the plan", "unknown 1"]),
     (edit("modules", value=["a.[0-9999]"] * 1000), ["modules", "more than 10000"]),
     (edit("units", 1, "activation_budget", value=10**400), ["64 bits"]),
     (edit("units", 1, value=list(range(50_000))), ["units", "'unit'", " ... "]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +255,9 @@ def test_a_malformed_plan_is_refused_with_file_and_place(
     path = write_mistaken(make(), mistake, tmp_path)
     with pytest.raises(PlanError) as error:
         load_plan(path)
-    assert [word for word in ("plan file", str(path), *words) if word not in str(error.value)] == [], str(error.value)
+    assert [word for word in ("plan file", str(path), *words) if word not in str(error.value)] == [], str(
+        error.value
+    )
     assert len(str(error.value)) < 1000
 
 
@@ -206,15 +268,26 @@ def test_a_malformed_plan_is_refused_with_file_and_place(
         (edit("units", 0, "unit", value=f"layers.[{'9' * 100}-{'9' * 100}]"), "has no module"),
         (edit("mesh", "dp_shard", value=0), "mesh: dp_shard=0 must be at least 1"),
         (edit("mesh", "dp_shard", value=-1), "mesh: dp_shard=-1 must be at least 1"),
-        (edit("units", 1, "reshard_after_forward", value=-4), "units layers.0 to layers.3 .4.: reshard_after_forward=-4"),
-        (edit("units", 1, "reshard_after_forward", value=1), "units layers.0 to layers.3 .4.: reshard_after_forward=1"),
-        (edit("units", 1, "forward_prefetch", value=-1), "units layers.0 to layers.3 .4.: forward_prefetch=-1"),
+        (
+            edit("units", 1, "reshard_after_forward", value=-4),
+            "units layers.0 to layers.3 .4.: reshard_after_forward=-4",
+        ),
+        (
+            edit("units", 1, "reshard_after_forward", value=1),
+            "units layers.0 to layers.3 .4.: reshard_after_forward=1",
+        ),
+        (
+            edit("units", 1, "forward_prefetch", value=-1),
+            "units layers.0 to layers.3 .4.: forward_prefetch=-1",
+        ),
         (edit("units", 2, "param_dtype", value="half"), "unit head: param_dtype=half"),
         (edit("compile", "mode", value="max-autotune-no-cudagraphs"), "compile.mode"),
     ],
     ids=["twice", "digits", "no processes", "-1", "reshard -4", "reshard 1", "prefetch", "dtype", "mode"],
 )
-def test_a_plan_that_cannot_be_applied_is_refused_before_it_is(mistake: Callable[[Any], None], word: str, tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_applied_is_refused_before_it_is(
+    mistake: Callable[[Any], None], word: str, tmp_path: Path
+) -> None:
     path = write_mistaken(make(compile=CompileConfig(backend="aot_eager")), mistake, tmp_path)
     with pytest.raises(PlanError, match=word):
         check_plan(load_plan(path), MODEL, 8, SEQ_LEN)
@@ -249,23 +322,42 @@ def test_the_table_has_a_row_per_group_and_the_batch_in_words() -> None:
     ("plan", "words"),
     [
         (make(tp=2), "tensor parallel: sequence parallel on, loss parallel on\n"),
-        (make(tp=2, sequence_parallel=False, loss_parallel=False), "sequence parallel off, loss parallel off\n"),
-        (make(tp=2, tp_parts=("embedding", "feed_forward", "head")),
-         "loss parallel on, left whole: layers.*.norm, layers.*.wq, layers.*.wo\n"),
-        (make(loss_chunk_tokens=4096), "kernels: attention cpu, loss 4096 tokens at a time; parameters stored in float32\n"),
-        (make(cpu_offload=True), "cpu offload: sharded parameters, gradients and optimizer state in host memory\n"),
-        (make(activation_checkpoint="selective", selective_policy="aten.mm,aten.silu"), "selective (2 ops kept)"),
+        (
+            make(tp=2, sequence_parallel=False, loss_parallel=False),
+            "sequence parallel off, loss parallel off\n",
+        ),
+        (
+            make(tp=2, tp_parts=("embedding", "feed_forward", "head")),
+            "loss parallel on, left whole: layers.*.norm, layers.*.wq, layers.*.wo\n",
+        ),
+        (
+            make(loss_chunk_tokens=4096),
+            "kernels: attention cpu, loss 4096 tokens at a time; parameters stored in float32\n",
+        ),
+        (
+            make(cpu_offload=True),
+            "cpu offload: sharded parameters, gradients and optimizer state in host memory\n",
+        ),
+        (
+            make(activation_checkpoint="selective", selective_policy="aten.mm,aten.silu"),
+            "selective (2 ops kept)",
+        ),
         (make(activation_checkpoint="budget", activation_budget=0.3), "budget 0.3"),
-        (change(make(), 1, forward_prefetch=("layers.1", "layers.2"), backward_prefetch=()), "[layers.1 layers.2]/[]"),
+        (
+            change(make(), 1, forward_prefetch=("layers.1", "layers.2"), backward_prefetch=()),
+            "[layers.1 layers.2]/[]",
+        ),
         (change(make(param_dtype="bfloat16"), 5, output_dtype="float32"), "bfloat16 -> float32"),
     ],
     ids=["tp", "tp-off", "tp-parts", "chunked", "offload", "selective", "budget", "lists", "output"],
-)  # fmt: skip
+)
 def test_the_table_says_what_is_not_plain(plan: Plan, words: str) -> None:
     assert words in plan_to_table(plan)
 
 
-NAMES = st.sampled_from(["embed", "blocks.{}", "encoder.layers.{}", "h{}.attn", "deep.3.layers.{}.ffn", "stage{}"])
+NAMES = st.sampled_from(
+    ["embed", "blocks.{}", "encoder.layers.{}", "h{}.attn", "deep.3.layers.{}.ffn", "stage{}"]
+)
 AHEAD = st.integers(0, 3) | st.lists(st.sampled_from(["blocks.1", "a+b", "yes", "1"]), max_size=3).map(tuple)
 TREATMENTS = st.builds(
     UnitPlan,
@@ -287,25 +379,38 @@ WORDS = st.text("abc.*~0 :-#[]{}'\"\n\té", max_size=8)  # what YAML might misre
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Runs of numbered units with few different treatments, so that many groups are possible; some of two modules."""
+    """Runs of numbered units with few different treatments, so that many groups are possible; some of two
+    modules."""
     treatments = draw(st.lists(TREATMENTS, min_size=1, max_size=3))
-    runs = draw(st.lists(st.tuples(NAMES, st.integers(0, 12), st.integers(1, 5), st.booleans()), min_size=1, max_size=5))
+    runs = draw(
+        st.lists(
+            st.tuples(NAMES, st.integers(0, 12), st.integers(1, 5), st.booleans()), min_size=1, max_size=5
+        )
+    )
     units = []
     for pattern, start, length, paired in runs:
         for i in range(start, start + length):
             modules = (pattern.format(i), "other.module") if paired else (pattern.format(i),)
             units.append(dataclasses.replace(draw(st.sampled_from(treatments)), modules=modules))
     counts = st.integers(1, 64)
-    config = CompileConfig(draw(st.booleans()), draw(WORDS), draw(WORDS), draw(st.booleans()),
-                           draw(st.sampled_from(["warn", "error", "ignore"])),
-                           draw(st.sampled_from(["highest", "high", "medium"])), draw(st.none() | WORDS))  # fmt: skip
+    config = CompileConfig(
+        draw(st.booleans()),
+        draw(WORDS),
+        draw(WORDS),
+        draw(st.booleans()),
+        draw(st.sampled_from(["warn", "error", "ignore"])),
+        draw(st.sampled_from(["highest", "high", "medium"])),
+        draw(st.none() | WORDS),
+    )
     units = list({unit.modules: unit for unit in units}.values())  # a module is in one unit only
     modules = tuple(dict.fromkeys(module for unit in units for module in unit.modules))
     tensor = TensorPlan(draw(st.booleans()), draw(st.dictionaries(KEYS, WORDS, max_size=3)))
     mesh = MeshPlan(draw(counts), draw(counts), draw(counts))
     float8 = Float8Plan(draw(WORDS), tuple(draw(st.lists(WORDS, max_size=3))), draw(st.booleans()), ())
     kernels = (draw(WORDS), draw(WORDS), draw(counts), draw(st.booleans()), draw(st.booleans()), float8)
-    return Plan(mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), *kernels, config, modules, tuple(units))
+    return Plan(
+        mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), *kernels, config, modules, tuple(units)
+    )
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -33,7 +33,9 @@ def test_the_forward_first_needs_tied_embeddings_and_is_done_with_them_last() ->
     ],
 )
 def test_forward_takes_the_next_units(ahead: int, expected: dict[str, str]) -> None:
-    assert names_ahead(plan_of(forward_prefetch=ahead), "forward") == {name: list(units) for name, units in expected.items()}
+    assert names_ahead(plan_of(forward_prefetch=ahead), "forward") == {
+        name: list(units) for name, units in expected.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,12 +47,20 @@ def test_forward_takes_the_next_units(ahead: int, expected: dict[str, str]) -> N
     ],
 )
 def test_backward_takes_the_units_before(ahead: int, expected: dict[str, str]) -> None:
-    assert names_ahead(plan_of(backward_prefetch=ahead), "backward") == {name: list(units) for name, units in expected.items()}
+    assert names_ahead(plan_of(backward_prefetch=ahead), "backward") == {
+        name: list(units) for name, units in expected.items()
+    }
 
 
 def test_tied_embeddings_start_both_phases_and_are_started_by_none() -> None:
     plan = plan_of(model=TIED, forward_prefetch=2, backward_prefetch=1)
-    assert names_ahead(plan, "forward") == {"e": ["0", "1"], "0": ["1", "2"], "1": ["2", "3"], "2": ["3"], "3": []}
+    assert names_ahead(plan, "forward") == {
+        "e": ["0", "1"],
+        "0": ["1", "2"],
+        "1": ["2", "3"],
+        "2": ["3"],
+        "3": [],
+    }
     assert names_ahead(plan, "backward") == {"e": ["3"], "3": ["2"], "2": ["1"], "1": ["0"], "0": []}
 
 
@@ -77,4 +87,9 @@ def test_a_list_is_taken_as_it_is() -> None:
 
 def test_joined_units_are_started_as_one() -> None:
     plan = plan_of(unit_min_params=2 * BLOCK)
-    assert names_ahead(plan, "forward") == {"e": ["0+layers.1"], "0+layers.1": ["2+layers.3"], "2+layers.3": ["h"], "h": []}
+    assert names_ahead(plan, "forward") == {
+        "e": ["0+layers.1"],
+        "0+layers.1": ["2+layers.3"],
+        "2+layers.3": ["h"],
+        "h": [],
+    }

@@ -20,7 +20,8 @@ from parallel.planner.streams import simulate_step
 from parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
-KEPT = {"none": 4 * GIB, "selective": 2 * GIB, "full": GIB // 8, "offload": 4 * GIB}  # of a block, per sequence
+# of a block, per sequence
+KEPT = {"none": 4 * GIB, "selective": 2 * GIB, "full": GIB // 8, "offload": 4 * GIB}
 AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0, "offload": 0.0}  # of a forward, in the backward
 
 
@@ -33,9 +34,17 @@ def module(plan: Plan, parameters: int, mode: str) -> ModuleWork:
     tp_sum = [Operation("collective", "all_reduce", Linear(), sent, "bfloat16")] * (tp > 1)
     backward = dataclasses.replace(product, flops=flops.times(2 + AGAIN[mode]))
     keeps, output = Linear(0.0, KEPT[mode] / tp), Linear(0.0, TOKENS * 8192 * 2.0)
-    forward_live, backward_live = Linear(0.0, KEPT["none"] / tp), Linear(2.0 * parameters / tp, KEPT["none"] / tp)
-    return ModuleWork(parameters // tp, Phase((product, *tp_sum), (forward_live,)),
-                      Phase((backward, *tp_sum), (backward_live,)), keeps, output)  # fmt: skip
+    forward_live, backward_live = (
+        Linear(0.0, KEPT["none"] / tp),
+        Linear(2.0 * parameters / tp, KEPT["none"] / tp),
+    )
+    return ModuleWork(
+        parameters // tp,
+        Phase((product, *tp_sum), (forward_live,)),
+        Phase((backward, *tp_sum), (backward_live,)),
+        keeps,
+        output,
+    )
 
 
 def trace(plan: Plan) -> ModelWork:
@@ -45,9 +54,15 @@ def trace(plan: Plan) -> ModelWork:
 
 
 NAMES = ["tok_embeddings", *(f"layers.{i}" for i in range(BLOCKS)), "head"]
-MODEL = ModelUnits(dict.fromkeys(NAMES, PARAMETERS), [(name,) for name in NAMES], frozenset(NAMES[1:]), frozenset(NAMES[1:-1]),
-                   styles={"attention": {"layers.*": "colwise"}}, tp_divides={"attention": {"model.n_heads": 8}},
-                   attention_ops=("aten.mm",))  # fmt: skip
+MODEL = ModelUnits(
+    dict.fromkeys(NAMES, PARAMETERS),
+    [(name,) for name in NAMES],
+    frozenset(NAMES[1:]),
+    frozenset(NAMES[1:-1]),
+    styles={"attention": {"layers.*": "colwise"}},
+    tp_divides={"attention": {"model.n_heads": 8}},
+    attention_ops=("aten.mm",),
+)
 BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_parts": ("attention",)}
 
 
@@ -55,7 +70,9 @@ def machines(gib: float = 79.1, per_node: int = 8) -> Machines:
     return Machines(load_hardware()["h100-sxm"], per_node, int(gib * GIB))
 
 
-def find(gpus: int, here: Machines | None = None, batch: int = -1, micro: Any = "auto", **keys: Any) -> Choice:
+def find(
+    gpus: int, here: Machines | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
+) -> Choice:
     here = here or machines()
     job = Job(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
     return search(ParallelConfig(**BF16 | keys), MODEL, job, here, trace)  # type: ignore[arg-type]
@@ -65,7 +82,9 @@ def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -
     here = machines()
     choice = find(8)
     assert choice.best.memory is not None
-    assert choice.best.needed_bytes == reserved_bytes(choice.best.memory, here.hardware) <= here.available_bytes
+    assert (
+        choice.best.needed_bytes == reserved_bytes(choice.best.memory, here.hardware) <= here.available_bytes
+    )
     assert max(c.rate() for c in choice.fitting) * (1 - EQUAL) <= choice.best.rate()
     assert all(c.needed_bytes > here.available_bytes for c in choice.too_large)
     rest = [c.rate() for c in choice.fitting[1:]]
@@ -80,15 +99,26 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
     for checkpointing in KEPT:
         for reshard in (True, False):
             for tp in (1, 2, 4, 8):
-                every = find(16, batch=64, activation_checkpoint=checkpointing, reshard_after_forward=reshard, tp=tp,
-                             forward_prefetch=1, backward_prefetch=1).fitting  # fmt: skip
+                every = find(
+                    16,
+                    batch=64,
+                    activation_checkpoint=checkpointing,
+                    reshard_after_forward=reshard,
+                    tp=tp,
+                    forward_prefetch=1,
+                    backward_prefetch=1,
+                ).fitting
                 best = max([best, *(c.rate() for c in every)])
     assert choice.best.rate() >= best * (1 - EQUAL)
-    timed = simulate_step(choice.best.plan, step_times(choice.best.plan, trace(choice.best.plan), here.hardware, 8))
+    timed = simulate_step(
+        choice.best.plan, step_times(choice.best.plan, trace(choice.best.plan), here.hardware, 8)
+    )
     assert timed.step_s == choice.best.timeline.step_s  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("sizes", [(20, 40, 140), pytest.param((20, 30, 40, 60, 80, 140), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "sizes", [(20, 40, 140), pytest.param((20, 30, 40, 60, 80, 140), marks=pytest.mark.slow)], ids=len
+)
 def test_more_memory_never_makes_the_choice_slower(sizes: tuple[int, ...]) -> None:
     rates = [find(8, machines(gib)).best.rate() for gib in sizes]
     assert all(more >= less * (1 - EQUAL) for less, more in itertools.pairwise(rates)), rates
@@ -96,13 +126,21 @@ def test_more_memory_never_makes_the_choice_slower(sizes: tuple[int, ...]) -> No
 
 
 def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
-    plenty, little = (find(8, machines(gib), micro=1, tp=1).best.choices["activation_checkpoint"] for gib in (140, 20))
+    plenty, little = (
+        find(8, machines(gib), micro=1, tp=1).best.choices["activation_checkpoint"] for gib in (140, 20)
+    )
     assert (plenty, little) == ("none", "full")
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tp", 4), ("dp_replicate", 2), ("dp_shard", 2), ("activation_checkpoint", "full"), ("reshard_after_forward", False)],
+    [
+        ("tp", 4),
+        ("dp_replicate", 2),
+        ("dp_shard", 2),
+        ("activation_checkpoint", "full"),
+        ("reshard_after_forward", False),
+    ],
 )
 def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
     choice = find(8, machines(500), **{key: value})
@@ -123,7 +161,9 @@ def test_a_strategy_stays_as_it_is_and_leaves_the_rest_open() -> None:
 def test_prefetch_and_micro_batch_can_be_fixed_too() -> None:
     choice = find(8, micro=2, forward_prefetch=3, backward_prefetch=0)
     assert {c.plan.micro_batch_size for c in choice.fitting} == {2}
-    assert {(u.forward_prefetch, u.backward_prefetch) for c in choice.fitting for u in c.plan.units} == {(3, 0)}
+    assert {(u.forward_prefetch, u.backward_prefetch) for c in choice.fitting for u in c.plan.units} == {
+        (3, 0)
+    }
 
 
 def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() -> None:
@@ -143,8 +183,16 @@ def test_tp_stays_within_a_node() -> None:
 def test_a_tie_goes_to_the_simpler_plan() -> None:
     """On one GPU resharding and prefetching make no difference."""
     best = find(1, machines(500), micro=1).best
-    assert best.choices == {"tp": 1, "dp_replicate": 1, "dp_shard": 1, "activation_checkpoint": "none", "checkpointed_blocks": 0,
-                            "reshard_after_forward": True, "prefetch": 1, "micro_batch_size": 1}  # fmt: skip
+    assert best.choices == {
+        "tp": 1,
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "activation_checkpoint": "none",
+        "checkpointed_blocks": 0,
+        "reshard_after_forward": True,
+        "prefetch": 1,
+        "micro_batch_size": 1,
+    }
 
 
 def test_none_fits() -> None:
@@ -163,14 +211,23 @@ def test_what_cannot_be_is_refused_with_the_simplest_plans_mistake() -> None:
 
 
 def test_degrees_that_cannot_be_are_mistakes_and_no_crash() -> None:
-    for keys in ({"tp": 0}, {"dp_replicate": 0}, {"dp_shard": 0}, {"tp": 0, "strategy": "ddp"}, {"dp_shard": -2}):
+    for keys in (
+        {"tp": 0},
+        {"dp_replicate": 0},
+        {"dp_shard": 0},
+        {"tp": 0, "strategy": "ddp"},
+        {"dp_shard": -2},
+    ):
         with pytest.raises(PlanError, match="must be at least 1"):
             find(8, batch=8, **keys)
 
 
 def test_a_key_that_contradicts_the_strategy_is_refused() -> None:
-    for strategy, keys in {"ddp": {"dp_shard": 4}, "full_shard": {"reshard_after_forward": False},
-                           "hybrid_shard": {"dp_replicate": 4}}.items():  # fmt: skip
+    for strategy, keys in {
+        "ddp": {"dp_shard": 4},
+        "full_shard": {"reshard_after_forward": False},
+        "hybrid_shard": {"dp_replicate": 4},
+    }.items():
         with pytest.raises(PlanError, match=r"contradicts parallel\.strategy"):
             find(16, strategy=strategy, **keys)  # type: ignore[arg-type]
 
@@ -192,7 +249,9 @@ def test_what_is_frozen_costs_neither_backward_nor_reduction() -> None:
     def frozen(plan: Plan) -> ModelWork:
         return dataclasses.replace(trace(plan), trained=dict.fromkeys(NAMES[:-1], 0.0))
 
-    steps = [search(ParallelConfig(**BF16, tp=1), MODEL, job, here, look).best.timeline for look in (trace, frozen)]  # type: ignore[arg-type]
+    steps = [
+        search(ParallelConfig(**BF16, tp=1), MODEL, job, here, look).best.timeline for look in (trace, frozen)
+    ]  # type: ignore[arg-type]
     assert steps[1].step_s < 0.55 * steps[0].step_s  # type: ignore[union-attr]
 
 
@@ -213,9 +272,20 @@ def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
 @pytest.mark.parametrize("mode", ["selective", "full", "offload"])
 def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mode: str, gib: float) -> None:
     """On one GPU of 8, with the rest closed; the fastest of all numbers, and all of them, within a tie."""
-    here, closed = machines(gib), {"tp": 1, "dp_replicate": 1, "reshard_after_forward": True, "forward_prefetch": 1,
-                                   "backward_prefetch": 1, "activation_checkpoint": mode}  # fmt: skip
-    every = {count: find(8, here, micro=1, **closed, checkpointed_blocks=count) for count in range(1, BLOCKS + 1)}
+    here, closed = (
+        machines(gib),
+        {
+            "tp": 1,
+            "dp_replicate": 1,
+            "reshard_after_forward": True,
+            "forward_prefetch": 1,
+            "backward_prefetch": 1,
+            "activation_checkpoint": mode,
+        },
+    )
+    every = {
+        count: find(8, here, micro=1, **closed, checkpointed_blocks=count) for count in range(1, BLOCKS + 1)
+    }
     fits = [count for count, choice in every.items() if choice.fitting]
     found = find(8, here, micro=1, **closed)
     assert bool(found.fitting) == bool(fits)
@@ -234,29 +304,43 @@ def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> N
     treated = [unit.activation_checkpoint != "none" for unit in choice.best.plan.units[1:-1]]
     assert treated == [True] * count + [False] * (BLOCKS - count)
     mode = choice.best.choices["activation_checkpoint"]
-    alike = next(c for c in choice.fitting if c.choices == choice.best.choices | {"checkpointed_blocks": BLOCKS})
+    alike = next(
+        c for c in choice.fitting if c.choices == choice.best.choices | {"checkpointed_blocks": BLOCKS}
+    )
     assert choice.best.rate() > alike.rate() * (1 + EQUAL)
     said = next(line for line in reasons(choice, here) if line.startswith("checkpointed_blocks="))
     slower = f"{1 - alike.rate() / choice.best.rate():.1%}"
-    assert said == (f"checkpointed_blocks={count}: no fewer fit; {BLOCKS} is {slower} slower and needs "
-                    f"{alike.needed_bytes / GIB:.1f} GiB"), mode  # fmt: skip
+    assert said == (
+        f"checkpointed_blocks={count}: no fewer fit; {BLOCKS} is {slower} slower and needs "
+        f"{alike.needed_bytes / GIB:.1f} GiB"
+    ), mode
 
 
 def test_offload_needs_host_memory() -> None:
-    """Of 6 blocks 5 are sent, 20 GiB: too much for 16, and so is any number that spares enough; on a CPU there is none."""
+    """Of 6 blocks 5 are sent, 20 GiB: too much for 16, and so is any number that spares enough; on a CPU
+    there is none."""
     closed = {"tp": 1, "activation_checkpoint": "offload", "checkpointed_blocks": BLOCKS}
     host = {gib: dataclasses.replace(machines(40).hardware, host_memory_gib=gib) for gib in (16.0, 21.0)}
     best = find(8, dataclasses.replace(machines(40), hardware=host[21.0]), micro=1, **closed).best
     assert best.host_bytes == (BLOCKS - 1) * KEPT["offload"]
-    with pytest.raises(PlanError, match=r"offload would keep 20\.0 GiB of each process in host memory, which has 16 GiB"):
+    with pytest.raises(
+        PlanError, match=r"offload would keep 20\.0 GiB of each process in host memory, which has 16 GiB"
+    ):
         find(8, dataclasses.replace(machines(40), hardware=host[16.0]), micro=1, **closed)
-    some = find(8, dataclasses.replace(machines(500), hardware=host[16.0]), micro=1, **closed | {"checkpointed_blocks": 5}).best
+    some = find(
+        8,
+        dataclasses.replace(machines(500), hardware=host[16.0]),
+        micro=1,
+        **closed | {"checkpointed_blocks": 5},
+    ).best
     assert some.host_bytes == 4 * KEPT["offload"]
 
 
 def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:
     for rate, offloaded in ((5000.0, True), (5.0, False)):
-        here = dataclasses.replace(machines(26), hardware=dataclasses.replace(machines().hardware, host_gb_s=rate))
+        here = dataclasses.replace(
+            machines(26), hardware=dataclasses.replace(machines().hardware, host_gb_s=rate)
+        )
         choice = find(8, here, micro=1, tp=1, dp_replicate=1)
         assert (choice.best.choices["activation_checkpoint"] == "offload") == offloaded
         text = "\n".join(reasons(choice, here))
@@ -281,8 +365,11 @@ def test_reasons_give_figures_that_are_true() -> None:
     assert needs, checkpointing
     for mode, gib in needs:
         free = {"activation_checkpoint": "", "checkpointed_blocks": 0}
-        plans = [c for c in choice.too_large if c.choices | free == choice.best.choices | free
-                 and c.choices["activation_checkpoint"] == mode]  # fmt: skip
+        plans = [
+            c
+            for c in choice.too_large
+            if c.choices | free == choice.best.choices | free and c.choices["activation_checkpoint"] == mode
+        ]
         assert [f"{c.needed_bytes / GIB:.1f}" for c in plans] == [gib]
 
 
@@ -292,7 +379,10 @@ def test_reasons_for_gathering_and_for_tp_are_the_blocks_own_times() -> None:
     times = step_times(choice.best.plan, trace(choice.best.plan), here.hardware, 8)
     unit, block = times.units["layers.3"], times.modules["layers.3"]
     text = "\n".join(reasons(choice, here))
-    assert f"is gathered in {unit.gather_s * 1e3:.1f} ms beside {block.forward_s * 1e3:.1f} ms of forward" in text
+    assert (
+        f"is gathered in {unit.gather_s * 1e3:.1f} ms beside {block.forward_s * 1e3:.1f} ms of forward"
+        in text
+    )
     assert f"tp=2: its collectives take {(block.forward_tp_s + block.backward_tp_s) * 1e3:.1f} ms" in text
 
 

@@ -1,4 +1,5 @@
-"""What a simulated rank does and holds, against orders written by hand and sizes computed by hand from shapes."""
+"""What a simulated rank does and holds, against orders written by hand and sizes computed by hand from
+shapes."""
 
 import copy
 import dataclasses
@@ -59,9 +60,16 @@ def test_without_tp_a_unit_has_fsdps_collectives_and_no_others():
 
 
 def test_what_is_joined_outside_of_units_has_its_own_names():
-    outside = [(c.op, c.axis, c.phase) for c in simulated(8, *TINY, TP, "--parallel.dp_replicate=2").collectives if not c.unit]
-    assert outside == [("all_reduce", "data_parallel", "forward"), ("all_reduce", "world", "optimizer"),
-                       ("all_reduce", "data_parallel", "optimizer")]  # fmt: skip
+    outside = [
+        (c.op, c.axis, c.phase)
+        for c in simulated(8, *TINY, TP, "--parallel.dp_replicate=2").collectives
+        if not c.unit
+    ]
+    assert outside == [
+        ("all_reduce", "data_parallel", "forward"),
+        ("all_reduce", "world", "optimizer"),
+        ("all_reduce", "data_parallel", "optimizer"),
+    ]
 
 
 def test_editing_one_units_prefetch_in_a_plan_file_moves_its_gathers(tmp_path):
@@ -91,9 +99,12 @@ def test_what_stays_gathered_is_not_gathered_again():
 
 
 def test_resharding_to_a_smaller_group_gathers_as_often_and_as_much():
-    whole, part = (simulated(4, *TINY, *prefetch(0), f"--parallel.reshard_after_forward={n}") for n in ("true", "2"))
+    whole, part = (
+        simulated(4, *TINY, *prefetch(0), f"--parallel.reshard_after_forward={n}") for n in ("true", "2")
+    )
     assert whole.collectives == part.collectives
-    assert part.memory.unsharded > whole.memory.unsharded  # each rank keeps a half after the forward, not a quarter
+    # each rank keeps a half after the forward, not a quarter
+    assert part.memory.unsharded > whole.memory.unsharded
 
 
 def test_hsdp_all_reduces_once_per_step_and_reduce_scatters_every_micro_batch():
@@ -119,9 +130,12 @@ def test_recomputing_gathers_nothing_more_over_dp_shard(kind):
     assert of_axis(recomputed, "dp_shard") == of_axis(plain, "dp_shard")
     assert "recompute" not in {c.phase for c in plain}
     again = [c.op for c in recomputed if c.phase == "recompute"]
-    # Each block has two gathers and two sums over tp. Full recomputes them until the last saved tensor is there, which
-    # comes before the last sum; selective has kept the sums.
-    assert again == {"full": ["all_gather", "reduce_scatter", "all_gather"], "selective": ["all_gather"] * 2}[kind] * 3
+    # Each block has two gathers and two sums over tp. Full recomputes them until the last saved tensor is
+    # there, which comes before the last sum; selective has kept the sums.
+    assert (
+        again
+        == {"full": ["all_gather", "reduce_scatter", "all_gather"], "selective": ["all_gather"] * 2}[kind] * 3
+    )
 
 
 # Bytes, at the shape of an 8B
@@ -150,16 +164,23 @@ def per_unit(block: int, embedding: int, head: int) -> dict[str, int]:
 @pytest.mark.parametrize(("replicate", "tp"), [(1, 1), (4, 8), slow(4, 1), slow(1, 8)])
 def test_bytes_of_sharding_at_8b(replicate, tp):
     shard = 8
-    got = simulated(replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.tp={tp}").collectives
+    got = simulated(
+        replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.tp={tp}"
+    ).collectives
     # A tp rank has its share of the matrices and all of the norms.
     parameters = per_unit(MATRICES // tp + NORMS, EMBEDDING // tp, EMBEDDING // tp + DIM)
     gathered = {unit: [BF16 * n] * (1 if unit == "head" else 2) for unit, n in parameters.items()}
     assert sizes(got, op="all_gather", axis="dp_shard") == gathered
-    assert sizes(got, op="reduce_scatter", axis="dp_shard") == {unit: [FP32 * n] for unit, n in parameters.items()}
+    assert sizes(got, op="reduce_scatter", axis="dp_shard") == {
+        unit: [FP32 * n] for unit, n in parameters.items()
+    }
     all_reduced = {unit: [FP32 * n // shard] for unit, n in parameters.items()} if replicate > 1 else {}
     assert sizes(got, op="all_reduce", axis="dp_replicate") == all_reduced
     assert {(c.op, c.axis) for c in got if c.axis.startswith("dp_")} <= {
-        ("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")}  # fmt: skip
+        ("all_gather", "dp_shard"),
+        ("reduce_scatter", "dp_shard"),
+        ("all_reduce", "dp_replicate"),
+    }
 
 
 HIDDEN = BATCH * TOKENS * DIM * BF16  # x[B, T, D]
@@ -169,18 +190,30 @@ LARGEST, SUMS = BATCH * TOKENS * FP32 // CHUNKS, 2 * BATCH * TOKENS * FP32 // CH
 NORM_GRAD = DIM * BF16  # with sequence parallelism each rank has the gradient from its tokens
 
 
-@pytest.mark.parametrize(("sequence_parallel", "loss_parallel"),
-                         [(True, True), (False, False), slow(True, False), slow(False, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sequence_parallel", "loss_parallel"),
+    [(True, True), (False, False), slow(True, False), slow(False, True)],
+)
 def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
-    keys = (f"--parallel.sequence_parallel={sequence_parallel}", f"--parallel.loss_parallel={loss_parallel}".lower())
-    got = of_axis(simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp")
+    keys = (
+        f"--parallel.sequence_parallel={sequence_parallel}",
+        f"--parallel.loss_parallel={loss_parallel}".lower(),
+    )
+    got = of_axis(
+        simulated(16, *LLAMA_8B, "--parallel.tp=8", *(key.lower() for key in keys)).collectives, "tp"
+    )
     # In the head's forward the split loss needs two small sums, and gathered logits a gather.
     loss = {"all_reduce": [LARGEST, SUMS] * CHUNKS} if loss_parallel else {"all_gather": [LOGITS]}
     if sequence_parallel:
-        # Tokens are gathered in front of each part and scattered behind it: two parts in a block, one in the head.
+        # Tokens are gathered in front of each part and scattered behind it: two parts in a block, one in the
+        # head.
         forward = {
             "all_gather": {"layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2, "head": [HIDDEN]},
-            "reduce_scatter": {"tok_embeddings": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
+            "reduce_scatter": {
+                "tok_embeddings": [HIDDEN],
+                "layers.0": [HIDDEN] * 2,
+                "layers.1": [HIDDEN] * 2,
+            },
             "all_reduce": {},
         }
         backward = {
@@ -189,10 +222,16 @@ def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
             "all_reduce": {"head": [NORM_GRAD], "layers.0": [NORM_GRAD] * 2, "layers.1": [NORM_GRAD] * 2},
         }
     else:
-        forward = {"all_gather": {}, "reduce_scatter": {},
-                   "all_reduce": {"tok_embeddings": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2}}  # fmt: skip
-        backward = {"all_gather": {}, "reduce_scatter": {},
-                    "all_reduce": {"head": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2}}  # fmt: skip
+        forward = {
+            "all_gather": {},
+            "reduce_scatter": {},
+            "all_reduce": {"tok_embeddings": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
+        }
+        backward = {
+            "all_gather": {},
+            "reduce_scatter": {},
+            "all_reduce": {"head": [HIDDEN], "layers.0": [HIDDEN] * 2, "layers.1": [HIDDEN] * 2},
+        }
     for op, of_head in loss.items():
         forward[op]["head"] = forward[op].get("head", []) + of_head
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -203,10 +242,17 @@ def test_bytes_of_tp_at_8b(sequence_parallel, loss_parallel):
 # Memory
 
 
-@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 8, 1), (2, 4, 8), (8, 1, 1), slow(4, 2, 1), slow(1, 2, 4)])
+@pytest.mark.parametrize(
+    ("replicate", "shard", "tp"), [(1, 8, 1), (2, 4, 8), (8, 1, 1), slow(4, 2, 1), slow(1, 2, 4)]
+)
 def test_parameters_gradients_and_optimizer_are_their_share_to_the_byte(replicate, shard, tp):
-    memory = simulated(replicate * shard * tp, *LLAMA_8B, f"--parallel.dp_replicate={replicate}", f"--parallel.dp_shard={shard}",
-                       f"--parallel.tp={tp}").memory  # fmt: skip
+    memory = simulated(
+        replicate * shard * tp,
+        *LLAMA_8B,
+        f"--parallel.dp_replicate={replicate}",
+        f"--parallel.dp_shard={shard}",
+        f"--parallel.tp={tp}",
+    ).memory
     share = FP32 * (2 * EMBEDDING + 2 * MATRICES) // (shard * tp)
     norms = FP32 * 5 * DIM // shard  # whole on each tp rank
     assert memory.params == memory.grads == share + norms
@@ -219,10 +265,12 @@ def test_an_uneven_dim_is_padded_to_whole_rows_of_every_rank():
     uneven = ("--model.n_layers=1", "--model.vocab_size=265")
     ranks = [simulated(2, *TINY, *uneven, rank=rank).memory for rank in range(2)]
     other = 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 3 * dim
-    padded = 2 * (vocab + 1) * dim  # two tables of 265 rows: the second rank has 132 of them and one that pads
+    # two tables of 265 rows: the second rank has 132 of them and one that pads
+    padded = 2 * (vocab + 1) * dim
     for memory in ranks:
         assert memory.params == memory.grads == FP32 * (padded + other) // shard
-    # The optimizer's state is not padded: between them the ranks hold the whole, twice, and their own step counts.
+    # The optimizer's state is not padded: between them the ranks hold the whole, twice, and their own step
+    # counts.
     assert sum(m.optimizer for m in ranks) == 2 * FP32 * (2 * vocab * dim + other) + 2 * FP32 * (2 + 9 + 1)
 
 
@@ -230,7 +278,8 @@ def test_accumulated_gradients_stay_sharded():
     one = simulated(4, *TINY, "--parallel.dp_replicate=2").memory
     three = simulated(4, *TINY, *HSDP3).memory
     assert one.grads == three.grads == one.params
-    assert abs(one.buffers - three.buffers) < 64  # what waits for the all-reduce is a gradient; scalars are buffers
+    # what waits for the all-reduce is a gradient; scalars are buffers
+    assert abs(one.buffers - three.buffers) < 64
 
 
 def test_gathered_parameters_are_counted_as_they_live():
@@ -239,8 +288,8 @@ def test_gathered_parameters_are_counted_as_they_live():
     head = table + dim
     dtype = "--parallel.param_dtype=bfloat16"
     kept = simulated(shard, *TINY, dtype, KEEP, *prefetch(0)).memory.unsharded
-    # FSDP2 gathers into one buffer and copies the parameters out of it. In a forward it lets go of a unit's buffer only
-    # after the next unit's copy: here, all units, the head's buffer, and the last block's.
+    # FSDP2 gathers into one buffer and copies the parameters out of it. In a forward it lets go of a unit's
+    # buffer only after the next unit's copy: here, all units, the head's buffer, and the last block's.
     assert kept == BF16 * (table + 3 * block + head + head + block)
     freed = simulated(shard, *TINY, dtype, *prefetch(0)).memory.unsharded
     assert freed == BF16 * (block + block + block)  # a block, its buffer, and that of the block before
@@ -253,14 +302,20 @@ def test_gradients_on_their_way_are_those_of_one_unit():
     dim, shard = 32, 4
     block = 2 * dim * dim + 2 * 16 * dim + 3 * dim * 64 + 2 * dim
     position_tables = 2 * 2048 * 8 * FP32
-    buffers = simulated(shard, *TINY, "--model.vocab_size=8", "--parallel.param_dtype=bfloat16").memory.buffers
+    buffers = simulated(
+        shard, *TINY, "--model.vocab_size=8", "--parallel.param_dtype=bfloat16"
+    ).memory.buffers
     # A block's gradient and, in float32, the buffer it is reduced from, or that of the block before.
     assert buffers == position_tables + BF16 * block + FP32 * block
 
 
 def test_each_way_of_recomputing_keeps_less():
-    kept = {kind: simulated(4, *TINY, "--model.n_layers=6", f"--parallel.activation_checkpoint={kind}").memory.activations
-            for kind in ("none", "selective", "full")}  # fmt: skip
+    kept = {
+        kind: simulated(
+            4, *TINY, "--model.n_layers=6", f"--parallel.activation_checkpoint={kind}"
+        ).memory.activations
+        for kind in ("none", "selective", "full")
+    }
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
@@ -276,7 +331,9 @@ def test_the_peak_is_at_least_what_is_always_there_and_at_most_all_maxima_togeth
     simulation = simulated(4, *TINY)
     most, peak = dataclasses.asdict(simulation.memory), dataclasses.asdict(simulation.at_peak)
     assert all(peak[kind] <= most[kind] for kind in most)
-    assert most["params"] + most["optimizer"] < simulation.peak_bytes == sum(peak.values()) < sum(most.values())
+    assert (
+        most["params"] + most["optimizer"] < simulation.peak_bytes == sum(peak.values()) < sum(most.values())
+    )
 
 
 def test_offloaded_memory_is_told_apart():

@@ -37,12 +37,19 @@ def test_degrees_and_resharding_on_one_node_and_on_four(name: str) -> None:
 @pytest.mark.parametrize("name", MEANINGS)
 def test_a_strategy_is_a_shorthand_for_keys(name: str) -> None:
     (replicate, shard), reshard = MEANINGS[name][1:]
-    assert plan_of(32, strategy=name) == plan_of(32, dp_replicate=replicate, dp_shard=shard, reshard_after_forward=reshard)
+    assert plan_of(32, strategy=name) == plan_of(
+        32, dp_replicate=replicate, dp_shard=shard, reshard_after_forward=reshard
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("full_shard", (1, 16, 2)), ("no_shard", (16, 1, 2)), ("hybrid_shard", (4, 4, 2)), ("hybrid_shard_zero2", (4, 4, 2))],
+    [
+        ("full_shard", (1, 16, 2)),
+        ("no_shard", (16, 1, 2)),
+        ("hybrid_shard", (4, 4, 2)),
+        ("hybrid_shard_zero2", (4, 4, 2)),
+    ],
 )
 def test_tp_takes_its_processes_from_the_shards_of_a_node(name: str, mesh: tuple[int, ...]) -> None:
     assert dataclasses.astuple(plan_of(32, strategy=name, tp=2).mesh) == mesh
@@ -71,24 +78,41 @@ def test_keys_that_agree_are_no_mistake(name: str, keys: dict[str, Any]) -> None
 
 
 CONTRADICTING: list[tuple[str, dict[str, Any], str]] = [
-    ("full_shard", {"dp_replicate": 2}, "parallel.dp_replicate=2 contradicts parallel.strategy=full_shard, which means 1"),
-    ("full_shard", {"dp_shard": 8}, "parallel.dp_shard=8 contradicts parallel.strategy=full_shard, which means 32"),
-    ("full_shard", {"reshard_after_forward": False},
-     "reshard_after_forward=false contradicts parallel.strategy=full_shard, which means true"),
+    (
+        "full_shard",
+        {"dp_replicate": 2},
+        "parallel.dp_replicate=2 contradicts parallel.strategy=full_shard, which means 1",
+    ),
+    (
+        "full_shard",
+        {"dp_shard": 8},
+        "parallel.dp_shard=8 contradicts parallel.strategy=full_shard, which means 32",
+    ),
+    (
+        "full_shard",
+        {"reshard_after_forward": False},
+        "reshard_after_forward=false contradicts parallel.strategy=full_shard, which means true",
+    ),
     ("full_shard", {"reshard_after_forward": 1}, "parallel.reshard_after_forward=1 contradicts"),
     ("full_shard", {"reshard_after_forward": 8}, "parallel.reshard_after_forward=8 contradicts"),
     ("shard_grad_op", {"reshard_after_forward": True}, "which means false"),
     ("shard_grad_op", {"reshard_after_forward": 0}, "parallel.reshard_after_forward=0 contradicts"),
-    ("no_shard", {"dp_shard": 32}, "parallel.dp_shard=32 contradicts parallel.strategy=no_shard, which means 1"),
+    (
+        "no_shard",
+        {"dp_shard": 32},
+        "parallel.dp_shard=32 contradicts parallel.strategy=no_shard, which means 1",
+    ),
     ("ddp", {"dp_replicate": 1}, "parallel.dp_replicate=1 contradicts parallel.strategy=ddp, which means 32"),
     ("hybrid_shard", {"dp_shard": 32}, "which means 8"),
     ("hybrid_shard", {"dp_replicate": 1}, "which means 4"),
     ("hybrid_shard_zero2", {"reshard_after_forward": True}, "which means false"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "keys", "words"), CONTRADICTING, ids=str)
-def test_keys_that_contradict_are_named_with_what_the_strategy_means(name: str, keys: dict[str, Any], words: str) -> None:
+def test_keys_that_contradict_are_named_with_what_the_strategy_means(
+    name: str, keys: dict[str, Any], words: str
+) -> None:
     report = report_of(32, strategy=name, **keys)
     assert words in report
     assert report.endswith("here: leave one of them out")
@@ -98,12 +122,17 @@ def test_keys_that_contradict_are_named_with_what_the_strategy_means(name: str, 
 def test_every_contradiction_is_in_one_report() -> None:
     report = report_of(32, strategy="ddp", dp_shard=8, dp_replicate=4, param_dtype="float16")
     assert [line.split()[0] for line in report.splitlines()] == [
-        "parallel.dp_replicate=4", "parallel.dp_shard=8", "parallel.param_dtype=float16"]  # fmt: skip
+        "parallel.dp_replicate=4",
+        "parallel.dp_shard=8",
+        "parallel.param_dtype=float16",
+    ]
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     report = report_of(strategy="fullshard")
-    assert report.startswith("parallel.strategy=fullshard is not one of full_shard, shard_grad_op, no_shard, ddp, hybrid_shard")
+    assert report.startswith(
+        "parallel.strategy=fullshard is not one of full_shard, shard_grad_op, no_shard, ddp, hybrid_shard"
+    )
     assert report.endswith("Did you mean full_shard?")
 
 
@@ -125,5 +154,7 @@ def test_what_it_means_is_said_in_a_line_with_its_degrees(name: str) -> None:
 
 
 def test_a_hybrid_on_one_node_is_said_to_replicate_nothing() -> None:
-    assert "one node: nothing is replicated" in describe_strategy("hybrid_shard", plan_of(8, strategy="hybrid_shard").mesh)
+    assert "one node: nothing is replicated" in describe_strategy(
+        "hybrid_shard", plan_of(8, strategy="hybrid_shard").mesh
+    )
     assert "one node" not in describe_strategy("full_shard", plan_of(8, strategy="full_shard").mesh)

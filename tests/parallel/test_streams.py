@@ -1,5 +1,5 @@
-"""The simulated step against schedules worked out by hand. Units: e the embedding, 0, 1, 2 the blocks, h the head, which
-stays gathered after its forward."""
+"""The simulated step against schedules worked out by hand. Units: e the embedding, 0, 1, 2 the blocks, h the
+head, which stays gathered after its forward."""
 
 import itertools
 from typing import Any
@@ -36,8 +36,16 @@ def test_without_collectives_a_step_is_computing_alone():
 def test_one_unit_ahead_hides_all_but_the_first_gather_and_the_last_reduction():
     plan = three_units()
     step = simulate_step(plan, simple(plan))
-    assert bars(step, "compute") == [("e", 2, 5), ("0", 5, 8), ("h", 8, 11), ("h", 11, 16), ("0", 16, 21), ("e", 21, 26)]
-    # h's forward starts the gather of 0 for the backward; that of e, started by 0, is behind h's reduction in the queue.
+    assert bars(step, "compute") == [
+        ("e", 2, 5),
+        ("0", 5, 8),
+        ("h", 8, 11),
+        ("h", 11, 16),
+        ("0", 16, 21),
+        ("e", 21, 26),
+    ]
+    # h's forward starts the gather of 0 for the backward; that of e, started by 0, is behind h's reduction in
+    # the queue.
     assert bars(step, "all_gather") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6), ("0", 8, 10), ("e", 18, 20)]
     assert bars(step, "reduce_scatter") == [("h", 16, 18), ("0", 21, 23), ("e", 26, 28)]
     assert bars(step, "exposed") == [("e", 0, 2), ("e", 26, 28)]
@@ -68,9 +76,13 @@ def test_a_forward_gathers_the_next_unit_ahead_even_if_not_told():
 
 def test_two_units_ahead_hide_a_long_gather_in_the_forward():
     plans = [plan_of(model=make_model(2), forward_prefetch=ahead) for ahead in (1, 2)]
-    long: dict[str, Any] = {"other_units": {"head": {"gather_s": 9}}, "other_modules": {"embed": {"forward_s": 10}}}
+    long: dict[str, Any] = {
+        "other_units": {"head": {"gather_s": 9}},
+        "other_modules": {"embed": {"forward_s": 10}},
+    }
     one, two = (simulate_step(plan, times_of(plan, gather_s=2, forward=3, **long)) for plan in plans)
-    # One ahead: h's is started by 1. There are two buffers, so it waits for the copy out of the one before the last, 0's.
+    # One ahead: h's is started by 1. There are two buffers, so it waits for the copy out of the one before
+    # the last, 0's.
     assert bars(one, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 12, 21)]
     assert bars(two, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 6, 15)]
     assert bars(one, "exposed", "forward") == [("e", 0, 2), ("h", 18, 21)]
@@ -80,8 +92,15 @@ def test_two_units_ahead_hide_a_long_gather_in_the_forward():
 def test_two_units_ahead_gather_before_a_long_reduction_in_the_backward():
     plans = [plan_of(model=THREE_BLOCKS, backward_prefetch=ahead) for ahead in (1, 2)]
     long: dict[str, Any] = {"other_units": {"head": {"scatter_s": 20}}}
-    one, two = (simulate_step(plan, times_of(plan, gather_s=2, scatter_s=2, forward=3, backward=5, **long)) for plan in plans)
-    assert bars(one, "compute", "backward")[:2] == bars(two, "compute", "backward")[:2] == [("h", 17, 22), ("2", 22, 27)]
+    one, two = (
+        simulate_step(plan, times_of(plan, gather_s=2, scatter_s=2, forward=3, backward=5, **long))
+        for plan in plans
+    )
+    assert (
+        bars(one, "compute", "backward")[:2]
+        == bars(two, "compute", "backward")[:2]
+        == [("h", 17, 22), ("2", 22, 27)]
+    )
     # Before 2's gradients can be copied into the buffer, h's reduction must be out of it.
     assert bars(one, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 42, 44)]
     assert bars(two, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 16, 18)]
@@ -109,7 +128,13 @@ def test_a_reduction_waits_for_the_one_before():
     plan = three_units()
     step = simulate_step(plan, times_of(plan, forward=1, backward=5, scatter_s=8, copy_in_s=1))
     assert bars(step, "compute", "backward") == [
-        ("h", 3, 8), ("h", 8, 9), ("0", 9, 14), ("0", 17, 18), ("e", 18, 23), ("e", 26, 27)]  # fmt: skip
+        ("h", 3, 8),
+        ("h", 8, 9),
+        ("0", 9, 14),
+        ("0", 17, 18),
+        ("e", 18, 23),
+        ("e", 26, 27),
+    ]
     assert bars(step, "reduce_scatter") == [("h", 9, 17), ("0", 18, 26), ("e", 27, 35)]
     assert step.exposed_by_unit == {"head": 3, "layers.0": 3, "embed": 8}
 
@@ -120,12 +145,15 @@ def test_hsdp_all_reduces_in_the_last_micro_batch_only_beside_the_other_collecti
     step = simulate_step(plan, times_of(plan, forward=1, backward=4, scatter_s=2, all_reduce_s=3))
     assert bars(step, "reduce_scatter")[:3] == [("h", 7, 9), ("0", 11, 13), ("e", 15, 17)]
     second = 17
-    # h: scatter 7-9, all-reduce 9-12 but from 11 on beside 0's scatter, both at half speed: 1 left takes until 13, when the
-    # scatter has 1 left: until 14. 0: all-reduce from 14, 1 done at 15, when e's scatter comes: 2 left until 19, both.
-    assert bars(step, "all_reduce") == [(unit, second + a, second + b) for unit, a, b in [
-        ("h", 9, 13), ("0", 14, 19), ("e", 19, 22)]]  # fmt: skip
-    assert bars(step, "reduce_scatter")[3:] == [(unit, second + a, second + b) for unit, a, b in [
-        ("h", 7, 9), ("0", 11, 14), ("e", 15, 19)]]  # fmt: skip
+    # h: scatter 7-9, all-reduce 9-12 but from 11 on beside 0's scatter, both at half speed: 1 left takes
+    # until 13, when the scatter has 1 left: until 14. 0: all-reduce from 14, 1 done at 15, when e's scatter
+    # comes: 2 left until 19, both.
+    assert bars(step, "all_reduce") == [
+        (unit, second + a, second + b) for unit, a, b in [("h", 9, 13), ("0", 14, 19), ("e", 19, 22)]
+    ]
+    assert bars(step, "reduce_scatter")[3:] == [
+        (unit, second + a, second + b) for unit, a, b in [("h", 7, 9), ("0", 11, 14), ("e", 15, 19)]
+    ]
     assert step.step_s == second + 22
     assert step.exposed_by_lane == {"reduce_scatter": 2 + 4, "all_reduce": 3}
     assert sorted({event.micro_batch for event in step.events if event.lane == "all_reduce"}) == [1]
@@ -166,7 +194,9 @@ def test_without_streams_everything_runs_one_after_the_other():
     assert step.exposed_by_lane == {"all_gather": gathers, "reduce_scatter": scatters}
     ends = [(event.start_s, event.end_s) for event in step.events if event.lane != "exposed"]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
-    assert bars(step, "all_gather")[:2] == [("e", 0, 2), ("0", 3, 5)], "in the order of launching: 0's before e computes"
+    assert bars(step, "all_gather")[:2] == [("e", 0, 2), ("0", 3, 5)], (
+        "in the order of launching: 0's before e computes"
+    )
 
 
 def test_joined_blocks_are_gathered_as_one():
@@ -181,7 +211,17 @@ def test_joined_blocks_are_gathered_as_one():
 def test_tied_embeddings_are_gathered_first_and_reduced_last():
     plan = plan_of(model=TIED)
     step = simulate_step(plan, simple(plan))
-    assert [unit for unit, _, _ in bars(step, "all_gather")] == ["e+h", "0", "1", "2", "3", "3", "2", "1", "0"]
+    assert [unit for unit, _, _ in bars(step, "all_gather")] == [
+        "e+h",
+        "0",
+        "1",
+        "2",
+        "3",
+        "3",
+        "2",
+        "1",
+        "0",
+    ]
     assert [unit for unit, _, _ in bars(step, "reduce_scatter")] == ["3", "2", "1", "0", "e+h"]
 
 

@@ -62,7 +62,9 @@ def write(folder: Path, text: str | bytes) -> Path:
     [*REFUSED.values(), *((text, []) for text in ESCAPES.values())],
     ids=[*REFUSED, *ESCAPES],
 )
-def test_what_hides_a_mistake_is_refused_with_file_and_line(text: str | bytes, words: list[str], tmp_path: Path) -> None:
+def test_what_hides_a_mistake_is_refused_with_file_and_line(
+    text: str | bytes, words: list[str], tmp_path: Path
+) -> None:
     path = write(tmp_path, text)
     with pytest.raises(YamlError) as error:
         load_mapping(path)
@@ -106,4 +108,7 @@ def test_an_empty_file_is_an_empty_mapping(text: str, tmp_path: Path) -> None:
 
 
 def test_the_same_key_in_two_mappings_is_no_duplicate(tmp_path: Path) -> None:
-    assert load_mapping(write(tmp_path, "a: {c: 1}\nb: {c: [1, {c: 2}]}\n")) == {"a": {"c": 1}, "b": {"c": [1, {"c": 2}]}}
+    assert load_mapping(write(tmp_path, "a: {c: 1}\nb: {c: [1, {c: 2}]}\n")) == {
+        "a": {"c": 1},
+        "b": {"c": [1, {"c": 2}]},
+    }

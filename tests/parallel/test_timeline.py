@@ -21,9 +21,19 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def step_of(n_layers: int = 4, micro_batches: int = 1, **keys: Any) -> Timeline:
-    plan = plan_of(8, 1, 4 * micro_batches, model=make_model(n_layers), dp_replicate=2, tp=2, backward_prefetch=0)
-    unit = {"gather_s": 0.004, "scatter_s": 0.005, "copy_in_s": 0.0002, "copy_out_s": 0.0002, "all_reduce_s": 0.003}
-    return simulate_step(plan, times_of(plan, forward=0.006, backward=0.013, tp=(0.001, 0.002), optimizer=0.01, **unit, **keys))
+    plan = plan_of(
+        8, 1, 4 * micro_batches, model=make_model(n_layers), dp_replicate=2, tp=2, backward_prefetch=0
+    )
+    unit = {
+        "gather_s": 0.004,
+        "scatter_s": 0.005,
+        "copy_in_s": 0.0002,
+        "copy_out_s": 0.0002,
+        "all_reduce_s": 0.003,
+    }
+    return simulate_step(
+        plan, times_of(plan, forward=0.006, backward=0.013, tp=(0.001, 0.002), optimizer=0.01, **unit, **keys)
+    )
 
 
 def threads(trace: dict[str, Any]) -> dict[int, str]:
@@ -36,7 +46,11 @@ def complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 def painted(picture: Picture, kind: str) -> list[Polygon]:
     """What is painted in a colour above the panel below, whose bars say what they are."""
-    return [shape for shape in picture.shapes if isinstance(shape, Polygon) and shape.color == COLORS[kind] and not shape.about]
+    return [
+        shape
+        for shape in picture.shapes
+        if isinstance(shape, Polygon) and shape.color == COLORS[kind] and not shape.about
+    ]
 
 
 # Chrome trace
@@ -45,8 +59,16 @@ def painted(picture: Picture, kind: str) -> list[Polygon]:
 def test_a_trace_has_a_named_thread_for_every_lane_in_order():
     trace = chrome_trace(step_of(), "a title")
     assert list(threads(trace).values()) == [
-        "compute", "exposed: compute waits", "tensor parallel", "all-gather", "reduce-scatter", "all-reduce"]  # fmt: skip
-    order = {e["tid"]: e["args"]["sort_index"] for e in trace["traceEvents"] if e["name"] == "thread_sort_index"}
+        "compute",
+        "exposed: compute waits",
+        "tensor parallel",
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+    ]
+    order = {
+        e["tid"]: e["args"]["sort_index"] for e in trace["traceEvents"] if e["name"] == "thread_sort_index"
+    }
     assert order == {tid: tid for tid in threads(trace)}
     assert [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"] == ["a title"]
     few = chrome_trace(simulate_step(plan := plan_of(), times_of(plan, forward=1, backward=1)), "")
@@ -77,7 +99,9 @@ def test_bars_say_what_they_are():
     waits = [bar for bar in bars if bar["cat"] == "exposed"]
     assert {bar["cname"] for bar in waits} == {"terrible"}
     assert "wait: all gather embed" in {bar["name"] for bar in waits}
-    assert {"forward layers.0", "copy in layers.0", "all gather layers.0", "optimizer"} <= {bar["name"] for bar in bars}
+    assert {"forward layers.0", "copy in layers.0", "all gather layers.0", "optimizer"} <= {
+        bar["name"] for bar in bars
+    }
 
 
 def test_the_same_step_gives_the_same_bytes():
@@ -118,9 +142,11 @@ def test_the_strip_shows_a_bar_for_every_unit_of_80_layers():
 
 def test_exposed_time_is_as_wide_as_it_is_long():
     step = step_of(8)
-    wide = sum(s.corners[1][0] - s.corners[0][0] for s in painted(draw_timeline(step, ""), "exposed")[1:])  # less the legend's
+    # less the legend's
+    wide = sum(s.corners[1][0] - s.corners[0][0] for s in painted(draw_timeline(step, ""), "exposed")[1:])
     waits_s = step.exposed_s - step.exposed_by_lane["tp"]
-    assert wide / (1240 - 118 - 24) == pytest.approx(waits_s / step.step_s, rel=0.15)  # less a white edge each
+    # less a white edge each
+    assert wide / (1240 - 118 - 24) == pytest.approx(waits_s / step.step_s, rel=0.15)
 
 
 def test_the_window_below_is_in_the_middle_of_the_last_backward():
@@ -137,7 +163,9 @@ def test_a_model_of_one_block_is_shown_whole():
     assert zoom_window(step_of(1))[2] == "head to embed"
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(2.5, "2,500 ms"), (0.0203, "20.3 ms"), (0.00126, "1.26 ms"), (0, "0.00 ms")])
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(2.5, "2,500 ms"), (0.0203, "20.3 ms"), (0.00126, "1.26 ms"), (0, "0.00 ms")]
+)
 def test_times_have_three_digits_or_more(seconds, words):
     assert in_ms(seconds) == words
 
@@ -148,7 +176,9 @@ def test_an_axis_has_four_to_twelve_ticks(length_s):
 
 
 def test_a_png_has_the_pictures_size_and_colours():
-    picture = Picture(40, 30, (rectangle(10, 5, 20, 10, "#d55e00"), Text(2, 28, "Words", 9, "#1a1a1a", bold=True)))
+    picture = Picture(
+        40, 30, (rectangle(10, 5, 20, 10, "#d55e00"), Text(2, 28, "Words", 9, "#1a1a1a", bold=True))
+    )
     data = to_png(picture)
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (40 * SCALE, 30 * SCALE)

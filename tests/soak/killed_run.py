@@ -1,4 +1,5 @@
-"""One run that is killed at random moments and started again until it is done, beside one that nobody kills."""
+"""One run that is killed at random moments and started again until it is done, beside one that nobody
+kills."""
 
 import os
 import random
@@ -21,7 +22,8 @@ from train.checkpoint.verify import verify_alone
 from train.status import read_status
 
 LIMIT_S = 300.0  # for anything that is waited for: a machine may be busy
-AHEAD = 0.2  # of a run's steps: a kill comes within so many after a start, and so kills are spread over the whole run
+# of a run's steps: a kill comes within so many after a start, and so kills are spread over the whole run
+AHEAD = 0.2
 LAST_MOMENT = 1.2  # kills of a save come within so many times what a save takes
 
 POLL_S = 0.001  # a save of a tiny model takes tens of milliseconds
@@ -48,8 +50,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nobody has killed: loss and gradient norm by step; seconds of a step, with its share of saving, and of a save;
-    and how many saves there were."""
+    """A run that nobody has killed: loss and gradient norm by step; seconds of a step, with its share of
+    saving, and of a save; and how many saves there were."""
 
     curve: dict[int, tuple[float, float]]
     step_s: float
@@ -61,9 +63,10 @@ class Reference:
 class Kill:
     """A kill and what came of it.
 
-    `at_step`: the last step reported; `in_save`: a checkpoint was being written at that moment; `half_written`: some of it was
-    left; `ended_s`: until all processes had ended; `damaged`: checkpoints that do not verify; `committed`: step of the newest
-    checkpoint, 0 if there is none; `resumed_from`, `first_step`: what the next start said, and the first step it reported.
+    `at_step`: the last step reported; `in_save`: a checkpoint was being written at that moment;
+    `half_written`: some of it was left; `ended_s`: until all processes had ended; `damaged`: checkpoints that
+    do not verify; `committed`: step of the newest checkpoint, 0 if there is none; `resumed_from`,
+    `first_step`: what the next start said, and the first step it reported.
     """
 
     mesh: str
@@ -118,7 +121,11 @@ def launched(mesh: Mesh, arguments: Sequence[str], folder: Path) -> Iterator[Lau
 
 def launch_arguments(mesh: Mesh, keys: Sequence[str], asynchronous: bool, folder: Path) -> list[str]:
     """The command's arguments, for a start in `folder`."""
-    here = (f"--checkpoint.asynchronous={str(asynchronous).lower()}", "--metrics.every=1", f"--run.dir={folder}")
+    here = (
+        f"--checkpoint.asynchronous={str(asynchronous).lower()}",
+        "--metrics.every=1",
+        f"--run.dir={folder}",
+    )
     return [*keys, *mesh.keys, *here]
 
 
@@ -130,15 +137,19 @@ def read_curve(folder: Path) -> dict[int, tuple[float, float]]:
 class KilledRun:
     """One run in `folder`: started, killed, started again, until it is done."""
 
-    def __init__(self, mesh: Mesh, keys: Sequence[str], reference: Reference, rng: random.Random, folder: Path) -> None:
+    def __init__(
+        self, mesh: Mesh, keys: Sequence[str], reference: Reference, rng: random.Random, folder: Path
+    ) -> None:
         self._mesh, self._keys, self._reference, self._rng, self._folder = mesh, keys, reference, rng, folder
         self._metrics, self._checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
         self._steps = len(reference.curve)
-        self._open: dict[str, Any] | None = None  # the last kill, of which the next start has yet to show where it goes on
+        # the last kill, of which the next start has yet to show where it goes on
+        self._open: dict[str, Any] | None = None
         self._kills: list[Kill] = []
 
     def run(self, wanted: Sequence[Wanted]) -> Joined:
-        """Make kills, in this order, as long as the run lasts. Raises BenchError if a start fails, or does not end."""
+        """Make kills, in this order, as long as the run lasts. Raises BenchError if a start fails, or does
+        not end."""
         for one in wanted:
             if not self._start(one, kill=True):
                 break
@@ -149,7 +160,8 @@ class KilledRun:
         return Joined(tuple(self._kills), self._steps, wrong_steps)
 
     def _start(self, wanted: Wanted, kill: bool) -> bool:
-        """Start the command, and kill it: True; or let it end, which it may also do before its kill comes: False."""
+        """Start the command, and kill it: True; or let it end, which it may also do before its kill comes:
+        False."""
         rows_before = len(read_rows(self._metrics))
         arguments = launch_arguments(self._mesh, self._keys, wanted.asynchronous, self._folder)
         with launched(self._mesh, arguments, self._folder) as launch:
@@ -197,18 +209,28 @@ class KilledRun:
             return False
         found = list_checkpoints(self._checkpoints)
         self._open = {
-            "mesh": self._mesh.name, "phase": wanted.phase, "asynchronous": wanted.asynchronous, "rank": rank,
-            "at_step": read_rows(self._metrics)[-1]["step"], "in_save": in_save, "half_written": bool(self._partial()),
-            "ended_s": ended_s, "damaged": tuple(path.name for path in found if not verifies(path)),
+            "mesh": self._mesh.name,
+            "phase": wanted.phase,
+            "asynchronous": wanted.asynchronous,
+            "rank": rank,
+            "at_step": read_rows(self._metrics)[-1]["step"],
+            "in_save": in_save,
+            "half_written": bool(self._partial()),
+            "ended_s": ended_s,
+            "damaged": tuple(path.name for path in found if not verifies(path)),
             "committed": step_of(found[-1]) if found else 0,
-        }  # fmt: skip
+        }
         return True
 
     def _partial(self) -> list[str]:
         """Checkpoints that are being written, or were when the run died."""
         if not self._checkpoints.is_dir():
             return []
-        return [name for name in os.listdir(self._checkpoints) if name.startswith(".step-") and name.endswith(".partial")]
+        return [
+            name
+            for name in os.listdir(self._checkpoints)
+            if name.startswith(".step-") and name.endswith(".partial")
+        ]
 
 
 def verifies(checkpoint: Path) -> bool:
@@ -230,4 +252,6 @@ def _stay(launch: Launch, delay_s: float) -> bool:
 
 def _check_success(launch: Launch) -> None:
     if launch.returncode:
-        raise BenchError(f"a run that nobody killed ended with exit code {launch.returncode}:\n{launch.output()[-3000:]}")
+        raise BenchError(
+            f"a run that nobody killed ended with exit code {launch.returncode}:\n{launch.output()[-3000:]}"
+        )

@@ -1,4 +1,5 @@
-"""kill -9 of random ranks at random moments of training and of saving, and what is lost: `python -m tests.soak.kills -h`."""
+"""kill -9 of random ranks at random moments of training and of saving, and what is lost: `python -m
+tests.soak.kills -h`."""
 
 import argparse
 import itertools
@@ -19,26 +20,52 @@ from tools.command import format_table, natural, positive
 from train.config import parse_config
 
 DESCRIPTION = (
-    "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of a save, wait until "
-    "the others have ended, verify every checkpoint, and start the same command again; kill it again, and so on to the run's "
-    "end; then another run, until there are enough kills. Loss and gradient norm of every step must be, to the bit, those of a "
-    "run that nobody has killed. Four of five kills meet FSDP, the fifth FSDP x TP with twice as many processes, forked from "
+    "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of "
+    "a save, wait until "
+    "the others have ended, verify every checkpoint, and start the same command again; kill it again, and so "
+    "on to the run's "
+    "end; then another run, until there are enough kills. Loss and gradient norm of every step must be, to "
+    "the bit, those of a "
+    "run that nobody has killed. Four of five kills meet FSDP, the fifth FSDP x TP with twice as many "
+    "processes, forked from "
     "one that has imported torch. On two cores a kill takes some two seconds."
 )
-EPILOG = "Config keys of train.main are accepted too, as --section.key=value, and win over those of the tiny model."
+EPILOG = (
+    "Config keys of train.main are accepted too, as --section.key=value, and win over those of "
+    "the tiny "
+    "model."
+)
 TRAINING = (*TINY, *EAGER, "--checkpoint.every=2", "--metrics.tensorboard=false", "--train.eval_every=0")
 TP_EVERY = 5  # every fifth kill is one of FSDP x TP
 
 
 def add_kills_options(parser: argparse.ArgumentParser) -> None:
     """Its options, beside those that all programs have."""
-    parser.add_argument("--training", type=natural, default=50, metavar="N", help="kills at moments of training (default 50)")
-    parser.add_argument("--saving", type=natural, default=50, metavar="N", help="kills at moments of a save (default 50)")
-    parser.add_argument("--asynchronous", choices=("both", "true", "false"), default="both", help="how it saves (default both)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the moments and ranks (default 0)")
-    parser.add_argument("--processes", type=positive, default=2, metavar="N",
-                        help="processes of FSDP; FSDP x TP has twice as many (default 2)")  # fmt: skip
-    parser.add_argument("--steps", type=positive, default=40, metavar="N", help="optimizer steps of a run (default 40)")
+    parser.add_argument(
+        "--training", type=natural, default=50, metavar="N", help="kills at moments of training (default 50)"
+    )
+    parser.add_argument(
+        "--saving", type=natural, default=50, metavar="N", help="kills at moments of a save (default 50)"
+    )
+    parser.add_argument(
+        "--asynchronous",
+        choices=("both", "true", "false"),
+        default="both",
+        help="how it saves (default both)",
+    )
+    parser.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="of the moments and ranks (default 0)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="processes of FSDP; FSDP x TP has twice as many (default 2)",
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=40, metavar="N", help="optimizer steps of a run (default 40)"
+    )
 
 
 def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
@@ -49,7 +76,9 @@ def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> Meas
     with tempfile.TemporaryDirectory(prefix="meshwright-kills-") as name:
         keys = [*TRAINING, *write_text(Path(name)), f"--train.steps={options.steps}", *overrides]
         config = parse_config(keys)
-        joined = [run for mesh, wanted in todo.items() for run in kill_runs(mesh, wanted, keys, rng, Path(name))]
+        joined = [
+            run for mesh, wanted in todo.items() for run in kill_runs(mesh, wanted, keys, rng, Path(name))
+        ]
     setup = {"seed": options.seed, "processes": {mesh.name: mesh.processes for mesh in todo}}
     figures = {**setup, **summarise(joined), "rows": [asdict(kill) for run in joined for kill in run.kills]}
     return config_to_record(config), figures, kills_text(figures)
@@ -58,7 +87,11 @@ def measure_kills(options: argparse.Namespace, overrides: Sequence[str]) -> Meas
 def make_wanted(training: int, saving: int, ways: Sequence[bool], rng: random.Random) -> list[Wanted]:
     """So many kills of each phase, saving in each of the ways in turn, in random order."""
     phases: list[tuple[Phase, int]] = [("training", training), ("saving", saving)]
-    wanted = [Wanted(phase, way) for phase, count in phases for way in itertools.islice(itertools.cycle(ways), count)]
+    wanted = [
+        Wanted(phase, way)
+        for phase, count in phases
+        for way in itertools.islice(itertools.cycle(ways), count)
+    ]
     rng.shuffle(wanted)
     return wanted
 
@@ -66,25 +99,40 @@ def make_wanted(training: int, saving: int, ways: Sequence[bool], rng: random.Ra
 def deal(wanted: Sequence[Wanted], processes: int) -> dict[Mesh, list[Wanted]]:
     """Every TP_EVERY-th kill for FSDP x TP, the others for FSDP."""
     others = [one for number, one in enumerate(wanted, 1) if number % TP_EVERY]
-    meshes = {Mesh("FSDP", processes): others,
-              Mesh("FSDP x TP", 2 * processes, ("--parallel.tp=2",)): list(wanted[TP_EVERY - 1 :: TP_EVERY])}  # fmt: skip
+    meshes = {
+        Mesh("FSDP", processes): others,
+        Mesh("FSDP x TP", 2 * processes, ("--parallel.tp=2",)): list(wanted[TP_EVERY - 1 :: TP_EVERY]),
+    }
     return {mesh: ones for mesh, ones in meshes.items() if ones}
 
 
-def kill_runs(mesh: Mesh, wanted: Sequence[Wanted], keys: Sequence[str], rng: random.Random, folder: Path) -> list[Joined]:
-    """Runs of one mesh until every kill has been made: one that ends before its kill came leaves it to the next run."""
+def kill_runs(
+    mesh: Mesh, wanted: Sequence[Wanted], keys: Sequence[str], rng: random.Random, folder: Path
+) -> list[Joined]:
+    """Runs of one mesh until every kill has been made: one that ends before its kill came leaves it to the
+    next run."""
     name = f"{mesh.processes}-processes"
-    reference, left, joined = make_reference(mesh, keys, folder / f"{name}-whole"), list(wanted), list[Joined]()
+    reference, left, joined = (
+        make_reference(mesh, keys, folder / f"{name}-whole"),
+        list(wanted),
+        list[Joined](),
+    )
     while left:
         joined.append(KilledRun(mesh, keys, reference, rng, folder / f"{name}-{len(joined)}").run(left))
         left = left[len(joined[-1].kills) :]
-        print(f"{mesh.name}: run {len(joined)}, {len(joined[-1].kills)} kills, {joined[-1].wrong_steps} wrong steps; {len(left)} "
-              "kills to come", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{mesh.name}: run {len(joined)}, {len(joined[-1].kills)} kills, {joined[-1].wrong_steps} wrong "
+            f"steps; {len(left)} "
+            "kills to come",
+            file=sys.stderr,
+            flush=True,
+        )
     return joined
 
 
 def summarise(joined: Sequence[Joined]) -> dict[str, Any]:
-    """Counts over all kills, seconds until the others had ended, and whether everything was as it should be."""
+    """Counts over all kills, seconds until the others had ended, and whether everything was as it should
+    be."""
     kills = [kill for run in joined for kill in run.kills]
     damaged, wrong_steps = sum(len(kill.damaged) for kill in kills), sum(run.wrong_steps for run in joined)
     resumed_right, ended_s = sum(kill.resumed_right for kill in kills), [kill.ended_s for kill in kills]
@@ -105,7 +153,9 @@ def summarise(joined: Sequence[Joined]) -> dict[str, Any]:
 
 def _count_kinds(kills: Sequence[Kill]) -> dict[str, int]:
     """How many kills of each kind, such as `FSDP, training, asynchronous`."""
-    kinds = [f"{kill.mesh}, {kill.phase}, {'' if kill.asynchronous else 'not '}asynchronous" for kill in kills]
+    kinds = [
+        f"{kill.mesh}, {kill.phase}, {'' if kill.asynchronous else 'not '}asynchronous" for kill in kills
+    ]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 

@@ -4,8 +4,8 @@
     python -m tests.soak.safety     what verified checkpoints cost
     python -m tests.soak.faults     known faults put into the product, and which test notices
 
-Each says with -h what it does. `--record` of the first two leaves date, hardware, versions, command, config and raw figures in
-tests/soak/records.
+Each says with -h what it does. `--record` of the first two leaves date, hardware, versions, command, config
+and raw figures in tests/soak/records.
 """
 
 import argparse
@@ -20,21 +20,31 @@ from tools.command import run_tool
 
 RECORDS = Path(__file__).parent / "records"
 
-Measured = tuple[dict[str, Any], dict[str, Any], str]  # the config of its runs, the figures, and a text of them for people
+# the config of its runs, the figures, and a text of them for people
+Measured = tuple[dict[str, Any], dict[str, Any], str]
 
 
 def make_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """A parser with the options that all have."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.soak.{name}", description=description, epilog=epilog,
-                                     allow_abbrev=False)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tests.soak.{name}", description=description, epilog=epilog, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document: what --record writes")
-    parser.add_argument("--record", nargs="?", const=name, metavar="NAME",
-                        help=f"write tests/soak/records/DATE-NAME.json (NAME: {name} if not given)")  # fmt: skip
+    parser.add_argument(
+        "--record",
+        nargs="?",
+        const=name,
+        metavar="NAME",
+        help=f"write tests/soak/records/DATE-NAME.json (NAME: {name} if not given)",
+    )
     return parser
 
 
-def run_program(name: str, parser: argparse.ArgumentParser,
-                measure: Callable[[argparse.Namespace, Sequence[str]], Measured]) -> None:  # fmt: skip
+def run_program(
+    name: str,
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace, Sequence[str]], Measured],
+) -> None:
     """Parse the command line, measure, print and record; what the user did wrong is one message."""
 
     def main() -> None:
@@ -44,6 +54,9 @@ def run_program(name: str, parser: argparse.ArgumentParser,
         document["command"][2] = f"tests.soak.{name}"
         print(json.dumps(document, indent=2) if options.json else text)
         if options.record:
-            print(f"recorded: tests/soak/records/{write_record(document, options.record, RECORDS).name}", file=sys.stderr)
+            print(
+                f"recorded: tests/soak/records/{write_record(document, options.record, RECORDS).name}",
+                file=sys.stderr,
+            )
 
     run_tool(main)

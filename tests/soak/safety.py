@@ -1,4 +1,5 @@
-"""What safe checkpoints cost beside torch's distributed checkpoint, and what training waits: `python -m tests.soak.safety -h`."""
+"""What safe checkpoints cost beside torch's distributed checkpoint, and what training waits: `python -m
+tests.soak.safety -h`."""
 
 import argparse
 import json
@@ -18,25 +19,45 @@ from train.config import parse_config
 
 MOST_SAVE, MOST_STALL = 1.15, 1.5  # asked: of torch's own save with either storage; of a normal step
 DESCRIPTION = (
-    "Save and load the same tensors, sharded over several processes, on one disk, in turn: with our Saver (hashes, manifest, "
-    "fsync, commit), with torch.distributed.checkpoint's safetensors storage (save_distributed), and with its own storage, which "
-    "syncs its files by default; loads with the files in the page cache and not. Then train llama_debug, save while it trains, "
+    "Save and load the same tensors, sharded over several processes, on one disk, in turn: with our Saver "
+    "(hashes, manifest, "
+    "fsync, commit), with torch.distributed.checkpoint's safetensors storage (save_distributed), and with "
+    "its own storage, which "
+    "syncs its files by default; loads with the files in the page cache and not. Then train llama_debug, "
+    "save while it trains, "
     "and compare steps. Takes a few minutes."
 )
-EPILOG = "Config keys of train.main are accepted too, as --section.key=value, and win over those of both models."
-ON_DISK = ("--model.dim=512", "--model.n_layers=8", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1408",
-           "--model.vocab_size=8192", "--parallel.compile.enabled=false")  # fmt: skip
+EPILOG = (
+    "Config keys of train.main are accepted too, as --section.key=value, and win over those of both models."
+)
+ON_DISK = (
+    "--model.dim=512",
+    "--model.n_layers=8",
+    "--model.n_heads=8",
+    "--model.n_kv_heads=8",
+    "--model.ffn_dim=1408",
+    "--model.vocab_size=8192",
+    "--parallel.compile.enabled=false",
+)
 STALLED = ("--config=llama_debug.yaml",)
 STORE_GB = 0.42  # of the model on disk, with its optimizer state; each of three ways keeps one
 
 
 def add_safety_options(parser: argparse.ArgumentParser) -> None:
     """Its options, beside those that all programs have."""
-    parser.add_argument("--processes", type=positive, default=2, metavar="N", help="ranks that save and load (default 2)")
+    parser.add_argument(
+        "--processes", type=positive, default=2, metavar="N", help="ranks that save and load (default 2)"
+    )
     parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="of every figure (default 7)")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads of each (default 1)")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), metavar="DIR",
-                        help="where the temporary folder is made: a disk, not memory (default %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads of each (default 1)"
+    )
+    parser.add_argument(
+        "--folder",
+        default=tempfile.gettempdir(),
+        metavar="DIR",
+        help="where the temporary folder is made: a disk, not memory (default %(default)s)",
+    )
 
 
 def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> Measured:
@@ -46,7 +67,12 @@ def measure_safety(options: argparse.Namespace, overrides: Sequence[str]) -> Mea
     configs = {kind: config_to_record(parse_config(keys[kind])) for kind in keys}
     found = {kind: run_workers(kind, keys[kind], options) for kind in keys}
     setup = {name: getattr(options, name) for name in ("processes", "rounds", "threads")}
-    figures = {**setup, "load_average": os.getloadavg()[0], **summarise(found["disk"], found["stall"]), "raw": found}
+    figures = {
+        **setup,
+        "load_average": os.getloadavg()[0],
+        **summarise(found["disk"], found["stall"]),
+        "raw": found,
+    }
     return configs, figures, safety_text(figures)
 
 
@@ -55,7 +81,10 @@ def run_workers(kind: str, keys: Sequence[str], options: argparse.Namespace) -> 
     with tempfile.TemporaryDirectory(prefix="meshwright-safety-", dir=options.folder) as name:
         folder = Path(name)
         worker = [kind, name, str(options.rounds), *keys, f"--run.threads={options.threads}"]
-        command = [*python_command("tests.soak.safety_worker", options.processes, folder / "torchrun"), *worker]
+        command = [
+            *python_command("tests.soak.safety_worker", options.processes, folder / "torchrun"),
+            *worker,
+        ]
         run_to_end(command, make_environment(options.threads, {}), folder / "log", lambda: None)
         return dict(json.loads((folder / "figures.json").read_text(encoding="utf-8")))
 
@@ -65,7 +94,10 @@ def summarise(disk: dict[str, Any], stall: dict[str, Any]) -> dict[str, Any]:
     saves, steps = disk["save_s"], stall["step_s"]
     normal_s = statistics.median(steps["normal"])
     save = {way: median_ratio(saves["ours"], saves[way]) for way in saves if way != "ours"}
-    loads = {cache: {way: statistics.median(seconds) for way, seconds in ways.items()} for cache, ways in disk["load_s"].items()}
+    loads = {
+        cache: {way: statistics.median(seconds) for way, seconds in ways.items()}
+        for cache, ways in disk["load_s"].items()
+    }
     saving = statistics.median(steps["saving"]) / normal_s
     return {
         "size_gb": disk["size_gb"],
@@ -73,9 +105,14 @@ def summarise(disk: dict[str, Any], stall: dict[str, Any]) -> dict[str, Any]:
         "save_s": {way: spread(seconds) for way, seconds in saves.items()},
         "save_ratio_to": save,
         "load_s": loads,
-        "asynchronous_s": {what: statistics.median(seconds) for what, seconds in disk["asynchronous_s"].items()},
+        "asynchronous_s": {
+            what: statistics.median(seconds) for what, seconds in disk["asynchronous_s"].items()
+        },
         "normal_step_s": normal_s,
-        "step_ratio": {"saving": saving, "beside writing": statistics.median(steps["beside writing"]) / normal_s},
+        "step_ratio": {
+            "saving": saving,
+            "beside writing": statistics.median(steps["beside writing"]) / normal_s,
+        },
         "stall_size_gb": stall["size_gb"],
         "within": max(save.values()) <= MOST_SAVE and saving <= MOST_STALL,
     }
@@ -90,16 +127,24 @@ def safety_text(figures: dict[str, Any]) -> str:
     """The figures for people."""
     save, steps, waits = figures["save_s"], figures["step_ratio"], figures["asynchronous_s"]
     rows = [(f"hashing: {what}", f"{rate:.2f}", "GB/s") for what, rate in figures["hash_gb_s"].items()]
-    rows += [(f"save: {way}", f"{of['median']:.3f} ({of['min']:.3f} - {of['max']:.3f})", "s") for way, of in save.items()]
+    rows += [
+        (f"save: {way}", f"{of['median']:.3f} ({of['min']:.3f} - {of['max']:.3f})", "s")
+        for way, of in save.items()
+    ]
     rows += [(f"save: ours / {way}", f"{ratio:.2f}", "") for way, ratio in figures["save_ratio_to"].items()]
     rows += [(f"asynchronous save: {what}", f"{seconds:.3f}", "s") for what, seconds in waits.items()]
-    rows += [(f"load, {cache}: {way}", f"{seconds:.3f}", "s") for cache, ways in figures["load_s"].items()
-             for way, seconds in ways.items()]  # fmt: skip
+    rows += [
+        (f"load, {cache}: {way}", f"{seconds:.3f}", "s")
+        for cache, ways in figures["load_s"].items()
+        for way, seconds in ways.items()
+    ]
     rows += [(f"llama_debug, step {kind} / normal step", f"{ratio:.2f}", "") for kind, ratio in steps.items()]
     lines = [
-        f"{figures['size_gb']:.2f} GB over {figures['processes']} processes, {figures['rounds']} rounds; llama_debug: "
+        f"{figures['size_gb']:.2f} GB over {figures['processes']} processes, {figures['rounds']} rounds; "
+        f"llama_debug: "
         f"{figures['stall_size_gb'] * 1e3:.0f} MB, {figures['normal_step_s']:.3f} s a step",
-        f"asked: a save of ours at most {MOST_SAVE} times one of torch's with either storage, a step that saves at most "
+        f"asked: a save of ours at most {MOST_SAVE} times one of torch's with either storage, a step that "
+        f"saves at most "
         f"{MOST_STALL} times a normal one: {'' if figures['within'] else 'NOT '}within",
     ]
     return "\n".join([format_table(("figure", "median", "unit"), rows), "", *lines])

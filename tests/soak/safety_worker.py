@@ -1,6 +1,8 @@
-"""A rank of `tests.soak.safety`: saves and loads the same tensors with our Saver and with torch's distributed checkpoint alone.
+"""A rank of `tests.soak.safety`: saves and loads the same tensors with our Saver and with torch's distributed
+checkpoint alone.
 
-Started by torchrun. Arguments: `disk` or `stall`, a folder, rounds, then config keys. Rank 0 leaves figures.json in the folder.
+Started by torchrun. Arguments: `disk` or `stall`, a folder, rounds, then config keys. Rank 0 leaves
+figures.json in the folder.
 """
 
 import hashlib
@@ -41,7 +43,8 @@ from train.planning import plan_run
 from train.runtime import start_process
 from train.step import Batch, train_step
 
-WAYS = ("ours", "safetensors", "plain")  # verified; torch's checkpoint with its safetensors storage; with its own storage
+# verified; torch's checkpoint with its safetensors storage; with its own storage
+WAYS = ("ours", "safetensors", "plain")
 HASHED_BYTES = 2**28
 MICRO_BATCH, STEPS_BETWEEN, WARM_UP_STEPS = 4, 5, 3
 PLENTY_BYTES = 2**50  # of host memory: how much there is, is not the question here
@@ -61,7 +64,9 @@ class Rank:
     def saver(self, asynchronous: bool) -> Saver:
         """Ours, into the folder `ours`."""
         config = CheckpointConfig(asynchronous=asynchronous)
-        return Saver(config, self.folder / "ours", self.model, self.optimizer, self.mesh, {}, lambda: PLENTY_BYTES)
+        return Saver(
+            config, self.folder / "ours", self.model, self.optimizer, self.mesh, {}, lambda: PLENTY_BYTES
+        )
 
     def position(self, step: int) -> Position:
         return Position(step, 0, 0, 0, dist.get_world_size(), "")
@@ -77,7 +82,8 @@ def measure_disk(rank: Rank, rounds: int) -> dict[str, Any]:
 
 
 def time_saves(rank: Rank, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a save by each way, each time into an empty folder, with nothing left for the disk to write."""
+    """Seconds of a save by each way, each time into an empty folder, with nothing left for the disk to
+    write."""
     saver, seconds = rank.saver(asynchronous=False), {way: list[float]() for way in WAYS}
     safetensors, plain = str(rank.folder / "safetensors"), str(rank.folder / "plain")
 
@@ -88,7 +94,9 @@ def time_saves(rank: Rank, rounds: int) -> dict[str, list[float]]:
 
     works: Mapping[str, Callable[[], Any]] = {
         "ours": ours,
-        "safetensors": lambda: save(rank.tensors, storage_writer=HuggingFaceStorageWriter(safetensors, save_distributed=True)),
+        "safetensors": lambda: save(
+            rank.tensors, storage_writer=HuggingFaceStorageWriter(safetensors, save_distributed=True)
+        ),
         "plain": lambda: save(rank.tensors, storage_writer=FileSystemWriter(plain)),
     }
     for turn in range(rounds):
@@ -109,7 +117,10 @@ def time_loads(rank: Rank, ours: Path, rounds: int) -> dict[str, dict[str, list[
     works: Mapping[str, tuple[Path, Callable[[], Any]]] = {
         "ours, verify=full": (ours, lambda: verified("full")),
         "ours, verify=size": (ours, lambda: verified("size")),
-        "safetensors": (safetensors, lambda: load(rank.tensors, storage_reader=HuggingFaceStorageReader(str(safetensors)))),
+        "safetensors": (
+            safetensors,
+            lambda: load(rank.tensors, storage_reader=HuggingFaceStorageReader(str(safetensors))),
+        ),
         "plain": (plain, lambda: load(rank.tensors, storage_reader=FileSystemReader(plain))),
     }
     seconds = {cache: {way: list[float]() for way in works} for cache in ("cold", "warm")}
@@ -123,17 +134,23 @@ def time_loads(rank: Rank, ours: Path, rounds: int) -> dict[str, dict[str, list[
 
 
 def time_hashes(checkpoint: Path, size_gb: float) -> dict[str, float]:
-    """GB/s of SHA-256 alone in one thread, and of verifying a checkpoint in the page cache, by one rank and by all."""
+    """GB/s of SHA-256 alone in one thread, and of verifying a checkpoint in the page cache, by one rank and
+    by all."""
     content = bytes(HASHED_BYTES)
     on_main(lambda: set_cache(checkpoint, "warm"))
     alone_s = timed(lambda: verify_alone(checkpoint) if dist.get_rank() == 0 else None)
     all_s = timed(lambda: verify_together(checkpoint, "full"))
     sha_s = timed(lambda: hashlib.sha256(content) if dist.get_rank() == 0 else None)
-    return {"sha256": HASHED_BYTES / 1e9 / sha_s, "verify, one rank": size_gb / alone_s, "verify, all ranks": size_gb / all_s}
+    return {
+        "sha256": HASHED_BYTES / 1e9 / sha_s,
+        "verify, one rank": size_gb / alone_s,
+        "verify, all ranks": size_gb / all_s,
+    }
 
 
 def time_copies(rank: Rank, rounds: int) -> dict[str, list[float]]:
-    """Seconds that asynchronous saves stand still, the first of them, which also allocates, and until they are committed."""
+    """Seconds that asynchronous saves stand still, the first of them, which also allocates, and until they
+    are committed."""
     saver, found = rank.saver(asynchronous=True), []
     for step in range(rounds + 1):
         on_main(lambda: shutil.rmtree(rank.folder / "ours", ignore_errors=True))
@@ -142,11 +159,16 @@ def time_copies(rank: Rank, rounds: int) -> dict[str, list[float]]:
         found += saver.news()
     assert not any(saved.error for saved in found), found
     stalls_s = [saved.stall_s for saved in found]
-    return {"first_stall": stalls_s[:1], "stall": stalls_s[1:], "committed": [saved.total_s for saved in found[1:]]}
+    return {
+        "first_stall": stalls_s[:1],
+        "stall": stalls_s[1:],
+        "committed": [saved.total_s for saved in found[1:]],
+    }
 
 
 def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
-    """Seconds of training steps: those that save, those beside which the checkpoint is written, and all others."""
+    """Seconds of training steps: those that save, those beside which the checkpoint is written, and all
+    others."""
     tokens = torch.randint(0, 256, (MICRO_BATCH, rank.config.train.seq_len + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     saver, group = rank.saver(asynchronous=True), data_parallel_group(rank.mesh)

@@ -16,9 +16,13 @@ def test_every_fault_can_be_put_in() -> None:
 
 def test_an_outcome_keeps_the_commit_that_it_is_of(tmp_path: Path) -> None:
     before = json.loads((RECORDS / "before.json").read_text())
-    assert {one.commit for one in read_record(RECORDS / "before.json", "new").faults.values()} == {before["commit"]}
-    caught = {name: Outcome(True, "tests/test_a.py::test_a", "call: E", 1.0, 1, commit) for name, commit in
-              (("kept", "old"), ("again", "new"))}  # fmt: skip
+    assert {one.commit for one in read_record(RECORDS / "before.json", "new").faults.values()} == {
+        before["commit"]
+    }
+    caught = {
+        name: Outcome(True, "tests/test_a.py::test_a", "call: E", 1.0, 1, commit)
+        for name, commit in (("kept", "old"), ("again", "new"))
+    }
     Record(tmp_path / "record.json", "new", caught).write()
     found = read_record(tmp_path / "record.json", "newest")
     assert {name: one.commit for name, one in found.faults.items()} == {"kept": "old", "again": "new"}

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_groups(root: Path, *groups: Mapping[str, str | int], version_1: str = "", container: bool = False) -> Path:
+def write_groups(
+    root: Path, *groups: Mapping[str, str | int], version_1: str = "", container: bool = False
+) -> Path:
     """A process in the last of nested groups, the files of each by name. Returns the root.
 
-    `version_1`: the controllers of its hierarchy, else it is of version 2. `container`: only its own group is mounted, as Docker
-    does with version 1.
+    `version_1`: the controllers of its hierarchy, else it is of version 2. `container`: only its own group is
+    mounted, as Docker does with version 1.
     """
     names = [f"group_{depth}" for depth in range(1, len(groups))]
     own = "/".join(["", *names]) or "/"
@@ -24,6 +26,8 @@ def write_groups(root: Path, *groups: Mapping[str, str | int], version_1: str = 
     process.mkdir(parents=True, exist_ok=True)
     (process / "cgroup").write_text(f"12:pids:{own}\n{4 if version_1 else 0}:{version_1}:{own}\n")
     shown = f"/{point.relative_to(root)}"
-    (process / "mountinfo").write_text("23 1 0:21 / /proc rw,relatime - proc proc rw\n"
-                                       f"31 23 0:29 {mounted} {shown} ro,nosuid shared:9 - {filesystem}\n")  # fmt: skip
+    (process / "mountinfo").write_text(
+        "23 1 0:21 / /proc rw,relatime - proc proc rw\n"
+        f"31 23 0:29 {mounted} {shown} ro,nosuid shared:9 - {filesystem}\n"
+    )
     return root

@@ -1,7 +1,8 @@
 """CUDA where there is none: which thread names which device, by torch.cuda's own Python code.
 
-CUDA's current device belongs to a thread, and a new thread's is 0. Whoever asks there for a stream, or enters one, without naming
-the device first makes a second context, of some 0.5 GiB, on another rank's GPU. What torch.cuda hands to its C code is recorded.
+CUDA's current device belongs to a thread, and a new thread's is 0. Whoever asks there for a stream, or enters
+one, without naming the device first makes a second context, of some 0.5 GiB, on another rank's GPU. What
+torch.cuda hands to its C code is recorded.
 """
 
 import threading
@@ -30,20 +31,28 @@ class FakeStream:
 
 
 class DeviceCalls:
-    """From now on, until the test ends: by thread, the devices that it names or is on as it calls, one after the other."""
+    """From now on, until the test ends: by thread, the devices that it names or is on as it calls, one after
+    the other."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_thread: dict[str, list[int]] = defaultdict(list)
         self._current = threading.local()
-        fakes = {"set_device": self._set, "_get_device_index": self._index,
-                 "current_stream": self._stream, "Stream": self._stream,
-                 "_set_stream_by_id": lambda stream_id, device_index, device_type: self._set(device_index),
-                 "_exchange_device": self._exchange, "_maybe_exchange_device": self._exchange}  # fmt: skip
+        fakes = {
+            "set_device": self._set,
+            "_get_device_index": self._index,
+            "current_stream": self._stream,
+            "Stream": self._stream,
+            "_set_stream_by_id": lambda stream_id, device_index, device_type: self._set(device_index),
+            "_exchange_device": self._exchange,
+            "_maybe_exchange_device": self._exchange,
+        }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 
     def _set(self, device: Any) -> None:
-        self._current.index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index
+        self._current.index = (
+            torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index
+        )
         self.by_thread[threading.current_thread().name].append(self._current.index)
 
     def _index(self, device: Any, optional: bool = False, allow_cpu: bool = False) -> int:

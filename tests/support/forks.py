@@ -1,14 +1,14 @@
 """Processes forked from one that has imported torch and this project, and done nothing else.
 
-Starting Python and importing torch, its compiler and our code takes about six seconds of CPU; a fork takes a hundredth of
-that. `fork` runs a function, `fork_module` does what `python -m MODULE` does. The child has its own environment, folder,
-output and signals, is killed and waited for as any other process, and ends with the code of an interpreter. Python's own fork
-server (multiprocessing) is the parent: no operator has run in it, and it has one thread and no process group
-(tests/support/warm.py).
+Starting Python and importing torch, its compiler and our code takes about six seconds of CPU; a fork takes a
+hundredth of that. `fork` runs a function, `fork_module` does what `python -m MODULE` does. The child has its
+own environment, folder, output and signals, is killed and waited for as any other process, and ends with the
+code of an interpreter. Python's own fork server (multiprocessing) is the parent: no operator has run in it,
+and it has one thread and no process group (tests/support/warm.py).
 
-What stays different from a command: torch, numpy and Python itself have started already, so of the variables that they read then
-only OMP_NUM_THREADS and CXX are the child's, the others (PYTHONHASHSEED, TORCH_LOGS, TORCHINDUCTOR_* ...) those of the server,
-which are the tests'; and /proc shows the server's command line.
+What stays different from a command: torch, numpy and Python itself have started already, so of the variables
+that they read then only OMP_NUM_THREADS and CXX are the child's, the others (PYTHONHASHSEED, TORCH_LOGS,
+TORCHINDUCTOR_* ...) those of the server, which are the tests'; and /proc shows the server's command line.
 """
 
 import atexit
@@ -107,15 +107,25 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def fork(function: Callable[..., Any], *arguments: Any, output: Path, errors: Path | None = None,
-         env: Mapping[str, str] | None = None, folder: Path = ROOT) -> Fork:  # fmt: skip
-    """Run function(*arguments), both picklable, in a new process, in `folder` and with `env` as its whole environment.
+def fork(
+    function: Callable[..., Any],
+    *arguments: Any,
+    output: Path,
+    errors: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+) -> Fork:
+    """Run function(*arguments), both picklable, in a new process, in `folder` and with `env` as its whole
+    environment.
 
-    `output`: the file that stdout is appended to, and stderr if `errors` names no other; a terminal has a path too.
+    `output`: the file that stdout is appended to, and stderr if `errors` names no other; a terminal has a
+    path too.
     """
     _start_server()
     environ = dict(environment() if env is None else env)
-    process = _context.Process(target=_run, args=(function, arguments, output, errors or output, environ, folder))
+    process = _context.Process(
+        target=_run, args=(function, arguments, output, errors or output, environ, folder)
+    )
     process.start()
     return Fork(process)
 
@@ -126,11 +136,18 @@ def fork_module(module: str, *arguments: str, **options: Any) -> Fork:
 
 
 def _start_server() -> None:
-    """Start the fork server, unless it runs. numpy's linear algebra would start a thread as it is imported: not there. And
-    torch.utils.cpp_extension asks as it is imported whether there is a GPU: asked through CUDA, no fork could use it."""
+    """Start the fork server, unless it runs. numpy's linear algebra would start a thread as it is imported:
+    not there. And torch.utils.cpp_extension asks as it is imported whether there is a GPU: asked through
+    CUDA, no fork could use it."""
     before = dict(os.environ)
-    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-                   "PYTHONPATH": f"{ROOT}:{before.get('PYTHONPATH', '')}", "PYTHONSAFEPATH": "1"}  # this tree, wherever we stand
+    os.environ |= {
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # this tree, wherever we stand
+        "PYTHONPATH": f"{ROOT}:{before.get('PYTHONPATH', '')}",
+        "PYTHONSAFEPATH": "1",
+    }
     try:
         forkserver.ensure_running()
     finally:
@@ -138,8 +155,14 @@ def _start_server() -> None:
         os.environ |= before
 
 
-def _run(function: Callable[..., Any], arguments: Sequence[Any], output: Path, errors: Path, env: Mapping[str, str],
-         folder: Path) -> None:  # fmt: skip
+def _run(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    output: Path,
+    errors: Path,
+    env: Mapping[str, str],
+    folder: Path,
+) -> None:
     """In the child: make it what a started command would be, run, and end as the interpreter does."""
     sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
     paths = (Path(os.devnull), output, errors)
@@ -152,8 +175,8 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], output: Path, e
 
 
 def become(env: Mapping[str, str] | None, folder: Path | None, files: Sequence[int]) -> None:
-    """Be as a process that was just started: no signal is handled, this environment and folder (None: as they are), and these
-    open files as stdin, stdout and stderr."""
+    """Be as a process that was just started: no signal is handled, this environment and folder (None: as they
+    are), and these open files as stdin, stdout and stderr."""
     for which in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(which, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -172,8 +195,9 @@ def take_files(files: Sequence[int]) -> None:
     for standard, copy in enumerate(copies):
         os.dup2(copy, standard)
         os.close(copy)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False, encoding="utf-8", buffering=1)
-                                         for n, mode in enumerate("rww"))  # fmt: skip
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(n, mode, closefd=False, encoding="utf-8", buffering=1) for n, mode in enumerate("rww")
+    )
 
 
 def read_environment() -> None:
@@ -187,7 +211,8 @@ def read_environment() -> None:
 
 
 def exit_code(function: Callable[[], object]) -> int:
-    """Run it, and what the interpreter does at its end; what it would end with. Interrupted it ends by SIGINT, as that does."""
+    """Run it, and what the interpreter does at its end; what it would end with. Interrupted it ends by
+    SIGINT, as that does."""
     code: Any = 0
     interrupted = False
     try:

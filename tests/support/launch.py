@@ -1,4 +1,5 @@
-"""Starts train.main, or another module, as a user would: alone, or on as many ranks as torchrun would start."""
+"""Starts train.main, or another module, as a user would: alone, or on as many ranks as torchrun would
+start."""
 
 import json
 import os
@@ -16,9 +17,20 @@ from tests.support.forks import ROOT, Fork, environment, fork_module
 from tests.support.worlds import launcher_store
 from tools.bench.processes import children
 
-TINY = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
-        "--train.seq_len=32", "--train.micro_batch_size=2", "--train.global_batch_size=8", "--optim.warmup_steps=2",
-        "--optim.lr=3e-3", "--metrics.every=1", "--run.threads=1"]  # fmt: skip
+TINY = [
+    "--model.dim=32",
+    "--model.n_layers=2",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=64",
+    "--train.seq_len=32",
+    "--train.micro_batch_size=2",
+    "--train.global_batch_size=8",
+    "--optim.warmup_steps=2",
+    "--optim.lr=3e-3",
+    "--metrics.every=1",
+    "--run.threads=1",
+]
 EAGER = ["--parallel.compile.enabled=false"]
 LIMIT_S = 240.0  # for anything that is waited for: the machine may be busy
 TORCHRUN_GRACE_S = 30.0  # as torchrun: then it kills those that have not ended on SIGTERM
@@ -26,7 +38,8 @@ POLL_S = 0.005
 
 
 class Launch:
-    """Ranks of one command, forked (tests/support/forks.py), that behave to each other as torchrun's workers do."""
+    """Ranks of one command, forked (tests/support/forks.py), that behave to each other as torchrun's workers
+    do."""
 
     def __init__(self, ranks: list[Fork], output: Path) -> None:
         self.ranks, self._output = ranks, output
@@ -39,7 +52,8 @@ class Launch:
         return codes[0] if len(codes) == 1 else int(any(codes))  # type: ignore[return-value]
 
     def running(self) -> bool:
-        """Whether a rank has not ended yet. Once one has failed the others are asked to end, and killed later, as by torchrun."""
+        """Whether a rank has not ended yet. Once one has failed the others are asked to end, and killed
+        later, as by torchrun."""
         codes = [rank.poll() for rank in self.ranks]
         if None not in codes:
             return False
@@ -59,14 +73,19 @@ class Launch:
         self.wait_until(lambda: False, timeout_s)
         return self.returncode
 
-    def wait_until(self, happened: Callable[[], object], limit_s: float = LIMIT_S, poll_s: float = POLL_S) -> bool:
-        """Look until something has happened: True; or all ranks have ended without it: False. An error after `limit_s`."""
+    def wait_until(
+        self, happened: Callable[[], object], limit_s: float = LIMIT_S, poll_s: float = POLL_S
+    ) -> bool:
+        """Look until something has happened: True; or all ranks have ended without it: False. An error after
+        `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         while not happened():
             if not self.running():
                 return bool(happened())
             if time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired(f"{len(self.ranks)} ranks, which printed:\n{self.output()[-3000:]}", limit_s)
+                raise subprocess.TimeoutExpired(
+                    f"{len(self.ranks)} ranks, which printed:\n{self.output()[-3000:]}", limit_s
+                )
             time.sleep(poll_s)
         return True
 
@@ -77,14 +96,29 @@ class Launch:
 
 
 @contextmanager
-def started(processes: int, *arguments: str, output: Path, errors: Path | None = None, module: str = "train.main",
-            **env: str) -> Iterator[Launch]:  # fmt: skip
+def started(
+    processes: int,
+    *arguments: str,
+    output: Path,
+    errors: Path | None = None,
+    module: str = "train.main",
+    **env: str,
+) -> Iterator[Launch]:
     """A command that runs, whose output goes to a file; at the end nothing of it is left."""
     with launcher_store(processes) as store:
         shared = {**store, "TORCHELASTIC_RUN_ID": "test"} if processes > 1 else {}
-        ranks = [fork_module(module, *arguments, output=output, errors=errors,
-                             env=environment(**shared, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}), **env))
-                 for rank in range(processes)]  # fmt: skip
+        ranks = [
+            fork_module(
+                module,
+                *arguments,
+                output=output,
+                errors=errors,
+                env=environment(
+                    **shared, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}), **env
+                ),
+            )
+            for rank in range(processes)
+        ]
         try:
             yield Launch(ranks, output)
         finally:
@@ -105,23 +139,43 @@ def family(pid: int) -> list[int]:
     return [pid, *(below for child in children(pid) for below in family(child))]
 
 
-def run(processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str) -> Any:
+def run(
+    processes: int, *arguments: str, module: str = "train.main", timeout_s: float = 120, **env: str
+) -> Any:
     """Run to the end, in forked processes; the result has returncode, stdout and stderr.
 
-    What `run_command` starts, without its start: for every test that does not ask what torchrun or the interpreter do.
+    What `run_command` starts, without its start: for every test that does not ask what torchrun or the
+    interpreter do.
     """
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
         with started(processes, *arguments, output=out, errors=err, module=module, **env) as launch:
             code = launch.wait(timeout_s)
-        return subprocess.CompletedProcess(arguments, code, *(path.read_text(encoding="utf-8") for path in (out, err)))
+        return subprocess.CompletedProcess(
+            arguments, code, *(path.read_text(encoding="utf-8") for path in (out, err))
+        )
 
 
 def run_command(processes: int, *arguments: str) -> Any:
-    """The real command, torchrun and interpreters, to the end; the result has returncode, stdout and stderr."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run([*torchrun, "-m", "train.main", *arguments], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True, timeout=LIMIT_S, check=False)  # fmt: skip
+    """The real command, torchrun and interpreters, to the end; the result has returncode, stdout and
+    stderr."""
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
+    return subprocess.run(
+        [*torchrun, "-m", "train.main", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
@@ -140,5 +194,7 @@ def write_text(folder: Path) -> list[str]:
     text = folder / "text"
     text.mkdir()
     for i in range(8):
-        (text / f"{i}.txt").write_text("".join(f"line {n} of text {i} squares to {n * n}\n" for n in range(i, 1500 + i)))
+        (text / f"{i}.txt").write_text(
+            "".join(f"line {n} of text {i} squares to {n * n}\n" for n in range(i, 1500 + i))
+        )
     return [f"--data.source={text}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]

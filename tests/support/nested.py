@@ -1,11 +1,13 @@
-"""Programs whose own Python commands are forks: what they start as `python -m MODULE`, also by way of torchrun.
+"""Programs whose own Python commands are forks: what they start as `python -m MODULE`, also by way of
+torchrun.
 
-Such a process has its own pid, session, environment, folder and files, as any other; only that Python is started and torch
-imported anew (seconds of CPU) is left out. `run_nested("tools.sweep", ...)` runs a whole program so, whose children are forks of
-it; `ForkingPopen` in place of subprocess.Popen does it for a function that a test calls: then the fork server has the children.
-What stays different from a command is told in tests/support/forks.py. Of Popen's options files, env, cwd, session and process
-group are heeded; with `preexec_fn`, or `pass_fds` where the child would be the server's, a command is started as it is. So are
-those of a whole program on a CUDA build of torch: there autograd, once used, has threads, and forbids forks.
+Such a process has its own pid, session, environment, folder and files, as any other; only that Python is
+started and torch imported anew (seconds of CPU) is left out. `run_nested("tools.sweep", ...)` runs a whole
+program so, whose children are forks of it; `ForkingPopen` in place of subprocess.Popen does it for a function
+that a test calls: then the fork server has the children. What stays different from a command is told in
+tests/support/forks.py. Of Popen's options files, env, cwd, session and process group are heeded; with
+`preexec_fn`, or `pass_fds` where the child would be the server's, a command is started as it is. So are those
+of a whole program on a CUDA build of torch: there autograd, once used, has threads, and forbids forks.
 """
 
 import atexit
@@ -27,9 +29,11 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from tests.support.forks import Fork, become, exit_code, fork, run_module, take_files
 from tests.support.launch import LIMIT_S, run
 
-NESTED = "tests.support.nested"  # as the module of `run` and `started`; then the command's own module is the first argument
+# as the module of `run` and `started`; then the command's own module is the first argument
+NESTED = "tests.support.nested"
 STANDARD = (0, 1, 2)
-GIVEN = ("p2cread", "c2pwrite", "errwrite")  # what a child has as these, in Popen's words; -1: what its parent has
+# what a child has as these, in Popen's words; -1: what its parent has
+GIVEN = ("p2cread", "c2pwrite", "errwrite")
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
@@ -47,7 +51,9 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         begin: Callable[..., None] = super()._execute_child  # type: ignore[misc]
         asked = inspect.signature(begin).bind(*arguments).arguments
         command, of_the_server = asked["args"], multiprocessing.parent_process() is None
-        known = not isinstance(command, str) and list(command[:1]) == [sys.executable] and "-m" in command[1:3]
+        known = (
+            not isinstance(command, str) and list(command[:1]) == [sys.executable] and "-m" in command[1:3]
+        )
         unfit = asked["pass_fds"] if of_the_server else torch.version.cuda
         if not known or asked["preexec_fn"] or unfit:
             begin(*arguments)
@@ -96,18 +102,31 @@ def _taken(handed: Any) -> int:
 def _fork_of_the_server(module: str, arguments: Sequence[str], asked: Mapping[str, Any]) -> Fork:
     files = [_Handed(number) for number in _files(asked)]
     env = os.environ if asked["env"] is None else asked["env"]
-    return fork(_begin, module, list(arguments), files, asked["start_new_session"], asked["process_group"],
-                output=Path(os.devnull), env={os.fsdecode(k): os.fsdecode(v) for k, v in env.items()},
-                folder=Path(asked["cwd"] or os.getcwd()))  # fmt: skip
+    return fork(
+        _begin,
+        module,
+        list(arguments),
+        files,
+        asked["start_new_session"],
+        asked["process_group"],
+        output=Path(os.devnull),
+        env={os.fsdecode(k): os.fsdecode(v) for k, v in env.items()},
+        folder=Path(asked["cwd"] or os.getcwd()),
+    )
 
 
 def _files(asked: Mapping[str, Any]) -> list[int]:
     """What the child has as stdin, stdout and stderr."""
-    return [standard if asked[name] == -1 else asked[name] for standard, name in zip(STANDARD, GIVEN, strict=True)]
+    return [
+        standard if asked[name] == -1 else asked[name] for standard, name in zip(STANDARD, GIVEN, strict=True)
+    ]
 
 
-def _begin(module: str, arguments: Sequence[str], files: Sequence[int], new_session: bool, group: int) -> None:
-    """In the server's fork, which has its environment and folder already. What it starts in turn, as torchrun does, are forks."""
+def _begin(
+    module: str, arguments: Sequence[str], files: Sequence[int], new_session: bool, group: int
+) -> None:
+    """In the server's fork, which has its environment and folder already. What it starts in turn, as torchrun
+    does, are forks."""
     fork_what_it_starts()
     _join(new_session, group)
     take_files(files)
@@ -115,7 +134,8 @@ def _begin(module: str, arguments: Sequence[str], files: Sequence[int], new_sess
 
 
 def fork_what_it_starts() -> None:
-    """From now on `python -m MODULE` is a fork in this process, also where torchrun starts it, which has Popen by name."""
+    """From now on `python -m MODULE` is a fork in this process, also where torchrun starts it, which has
+    Popen by name."""
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     subprocess_handler.Popen = ForkingPopen  # type: ignore[attr-defined]
 

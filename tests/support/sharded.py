@@ -1,4 +1,5 @@
-"""A model of a config, planned, sharded and with its optimizer, as train.main builds it: what a test trains step by step."""
+"""A model of a config, planned, sharded and with its optimizer, as train.main builds it: what a test trains
+step by step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,9 @@ def build_sharded(arguments: Sequence[str]) -> Sharded:
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config, plan, mesh, CPU)
     optimizer = build_optimizer(model, config.optim, config.run.seed)
-    shape = BatchShape(plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
+    shape = BatchShape(
+        plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel
+    )
     return Sharded(config, plan, mesh, model, optimizer, shape, data_parallel_group(mesh))
 
 
@@ -61,5 +64,8 @@ def random_batches(run: Sharded) -> list[Batch]:
     """The micro batches of one step: tokens of any kind, the same on the ranks of one tp group."""
     generator = torch.Generator().manual_seed(run.shape.data_rank)
     size = (run.shape.micro_batch_size, run.config.train.seq_len + 1)
-    rows = [torch.randint(run.config.model.vocab_size, size, generator=generator) for _ in range(run.shape.accumulation)]
+    rows = [
+        torch.randint(run.config.model.vocab_size, size, generator=generator)
+        for _ in range(run.shape.accumulation)
+    ]
     return [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in rows]

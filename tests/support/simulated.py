@@ -9,8 +9,16 @@ from tools.simulate import simulate_run
 from train.config import parse_config
 from train.planning import plan_run
 
-TINY = ("--model.dim=32", "--model.n_layers=3", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
-        "--model.vocab_size=264", "--train.seq_len=48", "--train.micro_batch_size=1")  # fmt: skip
+TINY = (
+    "--model.dim=32",
+    "--model.n_layers=3",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=264",
+    "--train.seq_len=48",
+    "--train.micro_batch_size=1",
+)
 SHORT = {"tok_embeddings": "tok", "tok_embeddings+head": "tok+head", "head": "head"}
 
 
@@ -21,9 +29,11 @@ def simulated(world_size: int, *arguments: str, rank: int = 0) -> Simulation:
     return simulate_run(config, plan_run(config, world_size, 8), rank)
 
 
-def in_words(collectives: Iterable[Collective], phases: Iterable[str] = ("forward", "backward", "recompute")) -> str:
-    """Collectives of the units in order: `2` gathers layers.2, `-2` reduce-scatters it, `=2` all-reduces it over
-    dp_replicate, `~2` is any number of tp collectives within it, that is: it computes."""
+def in_words(
+    collectives: Iterable[Collective], phases: Iterable[str] = ("forward", "backward", "recompute")
+) -> str:
+    """Collectives of the units in order: `2` gathers layers.2, `-2` reduce-scatters it, `=2` all-reduces it
+    over dp_replicate, `~2` is any number of tp collectives within it, that is: it computes."""
     words: list[str] = []
     for c in collectives:
         unit = SHORT.get(c.unit, c.unit.removeprefix("layers."))

@@ -21,8 +21,13 @@ _NUMBERS = itertools.count()
 def write_store(folder: Path, train: Sequence[Documents], held_out: Sequence[Documents] = ()) -> Manifest:
     """A prepared folder of byte tokens, of which each shard holds the documents of one item."""
     folder.mkdir(parents=True)
-    splits = {split: tuple(_write_shard(folder, f"{split}-{number:05d}", documents) for number, documents in enumerate(shards))
-              for split, shards in (("train", train), ("held_out", held_out))}  # fmt: skip
+    splits = {
+        split: tuple(
+            _write_shard(folder, f"{split}-{number:05d}", documents)
+            for number, documents in enumerate(shards)
+        )
+        for split, shards in (("train", train), ("held_out", held_out))
+    }
     manifest = Manifest(ByteTokenizer.info, "uint16", (), splits)
     (folder / MANIFEST).write_text(manifest_to_json(manifest))
     return manifest

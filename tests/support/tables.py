@@ -7,7 +7,8 @@ import pytest
 
 
 def try_each(rows: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
-    """check(*row) for every row of the table. Raises one AssertionError that shows each row that failed, and how."""
+    """check(*row) for every row of the table. Raises one AssertionError that shows each row that failed, and
+    how."""
     failures = []
     for row in rows:
         try:

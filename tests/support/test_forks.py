@@ -19,10 +19,16 @@ def ends(how: str) -> None:
     sys.exit({"well": None, "by a code": 3, "by a word": "wrong"}[how])
 
 
-@pytest.mark.parametrize(("how", "code", "said"), [
-    ("well", 0, ""), ("by a code", 3, ""), ("by a word", 1, "wrong\n"), ("interrupted", -signal.SIGINT, "KeyboardInterrupt"),
-    ("unheard of", 1, "KeyError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("well", 0, ""),
+        ("by a code", 3, ""),
+        ("by a word", 1, "wrong\n"),
+        ("interrupted", -signal.SIGINT, "KeyboardInterrupt"),
+        ("unheard of", 1, "KeyError"),
+    ],
+)
 def test_a_fork_ends_with_the_code_of_an_interpreter(how: str, code: int, said: str, tmp_path: Path) -> None:
     assert fork(ends, how, output=tmp_path / "said").wait(LIMIT_S) == code
     assert said in (tmp_path / "said").read_text()
@@ -39,9 +45,14 @@ def fails(folder: Path) -> None:
     os._exit(7)
 
 
-@pytest.mark.parametrize("until", [lambda launch: launch.wait(LIMIT_S), lambda launch: launch.wait_until(lambda: False)],
-                         ids=["wait", "wait_until"])  # fmt: skip
-def test_when_one_rank_has_failed_the_others_are_asked_to_end(until: Callable[[Launch], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "until",
+    [lambda launch: launch.wait(LIMIT_S), lambda launch: launch.wait_until(lambda: False)],
+    ids=["wait", "wait_until"],
+)
+def test_when_one_rank_has_failed_the_others_are_asked_to_end(
+    until: Callable[[Launch], object], tmp_path: Path
+) -> None:
     ranks = [fork(function, tmp_path, output=tmp_path / "said") for function in (waits, fails)]
     try:
         assert until(launch := Launch(ranks, tmp_path / "said")) in (1, False)

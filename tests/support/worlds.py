@@ -8,9 +8,9 @@
     def test_a_sum():
         assert run_ranks(4, total, 1) == [10.0] * 4
 
-Function and arguments are pickled, so the function stands at the top of its file. Every call has new processes (tests/support/
-forks.py: a fork and a process group together take a fraction of a second), so nothing has to be reset between two tests,
-and one that crashes or hangs harms no other.
+Function and arguments are pickled, so the function stands at the top of its file. Every call has new
+processes (tests/support/ forks.py: a fork and a process group together take a fraction of a second), so
+nothing has to be reset between two tests, and one that crashes or hangs harms no other.
 """
 
 import faulthandler
@@ -30,7 +30,8 @@ import torch.distributed as dist
 
 from tests.support.forks import Fork, environment, fork
 
-Keeper = Callable[[int], AbstractContextManager[dict[str, str]]]  # of the ranks' store, and the variables that name it
+# of the ranks' store, and the variables that name it
+Keeper = Callable[[int], AbstractContextManager[dict[str, str]]]
 LIMIT_S = 180.0  # for the whole call: on a busy machine too no test comes near it
 PATIENCE_S = 2.0  # that the other ranks have to end by themselves, once one has failed
 FRAMES, LINES = 5, 16  # that are shown of a rank that waits, and of a traceback
@@ -40,8 +41,11 @@ class RanksError(AssertionError):
     """A rank failed, or did not end: its traceback, and where the others were."""
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S, **env: str) -> list[Any]:
-    """function(*arguments) on each of `ranks` ranks; what they returned, by rank. Raises RanksError if one of them fails.
+def run_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S, **env: str
+) -> list[Any]:
+    """function(*arguments) on each of `ranks` ranks; what they returned, by rank. Raises RanksError if one of
+    them fails.
 
     The function finds a gloo group that is up. `env`: environment variables, beside those that torchrun sets.
     """
@@ -49,15 +53,27 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s
         folder = Path(name)
         with forked(ranks, _run_rank, folder, function, arguments, folder=folder, **env) as forks:
             results = [folder / f"{rank}.result" for rank in range(ranks)]
-            if not _wait(forks, folder, limit_s) or any(f.poll() for f in forks) or not all(path.exists() for path in results):
+            if (
+                not _wait(forks, folder, limit_s)
+                or any(f.poll() for f in forks)
+                or not all(path.exists() for path in results)
+            ):
                 raise RanksError(_report(forks, folder, _stacks(forks, folder), limit_s))
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
 @contextmanager
-def forked(ranks: int, function: Callable[..., Any], *arguments: Any, folder: Path, keeper: Keeper | None = None,
-           errors: str = "out", **env: str) -> Iterator[list[Fork]]:  # fmt: skip
-    """function(*arguments) as so many ranks, which find each other by what `keeper` says; at the end nothing of them is left.
+def forked(
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    folder: Path,
+    keeper: Keeper | None = None,
+    errors: str = "out",
+    **env: str,
+) -> Iterator[list[Fork]]:
+    """function(*arguments) as so many ranks, which find each other by what `keeper` says; at the end nothing
+    of them is left.
 
     What a rank prints is in `folder`: RANK.out, and what it prints to stderr in RANK.`errors`.
     """
@@ -79,17 +95,26 @@ def forked(ranks: int, function: Callable[..., Any], *arguments: Any, folder: Pa
 def launcher_store(ranks: int) -> Iterator[dict[str, str]]:
     """The store that torchrun keeps for its workers, and the variables by which they find it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-           "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     del store
 
 
 def _wait(forks: Sequence[Fork], folder: Path, limit_s: float) -> bool:
-    """Until all have ended or failed, or one has failed and the others have had their time; False if neither happens."""
+    """Until all have ended or failed, or one has failed and the others have had their time; False if neither
+    happens."""
     deadline_s = time.monotonic() + limit_s
     failed = False
     while time.monotonic() < deadline_s:
-        busy = [f for rank, f in enumerate(forks) if f.poll() is None and not (folder / f"{rank}.error").exists()]
+        busy = [
+            f for rank, f in enumerate(forks) if f.poll() is None and not (folder / f"{rank}.error").exists()
+        ]
         if not busy:
             return True
         if not failed and any(f.poll() for f in forks) | any(folder.glob("*.error")):
@@ -99,13 +124,18 @@ def _wait(forks: Sequence[Fork], folder: Path, limit_s: float) -> bool:
 
 
 def _stacks(forks: Sequence[Fork], folder: Path) -> dict[int, str]:
-    """Where each rank that has neither ended nor failed is, by rank: the innermost frames of its main thread."""
-    busy = [rank for rank, f in enumerate(forks) if f.poll() is None and not (folder / f"{rank}.error").exists()]
+    """Where each rank that has neither ended nor failed is, by rank: the innermost frames of its main
+    thread."""
+    busy = [
+        rank for rank, f in enumerate(forks) if f.poll() is None and not (folder / f"{rank}.error").exists()
+    ]
     for rank in busy:
         forks[rank].send_signal(signal.SIGUSR1)
     paths = {rank: folder / f"{rank}.stack" for rank in busy}
     _wait_until_written(list(paths.values()))
-    frames = {rank: path.read_text().splitlines()[1:] if path.exists() else [] for rank, path in paths.items()}
+    frames = {
+        rank: path.read_text().splitlines()[1:] if path.exists() else [] for rank, path in paths.items()
+    }
     return {rank: "\n".join(lines[:FRAMES]) or "  (it does not answer)" for rank, lines in frames.items()}
 
 
@@ -120,14 +150,21 @@ def _wait_until_written(paths: Sequence[Path]) -> None:
 
 def _report(forks: Sequence[Fork], folder: Path, stacks: dict[int, str], limit_s: float) -> str:
     """Who crashed or else failed first, whole; what the others said or did, in short. Under 40 lines."""
-    ended = [rank for rank in range(len(forks)) if rank not in stacks and not (folder / f"{rank}.error").exists()]
-    crashed = {rank: f"ended with {forks[rank].returncode}:\n" + _last(folder / f"{rank}.out") for rank in ended
-               if forks[rank].returncode or not (folder / f"{rank}.result").exists()}  # fmt: skip
+    ended = [
+        rank for rank in range(len(forks)) if rank not in stacks and not (folder / f"{rank}.error").exists()
+    ]
+    crashed = {
+        rank: f"ended with {forks[rank].returncode}:\n" + _last(folder / f"{rank}.out")
+        for rank in ended
+        if forks[rank].returncode or not (folder / f"{rank}.result").exists()
+    }
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
     failed = {int(path.stem): f"failed:\n{_last(path)}" for path in errors}
     first, *others = [*crashed.items(), *failed.items()] or [(-1, f"no rank failed, but after {limit_s:g} s")]
     lines = [f"rank {first[0]} {first[1]}" if first[0] >= 0 else first[1]]
-    lines += _together({rank: f"{told.splitlines()[0]} {told.splitlines()[-1][:200]}" for rank, told in others})
+    lines += _together(
+        {rank: f"{told.splitlines()[0]} {told.splitlines()[-1][:200]}" for rank, told in others}
+    )
     lines += _together({rank: f"was in\n{stack}" for rank, stack in stacks.items()})
     return "\n".join("\n".join(lines).splitlines()[:38])
 
@@ -141,8 +178,9 @@ def _together(words: dict[int, str]) -> list[str]:
 
 
 def _last(path: Path) -> str:
-    """The end of it; of stacks of faulthandler, whose innermost frame comes first, what is said above them, and the beginning of
-    the one of the thread that failed: it is called the current one, or is the main thread, which comes last."""
+    """The end of it; of stacks of faulthandler, whose innermost frame comes first, what is said above them,
+    and the beginning of the one of the thread that failed: it is called the current one, or is the main
+    thread, which comes last."""
     lines = path.read_text(errors="replace").strip("\n").splitlines()
     stacks = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
     if not stacks:

@@ -1,4 +1,5 @@
-"""Two finished runs, made by the real trainer: one process with tied embeddings, and two processes with uneven shards."""
+"""Two finished runs, made by the real trainer: one process with tied embeddings, and two processes with
+uneven shards."""
 
 import subprocess
 from collections.abc import Callable
@@ -59,7 +60,13 @@ def _train(folder: Path, processes: int, *overrides: str) -> Path:
     (folder / "text").mkdir()
     for i in range(6):
         (folder / "text" / f"{i}.txt").write_text(TEXT * (20 + i), encoding="utf-8")
-    done = launch(processes, f"--config={folder / 'config.yaml'}", f"--run.dir={folder / 'run'}",
-                  f"--data.source={folder / 'text'}", f"--data.cache_dir={folder / 'cache'}", *overrides)  # fmt: skip
+    done = launch(
+        processes,
+        f"--config={folder / 'config.yaml'}",
+        f"--run.dir={folder / 'run'}",
+        f"--data.source={folder / 'text'}",
+        f"--data.cache_dir={folder / 'cache'}",
+        *overrides,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"

@@ -1,4 +1,5 @@
-"""`run(1, ..., module="tests.tools.measured_convert")`: tools.convert_hf, and by how many bytes its process has grown."""
+"""`run(1, ..., module="tests.tools.measured_convert")`: tools.convert_hf, and by how many bytes its process
+has grown."""
 
 import re
 import sys

@@ -1,4 +1,5 @@
-"""`run(1, "tools.plan", ..., module="tests.tools.peak_memory")`: a command, and the most KiB that it ever had."""
+"""`run(1, "tools.plan", ..., module="tests.tools.peak_memory")`: a command, and the most KiB that it ever
+had."""
 
 import resource
 import sys

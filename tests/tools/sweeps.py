@@ -25,19 +25,36 @@ def write_spec(place: Path, name: str = "study", **keys: Any) -> Path:
 def row(step: int, loss: float | None = None, **more: Any) -> dict[str, Any]:
     """Of metrics.jsonl; by default a loss that falls."""
     loss = 6.0 / (1 + step / 10) if loss is None else loss
-    figures = {"step": step, "loss": loss if math.isfinite(loss) else None, "grad_norm": 1.0 + 1 / step, "lr": 1e-3}
-    figures |= {"tokens_per_s": 1000.0, "step_time_s": 0.256, "peak_memory_gib": 0.5, "data_hash": f"{step:016x}"}
+    figures = {
+        "step": step,
+        "loss": loss if math.isfinite(loss) else None,
+        "grad_norm": 1.0 + 1 / step,
+        "lr": 1e-3,
+    }
+    figures |= {
+        "tokens_per_s": 1000.0,
+        "step_time_s": 0.256,
+        "peak_memory_gib": 0.5,
+        "data_hash": f"{step:016x}",
+    }
     return figures | more
 
 
-def write_run(folder: Path, rows: Iterable[Mapping[str, Any]], state: str = "finished", config: Mapping[str, Any] | None = None,
-              **status: Any) -> Path:  # fmt: skip
+def write_run(
+    folder: Path,
+    rows: Iterable[Mapping[str, Any]],
+    state: str = "finished",
+    config: Mapping[str, Any] | None = None,
+    **status: Any,
+) -> Path:
     """A run's folder with these rows, in this order."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(rows)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     last = max((one["step"] for one in rows), default=0)
-    (folder / "status.json").write_text(json.dumps({"state": state, "step": last, "resumed_from": None, "reason": "", **status}))
+    (folder / "status.json").write_text(
+        json.dumps({"state": state, "step": last, "resumed_from": None, "reason": "", **status})
+    )
     if config is not None:
         (folder / "config.yaml").write_text(yaml.safe_dump(dict(config)))
     return folder

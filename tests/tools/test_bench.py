@@ -1,4 +1,5 @@
-"""tools/bench: figures of real runs, peers' lines, records without anybody's name, and nothing left behind."""
+"""tools/bench: figures of real runs, peers' lines, records without anybody's name, and nothing left
+behind."""
 
 import getpass
 import json
@@ -19,7 +20,16 @@ from tests.support.nested import run_nested
 from tools.bench.__main__ import main
 from tools.bench.attention import compare, parse_shape
 from tools.bench.compile_depth import Compilation, median_ratio
-from tools.bench.peers import OURS, Contender, Figures, best_peers, make_ratios, parse_bench_lines, parse_peers, run_rounds
+from tools.bench.peers import (
+    OURS,
+    Contender,
+    Figures,
+    best_peers,
+    make_ratios,
+    parse_bench_lines,
+    parse_peers,
+    run_rounds,
+)
 from tools.bench.processes import BenchError, run_to_end, start_times
 from tools.bench.record import make_document, without_names, write_record
 from tools.bench.run import Setup, make_figures, read_rows, resolve
@@ -34,7 +44,7 @@ BENCH rank=1 startup_to_first_step_s=26.50
 [rank0]: BENCH rank=0 startup_to_first_step_s=26.54
 BENCH rank=0 n=9 tok/s/rank median=1399 best=1841 step_ms median=1823 best=1112 cpu_ms/step=1110 peak_rss_GiB=0.92 loss=6.98
 BENCH rank=1 n=9 tok/s/rank median=1401 best=1834 step_ms median=1820 best=1117 cpu_ms/step=1115 peak_rss_GiB=0.90 loss=6.98
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +107,11 @@ def test_without_names(text: str, safe: str | None, monkeypatch: pytest.MonkeyPa
 
 
 def test_peers_lines_of_all_ranks() -> None:
-    assert parse_bench_lines(LINES) == {"tokens_per_s_per_rank": 1400, "peak_memory_gib": 0.92, "startup_s": 26.54}
+    assert parse_bench_lines(LINES) == {
+        "tokens_per_s_per_rank": 1400,
+        "peak_memory_gib": 0.92,
+        "startup_s": 26.54,
+    }
     one = "BENCH tok/s/rank median=5 peak_memory_GiB=60.5\nBENCH startup_to_first_step_s=2\n"
     assert parse_bench_lines(one) == {"tokens_per_s_per_rank": 5, "peak_memory_gib": 60.5, "startup_s": 2}
 
@@ -115,7 +129,9 @@ def test_peers_lines_that_are_wrong(text: str, message: str) -> None:
         parse_bench_lines(text)
 
 
-@pytest.mark.parametrize("texts", [["x"], ["=true"], ["a b=true"], ["a="], ["a=true", "a=true"], [f"{OURS}=true"]])
+@pytest.mark.parametrize(
+    "texts", [["x"], ["=true"], ["a b=true"], ["a="], ["a=true", "a=true"], [f"{OURS}=true"]]
+)
 def test_peers_that_are_not_name_and_command(texts: list[str]) -> None:
     with pytest.raises(BenchError, match="--peer"):
         parse_peers(texts, threads=1)
@@ -124,7 +140,9 @@ def test_peers_that_are_not_name_and_command(texts: list[str]) -> None:
 def test_rounds_are_interleaved_and_caches_shared_as_asked(tmp_path: Path) -> None:
     """Peers are real shell commands; each notes its name and its cache folder."""
     order = tmp_path / "order"
-    say = "echo BENCH startup_to_first_step_s=$OMP_NUM_THREADS; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
+    say = (
+        "echo BENCH startup_to_first_step_s=$OMP_NUM_THREADS; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
+    )
     note = f"$TORCHINDUCTOR_CACHE_DIR >> {order}"
     peers = parse_peers([f"a=echo a {note}; {say}", f"b=echo b {note}; {say}"], threads=4)
     ours = Contender(OURS, lambda cache: FIGURES)
@@ -153,7 +171,10 @@ def test_ratios_are_within_rounds_and_the_best_peer_is_the_hardest() -> None:
     ("command", "said"),
     [
         ("echo working; echo disk is full >&2; exit 3", ["exit code 3", "disk is full"]),
-        ("echo 'PlanError: no'; echo '  Fits: yes'; seq 99; exit 1", ["exit code 1", "PlanError: no\n    Fits: yes"]),
+        (
+            "echo 'PlanError: no'; echo '  Fits: yes'; seq 99; exit 1",
+            ["exit code 1", "PlanError: no\n    Fits: yes"],
+        ),
         ("exit 1", ["It printed nothing"]),
         ("echo fine", ["no BENCH line"]),
     ],
@@ -168,8 +189,14 @@ def test_a_failing_peer_is_one_clear_error(command: str, said: list[str]) -> Non
 
 
 def test_mistakes_are_found_before_anything_starts() -> None:
-    for arguments in (["train", "--model.dmi=3"], ["train", "--run.dir=x"], ["train", "--parallel.dp_shard=3"],
-                      ["peers", "--peer=x"], ["attention", "--shapes=1x2"], ["attention", "--shapes=1x4x3x8x8"]):  # fmt: skip
+    for arguments in (
+        ["train", "--model.dmi=3"],
+        ["train", "--run.dir=x"],
+        ["train", "--parallel.dp_shard=3"],
+        ["peers", "--peer=x"],
+        ["attention", "--shapes=1x2"],
+        ["attention", "--shapes=1x4x3x8x8"],
+    ):
         with pytest.raises(ValueError, match=r"model\.dim|run\.dir|dp_shard|--peer|--shapes"):
             main(arguments)
     with pytest.raises(SystemExit):
@@ -179,11 +206,17 @@ def test_mistakes_are_found_before_anything_starts() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_what_is_interrupted_ends_with_all_its_descendants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one in a session of its own, as torchrun's workers are, and one that does not listen to SIGTERM."""
+def test_what_is_interrupted_ends_with_all_its_descendants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in a session of its own, as torchrun's workers are, and one that does not listen to
+    SIGTERM."""
     pids = tmp_path / "pids"
-    script = (f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if os.fork() else os.setsid()\n"
-              f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)")  # fmt: skip
+    script = (
+        f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if os.fork() else "
+        f"os.setsid()\n"
+        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)"
+    )
     (tmp_path / "script.py").write_text(script)
 
     def interrupt() -> None:
@@ -192,7 +225,12 @@ def test_what_is_interrupted_ends_with_all_its_descendants(tmp_path: Path, monke
 
     monkeypatch.setattr("tools.bench.processes.GRACE_S", 0.5)
     with pytest.raises(KeyboardInterrupt):
-        run_to_end(f"{sys.executable} -S {tmp_path / 'script.py'}; true", dict(os.environ), tmp_path / "log", interrupt)
+        run_to_end(
+            f"{sys.executable} -S {tmp_path / 'script.py'}; true",
+            dict(os.environ),
+            tmp_path / "log",
+            interrupt,
+        )
     deadline_s = time.monotonic() + 60
     while start_times(map(int, pids.read_text().split())) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -209,8 +247,18 @@ def test_rows_still_being_written_are_left_out(tmp_path: Path) -> None:
 
 
 def test_rates_are_of_the_steps_after_the_fourth() -> None:
-    rows = [{"step": i, "loss": 1.0, "tokens_per_s_per_gpu": float(i), "step_time_s": 2.0, "data_wait_s": 0.5 * (i > 4),
-             "peak_memory_gib": 0.1 * i, "recompiles": 0} for i in range(1, 8)]  # fmt: skip
+    rows = [
+        {
+            "step": i,
+            "loss": 1.0,
+            "tokens_per_s_per_gpu": float(i),
+            "step_time_s": 2.0,
+            "data_wait_s": 0.5 * (i > 4),
+            "peak_memory_gib": 0.1 * i,
+            "recompiles": 0,
+        }
+        for i in range(1, 8)
+    ]
     figures = make_figures(rows, 3.0, "CPU")
     assert (figures.tokens_per_s_per_rank, figures.tokens_per_s_per_rank_best) == (6, 7)
     assert figures.data_wait_share == 0.25
@@ -240,16 +288,27 @@ def test_depth_ratio_is_the_median_over_rounds() -> None:
 
 
 def test_make_document_has_no_config_to_invent() -> None:
-    assert make_document("x", ["attention"], None, {})["command"] == ["python", "-m", "tools.bench", "attention"]
+    assert make_document("x", ["attention"], None, {})["command"] == [
+        "python",
+        "-m",
+        "tools.bench",
+        "attention",
+    ]
 
 
 def test_variants_are_keys_under_names() -> None:
-    variants = parse_variants(["plain=", "full=--parallel.activation_checkpoint=full --train.steps=3"], Setup(2, 1, ["--a=1"]))
+    variants = parse_variants(
+        ["plain=", "full=--parallel.activation_checkpoint=full --train.steps=3"], Setup(2, 1, ["--a=1"])
+    )
     assert [setup.arguments for setup in variants.values()] == [
-        ["--a=1"], ["--a=1", "--parallel.activation_checkpoint=full", "--train.steps=3"]]  # fmt: skip
+        ["--a=1"],
+        ["--a=1", "--parallel.activation_checkpoint=full", "--train.steps=3"],
+    ]
 
 
-@pytest.mark.parametrize("texts", [["plain="], ["plain", "b="], ["a=x", "b="], ["a=", "a=--b=1"], ["=--a=1", "b="]], ids=str)
+@pytest.mark.parametrize(
+    "texts", [["plain="], ["plain", "b="], ["a=x", "b="], ["a=", "a=--b=1"], ["=--a=1", "b="]], ids=str
+)
 def test_variants_that_are_not_names_and_keys(texts: list[str]) -> None:
     with pytest.raises(BenchError, match="--variant"):
         parse_variants(texts, Setup(2, 1, []))
@@ -258,6 +317,10 @@ def test_variants_that_are_not_names_and_keys(texts: list[str]) -> None:
 def test_variants_are_compared_with_the_first_within_rounds() -> None:
     slow = {figure: 2 * value for figure, value in FIGURES.items()}
     slower = {figure: 3 * value for figure, value in FIGURES.items()}
-    rounds = [{"plain": FIGURES, "full": slow}, {"plain": slow, "full": slower}, {"plain": FIGURES, "full": FIGURES}]
+    rounds = [
+        {"plain": FIGURES, "full": slow},
+        {"plain": slow, "full": slower},
+        {"plain": FIGURES, "full": FIGURES},
+    ]
     assert variant_figures(rounds)["over_plain"]["full"]["startup_s"] == 1.5
     assert variant_rows(rounds)[1][1][-1] == "1.500"

@@ -31,18 +31,35 @@ LINES = "echo BENCH startup_to_first_step_s=5; echo BENCH tok/s/rank median=500 
 def test_cpu_compares_with_peers_and_with_what_is_allowed(tmp_path: Path, capsys: Output) -> None:
     """One peer hears the shape, one fails, one does not listen, which only the first cell forgives."""
     told = tmp_path / "told"
-    peers = [f"good=echo {' '.join('$' + name for name in VARIABLES)} >> {told}; {LINES}", "bad=echo $BENCH_DIM; exit 3",
-             f"deaf={LINES}"]  # fmt: skip
+    peers = [
+        f"good=echo {' '.join('$' + name for name in VARIABLES)} >> {told}; {LINES}",
+        "bad=echo $BENCH_DIM; exit 3",
+        f"deaf={LINES}",
+    ]
     keys = [*TINY, *EAGER, *write_text(tmp_path)]
-    main(["cpu", "--shapes=head-dim-16", "--dtypes=bfloat16", "--processes=1", "--rounds=1", "--steps=5",
-          *(f"--peer={peer}" for peer in peers), *keys, "--json"])  # fmt: skip
+    main(
+        [
+            "cpu",
+            "--shapes=head-dim-16",
+            "--dtypes=bfloat16",
+            "--processes=1",
+            "--rounds=1",
+            "--steps=5",
+            *(f"--peer={peer}" for peer in peers),
+            *keys,
+            "--json",
+        ]
+    )
     document = json.loads(capsys.readouterr().out)
     cell = document["figures"]["cells"]["head-dim-16 bfloat16"]
     assert told.read_text() == "32 2 4 2 64 2048 32 2 5 1 bfloat16 0\n"
     assert set(cell["median"]) == {OURS, "good"}
     assert "exit code 3" in cell["left_out"]["bad"]
     assert "BENCH_DIM" in cell["left_out"]["deaf"]
-    assert cell["ours_over_peer"]["tokens_per_s_per_rank"]["good"] == cell["median"][OURS]["tokens_per_s_per_rank"] / 500
+    assert (
+        cell["ours_over_peer"]["tokens_per_s_per_rank"]["good"]
+        == cell["median"][OURS]["tokens_per_s_per_rank"] / 500
+    )
     allowed = cell["allowed"]
     assert allowed["total_s"] == allowed["matmul_s"] + allowed["attention_s"] > 0
     assert cell["share_of_allowed"]["good"] == pytest.approx(allowed["total_s"] * 500 / 64)
@@ -60,7 +77,9 @@ def test_the_two_shapes_have_the_head_dims_of_their_names() -> None:
 def test_a_steps_products_are_those_of_the_models_cost() -> None:
     model = LlamaConfig(64, 3, 4, 2, 160, 100, 32)
     products = step_products(model, tokens=8)
-    assert sum(inputs * outputs * number for (_, inputs, outputs), number in products.items()) == matmul_parameters(model)
+    assert sum(
+        inputs * outputs * number for (_, inputs, outputs), number in products.items()
+    ) == matmul_parameters(model)
     assert {tokens for tokens, _, _ in products} == {8}
 
 
@@ -75,7 +94,9 @@ def test_rates_of_this_process() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measure_here([(8, 16, 4), (256, 128, 128)], Shape(1, 2, 1, 8, 64), "float32", torch.device("cpu"))
+        found = measure_here(
+            [(8, 16, 4), (256, 128, 128)], Shape(1, 2, 1, 8, 64), "float32", torch.device("cpu")
+        )
     finally:
         torch.set_num_threads(before)
     small_s, large_s = found["products"]  # of operations 8,000 times as many
@@ -92,7 +113,9 @@ def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_needed() 
             raise BenchError("no")
         return {"tokens_per_s_per_rank": 1.0, "peak_memory_gib": 1.0, "startup_s": 1.0}
 
-    fine = Contender(OURS, lambda cache: {"tokens_per_s_per_rank": 2.0, "peak_memory_gib": 1.0, "startup_s": 1.0})
+    fine = Contender(
+        OURS, lambda cache: {"tokens_per_s_per_rank": 2.0, "peak_memory_gib": 1.0, "startup_s": 1.0}
+    )
     rounds, left_out = run_what_runs([fine, Contender("a", fails_at_second)], 3, "keep")
     assert [set(r) for r in rounds] == [{OURS}] * 3
     assert left_out == {"a": "no"}
@@ -103,14 +126,31 @@ def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_needed() 
         run_what_runs([Contender(OURS, fails_at_second)], 3, "keep")
 
 
-@pytest.mark.parametrize("started", ["forked", pytest.param("afresh", marks=[pytest.mark.slow, pytest.mark.sampled(10)])])
-def test_compile_splits_a_start(started: str, tmp_path: Path, capsys: Output, request: pytest.FixtureRequest,
-                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "started", ["forked", pytest.param("afresh", marks=[pytest.mark.slow, pytest.mark.sampled(10)])]
+)
+def test_compile_splits_a_start(
+    started: str,
+    tmp_path: Path,
+    capsys: Output,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if started == "forked":  # a fork has its server's command line, by which it cannot be found
         request.getfixturevalue("forked_commands")
         monkeypatch.setattr("tools.bench.startup.descendant_age_s", lambda words, not_words: 0.0)
     keys = [*TINY, *EAGER, *write_text(tmp_path)]
-    main(["compile", "--processes=1", "--rounds=1", "--depth-rounds=0", f"--peer=slow={LINES}", *keys, "--json"])
+    main(
+        [
+            "compile",
+            "--processes=1",
+            "--rounds=1",
+            "--depth-rounds=0",
+            f"--peer=slow={LINES}",
+            *keys,
+            "--json",
+        ]
+    )
     figures = json.loads(capsys.readouterr().out)["figures"]
     for mode in ("cold", "warm"):
         ours = figures[mode]["median"][OURS]
@@ -119,7 +159,8 @@ def test_compile_splits_a_start(started: str, tmp_path: Path, capsys: Output, re
         assert sum(parts.values()) == pytest.approx(ours["total_s"])
         assert min(parts["launcher_s"], parts["setup_s"], parts["step_s"]) >= 0
         assert ours["imports_s"] > (0 if started == "forked" else 0.3)
-        assert ours["launcher_s"] < ours["imports_s"] or started == "forked"  # there is none: the run is the command itself
+        # there is none: the run is the command itself
+        assert ours["launcher_s"] < ours["imports_s"] or started == "forked"
         assert figures[mode]["ours_over_peer"]["slow"] == pytest.approx(ours["total_s"] / 5)
     assert "depth" not in figures
 
@@ -129,7 +170,8 @@ def test_a_descendant_is_found_by_its_words_with_its_age() -> None:
     began_s = time.monotonic()
     parent = subprocess.Popen(["sh", "-c", "sleep 60.25; true"])
     try:
-        while (age_s := descendant_age_s(b"60.25", b"true")) is None or age_s < 0.2:  # the shell's own words have both
+        # the shell's own words have both
+        while (age_s := descendant_age_s(b"60.25", b"true")) is None or age_s < 0.2:
             assert time.monotonic() - began_s < 60
             time.sleep(0.02)
         assert age_s < time.monotonic() - began_s + TICK_S
@@ -141,7 +183,13 @@ def test_a_descendant_is_found_by_its_words_with_its_age() -> None:
 
 def test_a_start_is_split_by_what_was_seen() -> None:
     start = split_start(total_s=10.0, worker_s=1.5, spoke_s=4.0, first_s=5.0, later_s=1.0)
-    assert (start.launcher_s, start.imports_s, start.setup_s, start.compile_s, start.step_s) == (1.5, 2.5, 1.0, 4.0, 1.0)
+    assert (start.launcher_s, start.imports_s, start.setup_s, start.compile_s, start.step_s) == (
+        1.5,
+        2.5,
+        1.0,
+        4.0,
+        1.0,
+    )
     unseen = split_start(10.0, None, None, 5.0, 1.0)
     assert (unseen.launcher_s, unseen.imports_s, unseen.setup_s, unseen.compile_s) == (None, None, None, 4.0)
 

@@ -1,4 +1,5 @@
-"""tools/bench/data.py: a small measurement is whole and leaves nothing behind, and its parts measure what they say."""
+"""tools/bench/data.py: a small measurement is whole and leaves nothing behind, and its parts measure what
+they say."""
 
 import json
 import time
@@ -42,7 +43,11 @@ def test_the_whole_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert figures["size"]["store_gb"] == QUICK.store_gb
     for cache in ("cold", "warm"):
         assert 0.01 < figures["verify_gb_s"][cache]["median"] < 100
-        assert 1 < figures["sequence_read_us"][cache]["median"]["median"] < figures["sequence_read_us"][cache]["p99"]["median"]
+        assert (
+            1
+            < figures["sequence_read_us"][cache]["median"]["median"]
+            < figures["sequence_read_us"][cache]["p99"]["median"]
+        )
         assert figures["loader_tokens_s"][cache]["document_mask"]["median"] > 1e5
     assert figures["data_wait"]["tokens_s"] == 8 * 10_471
     assert figures["data_wait"]["pretend_step_s"] == pytest.approx(16 * 1024 / (8 * 10_471))
@@ -72,7 +77,9 @@ def test_the_store_is_one_that_training_reads(store: Path) -> None:
     changed.write_bytes(content)
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc to see what is read from the disk")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="needs /proc to see what is read from the disk"
+)
 def test_cold_is_read_from_the_disk_and_warm_is_not(store: Path) -> None:
     shard = store / "train-00000.bin"
     set_cache(store, "cold")
@@ -94,7 +101,8 @@ def disk_bytes_of(path: Path) -> int:
 
 
 def test_a_step_that_is_too_short_waits(store: Path) -> None:
-    """A step of no time waits for every batch; one of a quarter of a second for a far smaller share of its time."""
+    """A step of no time waits for every batch; one of a quarter of a second for a far smaller share of its
+    time."""
     impatient = measure_wait(store, QUICK, lambda step_s: None, 0.0)
     patient = measure_wait(store, QUICK, time.sleep, 0.25)
     assert 0.1 < impatient["share"] <= impatient["worst_share"] <= 1

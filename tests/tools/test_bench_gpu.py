@@ -1,4 +1,5 @@
-"""tools.bench gpu on a CPU, tiny: every part works, a call goes on with the last one's record, a failure costs one case."""
+"""tools.bench gpu on a CPU, tiny: every part works, a call goes on with the last one's record, a failure
+costs one case."""
 
 import dataclasses
 import gzip
@@ -32,7 +33,7 @@ PROFILED = "kernels: 1 layers, 1 x 1, none, weights bf16, moments bf16"
 TOO_MANY = "1 layers, 1 x 8, full, weights fp32, moments fp32"
 TITAN_LOG = """
 [titan] - INFO - \x1b[31mstep:  {n}  \x1b[32mloss:  5.96  \x1b[33mmemory: 6{n}.50GiB(44%)  \x1b[34mtps: 1{n},146  \x1b[36mmfu
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +50,9 @@ def test_every_way_is_measured_or_says_which_device_it_needs(part: str) -> None:
     ways = {name: value for name, value in figures.items() if isinstance(value, dict)}
     assert ways or len(figures["products"]) == 4
     assert {value["reason"] for value in ways.values() if "reason" in value} <= {"runs on cuda only"}
-    timings = [value.get("both", value) for value in ways.values() if "reason" not in value] + figures.get("products", [])
+    timings = [value.get("both", value) for value in ways.values() if "reason" not in value] + figures.get(
+        "products", []
+    )
     assert all(timing["median_s"] >= timing["best_s"] > 0 and timing["runs"] >= 5 for timing in timings)
     assert all(name in part_table(part, figures) for name in ways)
 
@@ -65,13 +68,18 @@ def test_the_chunked_loss_and_plain_cross_entropy_are_compared() -> None:
 @pytest.mark.parametrize(("peer", "checkpoint"), [("plain eager", "none"), ("plain compiled", "full")])
 def test_plain_peers_train(peer: str, checkpoint: str) -> None:
     figures = measure_peer(peer, TINY, 2, checkpoint, CPU)
-    assert figures["tokens_per_s_per_rank"] == pytest.approx(TINY.seq_len / sorted(figures["step_times_s"])[1])
+    assert figures["tokens_per_s_per_rank"] == pytest.approx(
+        TINY.seq_len / sorted(figures["step_times_s"])[1]
+    )
     assert len(figures["step_times_s"]) == 3
 
 
 @pytest.mark.usefixtures("forked_commands")
-def test_the_suite_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
-    """A profiled run, a part, a case that cannot be planned and an absent peer; then the same again; then one of them again."""
+def test_the_suite_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """A profiled run, a part, a case that cannot be planned and an absent peer; then the same again; then one
+    of them again."""
     monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
     words = ["--only", PROFILED, "optimizer", TOO_MANY, "torchtitan: 2"]
     suite, keys = ["gpu", "--tiny", "--device=cpu", "--record=x"], [*EAGER, *write_text(tmp_path)]
@@ -83,10 +91,16 @@ def test_the_suite_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
     assert document["figures"]["shape"] == "tiny"
     assert document["hardware"]["cpu"]
     assert {name: case["state"] for name, case in cases.items() if "titan" not in name} == {
-        PROFILED: "measured", "optimizer": "measured", TOO_MANY: "failed"}  # fmt: skip
+        PROFILED: "measured",
+        "optimizer": "measured",
+        TOO_MANY: "failed",
+    }
     assert "global_batch_size" in cases[TOO_MANY]["reason"]
     if find_spec("torchtitan") is None:
-        assert cases["torchtitan: 2 layers, selective"]["reason"] == "torchtitan is absent: torchtitan not installed here"
+        assert (
+            cases["torchtitan: 2 layers, selective"]["reason"]
+            == "torchtitan is absent: torchtitan not installed here"
+        )
     (run,) = cases[PROFILED]["runs"]
     assert run["tokens_per_s_per_rank"] > 0
     assert len(run["step_times_s"]) == 5
@@ -94,13 +108,18 @@ def test_the_suite_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
     assert cases[PROFILED]["config"]["optim"]["state_dtype"] == "bfloat16"
     table = run["kernels"]
     assert table["by_class_s"]["GEMM"] > 0
-    assert sum(table["by_class_s"].values()) + table["idle_s"] - table["beside_s"] == pytest.approx(table["step_s"])
+    assert sum(table["by_class_s"].values()) + table["idle_s"] - table["beside_s"] == pytest.approx(
+        table["step_s"]
+    )
 
     before = path.read_bytes()
     main([*suite, *words, *keys])
     text = capsys.readouterr().out
     assert path.read_bytes() == before
-    assert all(part in text for part in (f"failed: {TOO_MANY}", "RoundedAdamW", "ms a step", "not measured yet: attention"))
+    assert all(
+        part in text
+        for part in (f"failed: {TOO_MANY}", "RoundedAdamW", "ms a step", "not measured yet: attention")
+    )
 
     main([*suite, "--again", "--only", TOO_MANY, *keys, "--json"])
     assert json.loads(capsys.readouterr().out)["figures"]["cases"][TOO_MANY]["state"] == "measured"
@@ -115,7 +134,9 @@ def test_when_time_is_over_nothing_is_begun(tmp_path: Path, capsys: Output) -> N
     assert kept.cases == {}
 
 
-def test_a_case_is_cut_off_and_not_recorded(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_is_cut_off_and_not_recorded(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tools.bench.gpu.GRACE_S", 0.0)
     kept = open_record("late", [], TINY.name, tmp_path)
     run_cases([Case("rooflines", "rooflines")], kept, find_machine("cpu", True, ()), time.monotonic() + 0.3)
@@ -142,9 +163,23 @@ def test_the_8b_cases_begin_with_the_whole_model_and_cover_what_was_asked() -> N
     assert {run.checkpoint for run in runs} == {"none", "full", "selective", "offload"}
     assert {run.variant for run in runs} == set(VARIANTS)
     for variant in ("", TENSORWISE):  # at every depth, three times
-        alike = [case for case in cases if case.work == EndToEnd(case.work.layers if isinstance(case.work, EndToEnd) else 0, 1, 1,
-                                                                 "none", "bfloat16", "bfloat16", variant)]  # fmt: skip
-        repeated = {case.work.layers for case in alike if isinstance(case.work, EndToEnd) and case.repeats == 3}
+        alike = [
+            case
+            for case in cases
+            if case.work
+            == EndToEnd(
+                case.work.layers if isinstance(case.work, EndToEnd) else 0,
+                1,
+                1,
+                "none",
+                "bfloat16",
+                "bfloat16",
+                variant,
+            )
+        ]
+        repeated = {
+            case.work.layers for case in alike if isinstance(case.work, EndToEnd) and case.repeats == 3
+        }
         assert repeated == {4, 8, 16, 32}
     assert {(run.storage, run.state) for run in runs} >= {("float32", "float32"), ("float32", "bfloat16")}
     assert set(PARTS) <= {case.name for case in cases}
@@ -174,7 +209,13 @@ def test_the_losses_of_two_runs_are_measured(tmp_path: Path) -> None:
 
 def test_repeats_spread_between_runs_and_one_run_within() -> None:
     def run(rate: float) -> dict[str, Any]:
-        return {"tokens_per_s_per_rank": rate, "spread": 0.5, "peak_memory_gib": 1.0, "mfu": None, "mfu_causal": None}
+        return {
+            "tokens_per_s_per_rank": rate,
+            "spread": 0.5,
+            "peak_memory_gib": 1.0,
+            "mfu": None,
+            "mfu_causal": None,
+        }
 
     assert summary({"runs": [run(100.0)]})["spread"] == 0.5
     three = summary({"runs": [run(90.0), run(110.0), run(100.0)]})
@@ -204,7 +245,10 @@ def test_torchtitans_log_and_folder(tmp_path: Path) -> None:
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)", "communication"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
+            "optimizer",
+        ),
         ("_update", "optimizer"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3", "memory-bound"),
         ("aten::mm", "GEMM"),
@@ -218,14 +262,22 @@ def test_kernels_have_classes(kernel: str, kind: str) -> None:
 def test_the_kernels_table_adds_up(tmp_path: Path) -> None:
     """Two streams over 100 us: 10 us with nothing, 20 us with two at once."""
     rows = [("nvjet", 7, 0, 40), ("ncclDevKernel", 20, 20, 40), ("triton_x", 7, 70, 30)]
-    events = [{"ph": "X", "cat": "kernel", "name": n, "pid": 0, "tid": tid, "ts": ts, "dur": dur} for n, tid, ts, dur in rows]
+    events = [
+        {"ph": "X", "cat": "kernel", "name": n, "pid": 0, "tid": tid, "ts": ts, "dur": dur}
+        for n, tid, ts, dur in rows
+    ]
     operator = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 500}
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, operator]}).encode()))
     table = table_of(path, steps=2)
     in_us = {name: 1e6 * s for name, s in table["by_class_s"].items()}
-    assert in_us == {"communication": pytest.approx(20), "optimizer": 0, "attention": 0, "GEMM": pytest.approx(20),
-                     "memory-bound": pytest.approx(15)}  # fmt: skip
+    assert in_us == {
+        "communication": pytest.approx(20),
+        "optimizer": 0,
+        "attention": 0,
+        "GEMM": pytest.approx(20),
+        "memory-bound": pytest.approx(15),
+    }
     assert [1e6 * table[key] for key in ("step_s", "idle_s", "beside_s")] == pytest.approx([50, 5, 10])
     path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
     with pytest.raises(BenchError, match="no kernels"):
@@ -233,12 +285,21 @@ def test_the_kernels_table_adds_up(tmp_path: Path) -> None:
 
 
 def test_an_operator_does_not_count_what_it_calls() -> None:
-    events = [Event("outer", (0, 0), 0.0, 10.0), Event("inner", (0, 0), 2.0, 6.0), Event("innermost", (0, 0), 3.0, 4.0),
-              Event("other thread", (0, 1), 1.0, 3.0), Event("later", (0, 0), 10.0, 11.0)]  # fmt: skip
+    events = [
+        Event("outer", (0, 0), 0.0, 10.0),
+        Event("inner", (0, 0), 2.0, 6.0),
+        Event("innermost", (0, 0), 3.0, 4.0),
+        Event("other thread", (0, 1), 1.0, 3.0),
+        Event("later", (0, 0), 10.0, 11.0),
+    ]
     assert [own_s for _, own_s in own_seconds(events)] == [6.0, 3.0, 1.0, 2.0, 1.0]
     assert covered(events) == 11.0
 
 
 def test_torchtitan_is_one_of_the_peers_of_the_whole_model() -> None:
-    whole = [case.work for case in make_cases(LLAMA_8B) if isinstance(case.work, PeerRun) and case.work.peer == TORCHTITAN]
+    whole = [
+        case.work
+        for case in make_cases(LLAMA_8B)
+        if isinstance(case.work, PeerRun) and case.work.peer == TORCHTITAN
+    ]
     assert {work.layers for work in whole} == {8, 32}

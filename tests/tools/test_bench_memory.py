@@ -1,4 +1,5 @@
-"""The planner's memory against the real code on fake tensors: a few small plans of the benchmark's kind, within its gates."""
+"""The planner's memory against the real code on fake tensors: a few small plans of the benchmark's kind,
+within its gates."""
 
 import argparse
 import dataclasses
@@ -25,22 +26,36 @@ from train.planning import plan_run
 SMALL = "model.n_layers=2 train.seq_len=1024"
 FAST = [
     PlanCase("llama_8b", 8, SMALL),
-    PlanCase("llama_8b", 16, f"{SMALL} parallel.dp_replicate=2 parallel.activation_checkpoint=full train.global_batch_size=64 "
-             "train.micro_batch_size=2 model.vocab_size=1024"),
-    PlanCase("llama_8b", 8, f"{SMALL} parallel.tp=4 parallel.activation_checkpoint=selective parallel.reduce_dtype=bfloat16"),
-    PlanCase("llama_8b", 2048, f"{SMALL} parallel.forward_prefetch=0 parallel.backward_prefetch=2 "
-             "parallel.activation_checkpoint=selective "
-             "parallel.selective_policy=every:2"),
+    PlanCase(
+        "llama_8b",
+        16,
+        f"{SMALL} parallel.dp_replicate=2 parallel.activation_checkpoint=full train.global_batch_size=64 "
+        "train.micro_batch_size=2 model.vocab_size=1024",
+    ),
+    PlanCase(
+        "llama_8b",
+        8,
+        f"{SMALL} parallel.tp=4 parallel.activation_checkpoint=selective parallel.reduce_dtype=bfloat16",
+    ),
+    PlanCase(
+        "llama_8b",
+        2048,
+        f"{SMALL} parallel.forward_prefetch=0 parallel.backward_prefetch=2 "
+        "parallel.activation_checkpoint=selective "
+        "parallel.selective_policy=every:2",
+    ),
     PlanCase("llama_8b", 8, f"{SMALL} parallel.strategy=ddp model.vocab_size=1024"),
     PlanCase("llama_8b", 8, f"{SMALL} parallel.cpu_offload=true train.freeze=[tok_embeddings.*,layers.0.*]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", FAST, ids=lambda case: f"{case.ranks} ranks, {case.name}")
 def test_a_plan_is_predicted_as_it_is_simulated(case: PlanCase) -> None:
     row = compare_case(case)
     assert abs(row.exact_error) <= EXACT_ERROR
-    assert abs(row.peak_error) <= MEAN_ERROR, row.predicted.at_peak.gib() | {"simulated": row.simulated.at_peak.gib()}
+    assert abs(row.peak_error) <= MEAN_ERROR, row.predicted.at_peak.gib() | {
+        "simulated": row.simulated.at_peak.gib()
+    }
 
 
 def test_the_benchmark_compares_at_least_30_plans_that_can_be_made() -> None:
@@ -56,7 +71,9 @@ def test_the_benchmark_compares_at_least_30_plans_that_can_be_made() -> None:
 
 def row_of(predicted: int, simulated: int, exact: tuple[int, int] = (1000, 1000)) -> MemoryRow:
     pairs = zip(exact, (predicted, simulated), strict=True)
-    figures = [StepMemory(MemoryByKind(params=params), MemoryByKind(activations=peak)) for params, peak in pairs]
+    figures = [
+        StepMemory(MemoryByKind(params=params), MemoryByKind(activations=peak)) for params, peak in pairs
+    ]
     return MemoryRow(FAST[0], *figures, predict_s=0.1, simulate_s=1.0)
 
 

@@ -1,4 +1,5 @@
-"""tools.bench calibrate: what is fitted, what is written, and that a real calibration is a file the planner reads."""
+"""tools.bench calibrate: what is fitted, what is written, and that a real calibration is a file the planner
+reads."""
 
 import argparse
 import dataclasses
@@ -10,16 +11,35 @@ import torch
 import yaml
 
 from parallel.planner.costs import Group, collective_s
-from parallel.planner.hardware import COLLECTIVES, HARDWARE_FOLDER, Link, load_hardware, read_hardware, share_at
+from parallel.planner.hardware import (
+    COLLECTIVES,
+    HARDWARE_FOLDER,
+    Link,
+    load_hardware,
+    read_hardware,
+    share_at,
+)
 from tools.bench.attention import Shape
 from tools.bench.calibrate import add_calibrate_options, calibrate, find_base
-from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, Clock, attention_work, measure_attention, measure_product, quicker
+from tools.bench.calibrate_compute import (
+    CPU_SCALE,
+    GPU_SCALE,
+    Clock,
+    attention_work,
+    measure_attention,
+    measure_product,
+    quicker,
+)
 from tools.bench.calibrate_file import Noted, hardware_text, number_text, source_in
 from tools.bench.calibrate_links import Timing, fit_link
 from tools.bench.calibrate_values import Machine, make_link, per_core, product_curves
 from tools.bench.processes import BenchError
 
-SHARES = {"all_gather": ((2, 1.0), (4, 0.5)), "reduce_scatter": ((2, 0.4), (4, 0.3)), "all_reduce": ((2, 0.9), (4, 0.6))}
+SHARES = {
+    "all_gather": ((2, 1.0), (4, 0.5)),
+    "reduce_scatter": ((2, 0.4), (4, 0.3)),
+    "all_reduce": ((2, 0.9), (4, 0.6)),
+}
 LINK = Link(2.0, 1e-4, SHARES)
 SIZES = [2.0**power for power in range(14, 26, 2)]
 
@@ -27,8 +47,12 @@ SIZES = [2.0**power for power in range(14, 26, 2)]
 def timings_over(link: Link) -> list[Timing]:
     """What the planner says of collectives over this link: its formula is what is fitted."""
     hardware = dataclasses.replace(load_hardware()["cpu"], node=link)
-    return [Timing(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
-            for op in COLLECTIVES for n in (2, 4) for size in SIZES]  # fmt: skip
+    return [
+        Timing(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
+        for op in COLLECTIVES
+        for n in (2, 4)
+        for size in SIZES
+    ]
 
 
 def options_of(*arguments: str) -> argparse.Namespace:
@@ -48,7 +72,8 @@ def test_the_fit_finds_the_link_that_the_planner_timed() -> None:
 
 
 def test_a_latency_below_nothing_becomes_nothing() -> None:
-    grows = [Timing("all_gather", 2, size, size**1.5) for size in (1000, 10_000, 100_000)]  # small ones far too fast
+    # small ones far too fast
+    grows = [Timing("all_gather", 2, size, size**1.5) for size in (1000, 10_000, 100_000)]
     fit = fit_link(grows)
     assert fit.latency_s == 0
     assert fit.bytes_s["all_gather"][2] > 0
@@ -66,7 +91,9 @@ def test_a_written_file_says_what_it_was_given(kind: str, tmp_path: Path) -> Non
     hardware = load_hardware()[kind]
     path = tmp_path / f"{kind}.yaml"
     keys = [item.name for item in dataclasses.fields(hardware)]
-    path.write_text(hardware_text("a title", {key: Noted(getattr(hardware, key), f"source of {key}") for key in keys}))
+    path.write_text(
+        hardware_text("a title", {key: Noted(getattr(hardware, key), f"source of {key}") for key in keys})
+    )
     read = read_hardware(path)
     assert read.device_names == hardware.device_names
     assert read.node.latency_s == pytest.approx(hardware.node.latency_s)
@@ -77,14 +104,22 @@ def test_a_written_file_says_what_it_was_given(kind: str, tmp_path: Path) -> Non
 
 
 def test_products_are_medians_over_processes_and_equal_sizes() -> None:
-    compute = [{"matmul": {"float32": [(2.0, 10.0), (1.0, 5.0), (2.0, 20.0)]}},
-               {"matmul": {"float32": [(2.0, 30.0), (1.0, 7.0), (2.0, 20.0)]}}]  # fmt: skip
+    compute = [
+        {"matmul": {"float32": [(2.0, 10.0), (1.0, 5.0), (2.0, 20.0)]}},
+        {"matmul": {"float32": [(2.0, 30.0), (1.0, 7.0), (2.0, 20.0)]}},
+    ]
     assert product_curves(compute) == {"float32": [(1.0, 6.0), (2.0, 20.0)]}
 
 
 def test_rates_are_written_per_core() -> None:
-    compute = {"matmul": {"float32": [(2.0, 10.0)]}, "attention_forward": {"float32": 6.0}, "operation_s": 1.0,
-               "attention_backward": {"float32": 4.0}, "copy_bytes_s": 8.0, "memory_bytes_s": 2.0}  # fmt: skip
+    compute = {
+        "matmul": {"float32": [(2.0, 10.0)]},
+        "attention_forward": {"float32": 6.0},
+        "operation_s": 1.0,
+        "attention_backward": {"float32": 4.0},
+        "copy_bytes_s": 8.0,
+        "memory_bytes_s": 2.0,
+    }
     halves = per_core(compute, 2)
     assert halves["matmul"] == {"float32": [(2.0, 5.0)]}
     assert (halves["attention_forward"], halves["attention_backward"]) == ({"float32": 3.0}, {"float32": 2.0})
@@ -128,7 +163,9 @@ def test_a_file_is_not_overwritten_unasked(tmp_path: Path) -> None:
         (["--out=x.yaml", "--base=h100"], [], r"no configs/hardware/h100\.yaml\. Known: .*h100-sxm"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(arguments, overrides, message, tmp_path, monkeypatch) -> None:
+def test_mistakes_are_told_before_anything_is_measured(
+    arguments, overrides, message, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BenchError, match=message):
         calibrate(options_of(*arguments), overrides)
@@ -152,7 +189,8 @@ def test_a_real_calibration_is_read_by_the_planner(tmp_path: Path) -> None:
     hardware = read_hardware(path)
     assert "best product" in text
     assert hardware.peak_tflops["float32"] > 1e-3
-    assert max(share for _, share in hardware.matmul["float32"]) == pytest.approx(1)  # the peak is the best product
+    # the peak is the best product
+    assert max(share for _, share in hardware.matmul["float32"]) == pytest.approx(1)
     assert 0 < hardware.operation_s < 1e-3
     assert {size for size, _ in hardware.node.efficiency["all_reduce"]} == {2, 4}
     assert source_in(path, "peak_tflops").startswith("measured 20")

@@ -1,4 +1,5 @@
-"""tools/checkpoint.py and tools/whole_weights.py: what they say of checkpoints, and that whole weights are the run's."""
+"""tools/checkpoint.py and tools/whole_weights.py: what they say of checkpoints, and that whole weights are
+the run's."""
 
 import dataclasses
 import json
@@ -40,7 +41,9 @@ def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in (key for key in file.keys() if key.startswith("model.")):  # noqa: SIM118 (not a dict)
                 shard = file.get_tensor(name)
-                place = tuple(slice(o, o + n) for o, n in zip(offsets[name]["saved_offsets"], shard.shape, strict=True))
+                place = tuple(
+                    slice(o, o + n) for o, n in zip(offsets[name]["saved_offsets"], shard.shape, strict=True)
+                )
                 name = name.removeprefix("model.")
                 assert torch.equal(whole[name][place], shard)
                 seen[name] = seen.get(name, 0) + shard.numel()
@@ -55,7 +58,9 @@ def test_uneven_shards_are_in_the_fixture(sharded_run: Path) -> None:
     assert sorted(rows) == [132, 133]
 
 
-def test_consolidate_writes_the_models_own_names(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_consolidate_writes_the_models_own_names(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["consolidate", str(run), str(tmp_path / "new" / "folder")])
     target = tmp_path / "new" / "folder" / "model.safetensors"
     assert str(target) in capsys.readouterr().out
@@ -89,7 +94,11 @@ def test_consolidate_says_where_it_cannot_write(tied_run: Path, tmp_path: Path) 
 def test_a_checkpoint_can_be_named_directly(tied_run: Path) -> None:
     first = tied_run / "checkpoints" / "step-00000001"
     assert find_newest(first) == first
-    assert find_newest(tied_run) == find_newest(tied_run / "checkpoints") == tied_run / "checkpoints" / "step-00000002"
+    assert (
+        find_newest(tied_run)
+        == find_newest(tied_run / "checkpoints")
+        == tied_run / "checkpoints" / "step-00000002"
+    )
     early, late = load_whole_weights(first), load_whole_weights(find_newest(tied_run))
     assert not torch.equal(early["tok_embeddings.weight"], late["tok_embeddings.weight"])
 
@@ -105,7 +114,9 @@ def test_ls_lists_oldest_first(sharded_run: Path, capsys: pytest.CaptureFixture[
     assert lines[2].startswith("2 ")
 
 
-def test_ls_shows_the_others_where_one_is_damaged(tied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_the_others_where_one_is_damaged(
+    tied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = Path(shutil.copytree(tied_run, tmp_path / "run"))
     (copy / "checkpoints" / "step-00000001" / "manifest.json").write_text('{"step": 1, "sam')
     main(["ls", str(copy), "--json"])
@@ -144,16 +155,29 @@ def damaged_copy(run: Path, folder: Path, change: Callable[[Path], object]) -> P
     return copy
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda folder: (folder / "rank-00001.safetensors").unlink(), r"rank-00001\.safetensors is missing"),
-    (lambda folder: os.truncate(folder / "rank-00000.safetensors", 1000), r"rank-00000\.safetensors has 1000 of \d+ bytes"),
-    (lambda folder: (folder / "config.yaml").unlink(), r"config\.yaml is missing"),
-    (lambda folder: (folder / "more").write_text(""), "more is not in the manifest"),
-], ids=["lost", "cut", "config", "more"])  # fmt: skip
-def test_damage_is_noticed_by_all(change: Callable[[Path], object], said: str, sharded_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "rank-00001.safetensors").unlink(), r"rank-00001\.safetensors is missing"),
+        (
+            lambda folder: os.truncate(folder / "rank-00000.safetensors", 1000),
+            r"rank-00000\.safetensors has 1000 of \d+ bytes",
+        ),
+        (lambda folder: (folder / "config.yaml").unlink(), r"config\.yaml is missing"),
+        (lambda folder: (folder / "more").write_text(""), "more is not in the manifest"),
+    ],
+    ids=["lost", "cut", "config", "more"],
+)
+def test_damage_is_noticed_by_all(
+    change: Callable[[Path], object], said: str, sharded_run: Path, tmp_path: Path
+) -> None:
     copy = damaged_copy(sharded_run, tmp_path, change)
-    for arguments in (["verify", str(copy)], ["verify", str(tmp_path / "run")], ["diff", str(sharded_run), str(copy)],
-                      ["consolidate", str(copy), str(tmp_path / "out")]):  # fmt: skip
+    for arguments in (
+        ["verify", str(copy)],
+        ["verify", str(tmp_path / "run")],
+        ["diff", str(sharded_run), str(copy)],
+        ["consolidate", str(copy), str(tmp_path / "out")],
+    ):
         with pytest.raises(CheckpointError, match=f"step-00000002 is damaged: {said}"):
             main(arguments)
     with pytest.raises(CheckpointError, match=said):
@@ -172,9 +196,13 @@ def test_another_models_config_is_noticed(sharded_run: Path, tmp_path: Path) -> 
         (folder / "manifest.json").write_text(manifest_to_text(dataclasses.replace(manifest, files=files)))
 
     copy = damaged_copy(sharded_run, tmp_path, change)
-    with pytest.raises(CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"):
+    with pytest.raises(
+        CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"
+    ):
         load_whole_weights(copy)
-    with pytest.raises(CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"):
+    with pytest.raises(
+        CheckpointError, match=r"model of its config\.yaml: layers\.2\..* is missing, not of shape"
+    ):
         convert(["export", str(copy), str(tmp_path / "hf")])
 
 
@@ -183,23 +211,32 @@ def test_verify_says_what_it_has_read(sharded_run: Path, capsys: pytest.CaptureF
     verified = json.loads(capsys.readouterr().out)
     paths = [sharded_run / "checkpoints" / name for name in ("step-00000001", "step-00000002")]
     assert verified["verified"] == [str(path) for path in paths]
-    assert verified["size_bytes"] == sum(f.stat().st_size for path in paths for f in path.iterdir() if f.name != "manifest.json")
+    assert verified["size_bytes"] == sum(
+        f.stat().st_size for path in paths for f in path.iterdir() if f.name != "manifest.json"
+    )
     main(["verify", str(paths[1])])
     assert f"{paths[1]}: every byte is as committed" in capsys.readouterr().out
 
 
-def test_diff_tells_what_training_has_changed(sharded_run: Path, tied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_tells_what_training_has_changed(
+    sharded_run: Path, tied_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = (sharded_run / "checkpoints" / name for name in ("step-00000001", "step-00000002"))
     main(["diff", str(sharded_run), str(second)])
     assert "tensors are equal" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="1"):
         main(["diff", str(first), str(second), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert (found["same"], found["position"], found["config"]) == (False, {"step": [1, 2], "samples": [4, 8]}, [])
+    assert (found["same"], found["position"], found["config"]) == (
+        False,
+        {"step": [1, 2], "samples": [4, 8]},
+        [],
+    )
     changed = {tensor["name"]: tensor["largest"] for tensor in found["tensors"]}
     early, late = load_whole_weights(first), load_whole_weights(second)
     assert changed["model.head.output.weight"] == pytest.approx(
-        (early["head.output.weight"] - late["head.output.weight"]).abs().max().item())  # fmt: skip
+        (early["head.output.weight"] - late["head.output.weight"]).abs().max().item()
+    )
     assert changed["optim.head.output.weight.step"] == 1
     with pytest.raises(SystemExit, match="1"):
         main(["diff", str(sharded_run), str(tied_run)])
@@ -209,9 +246,13 @@ def test_diff_tells_what_training_has_changed(sharded_run: Path, tied_run: Path,
     assert "missing" in said
 
 
-def test_diff_reads_the_headers_of_each_checkpoint_once(sharded_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diff_reads_the_headers_of_each_checkpoint_once(
+    sharded_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened, really = [], FilesReader.__init__
-    monkeypatch.setattr(FilesReader, "__init__", lambda self, files: opened.append(files) or really(self, files))
+    monkeypatch.setattr(
+        FilesReader, "__init__", lambda self, files: opened.append(files) or really(self, files)
+    )
     assert compare_checkpoints(*list_checkpoints(sharded_run / "checkpoints")[-2:]).compared > 20
     assert len(opened) == 2
 
@@ -251,7 +292,18 @@ def test_verify_and_diff_as_commands(tool: Tool, tied_run: Path, tmp_path: Path)
 def test_help_names_everything(tool: Tool) -> None:
     done = tool("checkpoint", "-h")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in ("ls", "verify", "show", "diff", "consolidate", "--json", "--force", "RUN_OR_CHECKPOINTS_DIR", "OTHER", "OUT"):
+    for word in (
+        "ls",
+        "verify",
+        "show",
+        "diff",
+        "consolidate",
+        "--json",
+        "--force",
+        "RUN_OR_CHECKPOINTS_DIR",
+        "OTHER",
+        "OUT",
+    ):
         assert word in done.stdout
 
 

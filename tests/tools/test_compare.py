@@ -28,8 +28,13 @@ def first(tmp_path: Path) -> Path:
     return write_run(tmp_path / "a", [row(step) for step in range(1, 11)], config={"optim": {"lr": 0.1}})
 
 
-def beside(first: Path, rows: Sequence[dict[str, Any]], config: dict[str, Any] | None = None, state: str = "finished",
-           **status: Any) -> Comparison:  # fmt: skip
+def beside(
+    first: Path,
+    rows: Sequence[dict[str, Any]],
+    config: dict[str, Any] | None = None,
+    state: str = "finished",
+    **status: Any,
+) -> Comparison:
     other = write_run(first.with_name("b"), rows, state, config, **status)
     return compare_runs(read_run(first), read_run(other))
 
@@ -37,8 +42,12 @@ def beside(first: Path, rows: Sequence[dict[str, Any]], config: dict[str, Any] |
 def moved(step: int, loss: float = 0.0, norm: float = 0.0, **more: Any) -> list[dict[str, Any]]:
     """The first run's rows, from a step on with another loss and gradient norm."""
     rows = [row(n) for n in range(1, 11)]
-    return [one | {"loss": one["loss"] + loss, "grad_norm": one["grad_norm"] * (1 + norm), **more} if one["step"] >= step else one
-            for one in rows]  # fmt: skip
+    return [
+        one | {"loss": one["loss"] + loss, "grad_norm": one["grad_norm"] * (1 + norm), **more}
+        if one["step"] >= step
+        else one
+        for one in rows
+    ]
 
 
 def test_equal_runs_are_the_same_bit_for_bit(first: Path) -> None:
@@ -49,18 +58,23 @@ def test_equal_runs_are_the_same_bit_for_bit(first: Path) -> None:
     assert found.data == "the same sequences at all 10 steps that are in both and have a data_hash"
 
 
-@pytest.mark.parametrize(("loss", "norm", "config", "band"), [
-    (1e-15, 0, None, FLOAT32),
-    (4.9e-5, 0, None, FLOAT32),
-    (0, 0.9e-5, None, FLOAT32),
-    (5.1e-5, 0, None, None),
-    (0, 1.1e-5, None, None),
-    (5.1e-5, 0, MIXED, BFLOAT16),
-    (0, 0.04, MIXED, BFLOAT16),
-    (0.021, 0, MIXED, None),
-    (0, 0.043, MIXED, None),
-])  # fmt: skip
-def test_the_narrowest_band_that_explains_the_difference(loss: float, norm: float, config: Any, band: Any, first: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "norm", "config", "band"),
+    [
+        (1e-15, 0, None, FLOAT32),
+        (4.9e-5, 0, None, FLOAT32),
+        (0, 0.9e-5, None, FLOAT32),
+        (5.1e-5, 0, None, None),
+        (0, 1.1e-5, None, None),
+        (5.1e-5, 0, MIXED, BFLOAT16),
+        (0, 0.04, MIXED, BFLOAT16),
+        (0.021, 0, MIXED, None),
+        (0, 0.043, MIXED, None),
+    ],
+)
+def test_the_narrowest_band_that_explains_the_difference(
+    loss: float, norm: float, config: Any, band: Any, first: Path
+) -> None:
     found = beside(first, moved(4, loss, norm), config)
     assert (found.band, found.same) == (band, band is not None)
     changed = next(curve for curve in found.curves if curve.first)
@@ -78,7 +92,9 @@ def test_the_largest_difference_and_the_step_from_which_the_band_is_left_are_exa
     assert loss.first == (3, rows[2]["loss"] - 2**-20, rows[2]["loss"])
     assert loss.largest == (7, pytest.approx(0.25, abs=1e-15))
     assert (loss.beyond, norm.beyond, norm.first) == (7, None, None)
-    assert found.verdict.startswith("different: at step 7 loss is not within float32 re-ordering noise (5e-05); furthest apart")
+    assert found.verdict.startswith(
+        "different: at step 7 loss is not within float32 re-ordering noise (5e-05); furthest apart"
+    )
     assert any(note.startswith("until then they are alike, at 6 steps, up to step 6") for note in found.notes)
 
 
@@ -86,7 +102,9 @@ def test_other_data_is_another_training_however_alike_the_curves_are(first: Path
     found = beside(first, moved(5, data_hash="ff"))
     assert (found.same, found.band, found.other_data) == (False, None, 5)
     assert found.verdict == "different: they read other data, at step 5 at the latest"
-    assert beside(first, [{key: value for key, value in one.items() if key != "data_hash"} for one in moved(11)]).same
+    assert beside(
+        first, [{key: value for key, value in one.items() if key != "data_hash"} for one in moved(11)]
+    ).same
 
 
 def test_a_loss_that_is_not_finite_is_alike_only_where_both_are(first: Path) -> None:
@@ -104,7 +122,9 @@ def test_a_loss_that_is_not_finite_is_alike_only_where_both_are(first: Path) -> 
 
 
 def test_a_curve_that_only_one_run_has_is_named_and_nothing_is_said_of_it(first: Path) -> None:
-    found = beside(first, [{key: value for key, value in one.items() if key != "grad_norm"} for one in moved(11)])
+    found = beside(
+        first, [{key: value for key, value in one.items() if key != "grad_norm"} for one in moved(11)]
+    )
     assert found.verdict == "the same training bit for bit in loss, at 10 steps; grad_norm is not compared"
     assert f"grad_norm is not compared: only {first} reports it" in as_text(found)
     assert list(as_json(found)["not_compared"]) == ["grad_norm"]
@@ -131,15 +151,26 @@ def test_runs_without_a_common_step_are_a_mistake(first: Path, tmp_path: Path) -
 
 
 def test_config_differences_are_in_words_and_other_versions_keys_are_none() -> None:
-    old = {"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "model": {"rope": None}, "gone": {"key": 1}, "train": {"freeze": []}}
-    new = {"optim": {"lr": 0.1, "betas": (0.9, 0.99)}, "model": {"rope": {"factor": 8.0}}, "train": {"freeze": (), "new": 2}}
+    old = {
+        "optim": {"lr": 0.1, "betas": [0.9, 0.95]},
+        "model": {"rope": None},
+        "gone": {"key": 1},
+        "train": {"freeze": []},
+    }
+    new = {
+        "optim": {"lr": 0.1, "betas": (0.9, 0.99)},
+        "model": {"rope": {"factor": 8.0}},
+        "train": {"freeze": (), "new": 2},
+    }
     changed = changed_keys(flatten(old), flatten(new))
     assert changed == {"optim.betas": ([0.9, 0.95], (0.9, 0.99)), "model.rope.factor": (None, 8.0)}
     assert changed_keys({"a": 1}, {"a": 1.0}) == {}
     assert changed_keys({"a": 1}, {"a": True}) == {"a": (1, True)}
 
 
-def test_a_band_of_ones_own_and_a_last_step_to_look_at(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_band_of_ones_own_and_a_last_step_to_look_at(
+    first: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = moved(6, loss=0.01)
     write_run(first.with_name("b"), rows)
     a, b = str(first), str(first.with_name("b"))
@@ -153,8 +184,13 @@ def test_a_band_of_ones_own_and_a_last_step_to_look_at(first: Path, capsys: pyte
     assert ended.value.code == 1
 
 
-def test_each_of_several_runs_is_compared_with_the_first(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, other = write_run(first.with_name("same"), moved(11)), write_run(first.with_name("other"), moved(3, loss=1.0))
+def test_each_of_several_runs_is_compared_with_the_first(
+    first: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same, other = (
+        write_run(first.with_name("same"), moved(11)),
+        write_run(first.with_name("other"), moved(3, loss=1.0)),
+    )
     with pytest.raises(SystemExit) as ended:
         main([str(first), str(same), str(other), "--json"])
     assert ended.value.code == 1
@@ -173,7 +209,11 @@ def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tm
     assert {"loss: distance from the first", "grad_norm: distance from the first", "0", "1e-1"} <= set(words)
     shapes = [shape for shape in picture.shapes if isinstance(shape, Polygon)]
     assert sum(shape.about == str(first) for shape in shapes) == 2, "the first run's curve in both columns"
-    assert all(-1 <= x <= picture.width + 1 and 0 <= y <= picture.height for shape in shapes for x, y in shape.corners)
+    assert all(
+        -1 <= x <= picture.width + 1 and 0 <= y <= picture.height
+        for shape in shapes
+        for x, y in shape.corners
+    )
     main([str(first), str(first), "--picture", str(tmp_path / "same.svg")])
     assert "none at any step that is in both" in (tmp_path / "same.svg").read_text()
     main([str(first), str(first), "--picture", str(tmp_path / "same.png")])
@@ -182,9 +222,21 @@ def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tm
 
 def test_real_runs_on_two_meshes_are_the_same_training_and_another_seed_is_not(tmp_path: Path) -> None:
     data = write_text(tmp_path)
-    arguments = [*TINY, *EAGER, *data, "--train.steps=8", "--train.eval_every=0", "--checkpoint.every=0",
-                 "--parallel.param_dtype=float32", "--metrics.tensorboard=false"]  # fmt: skip
-    for name, processes, more in (("one", 1, []), ("two", 2, ["--parallel.tp=2"]), ("seed", 1, ["--run.seed=1"])):
+    arguments = [
+        *TINY,
+        *EAGER,
+        *data,
+        "--train.steps=8",
+        "--train.eval_every=0",
+        "--checkpoint.every=0",
+        "--parallel.param_dtype=float32",
+        "--metrics.tensorboard=false",
+    ]
+    for name, processes, more in (
+        ("one", 1, []),
+        ("two", 2, ["--parallel.tp=2"]),
+        ("seed", 1, ["--run.seed=1"]),
+    ):
         done = run(processes, "--config=llama_debug.yaml", *arguments, *more, f"--run.dir={tmp_path / name}")
         assert done.returncode == 0, done.stdout + done.stderr
     one, two, seed = (read_run(tmp_path / name) for name in ("one", "two", "seed"))

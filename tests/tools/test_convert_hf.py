@@ -1,4 +1,5 @@
-"""tools/convert_hf.py: in and out again is bitwise the same, transformers loads what comes out, and nothing is left half done."""
+"""tools/convert_hf.py: in and out again is bitwise the same, transformers loads what comes out, and nothing
+is left half done."""
 
 import dataclasses
 import json
@@ -40,7 +41,11 @@ SMALL_FILES = "--shard_gb=0.00004"  # 40 kB: about ten files
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's safetensors files."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def load_hf(folder: Path) -> Any:
@@ -67,7 +72,9 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_in_and_out_again_is_bitwise_the_same(tied: bool, dtype: torch.dtype, sharded: bool, tmp_path: Path) -> None:
+def test_in_and_out_again_is_bitwise_the_same(
+    tied: bool, dtype: torch.dtype, sharded: bool, tmp_path: Path
+) -> None:
     source = save_hf(tmp_path / "hf", make_hf(1, tied, rope="linear"), dtype, "10KB" if sharded else "5GB")
     assert (len(list(source.glob("*.safetensors"))) > 3) is sharded
     main(["import", str(source), str(tmp_path / "ours")])
@@ -80,7 +87,8 @@ def test_in_and_out_again_is_bitwise_the_same(tied: bool, dtype: torch.dtype, sh
 
 
 @pytest.mark.parametrize(
-    ("tied", "ratio", "rope", "head_dim"), [(False, 1, "default", 12), (True, 4, "llama3", 8), (False, 2, "linear", 8)]
+    ("tied", "ratio", "rope", "head_dim"),
+    [(False, 1, "default", 12), (True, 4, "llama3", 8), (False, 2, "linear", 8)],
 )
 def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
     tied: bool, ratio: int, rope: str, head_dim: int, tmp_path: Path
@@ -99,7 +107,10 @@ def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
         ours = tokens[:, :8]
         for _ in range(20):
             ours = torch.cat([ours, model(ours)[:, -1:].argmax(-1)], 1)
-        texts = [each.generate(tokens[:, :8], max_new_tokens=20, do_sample=False, pad_token_id=0) for each in (hf, back)]
+        texts = [
+            each.generate(tokens[:, :8], max_new_tokens=20, do_sample=False, pad_token_id=0)
+            for each in (hf, back)
+        ]
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(ours, texts[1])
 
@@ -146,7 +157,9 @@ def test_a_value_too_large_for_float16_is_refused(hf_dir: Path, tmp_path: Path) 
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     main(["import", str(changed), str(tmp_path / "ours")])
-    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight has values beyond 65504.*bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=r"layers.1.mlp.up_proj.weight has values beyond 65504.*bfloat16"
+    ):
         main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--dtype=float16"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
@@ -159,7 +172,9 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "bos_token_id": 5, "eos_token_id": [6, 7]}))
     main(["import", str(source), str(tmp_path / "ours")])
-    assert yaml.safe_load((tmp_path / "ours" / "config.yaml").read_text())["data"] == {"tokenizer": str(tmp_path / "ours")}
+    assert yaml.safe_load((tmp_path / "ours" / "config.yaml").read_text())["data"] == {
+        "tokenizer": str(tmp_path / "ours")
+    }
     main(["export", str(tmp_path / "ours"), str(tmp_path / "back")])
     for folder in (tmp_path / "ours", tmp_path / "back"):
         assert (folder / "tokenizer.json").read_text() == '{"a": 1}'
@@ -179,8 +194,10 @@ def test_tokenizer_and_special_ids_go_along(hf_dir: Path, tmp_path: Path) -> Non
 def test_old_tables_and_equal_copies_are_left_out(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "hf", make_hf(tied=True))
     tensors = read_all(source)
-    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
-             "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # fmt: skip
+    extra = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
     save_file({**tensors, **extra}, source / "model.safetensors", metadata={"format": "pt"})
     main(["import", str(source), str(tmp_path / "ours")])
     main(["export", str(tmp_path / "ours"), str(tmp_path / "back")])
@@ -197,9 +214,14 @@ def test_files_are_as_few_as_the_limit_allows(tmp_path: Path) -> None:
         return torch.full((sizes[name] // 4,), float(len(alive)))
 
     places = write_files(tmp_path, sizes, read, 800)
-    assert places == {"a": "model-00001-of-00004.safetensors", "b": "model-00001-of-00004.safetensors",
-                      "c": "model-00002-of-00004.safetensors", "d": "model-00003-of-00004.safetensors",
-                      "e": "model-00003-of-00004.safetensors", "f": "model-00004-of-00004.safetensors"}  # fmt: skip
+    assert places == {
+        "a": "model-00001-of-00004.safetensors",
+        "b": "model-00001-of-00004.safetensors",
+        "c": "model-00002-of-00004.safetensors",
+        "d": "model-00003-of-00004.safetensors",
+        "e": "model-00003-of-00004.safetensors",
+        "f": "model-00004-of-00004.safetensors",
+    }
     assert alive == list(sizes)
     assert most == [0, 0, 1, 2, 2, 3], "a file is written before the next one's tensors are read"
     with safe_open(tmp_path / places["e"], framework="pt") as opened:
@@ -210,10 +232,15 @@ def test_files_are_as_few_as_the_limit_allows(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see a process's memory")
 def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
     """A model of 88 MB goes in and out in files of 10 MB: no process ever holds half of it."""
-    source = save_hf(tmp_path / "hf", make_hf(head_dim=128, intermediate_size=4096, num_hidden_layers=3, ratio=1))
+    source = save_hf(
+        tmp_path / "hf", make_hf(head_dim=128, intermediate_size=4096, num_hidden_layers=3, ratio=1)
+    )
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     assert size > 85e6
-    for command in (["import", str(source), str(tmp_path / "ours")], ["export", str(tmp_path / "ours"), str(tmp_path / "back")]):
+    for command in (
+        ["import", str(source), str(tmp_path / "ours")],
+        ["export", str(tmp_path / "ours"), str(tmp_path / "back")],
+    ):
         done = launch(1, *command, "--shard_gb=0.01", module="tests.tools.measured_convert")
         assert done.returncode == 0, done.stderr
         assert int(done.stdout.split()[-1]) < size / 2
@@ -223,7 +250,9 @@ def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
 def commit_again(checkpoint: Path) -> None:
     """Give a changed checkpoint the manifest that it would have, had it been saved so."""
     files = {path.name: hash_file(path) for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST}
-    (checkpoint / MANIFEST).write_text(manifest_to_text(dataclasses.replace(read_manifest(checkpoint), files=files)))
+    (checkpoint / MANIFEST).write_text(
+        manifest_to_text(dataclasses.replace(read_manifest(checkpoint), files=files))
+    )
 
 
 def copy_of(folder: Path, target: Path) -> Path:
@@ -298,13 +327,21 @@ def test_as_a_command(tool: Tool, hf_dir: Path, tmp_path: Path) -> None:
     assert "model_type=qwen2 (only llama); attention_bias=True" in done.stderr
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but all its files have 21 tensors"),
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 (only a whole number from 1 to 16,777,216)"),
-    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (only true or false)"),
-    ({"deep": None}, "cannot be read (nested too deeply)"),
-])  # fmt: skip
-def test_a_config_that_cannot_be_is_refused_at_once(change: dict[str, Any], said: str, hf_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10,000,000, but all its files have 21 tensors"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000 (only a whole number from 1 to 16,777,216)",
+        ),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (only true or false)"),
+        ({"deep": None}, "cannot be read (nested too deeply)"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_at_once(
+    change: dict[str, Any], said: str, hf_dir: Path, tmp_path: Path
+) -> None:
     """And no block of a billion is built first, which would take hours."""
     source = copy_of(hf_dir, tmp_path / "hf")
     text = json.dumps(json.loads((source / "config.json").read_text()) | change)
@@ -341,8 +378,16 @@ def test_help_says_what_it_does(tool: Tool, capsys: pytest.CaptureFixture[str]) 
         assert option in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bad", [[], ["import"], ["import", "a", "b", "--shard_gb=0"], ["export", "a", "b", "--dtype=int8"],
-                                 ["import", "a", "b", "--dtype=float32"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        ["import"],
+        ["import", "a", "b", "--shard_gb=0"],
+        ["export", "a", "b", "--dtype=int8"],
+        ["import", "a", "b", "--dtype=float32"],
+    ],
+)
 def test_bad_options_leave_with_2(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(bad)
@@ -354,4 +399,7 @@ def test_the_default_config_trains_on_sequences_that_fit(tmp_path: Path) -> None
     main(["import", str(long), str(tmp_path / "ours")])
     text = (tmp_path / "ours" / "config.yaml").read_text()
     assert "seq_len" not in yaml.safe_load(text).get("train", {})
-    assert parse_config([f"--config={tmp_path / 'ours' / 'config.yaml'}"]).train.seq_len == Config().train.seq_len
+    assert (
+        parse_config([f"--config={tmp_path / 'ours' / 'config.yaml'}"]).train.seq_len
+        == Config().train.seq_len
+    )

@@ -56,32 +56,72 @@ def test_a_good_machine_has_no_findings():
     ("broken", "kind", "words"),
     [
         (software(torch_cuda="", gpus_of_torch=0), "fails", "a build for CPUs"),
-        (software(gpus_of_torch=0, versions={"driver": "470.1"}), "fails", "cannot use them with driver 470.1"),
+        (
+            software(gpus_of_torch=0, versions={"driver": "470.1"}),
+            "fails",
+            "cannot use them with driver 470.1",
+        ),
         (facts(software=NO_GPU, environment={"CUDA_VISIBLE_DEVICES": ""}), "fails", "hides them"),
         (software(compiler=""), "fails", "no C++ compiler"),
-        (dataclasses.replace(software(compiler=""), environment={"CXX": "/no"}), "fails", "no C++ compiler: CXX=/no is none"),
-        (dataclasses.replace(software(compiler=Unknown("no")), compiled=Check(failed="full")), "fails", "not work here: full"),
+        (
+            dataclasses.replace(software(compiler=""), environment={"CXX": "/no"}),
+            "fails",
+            "no C++ compiler: CXX=/no is none",
+        ),
+        (
+            dataclasses.replace(software(compiler=Unknown("no")), compiled=Check(failed="full")),
+            "fails",
+            "not work here: full",
+        ),
         (software(python_headers=False), "fails", "Python.h"),
         (facts(compiled=Check(failed="it broke")), "fails", "torch.compile does not work here: it broke"),
         (facts(all_reduce=Check(failed="refused")), "fails", "refused"),
         (facts(run_folder=Folder("/data/runs", writable=False)), "fails", "/data/runs cannot be written"),
         (facts(run_folder=Folder("runs", False, "full")), "fails", "runs cannot be written: full"),
         (facts(run_folder=Folder("runs", free_gib=0.5)), "fails", "0.50 GiB free"),
-        (facts(run_folder=Folder("runs", write_mb_s=50.0)), "slow", "50 MB/s, flushed, so 16 GB of a checkpoint take 5.3"),
-        (facts(cache_folder=Folder("cache", writable=False)), "fails", "compile cache cache cannot be written"),
+        (
+            facts(run_folder=Folder("runs", write_mb_s=50.0)),
+            "slow",
+            "50 MB/s, flushed, so 16 GB of a checkpoint take 5.3",
+        ),
+        (
+            facts(cache_folder=Folder("cache", writable=False)),
+            "fails",
+            "compile cache cache cannot be written",
+        ),
         (facts(cache_folder=Folder("cache", filesystem="nfs4")), "slow", "is on nfs4"),
         (machine(open_files=64, most_open_files=64), "fails", "ulimit -Hn is 64"),
-        (machine(memlock_kib=64, infiniband=("mlx5_0",)), "fails", "ulimit -l is 64 KiB, and InfiniBand (mlx5_0)"),
+        (
+            machine(memlock_kib=64, infiniband=("mlx5_0",)),
+            "fails",
+            "ulimit -l is 64 KiB, and InfiniBand (mlx5_0)",
+        ),
         (machine(shm_gib=0.0625), "fails", "/dev/shm has 64 MiB"),
         (machine(cgroup_gib=2.0), "slow", "2.0 GiB of memory"),
         (machine(cores=3), "slow", "3 cores for 2 GPUs"),
         (machine(addresses=("127.0.1.1",)), "note", "127.0.1.1: no other machine reaches gloo there"),
         (machine(addresses=Unknown("Name or service not known")), "slow", "Name or service not known"),
-        (software(cudnn_loaded="/usr/lib/libcudnn.so.9", cudnn_bundled=False), "slow", "/usr/lib/libcudnn.so.9"),
-        (facts(gpus=(H100, dataclasses.replace(H100, power_limit_w=500))), "slow", "GPU 1 may take 500 W of its 700 W"),
-        (facts(topology=strip_colours(TOPOLOGY)), "slow", "no NVLink between GPU0-GPU2 (SYS), GPU1-GPU2 (PHB)"),
+        (
+            software(cudnn_loaded="/usr/lib/libcudnn.so.9", cudnn_bundled=False),
+            "slow",
+            "/usr/lib/libcudnn.so.9",
+        ),
+        (
+            facts(gpus=(H100, dataclasses.replace(H100, power_limit_w=500))),
+            "slow",
+            "GPU 1 may take 500 W of its 700 W",
+        ),
+        (
+            facts(topology=strip_colours(TOPOLOGY)),
+            "slow",
+            "no NVLink between GPU0-GPU2 (SYS), GPU1-GPU2 (PHB)",
+        ),
         (software(missing_packages=("datasets",)), "note", "not installed: datasets"),
-        (facts(environment={"OMP_NUM_THREADS": "abc"}), "slow", "OMP_NUM_THREADS=abc is no number of threads"),
+        (
+            facts(environment={"OMP_NUM_THREADS": "abc"}),
+            "slow",
+            "OMP_NUM_THREADS=abc is no number of threads",
+        ),
         (facts(environment={"NCCL_P2P_DISABLE": "1"}), "slow", "NCCL_P2P_DISABLE=1 sends between GPUs"),
     ],
 )
@@ -106,13 +146,17 @@ def test_memlock_and_shm_matter_where_they_are_used():
 
 
 def test_the_most_important_comes_first():
-    both = dataclasses.replace(machine(most_open_files=64, addresses=("127.0.1.1",)), environment={"CUDA_LAUNCH_BLOCKING": "1"})
+    both = dataclasses.replace(
+        machine(most_open_files=64, addresses=("127.0.1.1",)), environment={"CUDA_LAUNCH_BLOCKING": "1"}
+    )
     assert [one.kind for one in judge(both)] == ["fails", "slow", "note"]
 
 
 def test_switches_that_are_off_are_no_fault():
     assert not list(judge_environment({"OMP_NUM_THREADS": "4,2"}))
-    assert not list(judge_environment({"NCCL_P2P_DISABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}))
+    assert not list(
+        judge_environment({"NCCL_P2P_DISABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    )
     assert list(judge_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}))
 
 
@@ -122,7 +166,12 @@ def test_the_drivers_table_is_read_with_gaps():
     first, second = parse_gpus(text)
     assert (first.name, round(first.memory_gib, 1), first.ecc) == ("NVIDIA H100 80GB HBM3", 79.6, "Enabled")
     assert (first.sm_clock_mhz, first.max_sm_clock_mhz) == (345, 1980)
-    assert (second.memory_gib, second.ecc, second.max_sm_clock_mhz, second.power_limit_w) == (None, None, None, 70)
+    assert (second.memory_gib, second.ecc, second.max_sm_clock_mhz, second.power_limit_w) == (
+        None,
+        None,
+        None,
+        70,
+    )
     assert find_slow_pairs("garbage\nGPU0 X") == []
 
 
@@ -181,8 +230,16 @@ def test_whatever_goes_wrong_is_why_it_is_unknown():
 @pytest.mark.slow
 @pytest.mark.sampled(10)
 def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
-    done = run(1, "NOFILE=64", "tools.doctor", "--json", f"--run_dir={tmp_path}", module=LIMITED, CXX="/nonexistent",
-               NCCL_DEBUG="INFO")  # fmt: skip
+    done = run(
+        1,
+        "NOFILE=64",
+        "tools.doctor",
+        "--json",
+        f"--run_dir={tmp_path}",
+        module=LIMITED,
+        CXX="/nonexistent",
+        NCCL_DEBUG="INFO",
+    )
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     found = [(one["kind"], one["what"]) for one in report["findings"]]
@@ -200,7 +257,14 @@ def test_this_machine_with_a_broken_compiler_and_few_files(tmp_path):
 def test_this_machine_as_it_is(tmp_path):
     done = run_nested("tools.doctor", f"--run_dir={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("versions", "C++ compiler", "MB/s flushed", "to compile; a product", "16 MiB over two processes", "/dev/shm"):
+    for words in (
+        "versions",
+        "C++ compiler",
+        "MB/s flushed",
+        "to compile; a product",
+        "16 MiB over two processes",
+        "/dev/shm",
+    ):
         assert words in done.stdout
     assert "Traceback" not in done.stderr
     assert "Exit code 0" in run_nested("tools.doctor", "-h").stdout.replace("\n", " ")

@@ -1,4 +1,5 @@
-"""tools/eval.py: the score of a model is its run's own, transformers' own, and that computed by hand; mistakes are one line."""
+"""tools/eval.py: the score of a model is its run's own, transformers' own, and that computed by hand;
+mistakes are one line."""
 
 import json
 import math
@@ -46,7 +47,8 @@ def find(*arguments: object) -> Subject:
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face model with grouped heads, scaled positions and a tokenizer that puts <s> in front of a document."""
+    """A Hugging Face model with grouped heads, scaled positions and a tokenizer that puts <s> in front of a
+    document."""
     folder = save_hf(tmp_path_factory.mktemp("models") / "hf", make_hf(3, rope="llama3", vocab_size=640))
     train_bpe(folder)
     return folder
@@ -71,8 +73,11 @@ def loss_of_transformers(hf_dir: Path) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(("made", "processes"), [("sharded_run", 1), ("tied_run", 2)])
-def test_the_score_of_a_checkpoint_is_its_runs_own(made: str, processes: int, request: pytest.FixtureRequest) -> None:
-    """Of runs of two processes and of one, whatever the number now; the limit is the run's train.eval_sequences."""
+def test_the_score_of_a_checkpoint_is_its_runs_own(
+    made: str, processes: int, request: pytest.FixtureRequest
+) -> None:
+    """Of runs of two processes and of one, whatever the number now; the limit is the run's
+    train.eval_sequences."""
     run = request.getfixturevalue(made)
     figures = evaluate(run, "--sequences=8", "--micro_batch_size=3", processes=processes)
     row = read_metrics(run)[2]
@@ -86,17 +91,31 @@ def test_the_score_of_a_checkpoint_is_its_runs_own(made: str, processes: int, re
 def test_the_keys_of_how_a_run_was_spread_are_left_behind(tmp_path: Path) -> None:
     """Of a run on more ranks, with what only such a run may have."""
     path = tmp_path / "config.yaml"
-    spread = ["--parallel.tp=2", "--parallel.async_tp=true", "--parallel.activation_checkpoint=full",
-              "--parallel.checkpointed_blocks=1", "--parallel.float8.all_gather=true"]  # fmt: skip
+    spread = [
+        "--parallel.tp=2",
+        "--parallel.async_tp=true",
+        "--parallel.activation_checkpoint=full",
+        "--parallel.checkpointed_blocks=1",
+        "--parallel.float8.all_gather=true",
+    ]
     path.write_text(config_to_yaml(parse_config(spread)))
     plan = plan_run(parse_config([f"--config={path}", *ANEW]), 1)
     assert (plan.async_tp, plan.mesh.tp, plan.units[1].activation_checkpoint) == (False, 1, "none")
 
 
-def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(hf_dir: Path, records: Path, tmp_path: Path) -> None:
+def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(
+    hf_dir: Path, records: Path, tmp_path: Path
+) -> None:
     loss, tokens = loss_of_transformers(hf_dir)
-    figures = evaluate(hf_dir, f"--data={records}", f"--seq_len={SEQ_LEN}", "--micro_batch_size=4", *EAGER,
-                       f"--data.cache_dir={tmp_path}", processes=2)  # fmt: skip
+    figures = evaluate(
+        hf_dir,
+        f"--data={records}",
+        f"--seq_len={SEQ_LEN}",
+        "--micro_batch_size=4",
+        *EAGER,
+        f"--data.cache_dir={tmp_path}",
+        processes=2,
+    )
     assert (figures["seq_len"], list(figures["sets"])) == (SEQ_LEN, [str(records)])
     score = figures["sets"][str(records)]
     assert score["tokens"] == tokens
@@ -105,8 +124,8 @@ def test_the_loss_of_a_hugging_face_folder_is_that_of_transformers(hf_dir: Path,
 
 
 def test_bits_per_byte_by_hand(tied_run: Path, tmp_path: Path) -> None:
-    """17 characters of 19 bytes, three times, each with its separator: 60 tokens, of which 59 are predicted, the last
-    11 in a shorter sequence."""
+    """17 characters of 19 bytes, three times, each with its separator: 60 tokens, of which 59 are predicted,
+    the last 11 in a shorter sequence."""
     text = "h\xe9llo w\xf6rld, twice"[:17]
     assert len(text.encode()) == 19
     source = write_jsonl(tmp_path / "three.jsonl", [text] * 3)
@@ -116,7 +135,14 @@ def test_bits_per_byte_by_hand(tied_run: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = [model(stream[None, first : min(first + 16, 59)])[0] for first in range(0, 59, 16)]
     nats = F.cross_entropy(torch.cat(logits), stream[1:]).item()
-    done = launch(1, str(checkpoint), f"--data={source}", "--seq_len=16", f"--data.cache_dir={tmp_path}", module="tools.eval")
+    done = launch(
+        1,
+        str(checkpoint),
+        f"--data={source}",
+        "--seq_len=16",
+        f"--data.cache_dir={tmp_path}",
+        module="tools.eval",
+    )
     assert done.returncode == 0, done.stderr
     head, row = done.stdout.splitlines()
     assert head.split() == ["set", "loss", "(nats/token)", "perplexity", "bits/byte", "tokens"]
@@ -131,12 +157,26 @@ def store_run(tmp_path_factory: pytest.TempPathFactory, hf_dir: Path, records: P
     extra = write_jsonl(folder / "extra.jsonl", MORE_TEXTS)
     for source, name, held_out in ((records, "store", 0.3), (extra, "more", 0.0)):
         prepare(str(source), str(hf_dir), "none", "auto", folder / name, PrepareSettings(held_out=held_out))
-    data = [f"--data.source={folder / 'store'}", f"--data.validation={{more: {folder / 'more'}}}",
-            f"--data.cache_dir={folder / 'cache'}"]  # fmt: skip
-    done = launch(1, *TINY, *data, f"--run.dir={folder / 'run'}", "--model.vocab_size=640", "--train.steps=2",
-                  "--train.eval_every=2", "--train.eval_sequences=0", "--checkpoint.every=2",
-                  *EAGER, "--parallel.compile.backend=aot_eager", "--parallel.activation_checkpoint=full",
-                  "--train.freeze=[layers.0.*]")  # fmt: skip
+    data = [
+        f"--data.source={folder / 'store'}",
+        f"--data.validation={{more: {folder / 'more'}}}",
+        f"--data.cache_dir={folder / 'cache'}",
+    ]
+    done = launch(
+        1,
+        *TINY,
+        *data,
+        f"--run.dir={folder / 'run'}",
+        "--model.vocab_size=640",
+        "--train.steps=2",
+        "--train.eval_every=2",
+        "--train.eval_sequences=0",
+        "--checkpoint.every=2",
+        *EAGER,
+        "--parallel.compile.backend=aot_eager",
+        "--parallel.activation_checkpoint=full",
+        "--train.freeze=[layers.0.*]",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 
@@ -152,17 +192,29 @@ def test_every_set_of_a_run_compiled_and_other_data_with_its_tokenizer(store_run
     of_store = evaluate(store_run, f"--data={store}", *EAGER)["sets"]
     assert of_store[store] == pytest.approx(sets["held_out"], rel=1e-5), "what it holds out"
     of_extra = evaluate(store_run, f"--data={extra}", *EAGER)["sets"]
-    assert of_extra[extra] == pytest.approx(sets["more"], rel=1e-5), "all of it, without BOS as the run's data"
+    assert of_extra[extra] == pytest.approx(sets["more"], rel=1e-5), (
+        "all of it, without BOS as the run's data"
+    )
 
 
-def test_what_cannot_be_evaluated_is_said(hf_dir: Path, records: Path, tied_run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_said(
+    hf_dir: Path, records: Path, tied_run: Path, tmp_path: Path
+) -> None:
     bare = shutil.copytree(hf_dir, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     for error, message, arguments in (
         (ConfigError, "names no text to evaluate it on: add --data", [hf_dir]),
-        (DataError, "has no tokenizer.json: name the model's own with --tokenizer", [bare, f"--data={records}"]),
+        (
+            DataError,
+            "has no tokenizer.json: name the model's own with --tokenizer",
+            [bare, f"--data={records}"],
+        ),
         (CheckpointError, "no such folder", [tmp_path / "gone"]),
-        (ConfigError, r"train\.seq_len=97 must not exceed model\.max_seq_len=96", [hf_dir, f"--data={records}", "--seq_len=97"]),
+        (
+            ConfigError,
+            r"train\.seq_len=97 must not exceed model\.max_seq_len=96",
+            [hf_dir, f"--data={records}", "--seq_len=97"],
+        ),
         (ConfigError, "unknown key data.cache_dri", [tied_run, "--data.cache_dri=x"]),
     ):
         with pytest.raises(error, match=message):
@@ -183,5 +235,12 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         make_parser().parse_args(["-h"])
     said = capsys.readouterr().out
-    for option in ("CHECKPOINT_OR_RUN_OR_HF_DIR", "--data SOURCE", "--tokenizer", "--sequences N", "--seq_len T", "--json"):
+    for option in (
+        "CHECKPOINT_OR_RUN_OR_HF_DIR",
+        "--data SOURCE",
+        "--tokenizer",
+        "--sequences N",
+        "--seq_len T",
+        "--json",
+    ):
         assert option in said

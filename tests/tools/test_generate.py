@@ -48,7 +48,9 @@ BYTES = ByteTokenizer()
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    model = Llama(LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64))
+    model = Llama(
+        LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64)
+    )
     init_weights(model, seed=0)
     return model.eval()
 
@@ -58,11 +60,15 @@ def test_the_loaded_model_has_the_runs_own_loss(run: Path) -> None:
     config = checkpoint_config(checkpoint)
     model = load_model(checkpoint, config, CPU)
     corpus = load_corpus(config.data)
-    sequences = make_sequence_shape(config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size)
+    sequences = make_sequence_shape(
+        config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
+    )
     limit = config.train.eval_sequences
     batches = list(set_batches(corpus.held_out["held_out"], sequences, BatchShape(1, 1, 0, 1), limit, CPU))
     with torch.no_grad():
-        loss = sum(model(b.tokens, b.targets).item() for b in batches) / sum(b.targets.numel() for b in batches)
+        loss = sum(model(b.tokens, b.targets).item() for b in batches) / sum(
+            b.targets.numel() for b in batches
+        )
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 2
     assert loss == pytest.approx(last["eval_loss"], rel=1e-5)
@@ -85,9 +91,12 @@ def test_the_context_slides(model: Llama) -> None:
 
 
 def test_a_separator_ends_the_text_and_ids_without_text_are_never_chosen() -> None:
-    model = Llama(LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64))
+    model = Llama(
+        LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=264, max_seq_len=64)
+    )
     init_weights(model, seed=0)
-    with torch.no_grad():  # blocks add nothing and every input is ones, so logits are the row sums of the output head
+    # blocks add nothing and every input is ones, so logits are the row sums of the output head
+    with torch.no_grad():
         model.layers[0].attention.wo.weight.zero_()
         model.layers[0].feed_forward.w2.weight.zero_()
         model.tok_embeddings.weight.fill_(1.0)
@@ -106,7 +115,9 @@ def test_sampling_follows_seed_temperature_and_top_k() -> None:
     drawn = torch.tensor([choose_token(logits, Sampling(1.0, 0, 0), generator) for _ in range(4000)])
     assert torch.allclose(drawn.bincount(minlength=4) / 4000, logits.exp(), atol=0.03)
     halved = torch.tensor([choose_token(logits, Sampling(0.5, 2, 0), generator) for _ in range(4000)])
-    assert torch.allclose(halved.bincount(minlength=4) / 4000, torch.tensor([25 / 34, 9 / 34, 0, 0]), atol=0.03)
+    assert torch.allclose(
+        halved.bincount(minlength=4) / 4000, torch.tensor([25 / 34, 9 / 34, 0, 0]), atol=0.03
+    )
     assert {choose_token(logits, Sampling(1.0, 1, 0), generator) for _ in range(20)} == {0}
     assert {choose_token(logits * 1e4, Sampling(1e-6, 0, 0), generator) for _ in range(20)} == {0}
 
@@ -157,20 +168,42 @@ def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture(scope="module")
 def bpe_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on prepared data of a small vocabulary, BOS in front of each document; the data lies in `store` beside it."""
+    """A run on prepared data of a small vocabulary, BOS in front of each document; the data lies in `store`
+    beside it."""
     folder = tmp_path_factory.mktemp("bpe_run")
     source = write_jsonl(folder / "text.jsonl", ["漢字 the quick brown é 😀 fox " * 8] * 40)
-    made = run_nested("tools.prepare_data", str(source), str(folder / "store"), f"--tokenizer={train_bpe(folder / 'bpe')}",
-                      "--workers=1")  # fmt: skip
+    made = run_nested(
+        "tools.prepare_data",
+        str(source),
+        str(folder / "store"),
+        f"--tokenizer={train_bpe(folder / 'bpe')}",
+        "--workers=1",
+    )
     assert made.returncode == 0, made.stderr
-    places = [f"--data.source={folder / 'store'}", f"--data.cache_dir={folder / 'cache'}", f"--run.dir={folder / 'run'}"]
-    done = launch(1, *TINY, *EAGER, *places, "--model.vocab_size=640", "--train.steps=30", "--checkpoint.every=30",
-                  "--train.global_batch_size=2", "--optim.lr=2e-2", "--metrics.every=10")  # fmt: skip
+    places = [
+        f"--data.source={folder / 'store'}",
+        f"--data.cache_dir={folder / 'cache'}",
+        f"--run.dir={folder / 'run'}",
+    ]
+    done = launch(
+        1,
+        *TINY,
+        *EAGER,
+        *places,
+        "--model.vocab_size=640",
+        "--train.steps=30",
+        "--checkpoint.every=30",
+        "--train.global_batch_size=2",
+        "--optim.lr=2e-2",
+        "--metrics.every=10",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 
 
-def test_a_run_with_a_vocabulary_has_learnt_its_text(bpe_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_a_vocabulary_has_learnt_its_text(
+    bpe_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main([f"--run={bpe_run}", "--prompt=漢字 the", "--temperature=0", "--max_new_tokens=30"])
     assert capsys.readouterr().out.startswith("漢字 the quick brown é 😀 fox 漢字 the quick brown")
     main([f"--run={bpe_run}", "--temperature=0", "--max_new_tokens=8"])
@@ -183,24 +216,33 @@ def test_a_tokenizer_is_asked_for_or_beside_the_weights_or_of_the_data(bpe_run: 
     of_run = find_model_tokenizer(checkpoint, data, "auto").info
     assert (of_run.vocab_size, of_run.bos, of_run.eos) == (600, 0, 1)
     assert find_model_tokenizer(checkpoint, data, "bytes").info == BYTES.info
-    assert find_model_tokenizer(checkpoint, data, str(train_bpe(tmp_path / "other", 400))).info.vocab_size == 400
+    assert (
+        find_model_tokenizer(checkpoint, data, str(train_bpe(tmp_path / "other", 400))).info.vocab_size == 400
+    )
     beside = shutil.copytree(checkpoint, tmp_path / "beside")
     train_bpe(beside, 500)
     assert find_model_tokenizer(beside, data, "auto").info.vocab_size == 500
-    for gone in (DataConfig(source=str(tmp_path / "gone")), DataConfig(tokenizer=str(tmp_path / "gone" / "tokenizer.json"))):
+    for gone in (
+        DataConfig(source=str(tmp_path / "gone")),
+        DataConfig(tokenizer=str(tmp_path / "gone" / "tokenizer.json")),
+    ):
         with pytest.raises(DataError, match=r"the tokenizer of its run cannot be found .*gone.*--tokenizer"):
             find_model_tokenizer(checkpoint, gone, "auto")
     with pytest.raises(DataError, match=r"model\.vocab_size=640 is smaller than the \d+ ids"):
         main([f"--run={bpe_run}", f"--tokenizer={train_bpe(tmp_path / 'large', 900)}"])
 
 
-def test_an_imported_model_goes_on_as_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_imported_model_goes_on_as_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf = make_hf(2, vocab_size=600)
     source = save_hf(tmp_path / "hf", hf)
     tokenizer = JsonTokenizer(train_bpe(source))
     convert(["import", str(source), str(tmp_path / "ours")])
     context = make_context(tokenizer, "fox é".encode())
-    theirs = hf.generate(torch.tensor([context]), max_new_tokens=20, do_sample=False, eos_token_id=1, pad_token_id=1)[0].tolist()
+    theirs = hf.generate(
+        torch.tensor([context]), max_new_tokens=20, do_sample=False, eos_token_id=1, pad_token_id=1
+    )[0].tolist()
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     main([f"--checkpoint={tmp_path / 'ours'}", "--prompt=fox é", "--temperature=0", "--max_new_tokens=20"])
@@ -208,7 +250,9 @@ def test_an_imported_model_goes_on_as_in_transformers(tmp_path: Path, monkeypatc
 
 
 def test_as_a_command(tool: Tool, sharded_run: Path) -> None:
-    done = tool("generate", "--run", str(sharded_run), "--prompt", "def é", "--max_new_tokens", "40", "--seed", "1")
+    done = tool(
+        "generate", "--run", str(sharded_run), "--prompt", "def é", "--max_new_tokens", "40", "--seed", "1"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("def é")
     assert len(done.stdout) > len("def é\n")

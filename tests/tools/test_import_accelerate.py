@@ -1,4 +1,5 @@
-"""tools/import_accelerate: every key of theirs is mapped, dropped with a reason or refused, and the result plans and trains."""
+"""tools/import_accelerate: every key of theirs is mapped, dropped with a reason or refused, and the result
+plans and trains."""
 
 import json
 from collections.abc import Callable
@@ -57,7 +58,9 @@ components = ["model", "loss"]
 
 def accelerate(version: int = 1, machines: int = 1, processes: int = 8, top: str = "", **fsdp: Any) -> str:
     """An accelerate config with FSDP; `fsdp` are keys of fsdp_config without their prefix."""
-    section = yaml.safe_dump({"fsdp_config": {"fsdp_version": version} | {f"fsdp_{k}": v for k, v in fsdp.items()}})
+    section = yaml.safe_dump(
+        {"fsdp_config": {"fsdp_version": version} | {f"fsdp_{k}": v for k, v in fsdp.items()}}
+    )
     return f"distributed_type: FSDP\nnum_processes: {processes}\nnum_machines: {machines}\n{section}{top}"
 
 
@@ -118,13 +121,17 @@ def test_version_1_strategies(
     expected: tuple[int, ...],
     reshard: bool | None,
 ) -> None:
-    """Under either key, by its name in any letters or its number: all of that is one config, and this is its plan."""
+    """Under either key, by its name in any letters or its number: all of that is one config, and this is its
+    plan."""
     text = accelerate(machines=machines, sharding_strategy=strategy)
     config = imports(text)["config"]
     for key in ("sharding_strategy", "reshard_after_forward"):
         for value in (strategy, strategy.lower(), str(number), number):
             if key == "sharding_strategy" or str(value) != "1":  # a truth value there
-                assert imports(accelerate(machines=machines, **{key: value}))["config"] == config, (key, value)
+                assert imports(accelerate(machines=machines, **{key: value}))["config"] == config, (
+                    key,
+                    value,
+                )
     plan = plans(text)
     assert degrees(plan) == expected
     if reshard is not None:
@@ -141,18 +148,26 @@ def test_version_1_prefers_the_strategy_and_warns(imports: Importer, plans: Call
     text = accelerate(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward="FULL_SHARD")
     assert {unit.reshard_after_forward for unit in plans(text).units} == {False}
     done = imports(text)
-    assert any("warning: fsdp_sharding_strategy=SHARD_GRAD_OP wins over fsdp_reshard_after_forward" in n for n in done["notes"])
+    assert any(
+        "warning: fsdp_sharding_strategy=SHARD_GRAD_OP wins over fsdp_reshard_after_forward" in n
+        for n in done["notes"]
+    )
     assert "fsdp_config.fsdp_reshard_after_forward" in [entry["key"] for entry in done["dropped"]]
 
 
-def test_version_1_with_a_strategy_under_the_new_key_says_what_accelerate_launch_does(imports: Importer) -> None:
+def test_version_1_with_a_strategy_under_the_new_key_says_what_accelerate_launch_does(
+    imports: Importer,
+) -> None:
     done = imports(accelerate(machines=2, reshard_after_forward="HYBRID_SHARD"))
     assert any("accelerate launch 1.15 does FULL_SHARD" in note for note in done["notes"])
-    assert not any("FULL_SHARD" in note for note in imports(accelerate(reshard_after_forward="FULL_SHARD"))["notes"])
+    assert not any(
+        "FULL_SHARD" in note for note in imports(accelerate(reshard_after_forward="FULL_SHARD"))["notes"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "reshard"), [(True, True), (False, False), ("false", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False)]
+    ("value", "reshard"),
+    [(True, True), (False, False), ("false", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False)],
 )
 def test_version_2_resharding(plans: Callable[..., Plan], value: Any, reshard: bool) -> None:
     plan = plans(accelerate(version=2, reshard_after_forward=value, sharding_strategy="FULL_SHARD"))
@@ -161,7 +176,9 @@ def test_version_2_resharding(plans: Callable[..., Plan], value: Any, reshard: b
 
 
 def test_version_2_ignores_the_strategy_beside_resharding_and_says_what_is_lost(imports: Importer) -> None:
-    done = imports(accelerate(version=2, machines=2, reshard_after_forward=True, sharding_strategy="HYBRID_SHARD"))
+    done = imports(
+        accelerate(version=2, machines=2, reshard_after_forward=True, sharding_strategy="HYBRID_SHARD")
+    )
     assert done["config"]["parallel"] == {"reshard_after_forward": True, "compile": {"enabled": False}}
     assert any("which is not HYBRID_SHARD" in note for note in done["notes"])
 
@@ -173,7 +190,9 @@ def test_version_2_keeps_a_strategy_that_stands_alone(imports: Importer, plans: 
 
 
 def sizes(**degrees: int) -> str:
-    return yaml.safe_dump({"parallelism_config": {f"parallelism_config_{axis}_size": n for axis, n in degrees.items()}})
+    return yaml.safe_dump(
+        {"parallelism_config": {f"parallelism_config_{axis}_size": n for axis, n in degrees.items()}}
+    )
 
 
 def test_parallelism_config(plans: Callable[..., Plan]) -> None:
@@ -192,7 +211,9 @@ def test_parallelism_config(plans: Callable[..., Plan]) -> None:
         (1, {"dp_shard": 8}, "needs fsdp_version 2"),
     ],
 )
-def test_parallelism_that_is_refused(imports: Importer, version: int, given: dict[str, int], message: str) -> None:
+def test_parallelism_that_is_refused(
+    imports: Importer, version: int, given: dict[str, int], message: str
+) -> None:
     assert message in refusal(imports, accelerate(version=version, top=sizes(**given)))
 
 
@@ -223,7 +244,9 @@ def test_a_size_joins_blocks_into_units(plans: Callable[..., Plan]) -> None:
     assert ("layers.0", "layers.1") in [unit.modules for unit in plan.units]
 
 
-@pytest.mark.parametrize("name", ["state_dict_type", "sync_module_states", "use_orig_params", "cpu_ram_efficient_loading"])
+@pytest.mark.parametrize(
+    "name", ["state_dict_type", "sync_module_states", "use_orig_params", "cpu_ram_efficient_loading"]
+)
 def test_keys_without_a_counterpart_are_dropped_with_a_reason(imports: Importer, name: str) -> None:
     done = imports(accelerate(**{name: True}))
     (entry,) = [entry for entry in done["dropped"] if entry["key"] == f"fsdp_config.fsdp_{name}"]
@@ -237,16 +260,24 @@ def test_a_key_that_only_the_documentation_has_is_accepted_with_a_note(imports: 
 
 
 def test_a_key_of_a_section_may_lack_its_prefix(imports: Importer) -> None:
-    text = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {offload_params: true}\ndynamo_config: {backend: EAGER}\n"
+    text = (
+        "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {offload_params: true}\ndynamo_config: "
+        "{backend: EAGER}\n"
+    )
     parallel = imports(text)["config"]["parallel"]
     assert parallel["cpu_offload"] is True
     assert parallel["compile"]["backend"] == "eager"
 
 
 def test_a_key_in_two_spellings_is_refused(imports: Importer) -> None:
-    text = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {offload_params: true, fsdp_offload_params: true}\n"
+    text = (
+        "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {offload_params: true, "
+        "fsdp_offload_params: true}\n"
+    )
     assert "the same key as fsdp_config.offload_params" in refusal(imports, text)
-    assert "the same key as training.compile" in refusal(imports, "training.compile = true\ncompile.enable = true\n", ".toml")
+    assert "the same key as training.compile" in refusal(
+        imports, "training.compile = true\ncompile.enable = true\n", ".toml"
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,13 +300,22 @@ def test_precision(imports: Importer, kind: str, precision: str, expected: tuple
         ("mixed_precision: fp16\n", "float16 needs a gradient scaler"),
         ("fp16: true\n", "float16 needs a gradient scaler"),
         ("mixed_precision: fp8\n", "float8 is not in this version"),
-        ("fp8_config: {backend: AO, fp8_format: HYBRID}\n", "fp8_config.fp8_format=HYBRID: float8 is not in this version"),
-        ("deepspeed_config: {zero_stage: 3}\n", "DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op"),
+        (
+            "fp8_config: {backend: AO, fp8_format: HYBRID}\n",
+            "fp8_config.fp8_format=HYBRID: float8 is not in this version",
+        ),
+        (
+            "deepspeed_config: {zero_stage: 3}\n",
+            "DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op",
+        ),
         ("megatron_lm_config: {megatron_lm_tp_degree: 2}\n", "Megatron-LM is not supported"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "only LOCAL_MACHINE is supported"),
         ("tpu_use_cluster: true\n", "TPUs are not supported"),
         ("dynamo_config: {dynamo_backend: TENSORRT}\n", "no backend for training here"),
-        ("dynamo_config: {dynamo_backend: EAGER, dynamo_mode: max-autotune}\n", "mode max-autotune is for backend inductor"),
+        (
+            "dynamo_config: {dynamo_backend: EAGER, dynamo_mode: max-autotune}\n",
+            "mode max-autotune is for backend inductor",
+        ),
         ("offload_paramz: 1\n", "unknown key"),
         ("mixed_precison: bf16\n", "Did you mean mixed_precision?"),
         ("fsdp_offload_params: true\n", "Did you mean fsdp_config.fsdp_offload_params?"),
@@ -293,7 +333,10 @@ def test_what_is_refused(imports: Importer, top: str, message: str) -> None:
     [
         ({"sharding_strategy": "FULL_SHRAD"}, "Did you mean FULL_SHARD?"),
         ({"sharding_strategy": 6}, "must be one of FULL_SHARD"),
-        ({"transformer_layer_cls_to_wrap": "GPTJBlock,LlamaDecoderLayer"}, "GPTJBlock is not a block of the model here"),
+        (
+            {"transformer_layer_cls_to_wrap": "GPTJBlock,LlamaDecoderLayer"},
+            "GPTJBlock is not a block of the model here",
+        ),
         ({"activation_checkpointing_offload": True}, "offloading activations is not in this version"),
         ({"ignored_modules": "lm_head"}, "every parameter is in a unit here"),
         ({"backward_prefetch": "BACKWARD_PREE"}, "Did you mean BACKWARD_PRE?"),
@@ -308,7 +351,10 @@ def test_fsdp_values_that_are_refused(imports: Importer, fsdp: dict[str, Any], m
 
 def test_all_refusals_are_in_one_report(imports: Importer) -> None:
     text = accelerate(
-        transformer_layer_cls_to_wrap="T5Block", top="mixed_precision: fp8\nmachine_rnk: 0\n", processes=7, machines=2
+        transformer_layer_cls_to_wrap="T5Block",
+        top="mixed_precision: fp8\nmachine_rnk: 0\n",
+        processes=7,
+        machines=2,
     )
     report = refusal(imports, text)
     assert len(report.splitlines()) == 4
@@ -334,8 +380,13 @@ def test_dynamo_backends(imports: Importer, backend: str, expected: dict[str, An
 
 
 def test_dynamo_options(plans: Callable[..., Plan], imports: Importer) -> None:
-    options = {"backend": "INDUCTOR", "mode": "reduce-overhead", "use_dynamic": True, "use_fullgraph": False,
-               "use_regional_compilation": False}  # fmt: skip
+    options = {
+        "backend": "INDUCTOR",
+        "mode": "reduce-overhead",
+        "use_dynamic": True,
+        "use_fullgraph": False,
+        "use_regional_compilation": False,
+    }
     text = accelerate(top=yaml.safe_dump({"mixed_precision": "bf16", "dynamo_config": options}))
     compiled = plans(text).compile
     assert (compiled.enabled, compiled.mode, compiled.dynamic) == (True, "reduce-overhead", True)
@@ -366,22 +417,31 @@ def test_accumulation_is_kept(plans: Callable[..., Plan]) -> None:
     [
         (accelerate(), "torchrun --nproc-per-node 8 -m train.main --config CONFIG.yaml"),
         (
-            accelerate(machines=2, top="main_process_ip: 10.0.0.1\nmain_process_port: 29501\nmachine_rank: 1\n"),
+            accelerate(
+                machines=2, top="main_process_ip: 10.0.0.1\nmain_process_port: 29501\nmachine_rank: 1\n"
+            ),
             "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29501 "
             "-m train.main --config CONFIG.yaml",
         ),
-        (accelerate(processes=2, top="gpu_ids: 2,3\n"),
-         "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc-per-node 2 -m train.main --config CONFIG.yaml"),
+        (
+            accelerate(processes=2, top="gpu_ids: 2,3\n"),
+            "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc-per-node 2 -m train.main --config CONFIG.yaml",
+        ),
         ("distributed_type: 'NO'\n", "python -m train.main --config CONFIG.yaml"),
     ],
-)  # fmt: skip
+)
 def test_the_launch_line(imports: Importer, text: str, launch: str) -> None:
     assert imports(text)["launch"] == launch
 
 
 def test_every_key_has_one_fate_and_every_target_exists(imports: Importer) -> None:
-    text = accelerate(machines=2, sharding_strategy="HYBRID_SHARD", use_orig_params=True, offload_params=False,
-                      top="machine_rank: 0\nmixed_precision: bf16\ndynamo_config: {}\ndebug: false\n")  # fmt: skip
+    text = accelerate(
+        machines=2,
+        sharding_strategy="HYBRID_SHARD",
+        use_orig_params=True,
+        offload_params=False,
+        top="machine_rank: 0\nmixed_precision: bf16\ndynamo_config: {}\ndebug: false\n",
+    )
     done = imports(text)
     theirs = [entry["key"] for kind in ("mapped", "dropped") for entry in done[kind]]
     assert sorted(theirs) == sorted({*theirs})
@@ -397,12 +457,27 @@ def test_torchtitan_from_its_file(imports: Importer, plans: Callable[..., Plan])
     assert {unit.reshard_after_forward for unit in plan.units} == {False}
     assert (plan.micro_batch_size, plan.accumulation, plan.units[0].param_dtype) == (2, 2, "bfloat16")
     block = next(unit for unit in plan.units if unit.modules == ("layers.0",))
-    assert (block.activation_checkpoint, block.compiled, "aten.mm/2" in block.saved_ops) == ("selective", True, True)
+    assert (block.activation_checkpoint, block.compiled, "aten.mm/2" in block.saved_ops) == (
+        "selective",
+        True,
+        True,
+    )
     done = imports(TITAN, ".toml")
-    assert done["config"]["optim"] == {"lr": 3e-4, "betas": [0.9, 0.99], "warmup_steps": 20, "schedule": "wsd",
-                                       "decay_ratio": 0.3, "min_lr_ratio": 0.0}  # fmt: skip
-    assert done["config"]["train"] == {"micro_batch_size": 2, "global_batch_size": 32, "seq_len": 8192, "grad_clip": 0.5,
-                                       "steps": 100}  # fmt: skip
+    assert done["config"]["optim"] == {
+        "lr": 3e-4,
+        "betas": [0.9, 0.99],
+        "warmup_steps": 20,
+        "schedule": "wsd",
+        "decay_ratio": 0.3,
+        "min_lr_ratio": 0.0,
+    }
+    assert done["config"]["train"] == {
+        "micro_batch_size": 2,
+        "global_batch_size": 32,
+        "seq_len": 8192,
+        "grad_clip": 0.5,
+        "steps": 100,
+    }
     assert done["config"]["parallel"]["loss_parallel"] is False
     assert "--config llama_8b --config CONFIG.yaml" in done["launch"]
     assert any("asynchronous tensor parallelism is not in this version" in note for note in done["notes"])
@@ -425,7 +500,9 @@ def test_torchtitan_resharding(imports: Importer, policy: str, reshard: bool) ->
         ("", ("selective", "every:2")),
     ],
 )
-def test_torchtitan_activation_checkpointing(imports: Importer, table: str, expected: tuple[str, str | None]) -> None:
+def test_torchtitan_activation_checkpointing(
+    imports: Importer, table: str, expected: tuple[str, str | None]
+) -> None:
     parallel = imports(f"[activation_checkpoint]\n{table}\n", ".toml")["config"]["parallel"]
     assert (parallel["activation_checkpoint"], parallel.get("selective_policy")) == expected
     assert parallel.get("activation_budget") == (0.25 if expected[0] == "budget" else None)
@@ -445,12 +522,21 @@ def test_flags_win_over_the_file(imports: Importer) -> None:
     assert done["config"]["train"]["seq_len"] == 4096
     assert done["config"]["parallel"]["compile"]["enabled"] is False
     assert {"key": "training.seq_len", "value": 8192, "why": "a flag overrides it"} in done["dropped"]
-    every = imports(TITAN, ".toml", "--flags=--activation_checkpoint.selective_ac_option=4")["config"]["parallel"]
+    every = imports(TITAN, ".toml", "--flags=--activation_checkpoint.selective_ac_option=4")["config"][
+        "parallel"
+    ]
     assert every["selective_policy"] == "every:4"
 
 
-@pytest.mark.parametrize("flags", ["--tensor_parallel_degree=2", "--parallelism.tensor_parallel_degree 2",
-                                   "--parallelism.tensor-parallel-degree=2", "--training.tensor_parallel_degree=2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor_parallel_degree=2",
+        "--parallelism.tensor_parallel_degree 2",
+        "--parallelism.tensor-parallel-degree=2",
+        "--training.tensor_parallel_degree=2",
+    ],
+)
 def test_flags_alone(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--json", "--flags", flags])
     done = json.loads(capsys.readouterr().out)
@@ -470,7 +556,10 @@ def test_a_degree_that_depends_on_the_model_is_a_note(imports: Importer) -> None
         ("[parallelism]\npipeline_parallel_degree = 2\n", "pipeline parallelism is not in this version"),
         ("[parallelism]\ncontext_parallel_degree = 2\n", "context parallelism is not in this version"),
         ("[parallelism]\ntensor_paralel_degree = 2\n", "Did you mean parallelism.tensor_parallel_degree?"),
-        ("[parallelism]\nfsdp_reshard_after_forward = 'sometimes'\n", "must be one of default, always, never"),
+        (
+            "[parallelism]\nfsdp_reshard_after_forward = 'sometimes'\n",
+            "must be one of default, always, never",
+        ),
         ("[parallelism]\ntensor_parallel_degree = true\n", "must be a whole number"),
         ("[model]\nname = 'deepseek_v3'\n", "only llama3 is the model here"),
         ("[model]\nconverters = ['float8']\n", "float8 and other converters are not in this version"),
@@ -559,9 +648,19 @@ def test_bad_options_leave_with_2(bad: list[str], capsys: pytest.CaptureFixture[
 
 def test_an_imported_config_trains(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "fsdp.yaml", tmp_path / "ours.yaml"
-    theirs.write_text(accelerate(processes=2, machines=2, sharding_strategy="HYBRID_SHARD", activation_checkpointing=True))
+    theirs.write_text(
+        accelerate(processes=2, machines=2, sharding_strategy="HYBRID_SHARD", activation_checkpointing=True)
+    )
     main([str(theirs), f"--out={ours}"])
-    done = run(2, f"--config={ours}", *TINY, *EAGER, "--train.steps=2", f"--run.dir={tmp_path / 'run'}", *write_text(tmp_path))
+    done = run(
+        2,
+        f"--config={ours}",
+        *TINY,
+        *EAGER,
+        "--train.steps=2",
+        f"--run.dir={tmp_path / 'run'}",
+        *write_text(tmp_path),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(read_metrics(tmp_path / "run")) == [1, 2]
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())

@@ -1,4 +1,5 @@
-"""`tools.plan` with a kind of GPU: figures, what the planner chooses, the files it writes, and what goes together."""
+"""`tools.plan` with a kind of GPU: figures, what the planner chooses, the files it writes, and what goes
+together."""
 
 import dataclasses
 import json
@@ -27,10 +28,31 @@ EAGER = ["--config=llama_debug", *TINY, "--train.micro_batch_size=auto", "--para
 FREE = [*EAGER, "--train.global_batch_size=8"]
 H100 = "--gpu=h100-sxm"
 AUTO = [*FREE, H100, "--parallel.plan=auto"]
-FIGURES = {"peak_memory_gib", "reserved_gib", "memory", "memory_at_peak", "step_time_s", "compute_s", "exposed_comm_s",
-           "exposed_share", "exposed_by_lane_s", "tokens_per_s_per_gpu", "mfu", "mfu_causal", "fits"}  # fmt: skip
-CHOICES = {"tp", "dp_replicate", "dp_shard", "activation_checkpoint", "checkpointed_blocks", "reshard_after_forward", "prefetch",
-           "micro_batch_size"}  # fmt: skip
+FIGURES = {
+    "peak_memory_gib",
+    "reserved_gib",
+    "memory",
+    "memory_at_peak",
+    "step_time_s",
+    "compute_s",
+    "exposed_comm_s",
+    "exposed_share",
+    "exposed_by_lane_s",
+    "tokens_per_s_per_gpu",
+    "mfu",
+    "mfu_causal",
+    "fits",
+}
+CHOICES = {
+    "tp",
+    "dp_replicate",
+    "dp_shard",
+    "activation_checkpoint",
+    "checkpointed_blocks",
+    "reshard_after_forward",
+    "prefetch",
+    "micro_batch_size",
+}
 
 
 def document(capsys: Output, *arguments: str) -> dict[str, Any]:
@@ -73,12 +95,23 @@ def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) 
 def test_people_get_reasons_figures_and_runners_up(capsys: Output) -> None:
     main([*AUTO, "--gpus=4", "--tokens=1e12"])
     text = capsys.readouterr().out
-    for words in ("mesh: dp_replicate", "\nwhy:\n- of ", "memory       most GiB", "\ntokens/s per GPU ", "MFU, causal attention",
-                  "\n1e+12 tokens ", "GPU hours", "\nfits h100-sxm: ", "\nrunners-up:\ntp  dp_replicate"):  # fmt: skip
+    for words in (
+        "mesh: dp_replicate",
+        "\nwhy:\n- of ",
+        "memory       most GiB",
+        "\ntokens/s per GPU ",
+        "MFU, causal attention",
+        "\n1e+12 tokens ",
+        "GPU hours",
+        "\nfits h100-sxm: ",
+        "\nrunners-up:\ntp  dp_replicate",
+    ):
         assert words in text
     runners_up = text.split("runners-up:\n")[1].split("\n\n")[0].splitlines()[1:]
     assert 0 < len(runners_up) <= 5
-    without_prefetch = [tuple(cell for i, cell in enumerate(line.split()[:8]) if i != 6) for line in runners_up]
+    without_prefetch = [
+        tuple(cell for i, cell in enumerate(line.split()[:8]) if i != 6) for line in runners_up
+    ]
     assert len(set(without_prefetch)) == len(runners_up)
 
 
@@ -91,9 +124,19 @@ def test_a_cpu_has_no_mfu_and_its_processes_share_its_memory(capsys: Output) -> 
     assert "unknown: no peak" in text
 
 
-LARGE = [*EAGER, "--train.global_batch_size=-1", "--parallel.plan=auto", "--model.n_layers=8", "--model.dim=4096",
-         "--model.n_heads=32", "--model.n_kv_heads=8", "--model.ffn_dim=16384", "--model.vocab_size=65536",
-         "--model.max_seq_len=4096", "--train.seq_len=4096"]  # fmt: skip
+LARGE = [
+    *EAGER,
+    "--train.global_batch_size=-1",
+    "--parallel.plan=auto",
+    "--model.n_layers=8",
+    "--model.dim=4096",
+    "--model.n_heads=32",
+    "--model.n_kv_heads=8",
+    "--model.ffn_dim=16384",
+    "--model.vocab_size=65536",
+    "--model.max_seq_len=4096",
+    "--train.seq_len=4096",
+]
 
 
 def test_more_memory_is_never_slower() -> None:
@@ -143,7 +186,16 @@ def test_the_fewest_gpus(capsys: Output) -> None:
 
 def test_what_fits_nowhere_says_so() -> None:
     with pytest.raises(PlanError, match="--min-gpus: this plan does not fit on 1 to 65536 h100-sxm"):
-        main([*EAGER, H100, "--min-gpus", "--model.dim=8192", "--model.ffn_dim=65536000", "--train.global_batch_size=-1"])
+        main(
+            [
+                *EAGER,
+                H100,
+                "--min-gpus",
+                "--model.dim=8192",
+                "--model.ffn_dim=65536000",
+                "--train.global_batch_size=-1",
+            ]
+        )
 
 
 def test_the_saved_plan_is_the_one_shown_and_runs(capsys: Output, tmp_path: Path) -> None:
@@ -169,7 +221,9 @@ def test_the_step_as_picture_and_trace(tmp_path: Path, capsys: Output) -> None:
         main([*FREE, H100, "--gpus=4", f"--timeline={tmp_path / f'step.{suffix}'}", "--json"])
         json.loads(capsys.readouterr().out)
     assert ElementTree.parse(tmp_path / "step.svg").getroot().tag.endswith("svg")
-    assert "llama_debug on 4 h100-sxm: dp_replicate 1, dp_shard 4, tp 1" in (tmp_path / "step.svg").read_text()
+    assert (
+        "llama_debug on 4 h100-sxm: dp_replicate 1, dp_shard 4, tp 1" in (tmp_path / "step.svg").read_text()
+    )
     with Image.open(tmp_path / "step.png") as image:
         image.load()
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -182,7 +236,10 @@ def test_the_step_as_picture_and_trace(tmp_path: Path, capsys: Output) -> None:
     [
         ([], "say how many GPUs"),
         (["--gpus=4", "--min-gpus", H100], "--gpus and --min-gpus: give one of them only"),
-        (["--gpus=4", "--parallel.plan=auto"], "parallel.plan=auto needs --gpu KIND, to know memory and speed: a100-80gb"),
+        (
+            ["--gpus=4", "--parallel.plan=auto"],
+            "parallel.plan=auto needs --gpu KIND, to know memory and speed: a100-80gb",
+        ),
         (["--gpus=4", "--parallel.plan=auto", "--gpu=h10"], "Did you mean h100"),
         (["--gpus=4", "--tokens=1e9"], "--tokens needs --gpu KIND"),
         (["--min-gpus"], "--min-gpus needs --gpu KIND"),
@@ -230,8 +287,17 @@ def test_nothing_fits_leaves_with_2_and_one_message(capsys: Output) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(10)
 def test_the_largest_model_on_the_most_gpus_is_planned_on_a_laptop() -> None:
-    result = run(1, "tools.plan", "--config=llama_405b", "--gpus=4096", H100, "--parallel.plan=auto", "--json",
-                 module="tests.tools.peak_memory", timeout_s=500)  # fmt: skip
+    result = run(
+        1,
+        "tools.plan",
+        "--config=llama_405b",
+        "--gpus=4096",
+        H100,
+        "--parallel.plan=auto",
+        "--json",
+        module="tests.tools.peak_memory",
+        timeout_s=500,
+    )
     assert result.returncode == 0, result.stderr
     kib = int(result.stderr.splitlines()[-1])
     assert kib * 1024 < 2e9, f"{kib / 2**20:.2f} GiB"

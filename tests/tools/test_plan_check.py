@@ -1,4 +1,5 @@
-"""`tools.plan --check`: the planner's collectives and memory hold against the real code, and a wrong one is caught."""
+"""`tools.plan --check`: the planner's collectives and memory hold against the real code, and a wrong one is
+caught."""
 
 import dataclasses
 import json
@@ -28,9 +29,9 @@ CASES = [
     (4, ["--parallel.tp=2", "--train.global_batch_size=4"]),
     (4, ["--parallel.tp=2", "--parallel.sequence_parallel=false"]),
     (2, ["--model.tie_embeddings=true", "--parallel.param_dtype=bfloat16"]),
-    (2, ["--train.freeze=[\"layers.0.*\",\"tok_embeddings.*\"]"]),
+    (2, ['--train.freeze=["layers.0.*","tok_embeddings.*"]']),
     (48, []),  # rows that do not divide: they are filled up
-]  # fmt: skip
+]
 
 
 def small(world_size: int, keys: list[str]) -> tuple[Config, Plan]:
@@ -47,7 +48,10 @@ def test_collectives_are_those_of_the_real_code(world_size: int, keys: list[str]
 
 def test_memory_is_that_of_the_real_code() -> None:
     check = check_run(*small(4, []))
-    assert [row.name for row in check.memory] == [*(field.name for field in dataclasses.fields(MemoryByKind)), "peak"]
+    assert [row.name for row in check.memory] == [
+        *(field.name for field in dataclasses.fields(MemoryByKind)),
+        "peak",
+    ]
     assert check.agrees
 
 
@@ -86,7 +90,9 @@ def test_a_wrong_peak_is_caught_and_other_kinds_are_not_judged(simulation: Simul
     _, plan = small(4, [])
     config, _ = small(4, [])
     memory = predict_memory(config, eager_plan(plan))
-    high = dataclasses.replace(memory.at_peak, activations=memory.at_peak.activations + memory.peak_bytes // 10)
+    high = dataclasses.replace(
+        memory.at_peak, activations=memory.at_peak.activations + memory.peak_bytes // 10
+    )
     check = compare(predict_traffic(config, eager_plan(plan)), StepMemory(memory.memory, high), simulation)
     assert [row.name for row in check.memory if not row.agrees] == ["peak"]
 

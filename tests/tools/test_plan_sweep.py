@@ -12,7 +12,13 @@ from tools.plan.sweep import HIDDEN, _takes_over, read_sweep
 from train.config import ConfigError
 
 Output = pytest.CaptureFixture[str]
-RUN = ["--config=llama_debug", *TINY, "--train.micro_batch_size=auto", "--parallel.compile.enabled=false", "--gpu=h100-sxm"]
+RUN = [
+    "--config=llama_debug",
+    *TINY,
+    "--train.micro_batch_size=auto",
+    "--parallel.compile.enabled=false",
+    "--gpu=h100-sxm",
+]
 AUTO = [*RUN, "--parallel.plan=auto"]
 
 
@@ -28,7 +34,9 @@ def test_doublings() -> None:
     assert read_sweep("gpus=5..5") == [5]
 
 
-@pytest.mark.parametrize("bad", ["gpus=8..4", "gpus=0..4", "gpus=8", "8..16", "gpus=8...16", "gpus=8..x", "gpus=8..100000000"])
+@pytest.mark.parametrize(
+    "bad", ["gpus=8..4", "gpus=0..4", "gpus=8", "8..16", "gpus=8...16", "gpus=8..x", "gpus=8..100000000"]
+)
 def test_a_range_must_go_up(bad: str) -> None:
     with pytest.raises(ConfigError, match=r"as gpus=8\.\.4096"):
         read_sweep(bad)
@@ -40,7 +48,9 @@ def test_only_gpus_are_swept() -> None:
 
 
 def test_every_count_has_a_row_and_what_cannot_be_a_reason(capsys: Output) -> None:
-    document = swept(capsys, *AUTO, "--sweep=gpus=2..16", "--train.global_batch_size=8", "--tokens=1e9", "--parallel.tp=1")
+    document = swept(
+        capsys, *AUTO, "--sweep=gpus=2..16", "--train.global_batch_size=8", "--tokens=1e9", "--parallel.tp=1"
+    )
     rows = document["sweep"]
     assert [row["gpus"] for row in rows] == [2, 4, 8, 16]
     assert [row["fits"] for row in rows] == [True, True, True, False]
@@ -79,13 +89,22 @@ def test_people_get_bars_and_conclusions(capsys: Output) -> None:
 
 
 def test_the_configs_own_plan_is_swept_too(capsys: Output) -> None:
-    document = swept(capsys, *RUN, "--sweep=gpus=1..4", "--parallel.dp_replicate=2", "--train.global_batch_size=-1")
+    document = swept(
+        capsys, *RUN, "--sweep=gpus=1..4", "--parallel.dp_replicate=2", "--train.global_batch_size=-1"
+    )
     rows = document["sweep"]
     assert "2 processes" in rows[0]["reason"]
     assert [row["choices"]["dp_shard"] for row in rows[1:]] == [1, 2]
     assert len(document["said"]) == 1  # it chose no degree
-    large = swept(capsys, *RUN, "--sweep=gpus=1..64", "--train.global_batch_size=-1", "--model.dim=16384", "--model.n_heads=128",
-                  "--model.ffn_dim=32768")["sweep"]  # fmt: skip
+    large = swept(
+        capsys,
+        *RUN,
+        "--sweep=gpus=1..64",
+        "--train.global_batch_size=-1",
+        "--model.dim=16384",
+        "--model.n_heads=128",
+        "--model.ffn_dim=32768",
+    )["sweep"]
     assert large[0]["reason"].startswith("does not fit: needs ")
     assert large[-1]["fits"]
 
@@ -93,7 +112,9 @@ def test_the_configs_own_plan_is_swept_too(capsys: Output) -> None:
 def test_an_axis_takes_over_where_it_is_used_from_some_count_on() -> None:
     assert _takes_over([(8, 1), (16, 1)], "tp") == "is nowhere the best"
     assert _takes_over([(8, 1), (16, 2), (32, 4)], "tp") == "takes over at 16 GPUs, with tp=2"
-    assert _takes_over([(8, 2), (16, 2), (32, 1)], "tp") == "is the best at 8 GPUs (tp=2), 16 GPUs (tp=2) only"
+    assert (
+        _takes_over([(8, 2), (16, 2), (32, 1)], "tp") == "is the best at 8 GPUs (tp=2), 16 GPUs (tp=2) only"
+    )
 
 
 def test_nothing_possible_is_an_error_with_every_reason() -> None:

@@ -46,7 +46,10 @@ def test_json_has_the_plan_and_the_memory(capsys: Output) -> None:
     assert list(predicted["memory_at_peak"]) == KINDS
     assert predicted["peak_memory_gib"] == pytest.approx(sum(predicted["memory_at_peak"].values()))
     assert all(memory[kind] >= gib for kind, gib in predicted["memory_at_peak"].items())
-    assert all(predicted[key] is None for key in ("fits", "step_time_s", "tokens_per_s_per_gpu", "mfu", "reserved_gib"))
+    assert all(
+        predicted[key] is None
+        for key in ("fits", "step_time_s", "tokens_per_s_per_gpu", "mfu", "reserved_gib")
+    )
     assert document["reasons"] == []
     assert not dist.is_initialized()
 
@@ -63,8 +66,15 @@ def test_the_verdict(capsys: Output, gpus: str, fits: bool) -> None:
 
 
 def test_config_keys_win_over_the_file(capsys: Output) -> None:
-    keys = ["--parallel.dp_replicate=2", "--train.micro_batch_size", "2", "--parallel.dp_shard", "-1",
-            "--parallel.activation_checkpoint=full", EAGER]  # fmt: skip
+    keys = [
+        "--parallel.dp_replicate=2",
+        "--train.micro_batch_size",
+        "2",
+        "--parallel.dp_shard",
+        "-1",
+        "--parallel.activation_checkpoint=full",
+        EAGER,
+    ]
     main(["--config", "llama_debug", "--train.global_batch_size=-1", *keys, "--gpus=8", "--json"])
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert plan["mesh"] == {"dp_replicate": 2, "dp_shard": 4, "tp": 1}
@@ -85,7 +95,11 @@ def test_text_has_plan_and_memory(capsys: Output) -> None:
     [
         (["--config=llama_8", "--gpus=8"], ConfigError, "Did you mean llama_8b.yaml"),
         (["--config=llama_8b", "--gpus=8", "--gpu=h100"], ConfigError, "Did you mean h100-sxm"),
-        (["--config=llama_8b", "--gpus=8", "--parallel.dp_shar=4"], ConfigError, "Did you mean parallel.dp_shard"),
+        (
+            ["--config=llama_8b", "--gpus=8", "--parallel.dp_shar=4"],
+            ConfigError,
+            "Did you mean parallel.dp_shard",
+        ),
         (["--config=llama_8b", "--gpus=8", "--parallel.dp_shard=3"], PlanError, "dp_shard=3"),
         (["diff", "nothing.yaml", "nothing.yaml"], PlanError, "nothing.yaml"),
     ],
@@ -117,8 +131,12 @@ def test_diff_in_words(plan_file: Path, tmp_path: Path, capsys: Output) -> None:
     main(["diff", str(plan_file), str(plan_file)])
     assert capsys.readouterr().out == "the two plans are the same\n"
     other = tmp_path / "b.yaml"
-    keys = ["--parallel.activation_checkpoint=full", "--parallel.dp_replicate=2", "--parallel.compile.enabled=false",
-            "--train.micro_batch_size=2"]  # fmt: skip
+    keys = [
+        "--parallel.activation_checkpoint=full",
+        "--parallel.dp_replicate=2",
+        "--parallel.compile.enabled=false",
+        "--train.micro_batch_size=2",
+    ]
     main([*PLAN, "--json", *keys])
     other.write_text(json.dumps(json.loads(capsys.readouterr().out)["plan"]))
     main(["diff", str(plan_file), str(other)])
@@ -133,7 +151,9 @@ def test_diff_in_words(plan_file: Path, tmp_path: Path, capsys: Output) -> None:
     assert {"where": "mesh", "key": "dp_replicate", "a": 1, "b": 2} in document["differences"]
 
 
-def test_diff_sees_units_of_one_plan_only_order_and_types(plan_file: Path, tmp_path: Path, capsys: Output) -> None:
+def test_diff_sees_units_of_one_plan_only_order_and_types(
+    plan_file: Path, tmp_path: Path, capsys: Output
+) -> None:
     plan = load_plan(plan_file)
     fewer = dataclasses.replace(plan, units=plan.units[:-3] + plan.units[-1:])
     (tmp_path / "fewer.yaml").write_text(plan_to_yaml(fewer))
@@ -151,25 +171,58 @@ def small_plan(*keys: str) -> Plan:
 
 
 DIFFERING = [
-    (["--parallel.tp=2"], ["mesh: dp_shard 4 -> 2", "mesh: tp 1 -> 2", "batch: global_batch_size 4 -> 2",
-                           "tensor: sequence_parallel false -> true", "tensor: styles none -> of 13 patterns"]),
+    (
+        ["--parallel.tp=2"],
+        [
+            "mesh: dp_shard 4 -> 2",
+            "mesh: tp 1 -> 2",
+            "batch: global_batch_size 4 -> 2",
+            "tensor: sequence_parallel false -> true",
+            "tensor: styles none -> of 13 patterns",
+        ],
+    ),
     (["--parallel.cpu_offload=true"], ["plan: cpu_offload false -> true"]),
-    (["--parallel.forward_prefetch=0", "--parallel.backward_prefetch=2"],
-     ["units tok_embeddings to head (8): forward_prefetch 1 -> 0", "units tok_embeddings to head (8): backward_prefetch 1 -> 2"]),
-    (["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=aten.mm/2,aten.silu"],
-     ["units layers.0 to layers.5 (6): activation_checkpoint none -> selective",
-      "units layers.0 to layers.5 (6): saved_ops [] -> [aten.mm/2, aten.silu]"]),
-    (["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=0.3"],
-     ["units layers.0 to layers.5 (6): activation_checkpoint none -> budget",
-      "units layers.0 to layers.5 (6): activation_budget 1.0 -> 0.3"]),
+    (
+        ["--parallel.forward_prefetch=0", "--parallel.backward_prefetch=2"],
+        [
+            "units tok_embeddings to head (8): forward_prefetch 1 -> 0",
+            "units tok_embeddings to head (8): backward_prefetch 1 -> 2",
+        ],
+    ),
+    (
+        ["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=aten.mm/2,aten.silu"],
+        [
+            "units layers.0 to layers.5 (6): activation_checkpoint none -> selective",
+            "units layers.0 to layers.5 (6): saved_ops [] -> [aten.mm/2, aten.silu]",
+        ],
+    ),
+    (
+        ["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=0.3"],
+        [
+            "units layers.0 to layers.5 (6): activation_checkpoint none -> budget",
+            "units layers.0 to layers.5 (6): activation_budget 1.0 -> 0.3",
+        ],
+    ),
     (["--parallel.compile.cache_dir=/cache"], ["compile: cache_dir null -> /cache"]),
-    (["--parallel.param_dtype=bfloat16"], ["units tok_embeddings to head (8): param_dtype float32 -> bfloat16"]),
-    (["--model.n_layers=7"], ["model: modules [tok_embeddings, layers.[0-5], head] -> [tok_embeddings, layers.[0-6], head]",
-                              "unit layers.6: only in the second"]),
-    (["--parallel.unit_min_params=700000"],
-     ["units layers.0 to layers.5 (6): only in the first",
-      "units layers.0+layers.1 to layers.4+layers.5 (3): only in the second"]),
-]  # fmt: skip
+    (
+        ["--parallel.param_dtype=bfloat16"],
+        ["units tok_embeddings to head (8): param_dtype float32 -> bfloat16"],
+    ),
+    (
+        ["--model.n_layers=7"],
+        [
+            "model: modules [tok_embeddings, layers.[0-5], head] -> [tok_embeddings, layers.[0-6], head]",
+            "unit layers.6: only in the second",
+        ],
+    ),
+    (
+        ["--parallel.unit_min_params=700000"],
+        [
+            "units layers.0 to layers.5 (6): only in the first",
+            "units layers.0+layers.1 to layers.4+layers.5 (3): only in the second",
+        ],
+    ),
+]
 
 
 @pytest.mark.parametrize(("keys", "lines"), DIFFERING, ids=lambda v: v[0])
@@ -179,10 +232,17 @@ def test_diff_says_what_a_key_changes(keys: list[str], lines: list[str]) -> None
 
 def test_diff_goes_by_pattern_where_both_plans_split_weights() -> None:
     split = small_plan("--parallel.tp=2")
-    gathered = small_plan("--parallel.tp=2", "--parallel.loss_parallel=false", "--parallel.tp_parts=[head]",
-                          "--parallel.sequence_parallel=false")  # fmt: skip
+    gathered = small_plan(
+        "--parallel.tp=2",
+        "--parallel.loss_parallel=false",
+        "--parallel.tp_parts=[head]",
+        "--parallel.sequence_parallel=false",
+    )
     lines = [in_words(difference) for difference in diff_plans(split, gathered)]
-    assert lines[:2] == ["tensor: sequence_parallel true -> false", "tensor: tok_embeddings vocab -> whole_vocab"]
+    assert lines[:2] == [
+        "tensor: sequence_parallel true -> false",
+        "tensor: tok_embeddings vocab -> whole_vocab",
+    ]
     assert "tensor: head.output logits -> gathered_logits" in lines
     assert "tensor: head.loss loss -> no style" in lines
 
@@ -192,7 +252,9 @@ def test_diff_shows_hand_written_prefetch_lists() -> None:
     unit = dataclasses.replace(plan.units[3], forward_prefetch=("layers.3", "head"), backward_prefetch=())
     other = dataclasses.replace(plan, units=(*plan.units[:3], unit, *plan.units[4:]))
     assert [in_words(difference) for difference in diff_plans(plan, other)] == [
-        "unit layers.2: forward_prefetch 1 -> [layers.3, head]", "unit layers.2: backward_prefetch 1 -> []"]  # fmt: skip
+        "unit layers.2: forward_prefetch 1 -> [layers.3, head]",
+        "unit layers.2: backward_prefetch 1 -> []",
+    ]
 
 
 def altered(value: Any) -> Any:
@@ -212,24 +274,47 @@ def test_diff_misses_no_field_of_a_plan() -> None:
             if field.name in ("styles", "modules"):
                 continue
             changed = dataclasses.replace(part, **{field.name: altered(getattr(part, field.name))})
-            whole = {id(plan.mesh): "mesh", id(plan.tensor): "tensor", id(plan.compile): "compile",
-                     id(plan.float8): "float8"}.get(id(part))
+            whole = {
+                id(plan.mesh): "mesh",
+                id(plan.tensor): "tensor",
+                id(plan.compile): "compile",
+                id(plan.float8): "float8",
+            }.get(id(part))
             units = (plan.units[0], changed, *plan.units[2:])
             other = dataclasses.replace(plan, **({whole: changed} if whole else {"units": units}))
             assert field.name in [difference.key for difference in diff_plans(plan, other)]
-    whole_plan = ("micro_batch_size", "accumulation", "cpu_offload", "storage_dtype", "attention", "loss_chunk_tokens",
-                  "fused_projections", "async_tp", "modules")  # fmt: skip
+    whole_plan = (
+        "micro_batch_size",
+        "accumulation",
+        "cpu_offload",
+        "storage_dtype",
+        "attention",
+        "loss_chunk_tokens",
+        "fused_projections",
+        "async_tp",
+        "modules",
+    )
     for key in whole_plan:
         other = dataclasses.replace(plan, **{key: altered(getattr(plan, key))})
         assert key in [difference.key for difference in diff_plans(plan, other)]
-    assert {field.name for field in dataclasses.fields(Plan)} == {"mesh", "tensor", "compile", "float8", "units", *whole_plan}
+    assert {field.name for field in dataclasses.fields(Plan)} == {
+        "mesh",
+        "tensor",
+        "compile",
+        "float8",
+        "units",
+        *whole_plan,
+    }
 
 
 def test_strategy_and_advice_are_said(capsys: Output) -> None:
     main([*PLAN, EAGER, "--gpus=16", "--parallel.strategy=hybrid_shard"])
     text = capsys.readouterr().out
     assert "mesh: dp_replicate 2 x dp_shard 8 x tp 1 = 16 processes" in text
-    assert "\nstrategy hybrid_shard: HSDP: ZeRO-3 within each node, replicated across nodes (dp_replicate 2, " in text
+    assert (
+        "\nstrategy hybrid_shard: HSDP: ZeRO-3 within each node, replicated across nodes (dp_replicate 2, "
+        in text
+    )
     assert "advice" not in text
     main([*PLAN, EAGER, "--gpus=16", "--parallel.strategy=hybrid_shard", "--gpus-per-node=4"])
     assert "mesh: dp_replicate 4 x dp_shard 4 x tp 1 = 16 processes" in capsys.readouterr().out
@@ -247,8 +332,18 @@ def test_json_has_the_advice_as_a_list(keys: list[str], count: int, capsys: Outp
 
 def test_a_node_has_no_more_gpus_than_the_run(capsys: Output) -> None:
     """Three, which tp=3 divides: not the eight that a node has by default."""
-    main([*PLAN, EAGER, "--gpus=3", "--parallel.tp=3", "--model.n_heads=6", "--model.n_kv_heads=3", "--model.ffn_dim=513",
-          "--train.seq_len=255"])  # fmt: skip
+    main(
+        [
+            *PLAN,
+            EAGER,
+            "--gpus=3",
+            "--parallel.tp=3",
+            "--model.n_heads=6",
+            "--model.n_kv_heads=3",
+            "--model.ffn_dim=513",
+            "--train.seq_len=255",
+        ]
+    )
     assert "advice" not in capsys.readouterr().out
 
 

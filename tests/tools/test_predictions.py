@@ -47,8 +47,14 @@ def test_kendall_tau(first: list[float], second: list[float], tau: float) -> Non
 
 
 def test_regret_is_what_the_choice_costs() -> None:
-    rows = [row("a", "x", 1.0, 1.1), row("b", "x", 1.2, 1.0), row("c", "x", 0.5, 0.1, choice=False),
-            row("a", "y", 1.0, 1.0), row("b", "y", 2.0, 3.0), row("alone", "z", 1.0, 1.0)]  # fmt: skip
+    rows = [
+        row("a", "x", 1.0, 1.1),
+        row("b", "x", 1.2, 1.0),
+        row("c", "x", 0.5, 0.1, choice=False),
+        row("a", "y", 1.0, 1.0),
+        row("b", "y", 2.0, 3.0),
+        row("alone", "z", 1.0, 1.0),
+    ]
     assert regrets(rows) == {"x": pytest.approx(0.1), "y": 0.0}
 
 
@@ -100,12 +106,15 @@ def test_runs_alike_but_for_the_plan_are_one_sweep() -> None:
         sweeps.setdefault(case.sweep, []).append(case)
     largest = max(sweeps.values(), key=len)
     configs = [parse_config(list(case.keys), "test") for case in largest]
-    assert len({(config.model, config.train.global_batch_size, config.train.seq_len) for config in configs}) == 1
+    assert (
+        len({(config.model, config.train.global_batch_size, config.train.seq_len) for config in configs}) == 1
+    )
     degrees = {(c.parallel.dp_replicate, c.parallel.dp_shard, c.parallel.tp) for c in configs}
     assert degrees == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}  # all there are at 2 ranks
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at every input's
+# torch's compiler looks at every input's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_predictions_follow_the_plan() -> None:
     cases = {case.name: case for case in cpu_cases()}
     hardware = load_hardware()["cpu"]

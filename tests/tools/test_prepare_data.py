@@ -32,16 +32,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", odd_texts(2000, seed=11), field="body")
 
 
-def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(source: Path, tmp_path: Path) -> None:
+def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(
+    source: Path, tmp_path: Path
+) -> None:
     tokenizer, out = train_bpe(tmp_path / "small-bpe"), tmp_path / "out"
-    call = [str(source), str(out), f"--tokenizer={tokenizer.parent}", "--text_field=body", "--held_out=0.1", "--bos=none"]
+    call = [
+        str(source),
+        str(out),
+        f"--tokenizer={tokenizer.parent}",
+        "--text_field=body",
+        "--held_out=0.1",
+        "--bos=none",
+    ]
     first = run_nested("tools.prepare_data", *call)
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(out)
     assert (manifest.tokenizer.bos, manifest.settings["held_out"]) == (None, 0.1)
     assert f"wrote {out}\n" in first.stdout
     assert "tokenizer small-bpe: 600 ids, stored as uint16\n" in first.stdout
-    assert re.search(r"MB/s in .*, \d\.\d\d bytes per token; \d+ documents without text were left out", first.stdout)
+    assert re.search(
+        r"MB/s in .*, \d\.\d\d bytes per token; \d+ documents without text were left out", first.stdout
+    )
     assert f"data.source: {out}, model.vocab_size: 640 (or any number from 600 on" in first.stdout
     second = run_nested("tools.prepare_data", *call, "--json", "--workers=1", "--shard_mb=1")
     figures = json.loads(second.stdout)
@@ -49,24 +60,41 @@ def test_it_prepares_says_what_came_of_it_and_the_second_time_that_it_is_there(s
     assert figures["mb_per_s"] is None
     shards = [shard for split in manifest.splits.values() for shard in split]
     assert sum(figures["tokens"].values()) == sum(shard.tokens for shard in shards)
-    assert figures["documents"]["held_out"] == sum(shard.documents for shard in manifest.splits["held_out"]) > 100
-    assert figures["bytes_per_token"] == sum(shard.text_bytes for shard in shards) / sum(shard.tokens for shard in shards)
+    assert (
+        figures["documents"]["held_out"]
+        == sum(shard.documents for shard in manifest.splits["held_out"])
+        > 100
+    )
+    assert figures["bytes_per_token"] == sum(shard.text_bytes for shard in shards) / sum(
+        shard.tokens for shard in shards
+    )
     third = run_nested("tools.prepare_data", *call, "--held_out=0.2")
     assert third.returncode == 2
-    assert third.stderr == (f"DataError: {out} is there already and was made with held_out=0.1: name another folder, or remove "
-                            "that one\n")  # fmt: skip
+    assert third.stderr == (
+        f"DataError: {out} is there already and was made with held_out=0.1: name another folder, or remove "
+        "that one\n"
+    )
 
 
 REFUSED = [
     (["nowhere", "out"], "DataError: data.source=nowhere: no such file, folder or glob"),
-    (["SOURCE", "out"], "line 1: no field text, but 'id', 'body': name its text with data.text_field (--text_field"),
-    (["SOURCE", "full", "--text_field=body"], "full is there already and holds no prepared data: name another folder"),
+    (
+        ["SOURCE", "out"],
+        "line 1: no field text, but 'id', 'body': name its text with data.text_field (--text_field",
+    ),
+    (
+        ["SOURCE", "full", "--text_field=body"],
+        "full is there already and holds no prepared data: name another folder",
+    ),
     (["prepared", "out"], "prepared is prepared data already: use data.source=prepared"),
     (["SOURCE", "out", "--held_out=1"], "1 must be at least 0 and less than 1"),
     (["SOURCE", "out", "--workers=0"], "0 must be a whole number of at least 1"),
     (["SOURCE", "out", "--eos=</s>"], "data.tokenizer=bytes has none"),
     (["SOURCE", "/"], "DataError: OUT_DIR=/ names no new folder: give it a name of its own, such as /tokens"),
-    (["SOURCE", "a/.."], "DataError: OUT_DIR=a/.. names no new folder: give it a name of its own, such as a/../tokens"),
+    (
+        ["SOURCE", "a/.."],
+        "DataError: OUT_DIR=a/.. names no new folder: give it a name of its own, such as a/../tokens",
+    ),
     (["SOURCE", ""], "DataError: OUT_DIR is empty: name a path"),
     (["", "out"], "DataError: SOURCE is empty: name a path"),
     (["SOURCE", "~nosuchuser/out"], "DataError: OUT_DIR='~nosuchuser/out' is no usable path"),
@@ -74,8 +102,9 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_done_is_one_message(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_what_cannot_be_done_is_one_message(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, file in (("full", "x"), ("prepared", "manifest.json")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
@@ -94,9 +123,13 @@ def test_what_cannot_be_done_is_one_message(source: Path, tmp_path: Path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "prepared"]
 
 
-def test_the_folder_one_stands_in_is_no_new_name(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_one_stands_in_is_no_new_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"OUT_DIR=\. names no new folder: give it a name of its own, such as tokens$"):
+    with pytest.raises(
+        DataError, match=r"OUT_DIR=\. names no new folder: give it a name of its own, such as tokens$"
+    ):
         main([str(source), ".", "--text_field=body"])
     assert list(tmp_path.iterdir()) == []
 
@@ -111,7 +144,9 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
     try:
         assert preparing.wait_until(lambda: list(results.glob("*.json"))), preparing.output()
         workers = children(process.pid)
-        assert all(os.getpgid(worker) != process.pid for worker in workers), "Ctrl-C reaches the one only that then ends them"
+        assert all(os.getpgid(worker) != process.pid for worker in workers), (
+            "Ctrl-C reaches the one only that then ends them"
+        )
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its group
         assert preparing.wait(LIMIT_S) == 130
     finally:
@@ -124,12 +159,15 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
     again = run_nested("tools.prepare_data", *call)
     assert again.returncode == 0
     assert re.search(r"going on after \d+\.\d MB that are finished", again.stderr)
-    prepare(str(source), str(tokenizer), "auto", "auto", tmp_path / "afresh", PrepareSettings(shard_bytes=2**20))
+    prepare(
+        str(source), str(tokenizer), "auto", "auto", tmp_path / "afresh", PrepareSettings(shard_bytes=2**20)
+    )
     assert files_of(out) == files_of(tmp_path / "afresh")
 
 
 def prepare_with_a_worker_held(call: Sequence[str]) -> None:
-    """The command, in a group of its own. The second of its two workers is stopped from the start, so it is not soon done."""
+    """The command, in a group of its own. The second of its two workers is stopped from the start, so it is
+    not soon done."""
     begin, processes = pool._start, list[subprocess.Popen[str]]()
 
     def start() -> subprocess.Popen[str]:
@@ -149,8 +187,15 @@ def prepare_with_a_worker_held(call: Sequence[str]) -> None:
 def test_a_terminal_gets_a_bar(source: Path, tmp_path: Path) -> None:
     terminal, its_end = pty.openpty()
     call = ["tools.prepare_data", str(source), str(tmp_path / "out"), "--text_field=body", "--json"]
-    with started(1, *call, output=tmp_path / "said", errors=Path(os.ttyname(its_end)), module=NESTED, TERM="xterm",
-                 COLUMNS="100") as preparing:  # fmt: skip
+    with started(
+        1,
+        *call,
+        output=tmp_path / "said",
+        errors=Path(os.ttyname(its_end)),
+        module=NESTED,
+        TERM="xterm",
+        COLUMNS="100",
+    ) as preparing:
         seen, deadline_s = b"", time.monotonic() + LIMIT_S
         while preparing.running() or select.select([terminal], [], [], 0)[0]:
             assert time.monotonic() < deadline_s, seen

@@ -23,7 +23,11 @@ from tools.bench.published import (
 )
 
 # The compiler, which traces in this process here, has several warnings of its own.
-pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, together="published"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sampled(10, together="published"),
+    pytest.mark.filterwarnings("ignore"),
+]
 RUNS = published_rows()
 
 
@@ -35,7 +39,13 @@ def comparison() -> Comparison:
 def test_every_published_run_is_read() -> None:
     assert len(RUNS) == 15
     last = RUNS[-1]
-    assert (last.framework, last.n_gpus, last.dp_shard, last.tp, last.tokens_per_s_per_gpu) == ("KempnerForge", 32, 8, 4, 4872.0)
+    assert (last.framework, last.n_gpus, last.dp_shard, last.tp, last.tokens_per_s_per_gpu) == (
+        "KempnerForge",
+        32,
+        8,
+        4,
+        4872.0,
+    )
     assert [run.async_tp for run in RUNS].count(True) == 1
     assert [run.compile for run in RUNS].count(False) == 2
     assert [run.peak_memory_gib for run in RUNS].count(0.0) == 3
@@ -45,7 +55,11 @@ def test_every_published_run_is_read() -> None:
 def test_each_run_becomes_the_plan_it_was() -> None:
     for run in RUNS:
         _, plan = plan_published(run)
-        assert (plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp) == (run.dp_replicate, run.dp_shard, run.tp)
+        assert (plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp) == (
+            run.dp_replicate,
+            run.dp_shard,
+            run.tp,
+        )
         assert (plan.micro_batch_size, plan.accumulation) == (run.micro_batch, run.grad_accum)
         assert {unit.activation_checkpoint for unit in plan.units[1:-1]} == {run.activation_checkpoint}
         assert {unit.compiled for unit in plan.units[1:-1]} == {run.compile}
@@ -59,7 +73,9 @@ def test_some_runs_of_each_source_are_not_fitted_to() -> None:
         apart = [run for run in rows if not run.used_to_fit]
         assert 2 <= len(apart) < len(rows)
         assert 0 < len(load_hardware()[kind].fitted) <= MOST_FITTED
-        assert "fitted" in (HARDWARE_FOLDER / f"{kind}.yaml").read_text().split("fitted:")[0], "where the values stand"
+        assert "fitted" in (HARDWARE_FOLDER / f"{kind}.yaml").read_text().split("fitted:")[0], (
+            "where the values stand"
+        )
 
 
 def test_speed_of_compiled_runs_is_predicted() -> None:
@@ -93,7 +109,10 @@ def test_a_wrong_order_is_seen() -> None:
     def pairs(*predicted: float) -> list[tuple[float, float]]:
         measured = (100.0, 109.5, 120.0)
         rows = [Compared(run, p, m) for run, p, m in zip(runs, predicted, measured, strict=True)]
-        return [(fast.measured, slow.measured) for fast, slow in wrong_order([*rows, Compared(other, 1.0, 1000.0)])]
+        return [
+            (fast.measured, slow.measured)
+            for fast, slow in wrong_order([*rows, Compared(other, 1.0, 1000.0)])
+        ]
 
     assert pairs(1, 2, 3) == []
     assert pairs(3, 2, 4) == []  # 9% apart: neither order is wrong

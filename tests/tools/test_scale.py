@@ -1,4 +1,5 @@
-"""tools.bench scale: every case by the planner's own words, a record that is gone on with, and the page that is made of it."""
+"""tools.bench scale: every case by the planner's own words, a record that is gone on with, and the page that
+is made of it."""
 
 import json
 from pathlib import Path
@@ -20,8 +21,13 @@ from train.config import ConfigError
 
 Output = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
-KEYS = [*TINY[:5], "--parallel.activation_checkpoint=none", "--parallel.compile.enabled=false", "--train.micro_batch_size=1",
-        "--train.seq_len=64"]  # fmt: skip
+KEYS = [
+    *TINY[:5],
+    "--parallel.activation_checkpoint=none",
+    "--parallel.compile.enabled=false",
+    "--train.micro_batch_size=1",
+    "--train.seq_len=64",
+]
 SCALE = ["scale", "--config", "llama_debug", "--gpus=8..16", "--gpu", "h200", "--sequences-per-gpu=2", *KEYS]
 
 
@@ -41,23 +47,41 @@ def test_both_ways_at_every_number_of_gpus(capsys: Output) -> None:
     figures = figures_of(capsys)
     assert figures["predicted"] is True
     cells = list(figures["cases"].values())
-    assert [(cell["way"], cell["gpus"]) for cell in cells] == [("planner", 8), ("fsdp", 8), ("planner", 16), ("fsdp", 16)]
+    assert [(cell["way"], cell["gpus"]) for cell in cells] == [
+        ("planner", 8),
+        ("fsdp", 8),
+        ("planner", 16),
+        ("fsdp", 16),
+    ]
     for cell in cells:
         assert 0 < cell["mfu_causal"] < cell["mfu"] < 1
-        assert sum(cell["exposed_by_lane_s"].values()) == pytest.approx(cell["exposed_share"] * cell["step_time_s"])
+        assert sum(cell["exposed_by_lane_s"].values()) == pytest.approx(
+            cell["exposed_share"] * cell["step_time_s"]
+        )
         choices = cell["choices"]
         data_parallel = choices["dp_replicate"] * choices["dp_shard"]
         assert data_parallel * choices["tp"] == cell["gpus"]
         assert choices["micro_batch_size"] * choices["accumulation"] * data_parallel == 2 * cell["gpus"]
     assert all(cell["choices"]["tp"] == cell["choices"]["dp_replicate"] == 1 for cell in cells[1::2])
-    assert all(chosen["tokens_per_s_per_gpu"] >= alone["tokens_per_s_per_gpu"] * 0.99
-               for chosen, alone in zip(cells[::2], cells[1::2], strict=True))  # fmt: skip
+    assert all(
+        chosen["tokens_per_s_per_gpu"] >= alone["tokens_per_s_per_gpu"] * 0.99
+        for chosen, alone in zip(cells[::2], cells[1::2], strict=True)
+    )
 
 
 def test_a_case_is_what_tools_plan_says(capsys: Output) -> None:
     cell = figures_of(capsys)["cases"]["llama_debug h200 16 planner"]
-    plan_tool(["--config=llama_debug", "--gpus=16", "--gpu=h200", "--parallel.plan=auto", "--train.global_batch_size=32", *KEYS,
-               "--json"])  # fmt: skip
+    plan_tool(
+        [
+            "--config=llama_debug",
+            "--gpus=16",
+            "--gpu=h200",
+            "--parallel.plan=auto",
+            "--train.global_batch_size=32",
+            *KEYS,
+            "--json",
+        ]
+    )
     predicted = json.loads(capsys.readouterr().out)["predicted"]
     for key in ("step_time_s", "reserved_gib", "mfu", "exposed_share"):
         assert cell[key] == predicted[key]
@@ -82,7 +106,10 @@ def test_a_record_is_gone_on_with(records: Path, capsys: Output) -> None:
     output = capsys.readouterr()
     assert "12.5%" in output.out
     assert [line.partition(":")[0] for line in output.err.splitlines()] == [
-        "llama_debug h200 16 planner", "llama_debug h200 16 fsdp", "recorded"]  # fmt: skip
+        "llama_debug h200 16 planner",
+        "llama_debug h200 16 fsdp",
+        "recorded",
+    ]
     assert len(json.loads(path.read_text())["figures"]["cases"]) == 4
     with pytest.raises(BenchError, match=r"made with .*sequences_per_gpu"):
         main([*SCALE, "--sequences-per-gpu=4", "--record"])
@@ -117,7 +144,10 @@ def test_what_cannot_be_begun() -> None:
 
 
 def test_blocks_are_named_where_not_all_are_checkpointed() -> None:
-    assert recomputed({"activation_checkpoint": "selective", "checkpointed_blocks": 12}, 32) == "selective, 12 of 32"
+    assert (
+        recomputed({"activation_checkpoint": "selective", "checkpointed_blocks": 12}, 32)
+        == "selective, 12 of 32"
+    )
     assert recomputed({"activation_checkpoint": "selective", "checkpointed_blocks": 32}, 32) == "selective"
     assert recomputed({"activation_checkpoint": "full"}, 32) == "full"
     assert recomputed({"activation_checkpoint": "none", "checkpointed_blocks": 0}, 32) == "none"

@@ -1,4 +1,5 @@
-"""tools/sweep, for real: runs through the real trainer that finish, fail, are refused, are interrupted and are killed."""
+"""tools/sweep, for real: runs through the real trainer that finish, fail, are refused, are interrupted and
+are killed."""
 
 import json
 import os
@@ -13,7 +14,18 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.launch import EAGER, LIMIT_S, TINY, Launch, family, kill, read_metrics, read_status, started, write_text
+from tests.support.launch import (
+    EAGER,
+    LIMIT_S,
+    TINY,
+    Launch,
+    family,
+    kill,
+    read_metrics,
+    read_status,
+    started,
+    write_text,
+)
 from tests.support.nested import NESTED, run_nested
 from tests.tools.sweeps import Page
 from tools.bench.processes import children
@@ -29,7 +41,10 @@ SPEC = {"config": "llama_debug.yaml", "processes": 1}
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Config keys of a tiny eager run."""
-    pairs = (argument[2:].partition("=") for argument in [*TINY, *EAGER, *write_text(tmp_path_factory.mktemp("data"))])
+    pairs = (
+        argument[2:].partition("=")
+        for argument in [*TINY, *EAGER, *write_text(tmp_path_factory.mktemp("data"))]
+    )
     keys = {key: yaml.safe_load(value) for key, _, value in pairs}
     return {**keys, "train.eval_every": 0, "metrics.tensorboard": False, "optim.lr": 0.003}
 
@@ -77,7 +92,9 @@ def test_without_a_terminal_each_run_is_told_in_plain_lines(swept: tuple[Path, A
     assert "\x1b" not in done.stdout
 
 
-def test_the_page_of_real_runs_stands_alone_and_has_what_was_predicted_and_profiled(swept: tuple[Path, Any]) -> None:
+def test_the_page_of_real_runs_stands_alone_and_has_what_was_predicted_and_profiled(
+    swept: tuple[Path, Any],
+) -> None:
     folder, _ = swept
     page = Page((folder / "study" / "report.html").read_text())
     assert [cells[0] for cells in page.rows] == ["run", "one", "two", "broken", "impossible"]
@@ -115,7 +132,9 @@ def test_a_changed_spec_is_refused_before_anything_runs(swept: tuple[Path, Any])
         main([str(folder / "study.yaml"), "--override", "train.grad_clip=0.5"])
 
 
-def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Numbers are given again: first a compiler of the run had it, then a program of somebody else."""
     with subprocess.Popen(["sleep", "60"]) as stranger, subprocess.Popen(["sleep", "0.2"]) as process:
         monkeypatch.setattr(launch, "start_times", lambda pids: dict.fromkeys(pids, 1))
@@ -141,9 +160,18 @@ def was_asked_to_end(pid: int) -> bool:
     return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(keys: dict[str, Any], tmp_path: Path) -> None:
-    """First Ctrl-C: the run saves and both stop. Then SIGKILL to all of it. Then the same command finishes."""
-    overrides = {**keys, "train.steps": STEPS, "train.global_batch_size": 2, "checkpoint.every": 20, "checkpoint.keep": 2}
+def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """First Ctrl-C: the run saves and both stop. Then SIGKILL to all of it. Then the same command
+    finishes."""
+    overrides = {
+        **keys,
+        "train.steps": STEPS,
+        "train.global_batch_size": 2,
+        "checkpoint.every": 20,
+        "checkpoint.keep": 2,
+    }
     path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
     with sweeping(path, tmp_path / "first") as sweep:
         assert sweep.wait_until(lambda: list_checkpoints(folder / "checkpoints")), sweep.output()
@@ -156,9 +184,13 @@ def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(key
     assert "interrupted: the same command goes on" in sweep.output()
     stopped = read_status(folder)
     assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
-    assert max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
+    assert (
+        max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
+    )
     with sweeping(path, tmp_path / "second") as sweep:
-        assert sweep.wait_until(lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"]), sweep.output()
+        assert sweep.wait_until(
+            lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"]
+        ), sweep.output()
         kill(family(sweep.ranks[0].pid))
     assert read_status(folder)["state"] == "running", "nobody was left to write another word"
     done = run_nested("tools.sweep", str(path))

@@ -9,7 +9,19 @@ import pytest
 
 from parallel.planner.shapes import Polygon
 from tests.tools.sweeps import Page, row, write_run, write_spec
-from tools.plot import COLORS, Bar, Curve, Style, draw_bars, draw_curves, marker, stroke, style_of, thin_out, ticks
+from tools.plot import (
+    COLORS,
+    Bar,
+    Curve,
+    Style,
+    draw_bars,
+    draw_curves,
+    marker,
+    stroke,
+    style_of,
+    thin_out,
+    ticks,
+)
 from tools.run_figures import figures_of
 from tools.run_folder import read_run, training_s
 from tools.sweep.__main__ import main
@@ -21,7 +33,9 @@ def report_of(folder: Path, capsys: pytest.CaptureFixture[str], **spec: Any) -> 
     main([str(write_spec(folder, **spec)), "--report"])
     told = capsys.readouterr().out
     assert told == f"report: {folder / 'study' / 'report.html'}\n"
-    return Page((folder / "study" / "report.html").read_text()), json.loads((folder / "study" / "report.json").read_text())
+    return Page((folder / "study" / "report.html").read_text()), json.loads(
+        (folder / "study" / "report.json").read_text()
+    )
 
 
 @pytest.fixture
@@ -29,23 +43,42 @@ def five(tmp_path: Path) -> dict[str, Any]:
     """Runs of every kind: finished, diverged to NaN, failed, without any row, and not begun."""
     study = tmp_path / "study"
     rates = [100.0, *([900.0, 1000.0, 1100.0] * 6)]
-    last = row(20, tokens_per_s=1000.0, predicted_step_time_s=0.192, predicted_peak_memory_gib=0.55, eval_loss=2.5)
+    last = row(
+        20, tokens_per_s=1000.0, predicted_step_time_s=0.192, predicted_peak_memory_gib=0.55, eval_loss=2.5
+    )
     write_run(study / "good", [*(row(step, tokens_per_s=rates[step - 1]) for step in range(1, 20)), last])
-    write_run(study / "nan", [row(step, math.nan if step > 5 else None) for step in range(1, 9)], "failed",
-              reason="NonFiniteError: <b>layers.1</b> & more")  # fmt: skip
+    write_run(
+        study / "nan",
+        [row(step, math.nan if step > 5 else None) for step in range(1, 9)],
+        "failed",
+        reason="NonFiniteError: <b>layers.1</b> & more",
+    )
     (study / "rowless").mkdir(parents=True)
-    (study / "rowless" / "attempt.json").write_text(json.dumps({"state": "failed", "reason": "DataError: no text"}))
+    (study / "rowless" / "attempt.json").write_text(
+        json.dumps({"state": "failed", "reason": "DataError: no text"})
+    )
     (study / "rowless" / "output.txt").write_text("device: CPU (no GPU), 2 processes\nDataError: no text\n")
     write_run(study / "going", [row(step) for step in range(1, 4)], "running")
-    return {"runs": {name: {"optim.lr": lr} for name, lr in
-                     [("good", 0.1), ("nan", 0.2), ("rowless", 0.3), ("going", 0.4), ("waits", 0.5)]}}  # fmt: skip
+    return {
+        "runs": {
+            name: {"optim.lr": lr}
+            for name, lr in [("good", 0.1), ("nan", 0.2), ("rowless", 0.3), ("going", 0.4), ("waits", 0.5)]
+        }
+    }
 
 
-def test_every_kind_of_run_is_a_row_with_its_state_and_reason(five: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_every_kind_of_run_is_a_row_with_its_state_and_reason(
+    five: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
     page, document = report_of(tmp_path, capsys, **five)
     states = {run["name"]: (run["state"], run["step"], run["reason"]) for run in document["runs"]}
-    assert states == {"good": ("finished", 20, ""), "nan": ("failed", 8, "NonFiniteError: <b>layers.1</b> & more"),
-                      "rowless": ("failed", 0, "DataError: no text"), "going": ("running", 3, ""), "waits": ("waiting", 0, "")}
+    assert states == {
+        "good": ("finished", 20, ""),
+        "nan": ("failed", 8, "NonFiniteError: <b>layers.1</b> & more"),
+        "rowless": ("failed", 0, "DataError: no text"),
+        "going": ("running", 3, ""),
+        "waits": ("waiting", 0, ""),
+    }
     assert document["varied"] == ["optim.lr"]
     assert page.rows[0][:4] == ["run", "optim.lr", "state", "step"]
     cells = {cells[0]: cells for cells in page.rows[1:]}
@@ -58,7 +91,9 @@ def test_every_kind_of_run_is_a_row_with_its_state_and_reason(five: dict[str, An
     assert "Devices: CPU (no GPU)." in text
 
 
-def test_figures_are_medians_after_the_warm_up_beside_predictions(five: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_figures_are_medians_after_the_warm_up_beside_predictions(
+    five: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
     page, document = report_of(tmp_path, capsys, **five)
     good = document["runs"][0]
     assert good["tokens_per_s"] == {"median": 1000.0, "low": 900.0, "high": 1100.0, "reports": 16}
@@ -66,26 +101,46 @@ def test_figures_are_medians_after_the_warm_up_beside_predictions(five: dict[str
     assert good["predicted"]["step_time_s"] == {"value": 0.192, "error": pytest.approx(-0.25)}
     assert good["predicted"]["peak_memory_gib"]["error"] == pytest.approx(0.1)
     cells = page.rows[1]
-    assert cells[4:] == ["2.0000", "2.5000", "1,000 ± 10%", "0.256 ± 0%predicted 0.192 (-25%)", "0.50predicted 0.55 (+10%)"]
+    assert cells[4:] == [
+        "2.0000",
+        "2.5000",
+        "1,000 ± 10%",
+        "0.256 ± 0%predicted 0.192 (-25%)",
+        "0.50predicted 0.55 (+10%)",
+    ]
     assert document["runs"][1]["loss"] is None
 
 
-def test_the_page_has_its_charts_and_nothing_from_elsewhere(five: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_the_page_has_its_charts_and_nothing_from_elsewhere(
+    five: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
     page, _ = report_of(tmp_path, capsys, **five)  # the parser fails on scripts, links and what is not closed
-    labels = [attrs["aria-label"] for tag, attrs in page.elements if tag == "svg" and attrs.get("role") == "img"]
-    assert labels == ["Loss against tokens", "Loss against time", "Tokens/s, of all processes: median and quartiles",
-                      "Peak memory per process, GiB", "Predicted against measured"]  # fmt: skip
+    labels = [
+        attrs["aria-label"] for tag, attrs in page.elements if tag == "svg" and attrs.get("role") == "img"
+    ]
+    assert labels == [
+        "Loss against tokens",
+        "Loss against time",
+        "Tokens/s, of all processes: median and quartiles",
+        "Peak memory per process, GiB",
+        "Predicted against measured",
+    ]
     text = "".join(page.words)
     assert "nan: not finite at 1.536" in text, "a tooltip at the time of the first NaN, 6 steps of 0.256 s"
     assert "http" not in text
     scrolling = [attrs for _, attrs in page.elements if attrs.get("class") == "card scroll"]
-    assert [(attrs["tabindex"], attrs["role"]) for attrs in scrolling] == [("0", "region")], "the keyboard can scroll the table"
+    assert [(attrs["tabindex"], attrs["role"]) for attrs in scrolling] == [("0", "region")], (
+        "the keyboard can scroll the table"
+    )
 
 
 def test_thirty_runs_have_thirty_signs_and_a_page_of_bounded_size(tmp_path: Path, capsys: Any) -> None:
     assert len({style_of(number) for number in range(30)}) == 30
     for number in range(30):
-        write_run(tmp_path / "study" / f"lr={number + 1}", [row(step, 5 + math.sin(step) / 9) for step in range(1, 601)])
+        write_run(
+            tmp_path / "study" / f"lr={number + 1}",
+            [row(step, 5 + math.sin(step) / 9) for step in range(1, 601)],
+        )
     _, document = report_of(tmp_path, capsys, grid={"optim.lr": list(range(1, 31))})
     assert len(document["runs"]) == 30
     assert (tmp_path / "study" / "report.html").stat().st_size < 2.5e6
@@ -109,7 +164,10 @@ def test_the_last_row_of_a_step_counts_and_half_a_line_is_none(tmp_path: Path) -
 
 
 def test_training_time_counts_all_steps_between_reports(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [{"step": 0, "eval_loss": 6.0}, *(row(step, step_time_s=2.0) for step in (10, 20, 25))])
+    folder = write_run(
+        tmp_path / "run",
+        [{"step": 0, "eval_loss": 6.0}, *(row(step, step_time_s=2.0) for step in (10, 20, 25))],
+    )
     assert training_s(read_run(folder).rows) == {10: 20.0, 20: 40.0, 25: 50.0}
 
 
@@ -121,12 +179,18 @@ def test_a_curve_leaves_gaps_and_spikes_and_stays_inside() -> None:
     assert len(lines) > 2, "two sides of the gap"
     assert min(y for _, y in corners) < 60, "the spike is there"
     assert all(0 <= x <= picture.width and 0 <= y <= picture.height for x, y in corners)
-    assert [shape.about for shape in picture.shapes if isinstance(shape, Polygon) and "not finite" in shape.about]
+    assert [
+        shape.about for shape in picture.shapes if isinstance(shape, Polygon) and "not finite" in shape.about
+    ]
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    picture = draw_bars("t", [Bar("a", 2.0, "2", BLUE), Bar("b", 1.0, "1", BLUE), Bar("c", None, "no figure", BLUE)])
-    lengths = [shape.corners[1][0] - shape.corners[0][0] for shape in picture.shapes if isinstance(shape, Polygon)]
+    picture = draw_bars(
+        "t", [Bar("a", 2.0, "2", BLUE), Bar("b", 1.0, "1", BLUE), Bar("c", None, "no figure", BLUE)]
+    )
+    lengths = [
+        shape.corners[1][0] - shape.corners[0][0] for shape in picture.shapes if isinstance(shape, Polygon)
+    ]
     assert lengths == [pytest.approx(2 * lengths[1]), lengths[1], 0.0]
 
 

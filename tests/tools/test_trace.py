@@ -1,4 +1,5 @@
-"""tools.trace as a command: the stream it reads, the folders it looks in, what it prints, and what users get wrong."""
+"""tools.trace as a command: the stream it reads, the folders it looks in, what it prints, and what users get
+wrong."""
 
 import gzip
 import json
@@ -35,9 +36,15 @@ def write_profile(run: Path, first_step: int, ranks: int = 1) -> Path:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize("packed", [False, True])
-def test_events_are_read_in_any_pieces(chunk: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_read_in_any_pieces(
+    chunk: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(read, "CHUNK_CHARS", chunk)
-    events: list[dict[str, Any]] = [{"name": 'a "quoted" { [ name, é'}, {"ts": 12.5, "args": {"dims": [[1, 2], []]}}, {}]
+    events: list[dict[str, Any]] = [
+        {"name": 'a "quoted" { [ name, é'},
+        {"ts": 12.5, "args": {"dims": [[1, 2], []]}},
+        {},
+    ]
     document = {"first": 123456, "traceEvents": events, "last": {"deep": [1]}, "number": 17}
     text = json.dumps(document, indent=1).encode()
     path = tmp_path / "trace.json"
@@ -70,20 +77,47 @@ def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
         (lambda text: text.replace(b'"ph"', b'"ph', 1), r"at character \d+ \(after 0 events\)"),
         (lambda text: b"not a trace", "'n' stands at character 0 in place of '{'"),
         (lambda text: b"", "it ends at character 0"),
-        (lambda text: gzip.compress(text)[:-200], r"ended before the end-of-stream marker .*after \d+ events"),
+        (
+            lambda text: gzip.compress(text)[:-200],
+            r"ended before the end-of-stream marker .*after \d+ events",
+        ),
         (lambda text: gzip.compress(text)[:60] + b"x" * 60 + gzip.compress(text)[120:], "not a whole trace"),
         (lambda text: text.replace(b"ProfilerStep#", b"Step#"), r"no step in it.*--profile\.start=N"),
-        (lambda text: text.replace(b'"dur"', b'"length"'), "an event of no kind that torch's profiler writes"),
-        (lambda text: text.replace(b'"dur": 900', b'"dur": -900'), "an event of no kind that torch's profiler writes"),
-        (lambda text: text.replace(b'"aten::mm"', b"null"), "an event of no kind that torch's profiler writes"),
+        (
+            lambda text: text.replace(b'"dur"', b'"length"'),
+            "an event of no kind that torch's profiler writes",
+        ),
+        (
+            lambda text: text.replace(b'"dur": 900', b'"dur": -900'),
+            "an event of no kind that torch's profiler writes",
+        ),
+        (
+            lambda text: text.replace(b'"aten::mm"', b"null"),
+            "an event of no kind that torch's profiler writes",
+        ),
         (lambda text: text.replace(b'"aten::mm"', b"5"), "an event of no kind that torch's profiler writes"),
         (lambda text: text.replace(b'"dur": 10000', b'"dur": 0'), "step 5 takes no time"),
-        (lambda text: text.replace(b'"args": {}', b'"args": ' + b"[" * 200_000, 1), "nested too deeply at character"),
-        (lambda text: text.replace(b"1000000000000000000", b'"x"'), "baseTimeNanoseconds is 'x' in place of a whole number"),
+        (
+            lambda text: text.replace(b'"args": {}', b'"args": ' + b"[" * 200_000, 1),
+            "nested too deeply at character",
+        ),
+        (
+            lambda text: text.replace(b"1000000000000000000", b'"x"'),
+            "baseTimeNanoseconds is 'x' in place of a whole number",
+        ),
         (lambda text: text[:-1] + b', "meshwright": [1]}', r"meshwright is '\[1\]' in place of an object"),
-        (lambda text: text[:-1] + b', "distributedInfo": "x"}', "distributedInfo is 'x' in place of an object"),
-        (lambda text: text[:-1] + b', "distributedInfo": {"rank": null}}', "rank is 'None' in place of a whole number"),
-        (lambda text: text[:-1] + b', "meshwright": {"rank": "x"}}', "rank is 'x' in place of a whole number"),
+        (
+            lambda text: text[:-1] + b', "distributedInfo": "x"}',
+            "distributedInfo is 'x' in place of an object",
+        ),
+        (
+            lambda text: text[:-1] + b', "distributedInfo": {"rank": null}}',
+            "rank is 'None' in place of a whole number",
+        ),
+        (
+            lambda text: text[:-1] + b', "meshwright": {"rank": "x"}}',
+            "rank is 'x' in place of a whole number",
+        ),
     ],
 )
 def test_a_broken_trace_is_one_line(damage: Callable[[bytes], bytes], words: str, tmp_path: Path) -> None:
@@ -110,30 +144,79 @@ def test_json_has_all_figures(tmp_path: Path, capsys: Output) -> None:
     write_profile(tmp_path, 5, ranks=2)
     main([str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"trace", "device_type", "run", "rank", "ranks", "step", "step_s", "shares", "seconds", "steps",
-                          "advice", "communication", "prefetch", "slow_units", "stragglers", "clock", "left_out",
-                          "kernels", "plan"}  # fmt: skip
+    assert set(found) == {
+        "trace",
+        "device_type",
+        "run",
+        "rank",
+        "ranks",
+        "step",
+        "step_s",
+        "shares",
+        "seconds",
+        "steps",
+        "advice",
+        "communication",
+        "prefetch",
+        "slow_units",
+        "stragglers",
+        "clock",
+        "left_out",
+        "kernels",
+        "plan",
+    }
     assert sum(found["shares"].values()) == 1.0
-    assert found["seconds"] == {"compute": 0.00392, "overlapped": 0.0003, "exposed": 0.00224, "host": 0.0033, "idle": 0.00024}
-    assert (found["ranks"], found["step"], found["step_s"], found["clock"]) == ([0, 1], 5, 0.01, "one host's clock")
+    assert found["seconds"] == {
+        "compute": 0.00392,
+        "overlapped": 0.0003,
+        "exposed": 0.00224,
+        "host": 0.0033,
+        "idle": 0.00024,
+    }
+    assert (found["ranks"], found["step"], found["step_s"], found["clock"]) == (
+        [0, 1],
+        5,
+        0.01,
+        "one host's clock",
+    )
     gather = found["prefetch"][0]["gathers"][1]
-    assert gather == {"unit": "layers.1", "issued_s": 0.00165, "started_s": 0.0017, "finished_s": 0.0027, "needed_s": 0.0016,
-                      "waited_s": 0.0011, "ahead": 0, "held_units": 0, "late": True, "depth": 1,
-                      "verdict": "late by 1.10 ms (depth 1 mends it)"}  # fmt: skip
+    assert gather == {
+        "unit": "layers.1",
+        "issued_s": 0.00165,
+        "started_s": 0.0017,
+        "finished_s": 0.0027,
+        "needed_s": 0.0016,
+        "waited_s": 0.0011,
+        "ahead": 0,
+        "held_units": 0,
+        "late": True,
+        "depth": 1,
+        "verdict": "late by 1.10 ms (depth 1 mends it)",
+    }
     assert found["stragglers"][0]["collectives"] == 5
     assert found["plan"]["why_not"] == "the trace does not lie in the folder of its run"
 
 
 def test_the_text_begins_with_the_step_in_plain_words(tmp_path: Path, capsys: Output) -> None:
-    main([str(write_trace(tmp_path / "trace.json", CPU_EVENTS, meshwright=FACTS)), f"--picture={tmp_path / 'step.svg'}"])
+    main(
+        [
+            str(write_trace(tmp_path / "trace.json", CPU_EVENTS, meshwright=FACTS)),
+            f"--picture={tmp_path / 'step.svg'}",
+        ]
+    )
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert lines[0] == ("step 5: 10.0 ms: 42.2% computing (3.0% with communication under it), 22.4% exposed communication, "
-                        "33.0% host-bound, 2.4% idle")  # fmt: skip
+    assert lines[0] == (
+        "step 5: 10.0 ms: 42.2% computing (3.0% with communication under it), 22.4% exposed communication, "
+        "33.0% host-bound, 2.4% idle"
+    )
     assert lines[1] == "rank 0 of 2, CPU"
     assert lines[4] == "What to do"
     assert lines[5].startswith("  1. 3.30 ms are host-bound")
-    assert "layers.1  forward  1.65    1.70     2.70      1.60    1.10    0      late by 1.10 ms (depth 1 mends it)" in lines
+    assert (
+        "layers.1  forward  1.65    1.70     2.70      1.60    1.10    0      late by 1.10 ms (depth 1 "
+        "mends it)" in lines
+    )
     assert (tmp_path / "step.svg").read_text().startswith("<svg")
 
 
@@ -144,7 +227,9 @@ def test_a_gpus_trace_is_told_by_its_kernels(tmp_path: Path, capsys: Output) -> 
 
 
 @pytest.mark.parametrize("other", [{"world_size": 4}, {"first_step": 6}, {"rank": 2}])
-def test_a_trace_of_another_run_is_left_out_and_named(other: dict[str, int], tmp_path: Path, capsys: Output) -> None:
+def test_a_trace_of_another_run_is_left_out_and_named(
+    other: dict[str, int], tmp_path: Path, capsys: Output
+) -> None:
     folder = write_profile(tmp_path, 5, ranks=2)
     stale = f"rank-{other.get('rank', 1)}.json.gz"
     write_trace(folder / stale, CPU_EVENTS, meshwright=FACTS | {"rank": 1} | other)
@@ -168,8 +253,10 @@ def test_a_byte_order_mark_and_half_a_surrogate_pair_do_no_harm(tmp_path: Path, 
 def test_as_a_command(tool: Tool, tmp_path: Path) -> None:
     done = tool("trace", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (f"DataError: {tmp_path}: no profile in it. A run makes one with --profile.start=STEP, and with "
-                           "--profile.all_ranks=true one of every rank\n")  # fmt: skip
+    assert done.stderr == (
+        f"DataError: {tmp_path}: no profile in it. A run makes one with --profile.start=STEP, and with "
+        "--profile.all_ranks=true one of every rank\n"
+    )
 
 
 def test_help_names_every_option(capsys: Output) -> None:

@@ -1,4 +1,5 @@
-"""Whose collectives tools.trace takes those of a trace to be, what it advises for them, and traces without any labels."""
+"""Whose collectives tools.trace takes those of a trace to be, what it advises for them, and traces without
+any labels."""
 
 from collections import Counter
 from dataclasses import replace
@@ -58,7 +59,9 @@ EVENTS = [
         (None, ["", "dp_shard", "tp", "", "", "dp_replicate", "", ""]),
     ],
 )
-def test_only_what_is_launched_in_fsdps_labels_is_fsdps(mesh: MeshPlan | None, axes: list[str], tmp_path: Path) -> None:
+def test_only_what_is_launched_in_fsdps_labels_is_fsdps(
+    mesh: MeshPlan | None, axes: list[str], tmp_path: Path
+) -> None:
     (step,) = cpu_steps(load_store(write_trace(tmp_path / "trace.json", EVENTS)), mesh)
     assert [transfer.axis for transfer in step.transfers] == axes
     assert [transfer.lane == "tp" for transfer in step.transfers] == [axis == "tp" for axis in axes]
@@ -87,18 +90,28 @@ def test_the_mesh_is_that_of_the_runs_plan(tmp_path: Path) -> None:
 
 
 TP, GATHERS, REST = LANES = [("tp", "tp"), ("all_gather", "dp_shard"), ("all_reduce", "")]
-WORDS = [(TP, "a smaller parallel.tp makes less"), (GATHERS, "HSDP"), (REST, "hides it: a larger micro batch")]
+WORDS = [
+    (TP, "a smaller parallel.tp makes less"),
+    (GATHERS, "HSDP"),
+    (REST, "hides it: a larger micro batch"),
+]
 
 
 @pytest.mark.parametrize(("longest", "words"), WORDS)
-def test_exposed_communication_is_told_with_what_lessens_it(longest: tuple[str, str], words: str, tmp_path: Path) -> None:
+def test_exposed_communication_is_told_with_what_lessens_it(
+    longest: tuple[str, str], words: str, tmp_path: Path
+) -> None:
     found = replace(_found(tmp_path), prefetch=(), communication=_rows(longest))
     (line,) = [line.text for line in advise(found) if "stay exposed" in line.text]
-    assert f"(in flight while nothing computes, waits for other ranks included: {longest[0]} 0.09 ms, " in line
+    assert (
+        f"(in flight while nothing computes, waits for other ranks included: {longest[0]} 0.09 ms, " in line
+    )
     assert words in line
     assert ("HSDP" in line) == (longest[1] == "dp_shard")
     assert "async_tp" not in line
-    (line,) = [line.text for line in advise(replace(found, device_type="cuda")) if "stay exposed" in line.text]
+    (line,) = [
+        line.text for line in advise(replace(found, device_type="cuda")) if "stay exposed" in line.text
+    ]
     assert ("parallel.async_tp=true" in line) == (longest[1] == "tp")
 
 
@@ -113,7 +126,14 @@ def _rows(longest: tuple[str, str]) -> list[Communication]:
 def test_a_trace_without_labels_is_of_the_threads_with_the_steps(tmp_path: Path) -> None:
     """As torch's profiler writes of any other program; and a step in which nothing happens at all."""
     step = label("ProfilerStep#5", 0, 1000)
-    found = answer({0: write_trace(tmp_path / "other.json", [step, op("aten::mm", 100, 400), op("aten::mm", 500, 600, GLOO)])}, 0)
+    found = answer(
+        {
+            0: write_trace(
+                tmp_path / "other.json", [step, op("aten::mm", 100, 400), op("aten::mm", 500, 600, GLOO)]
+            )
+        },
+        0,
+    )
     assert found.shares.ns["compute"] == 300_000
     assert [(e.start_s, e.end_s) for e in to_timeline(found.step).events] == [(0.0001, 0.0004)]
     empty = answer({0: write_trace(tmp_path / "empty.json", [step])}, 0)

@@ -1,4 +1,5 @@
-"""tools.bench exposed: what it makes of its profiles. The profiles themselves are a benchmark, with a record."""
+"""tools.bench exposed: what it makes of its profiles. The profiles themselves are a benchmark, with a
+record."""
 
 from pathlib import Path
 
@@ -17,7 +18,9 @@ def test_exposed_time_is_held_against_what_a_round_differs_by() -> None:
     assert figures["error"] == pytest.approx(-0.2)
     assert not figures["within"]
     assert summarise(gloo, [Profiled(0.6, 0.0, 0.0, 0.1)] * 3)["within"]
-    assert "exposed 480.0 ms against 600.0 ms longer: -20.0%, NOT within 10%" in exposed_text(figures | {"load_average": 0.0})
+    assert "exposed 480.0 ms against 600.0 ms longer: -20.0%, NOT within 10%" in exposed_text(
+        figures | {"load_average": 0.0}
+    )
 
 
 def test_launches_of_a_step_are_added_up(tmp_path: Path) -> None:

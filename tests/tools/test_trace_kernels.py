@@ -1,4 +1,5 @@
-"""The kernels of a trace against the roof: traces written by hand, whose figures are known, and one of a real run."""
+"""The kernels of a trace against the roof: traces written by hand, whose figures are known, and one of a real
+run."""
 
 import json
 from pathlib import Path
@@ -27,23 +28,67 @@ def write(path: Path, events: list[dict[str, Any]]) -> Path:
     return file
 
 
-def operator(name: str, number: int, dims: list[Any], dtype: str = BF16, *, at: float = 0.0, us: float = 1.0, thread: int = MAIN,
-             concrete: tuple[str, ...] = (), **args: Any) -> dict[str, Any]:  # fmt: skip
+def operator(
+    name: str,
+    number: int,
+    dims: list[Any],
+    dtype: str = BF16,
+    *,
+    at: float = 0.0,
+    us: float = 1.0,
+    thread: int = MAIN,
+    concrete: tuple[str, ...] = (),
+    **args: Any,
+) -> dict[str, Any]:
     kinds = [dtype if size else "Scalar" for size in dims]
-    shapes = {"External id": number, "Input Dims": dims, "Input type": kinds, "Concrete Inputs": list(concrete)}
-    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": thread, "ts": at, "dur": us, "args": shapes | args}
+    shapes = {
+        "External id": number,
+        "Input Dims": dims,
+        "Input type": kinds,
+        "Concrete Inputs": list(concrete),
+    }
+    return {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": name,
+        "pid": 9,
+        "tid": thread,
+        "ts": at,
+        "dur": us,
+        "args": shapes | args,
+    }
 
 
 def kernel(name: str, number: int | None, us: float, cat: str = "kernel", **args: Any) -> dict[str, Any]:
     launched = {} if number is None else {"External id": number}
-    return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": 7, "ts": 0.0, "dur": us, "args": launched | args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 0,
+        "tid": 7,
+        "ts": 0.0,
+        "dur": us,
+        "args": launched | args,
+    }
 
 
 def annotation(name: str, at: float, us: float, thread: int = MAIN) -> dict[str, Any]:
-    return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 9, "tid": thread, "ts": at, "dur": us, "args": {}}
+    return {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": name,
+        "pid": 9,
+        "tid": thread,
+        "ts": at,
+        "dur": us,
+        "args": {},
+    }
 
 
-def rows(path: Path, events: list[dict[str, Any]], steps: int = 1, roof: Any = H100, most: int = 50) -> dict[str, KernelRow]:
+def rows(
+    path: Path, events: list[dict[str, Any]], steps: int = 1, roof: Any = H100, most: int = 50
+) -> dict[str, KernelRow]:
     return {row.name: row for row in top_kernels(write(path, events), steps, roof, most)}
 
 
@@ -53,7 +98,9 @@ def rows(path: Path, events: list[dict[str, Any]], steps: int = 1, roof: Any = H
 def test_a_product_has_its_operations_and_its_roof(tmp_path):
     product = operator("aten::mm", 5, [[4096, 4096], [4096, 14336]])
     small = operator("aten::addmm", 6, [[64], [16, 32], [32, 64]])  # so small that its bytes are its roof
-    found = rows(tmp_path, [kernel("nvjet_a", 5, 1000.0), product, small, kernel("nvjet_small", 6, 4.0)], steps=2)
+    found = rows(
+        tmp_path, [kernel("nvjet_a", 5, 1000.0), product, small, kernel("nvjet_small", 6, 4.0)], steps=2
+    )
     row = found["nvjet_a"]
     assert row.calls_per_step == 0.5
     assert row.seconds_per_step == pytest.approx(500e-6)
@@ -69,27 +116,72 @@ def test_the_longest_kernel_of_an_operator_did_its_work(tmp_path):
     product = operator("aten::mm", 5, [[64, 4096], [4096, 64]])
     found = rows(tmp_path, [product, kernel("splitKreduce", 5, 2.0), kernel("nvjet_a", 5, 10.0)])
     assert found["nvjet_a"].tflops == pytest.approx(2 * 64 * 64 * 4096 / 10e-6 / 1e12)
-    assert (found["splitKreduce"].tflops, found["splitKreduce"].gb_s, found["splitKreduce"].roof_share) == (None, None, None)
+    assert (found["splitKreduce"].tflops, found["splitKreduce"].gb_s, found["splitKreduce"].roof_share) == (
+        None,
+        None,
+        None,
+    )
 
 
-@pytest.mark.parametrize(("name", "dims", "concrete", "flops", "halved"), [
-    # q, k, v [B, N, T, H], or [B, T, N, H] of flash; causal is half
-    ("_scaled_dot_product_cudnn_attention", [[2, 32, 512, 128], [2, 8, 512, 128], [2, 8, 512, 128]],
-     ("", "", "", "", "True", "0.", "True"), 2 * 2 * 2 * 32 * 512 * 512 * 128 / 2, True),
-    ("_scaled_dot_product_cudnn_attention", [[2, 32, 512, 128], [2, 8, 512, 128], [2, 8, 512, 128]],
-     ("", "", "", "", "True", "0.", "False"), 2 * 2 * 2 * 32 * 512 * 512 * 128, False),
-    ("_flash_attention_forward", [[2, 512, 32, 128], [2, 256, 8, 128], [2, 256, 8, 128]],
-     ("", "", "", "", "", "512", "256", "0.", "True", "False"), 2 * 2 * 2 * 32 * 512 * 256 * 128 / 2, True),
-    ("_flash_attention_backward", [[2, 512, 32, 128], [2, 512, 32, 128], [2, 512, 8, 128]],
-     ("", "", "", "", "", "", "", "", "512", "512", "0.", "True", "", ""), 5 * 2 * 2 * 32 * 512 * 512 * 128 / 2, True),
-    ("_cudnn_attention_backward", [[2, 32, 512, 128], [2, 32, 512, 128], [2, 8, 512, 128]],
-     ("",) * 11 + ("512", "512", "0.", "True"), 5 * 2 * 2 * 32 * 512 * 512 * 128 / 2, True),
-    ("_efficient_attention_forward", [[2, 512, 32, 128], [2, 512, 8, 128]],
-     ("",) * 6 + ("512", "512", "0.", "1", "True"), 2 * 2 * 2 * 32 * 512 * 512 * 128 / 2, True),
-    ("_flash_attention_forward", [[1024, 32, 128], [1024, 8, 128]], ("",) * 5 + ("512", "512", "0.", "True"), None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dims", "concrete", "flops", "halved"),
+    [
+        # q, k, v [B, N, T, H], or [B, T, N, H] of flash; causal is half
+        (
+            "_scaled_dot_product_cudnn_attention",
+            [[2, 32, 512, 128], [2, 8, 512, 128], [2, 8, 512, 128]],
+            ("", "", "", "", "True", "0.", "True"),
+            2 * 2 * 2 * 32 * 512 * 512 * 128 / 2,
+            True,
+        ),
+        (
+            "_scaled_dot_product_cudnn_attention",
+            [[2, 32, 512, 128], [2, 8, 512, 128], [2, 8, 512, 128]],
+            ("", "", "", "", "True", "0.", "False"),
+            2 * 2 * 2 * 32 * 512 * 512 * 128,
+            False,
+        ),
+        (
+            "_flash_attention_forward",
+            [[2, 512, 32, 128], [2, 256, 8, 128], [2, 256, 8, 128]],
+            ("", "", "", "", "", "512", "256", "0.", "True", "False"),
+            2 * 2 * 2 * 32 * 512 * 256 * 128 / 2,
+            True,
+        ),
+        (
+            "_flash_attention_backward",
+            [[2, 512, 32, 128], [2, 512, 32, 128], [2, 512, 8, 128]],
+            ("", "", "", "", "", "", "", "", "512", "512", "0.", "True", "", ""),
+            5 * 2 * 2 * 32 * 512 * 512 * 128 / 2,
+            True,
+        ),
+        (
+            "_cudnn_attention_backward",
+            [[2, 32, 512, 128], [2, 32, 512, 128], [2, 8, 512, 128]],
+            ("",) * 11 + ("512", "512", "0.", "True"),
+            5 * 2 * 2 * 32 * 512 * 512 * 128 / 2,
+            True,
+        ),
+        (
+            "_efficient_attention_forward",
+            [[2, 512, 32, 128], [2, 512, 8, 128]],
+            ("",) * 6 + ("512", "512", "0.", "1", "True"),
+            2 * 2 * 2 * 32 * 512 * 512 * 128 / 2,
+            True,
+        ),
+        (
+            "_flash_attention_forward",
+            [[1024, 32, 128], [1024, 8, 128]],
+            ("",) * 5 + ("512", "512", "0.", "True"),
+            None,
+            False,
+        ),
+    ],
+)
 def test_attention_counts_half_where_it_is_causal(tmp_path, name, dims, concrete, flops, halved):
-    found = rows(tmp_path, [operator(f"aten::{name}", 3, dims, concrete=concrete), kernel("attention", 3, 100.0)])
+    found = rows(
+        tmp_path, [operator(f"aten::{name}", 3, dims, concrete=concrete), kernel("attention", 3, 100.0)]
+    )
     (row,) = found.values()
     assert row.name == ("attention (causal: half)" if halved else "attention")
     assert row.tflops == (flops and pytest.approx(flops / 100e-6 / 1e12))
@@ -117,13 +209,21 @@ def test_fused_kernels_have_the_bytes_of_their_tensors(tmp_path):
 
 def test_what_is_not_known_is_no_figure(tmp_path):
     events = [
-        operator("aten::mm", 1, [[64, 64], [64, 64]]), kernel("gemm", 1, 4.0), kernel("gemm", None, 400.0),
-        operator("aten::sort", 2, [[64, 64]]), kernel("sort", 2, 5.0),
-        operator("aten::mul", 3, [[64, 64], [64]]), kernel("mul", 3, 5.0), kernel("mul", 2, 3.0),
-        operator("aten::mm", 4, [[64, 64], [64, 64]], "c10::Half"), kernel("half", 4, 5.0),
-    ]  # fmt: skip
+        operator("aten::mm", 1, [[64, 64], [64, 64]]),
+        kernel("gemm", 1, 4.0),
+        kernel("gemm", None, 400.0),
+        operator("aten::sort", 2, [[64, 64]]),
+        kernel("sort", 2, 5.0),
+        operator("aten::mul", 3, [[64, 64], [64]]),
+        kernel("mul", 3, 5.0),
+        kernel("mul", 2, 3.0),
+        operator("aten::mm", 4, [[64, 64], [64, 64]], "c10::Half"),
+        kernel("half", 4, 5.0),
+    ]
     found = rows(tmp_path, events)
-    assert found["gemm"].tflops == pytest.approx(2 * 64**3 / 4e-6 / 1e12), "of the call whose launch is in the trace"
+    assert found["gemm"].tflops == pytest.approx(2 * 64**3 / 4e-6 / 1e12), (
+        "of the call whose launch is in the trace"
+    )
     assert found["gemm"].seconds_per_step == pytest.approx(404e-6)
     assert (found["sort"].tflops, found["sort"].gb_s, found["sort"].roof_share) == (None, None, None)
     assert found["mul"].gb_s is None, "one of its calls was launched by sort"
@@ -137,8 +237,12 @@ def test_what_is_not_known_is_no_figure(tmp_path):
 
 def test_every_dtype_has_its_own_peak(tmp_path):
     dims = [[4096, 4096], [4096, 4096]]
-    events = [operator("aten::mm", 1, dims, FP32), kernel("fp32", 1, 4000.0), kernel("fp8", 2, 100.0),
-              operator("aten::_scaled_mm", 2, dims, "c10::Float8_e4m3fn")]  # fmt: skip
+    events = [
+        operator("aten::mm", 1, dims, FP32),
+        kernel("fp32", 1, 4000.0),
+        kernel("fp8", 2, 100.0),
+        operator("aten::_scaled_mm", 2, dims, "c10::Float8_e4m3fn"),
+    ]
     found = rows(tmp_path, events)
     assert found["fp32"].roof_share == pytest.approx(2 * 4096**3 / 66.9e12 / 4e-3)
     assert found["fp8"].roof_share == pytest.approx(2 * 4096**3 / 1978.9e12 / 1e-4)
@@ -146,22 +250,31 @@ def test_every_dtype_has_its_own_peak(tmp_path):
 
 def test_collectives_are_apart_with_their_bus_bandwidth(tmp_path):
     def collective(name: str, us: float, size: int, group: int = 8, **args: Any) -> dict[str, Any]:
-        facts = {"Collective name": name, "In msg nelems": size // 8, "Out msg nelems": size, "Group size": group}
+        facts = {
+            "Collective name": name,
+            "In msg nelems": size // 8,
+            "Out msg nelems": size,
+            "Group size": group,
+        }
         return kernel(f"ncclDevKernel_{us}", 1, us, dtype="BFloat16", **facts, **args)
 
     events = [
         collective("_allgather_base", 1000.0, 2**27, **{"Process Group Description": "mesh_dp_shard"}),
-        collective("allreduce", 2000.0, 2**27), collective("broadcast", 10.0, 2**20), collective("allreduce_x", 5.0, 0),
+        collective("allreduce", 2000.0, 2**27),
+        collective("broadcast", 10.0, 2**20),
+        collective("allreduce_x", 5.0, 0),
         kernel("Memcpy DtoD (Device -> Device)", 1, 10.0, "gpu_memcpy", bytes=10**7),
         kernel("Memcpy HtoD (Pageable -> Device)", 1, 10.0, "gpu_memcpy", bytes=10**5),
         kernel("Memset (Device)", 1, 10.0, "gpu_memset", bytes=10**7),
-    ]  # fmt: skip
+    ]
     found = rows(tmp_path, events)
     assert found["NCCL all_gather over dp_shard"].gb_s == pytest.approx(2**28 * 7 / 8 / 1e-3 / 1e9)
     assert found["NCCL all_reduce"].gb_s is None, "one does not say what it carries"
     assert found["NCCL broadcast"].gb_s == pytest.approx(2**21 / 10e-6 / 1e9)
     names = list(found)
-    assert {name for name in names if found[name].communication} == set(names[3:]), "behind those that compute"
+    assert {name for name in names if found[name].communication} == set(names[3:]), (
+        "behind those that compute"
+    )
     assert found["NCCL all_reduce"].share == pytest.approx(2005 / 3015), "of the collectives"
     assert found["Memcpy DtoD"].gb_s == pytest.approx(2000)
     assert found["Memcpy DtoD"].roof_share == pytest.approx(2000 / 3350)
@@ -172,9 +285,18 @@ def test_collectives_are_apart_with_their_bus_bandwidth(tmp_path):
 
 
 def test_the_longest_come_first_and_no_more_than_asked(tmp_path):
-    events = [kernel(f"kernel_{i}", None, float(i)) for i in range(1, 30)] + [kernel(f"nccl_{i}", 1, 1.0) for i in range(5)]
+    events = [kernel(f"kernel_{i}", None, float(i)) for i in range(1, 30)] + [
+        kernel(f"nccl_{i}", 1, 1.0) for i in range(5)
+    ]
     found = top_kernels(write(tmp_path, events), 1, None, most=3)
-    assert [row.name for row in found] == ["kernel_29", "kernel_28", "kernel_27", "NCCL nccl_0", "NCCL nccl_1", "NCCL nccl_2"]
+    assert [row.name for row in found] == [
+        "kernel_29",
+        "kernel_28",
+        "kernel_27",
+        "NCCL nccl_0",
+        "NCCL nccl_1",
+        "NCCL nccl_2",
+    ]
     assert found[0].share == pytest.approx(29 / sum(range(1, 30))), "of all, also of those not shown"
 
 
@@ -182,7 +304,10 @@ def test_a_device_without_a_file_has_no_roof():
     assert find_roof("CPU (no GPU)", "float32") is None
     assert find_roof("NVIDIA H100 80GB HBM3", "float4") is None
     assert H100 is not None
-    assert (H100.peak_tflops, H100.memory_gb_s) == (load_hardware()["h100-sxm"].peak_tflops["bfloat16"], 3350.0)
+    assert (H100.peak_tflops, H100.memory_gb_s) == (
+        load_hardware()["h100-sxm"].peak_tflops["bfloat16"],
+        3350.0,
+    )
 
 
 # A CPU
@@ -211,13 +336,21 @@ def test_operators_of_a_cpu_have_their_own_time_only(tmp_path):
     found = rows(tmp_path, events, roof=None)
     us = {name: (round(row.seconds_per_step * 1e6, 3), row.calls_per_step) for name, row in found.items()}
     assert us == {
-        "compiled forward of layers.*": (50, 2), "aten::mm": (18, 1), "aten::resolve_conj": (2, 1),
-        "compiled forward of head (fdef9876)": (10, 1), "compiled forward of head (fdef0000)": (5, 1),
-        "compiled graph fout5555": (3, 1), "aten::add_": (10, 1), "aten::silu": (10, 1), "gloo all_gather": (40, 1),
-    }  # fmt: skip
+        "compiled forward of layers.*": (50, 2),
+        "aten::mm": (18, 1),
+        "aten::resolve_conj": (2, 1),
+        "compiled forward of head (fdef9876)": (10, 1),
+        "compiled forward of head (fdef0000)": (5, 1),
+        "compiled graph fout5555": (3, 1),
+        "aten::add_": (10, 1),
+        "aten::silu": (10, 1),
+        "gloo all_gather": (40, 1),
+    }
     assert found["aten::mm"].tflops == pytest.approx(2 * 64 * 32 * 16 / 18e-6 / 1e12)
     assert found["aten::add_"].gb_s == pytest.approx(3 * 4 * 64 * 64 / 10e-6 / 1e9)
-    assert found["aten::silu"].gb_s == pytest.approx(4 * (64 + 64 * 64) / 10e-6 / 1e9), "an expanded dim is in memory once"
+    assert found["aten::silu"].gb_s == pytest.approx(4 * (64 + 64 * 64) / 10e-6 / 1e9), (
+        "an expanded dim is in memory once"
+    )
     assert found["gloo all_gather"].communication
     assert sum(row.share for row in found.values() if not row.communication) == pytest.approx(1)
 
@@ -237,19 +370,40 @@ def test_shapes_that_do_not_tell_give_nothing():
     assert added.bytes == 2 * (8 * 4 + 5 * 4 + 8 * 5 * 4)
 
 
-@pytest.mark.parametrize(("name", "short"), [
-    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*> >(int)",
-     "vectorized_elementwise_kernel CUDAFunctor_add"),
-    ("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda("
-     "at::TensorIteratorBase&)::{lambda()#3}>(at::TensorIteratorBase&)>(int)", "elementwise_kernel direct_copy_kernel_cuda"),
-    ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::X<2>>>>(T)", "FlashAttnFwdSm90"),
-    ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_tn_align8>(Params)",
-     "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_tn_align8"),
-    ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128>, false>(P)", "flash_fwd_kernel"),
-    ("triton_poi_fused__to_copy_add_mul_silu_3", "triton_poi_fused__to_copy_add_mul_silu_3"),
-    ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
-    ("<unnamed>", "<unnamed>"), ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
+            "std::array<char*> >(int)",
+            "vectorized_elementwise_kernel CUDAFunctor_add",
+        ),
+        (
+            "void at::native::elementwise_kernel<128, 4, "
+            "at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda("
+            "at::TensorIteratorBase&)::{lambda()#3}>(at::TensorIteratorBase&)>(int)",
+            "elementwise_kernel direct_copy_kernel_cuda",
+        ),
+        (
+            "void "
+            "cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::X<2>>>>(T)",
+            "FlashAttnFwdSm90",
+        ),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_tn_align8>(Params)",
+            "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_tn_align8",
+        ),
+        (
+            "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128>, "
+            "false>(P)",
+            "flash_fwd_kernel",
+        ),
+        ("triton_poi_fused__to_copy_add_mul_silu_3", "triton_poi_fused__to_copy_add_mul_silu_3"),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+        ("<unnamed>", "<unnamed>"),
+        ("", ""),
+    ],
+)
 def test_names_of_kernels_are_short(name, short):
     assert short_name(name) == short
 
@@ -258,30 +412,60 @@ def test_long_names_keep_both_ends():
     one, other = (short_name(f"triton_red_fused_{'add_mul_' * 20}{i}") for i in (1, 2))
     assert one != other
     assert len(one) <= LONGEST
-    assert graph_name("f1234567890", {("layers.0", "forward"), ("head", "forward")}) == "compiled graph f1234567"
-    assert graph_name("f1234567890", {("layers.0", "forward"), ("layers.0", "backward")}) == "compiled graph f1234567"
+    assert (
+        graph_name("f1234567890", {("layers.0", "forward"), ("head", "forward")}) == "compiled graph f1234567"
+    )
+    assert (
+        graph_name("f1234567890", {("layers.0", "forward"), ("layers.0", "backward")})
+        == "compiled graph f1234567"
+    )
     assert graph_name("f1234567890", {("layers.3", "backward")}) == "compiled backward of layers.3"
 
 
 def test_a_real_step_has_the_operations_counted_by_hand(tmp_path):
-    """Eager, one process, two steps of 4 micro batches of 2 sequences of 32 tokens; dim 32, 2 blocks, 4 heads of 8."""
+    """Eager, one process, two steps of 4 micro batches of 2 sequences of 32 tokens; dim 32, 2 blocks, 4 heads
+    of 8."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("".join(f"line {i}\n" for i in range(2000)))
-    done = launch(1, "--config=llama_debug.yaml", *TINY, *EAGER, f"--data.source={text}", f"--data.cache_dir={tmp_path}/cache",
-                  f"--run.dir={tmp_path}/run", "--train.steps=3", "--profile.start=2", "--profile.steps=2",
-                  "--checkpoint.every=0", "--train.eval_every=0", "--data.held_out=0.2")  # fmt: skip
+    done = launch(
+        1,
+        "--config=llama_debug.yaml",
+        *TINY,
+        *EAGER,
+        f"--data.source={text}",
+        f"--data.cache_dir={tmp_path}/cache",
+        f"--run.dir={tmp_path}/run",
+        "--train.steps=3",
+        "--profile.start=2",
+        "--profile.steps=2",
+        "--checkpoint.every=0",
+        "--train.eval_every=0",
+        "--data.held_out=0.2",
+    )
     assert done.returncode == 0, done.stderr
-    found = {row.name: row for row in top_kernels(tmp_path / "run/profile/step-00000002/rank-0.json.gz", 2, None, 60)}
+    found = {
+        row.name: row
+        for row in top_kernels(tmp_path / "run/profile/step-00000002/rank-0.json.gz", 2, None, 60)
+    }
     tokens = 4 * 2 * 32
-    blocks, head = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 32 * load_config(tmp_path / "run/config.yaml").model.vocab_size
+    blocks, head = (
+        2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64),
+        32 * load_config(tmp_path / "run/config.yaml").model.vocab_size,
+    )
     products = found["aten::mm"]
-    assert products.calls_per_step == 4 * 3 * (2 * 7 + 1), "each linear forward, for its input and for its weight"
+    assert products.calls_per_step == 4 * 3 * (2 * 7 + 1), (
+        "each linear forward, for its input and for its weight"
+    )
     assert products.tflops is not None
-    assert products.tflops * products.seconds_per_step == pytest.approx(3 * 2 * tokens * (blocks + head) / 1e12, rel=1e-9)
+    assert products.tflops * products.seconds_per_step == pytest.approx(
+        3 * 2 * tokens * (blocks + head) / 1e12, rel=1e-9
+    )
     attention = found["aten::_scaled_dot_product_flash_attention_for_cpu (causal: half)"]
     assert attention.tflops is not None
     assert attention.calls_per_step == 4 * 2
-    assert attention.tflops * attention.seconds_per_step == pytest.approx(4 * 2 * (2 * 2 * 2 * 4 * 32 * 32 * 8) / 2 / 1e12)
+    assert attention.tflops * attention.seconds_per_step == pytest.approx(
+        4 * 2 * (2 * 2 * 2 * 4 * 32 * 32 * 8) / 2 / 1e12
+    )
     assert all(row.roof_share is None for row in found.values())
     assert "aten::_fused_adamw_" in found

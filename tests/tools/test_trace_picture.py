@@ -1,4 +1,5 @@
-"""The plan's step against the measured one: what is drawn where, what the figures say, and what cannot be predicted."""
+"""The plan's step against the measured one: what is drawn where, what the figures say, and what cannot be
+predicted."""
 
 import io
 import shutil
@@ -26,21 +27,28 @@ def bar(lane: str, work: str, unit: str, start_ms: float, end_ms: float, phase: 
 
 def timeline(events: Iterable[Event], step_ms: float) -> Timeline:
     bars = tuple(sorted(events, key=lambda event: event.start_s))
-    compute_s, exposed_s = (sum(b.seconds for b in bars if b.lane in lanes) for lanes in (("compute",), ("exposed", "tp")))
+    compute_s, exposed_s = (
+        sum(b.seconds for b in bars if b.lane in lanes) for lanes in (("compute",), ("exposed", "tp"))
+    )
     step = Round(0.0, step_ms / 1e3, bars)
     return Timeline((step,), step_ms / 1e3, compute_s, exposed_s, {"all_gather": exposed_s}, {})
 
 
 def step(slower: float = 1.0) -> Timeline:
-    """8 units of 10 ms forward and 20 ms backward; each backward waits 2 ms for its all-gather; 10 ms for the optimizer."""
-    events = [bar("compute", "forward", unit, 10 * i, 10 * (i + 1), "forward") for i, unit in enumerate(UNITS)]
+    """8 units of 10 ms forward and 20 ms backward; each backward waits 2 ms for its all-gather; 10 ms for the
+    optimizer."""
+    events = [
+        bar("compute", "forward", unit, 10 * i, 10 * (i + 1), "forward") for i, unit in enumerate(UNITS)
+    ]
     for i, unit in enumerate(reversed(UNITS)):
         start = 80 + 22 * i
         events.append(bar("all_gather", "all_gather", unit, start - 3, start + 2))
         events.append(bar("exposed", "all_gather", unit, start, start + 2))
         events.append(bar("compute", "backward", unit, start + 2, start + 22))
     events.append(bar("compute", "optimizer", "", 256, 266, "optimizer"))
-    moved = [Event(e.lane, e.work, e.unit, "", e.phase, 0, slower * e.start_s, slower * e.end_s) for e in events]
+    moved = [
+        Event(e.lane, e.work, e.unit, "", e.phase, 0, slower * e.start_s, slower * e.end_s) for e in events
+    ]
     return timeline(moved, 266 * slower)
 
 
@@ -48,7 +56,9 @@ def crowded(count: int) -> Timeline:
     """So many operators, busy half of the time, and a tenth as many all-gathers."""
     units = [f"layers.{i * 32 // count}" for i in range(count)]
     works = [bar("compute", "backward", units[i], i * 0.01, i * 0.01 + 0.005) for i in range(count)]
-    gathers = [bar("all_gather", "all_gather", units[i], i * 0.01, i * 0.01 + 0.09) for i in range(0, count, 10)]
+    gathers = [
+        bar("all_gather", "all_gather", units[i], i * 0.01, i * 0.01 + 0.09) for i in range(0, count, 10)
+    ]
     return timeline([*works, *gathers], count * 0.01)
 
 
@@ -56,8 +66,13 @@ def everything() -> Timeline:
     """All lanes and works."""
     lanes = ["tp", "all_gather", "reduce_scatter", "all_reduce", "offload", "exposed"]
     works = ["forward", "backward", "copy_in", "optimizer"]
-    return timeline([*(bar(lane, lane, "head", 50 + i, 51 + i) for i, lane in enumerate(lanes)),
-                     *(bar("compute", work, "head", 10 * i, 10 * i + 9) for i, work in enumerate(works))], 57)  # fmt: skip
+    return timeline(
+        [
+            *(bar(lane, lane, "head", 50 + i, 51 + i) for i, lane in enumerate(lanes)),
+            *(bar("compute", work, "head", 10 * i, 10 * i + 9) for i, work in enumerate(works)),
+        ],
+        57,
+    )
 
 
 def tiny() -> Timeline:
@@ -106,8 +121,11 @@ def test_both_steps_begin_at_0_and_have_one_scale():
 
 
 def test_the_part_shown_below_is_marked_within_its_step():
-    picture = draw_against(step(), step(slower=6.0), "")  # so much that the window below is longer than the predicted step
-    predicted, measured = (shape for shape in picture.shapes if isinstance(shape, Polygon) and shape.color == MARK)
+    # so much that the window below is longer than the predicted step
+    picture = draw_against(step(), step(slower=6.0), "")
+    predicted, measured = (
+        shape for shape in picture.shapes if isinstance(shape, Polygon) and shape.color == MARK
+    )
     assert left(predicted) + width(predicted) == pytest.approx(LEFT + LANES_PX / 6)
     assert left(measured) > LEFT
     assert left(measured) + width(measured) < LEFT + LANES_PX
@@ -118,7 +136,8 @@ def test_exposed_time_shows_in_both_as_long_as_it_is():
     lanes = panels(picture, "exposed")
     assert len(lanes) == 4, "two steps, two backwards"
     for lane, scale in zip(lanes[:2], (1.0, 1.5), strict=True):
-        assert sum(map(width, lane)) == pytest.approx(LANES_PX * 16 * scale / (266 * 1.5), abs=8)  # less a white edge each
+        # less a white edge each
+        assert sum(map(width, lane)) == pytest.approx(LANES_PX * 16 * scale / (266 * 1.5), abs=8)
 
 
 def test_the_same_units_are_enlarged_by_the_same_factor():
@@ -126,7 +145,10 @@ def test_the_same_units_are_enlarged_by_the_same_factor():
     said = words(picture)
     assert "Predicted backward of layers.5 to layers.2: 86.0 ms" in said  # 4 x 20 ms and 3 waits
     assert "Measured backward of layers.5 to layers.2: 129 ms (+50%)" in said
-    large = [[shape for shape in lane if shape.about.startswith("backward layers.5")] for lane in panels(picture, "backward")[2:]]
+    large = [
+        [shape for shape in lane if shape.about.startswith("backward layers.5")]
+        for lane in panels(picture, "backward")[2:]
+    ]
     (predicted,), (measured,) = large
     assert left(predicted) == pytest.approx(left(measured)), "both begin with the same unit"
     assert (width(measured) + 1) == pytest.approx(1.5 * (width(predicted) + 1))
@@ -136,23 +158,31 @@ def test_the_figures_say_the_difference():
     said = words(draw_against(step(), step(slower=1.5), "a title"))
     assert said[0] == "a title"
     assert "Predicted: step 266 ms; computing 250 ms; exposed 16.0 ms, 6.0% of the step" in said
-    assert "Measured: step 399 ms (+50%); computing 375 ms (+50%); exposed 24.0 ms (+50%), 6.0% of the step" in said
+    assert (
+        "Measured: step 399 ms (+50%); computing 375 ms (+50%); exposed 24.0 ms (+50%), 6.0% of the step"
+        in said
+    )
     idle = timeline([bar("compute", "forward", "head", 0, 100, "forward")], 200)
     said = words(draw_against(step(), idle, ""))
-    assert ("Measured: step 200 ms (-25%); computing 100 ms (-60%); exposed 0.00 ms (-100%), 0.0% of the step; "
-            "doing neither 100 ms") in said  # fmt: skip
+    assert (
+        "Measured: step 200 ms (-25%); computing 100 ms (-60%); exposed 0.00 ms (-100%), 0.0% of the step; "
+        "doing neither 100 ms"
+    ) in said
     assert not any("ackward of" in line for line in said), "it has no backward"
 
 
-@pytest.mark.parametrize(("measured", "title"), [
-    (lambda: step(1.5), "a title"),
-    (lambda: step(20.0), "much slower than it should be"),
-    (tiny, "one event of a microsecond"),
-    (lambda: timeline([bar("compute", "backward", "layers.3", 0, 9e6)], 9e6), "two hours and a half"),
-    (lambda: timeline([], 7.0), "nothing at all"),
-    (everything, "Every lane that there is, " * 6),
-    (lambda: crowded(100_000), "A title that nobody would ever read to its end. " * 40),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("measured", "title"),
+    [
+        (lambda: step(1.5), "a title"),
+        (lambda: step(20.0), "much slower than it should be"),
+        (tiny, "one event of a microsecond"),
+        (lambda: timeline([bar("compute", "backward", "layers.3", 0, 9e6)], 9e6), "two hours and a half"),
+        (lambda: timeline([], 7.0), "nothing at all"),
+        (everything, "Every lane that there is, " * 6),
+        (lambda: crowded(100_000), "A title that nobody would ever read to its end. " * 40),
+    ],
+)
 @pytest.mark.parametrize("predicted", [step, everything, tiny])
 def test_nothing_overlaps_or_is_cut_off(predicted, measured, title):
     picture = draw_against(predicted(), measured(), title)
@@ -168,7 +198,9 @@ def test_nothing_overlaps_or_is_cut_off(predicted, measured, title):
         assert bottom <= picture.height, text
     for one, other in combinations(texts, 2):
         a, b = box(one), box(other)
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{one.words!r} over {other.words!r}"
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (
+            f"{one.words!r} over {other.words!r}"
+        )
 
 
 def test_a_hundred_thousand_events_are_a_small_picture_that_is_half_full():
@@ -179,16 +211,27 @@ def test_a_hundred_thousand_events_are_a_small_picture_that_is_half_full():
     assert painted == pytest.approx(LANES_PX / 2, rel=0.02)
     assert ElementTree.fromstring(svg).attrib["width"] == str(WIDTH)
     assert Image.open(io.BytesIO(png)).size == (SCALE * WIDTH, SCALE * picture.height)
-    assert any("more" in shape.about for shape in picture.shapes if isinstance(shape, Polygon)), "a bar says for how many it is"
+    assert any("more" in shape.about for shape in picture.shapes if isinstance(shape, Polygon)), (
+        "a bar says for how many it is"
+    )
 
 
 def test_lanes_are_compared():
     assert compare_lanes(step(), step(slower=1.5)) == [
         LaneRow(lane, pytest.approx(ms / 1e3), pytest.approx(1.5 * ms / 1e3), pytest.approx(1.5))
-        for lane, ms in {"step": 266, "compute": 250, "forward": 80, "backward": 160, "optimizer": 10, "exposed": 16,
-                         "all_gather": 40}.items()
-    ]  # fmt: skip
-    two_at_once = timeline([bar("all_reduce", "all_reduce", "head", 0, 8), bar("all_reduce", "all_reduce", "head", 4, 12)], 20)
+        for lane, ms in {
+            "step": 266,
+            "compute": 250,
+            "forward": 80,
+            "backward": 160,
+            "optimizer": 10,
+            "exposed": 16,
+            "all_gather": 40,
+        }.items()
+    ]
+    two_at_once = timeline(
+        [bar("all_reduce", "all_reduce", "head", 0, 8), bar("all_reduce", "all_reduce", "head", 4, 12)], 20
+    )
     rows = {row.lane: row for row in compare_lanes(step(), two_at_once)}
     assert (rows["all_reduce"].measured_s, rows["all_reduce"].ratio) == (pytest.approx(0.012), None)
     assert rows["all_gather"].ratio == 0
@@ -200,7 +243,10 @@ def test_lanes_are_compared():
 def test_a_finished_run_is_predicted(sharded_run):
     predicted = predict_run(sharded_run, "CPU (no GPU)", 2)
     assert predicted.step_s == pytest.approx(predicted.compute_s + predicted.exposed_s)
-    assert {event.unit for event in predicted.events if event.lane == "all_gather"} >= {"layers.0", "layers.1"}
+    assert {event.unit for event in predicted.events if event.lane == "all_gather"} >= {
+        "layers.0",
+        "layers.1",
+    }
     on_gpus = predict_run(sharded_run, "NVIDIA H200", 8)
     assert on_gpus.step_s < predicted.step_s / 5
 

@@ -31,8 +31,16 @@ Event = dict[str, Any]
 
 
 def span(category: str, name: str, start_us: float, end_us: float, thread: int = MAIN, **args: Any) -> Event:
-    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": round(ORIGIN_US + start_us, 3),
-            "dur": end_us - start_us, "args": args}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": thread,
+        "ts": round(ORIGIN_US + start_us, 3),
+        "dur": end_us - start_us,
+        "args": args,
+    }
 
 
 def op(name: str, start_us: float, end_us: float, thread: int = MAIN) -> Event:
@@ -43,17 +51,33 @@ def label(name: str, start_us: float, end_us: float, thread: int = MAIN) -> Even
     return span("user_annotation", name, start_us, end_us, thread)
 
 
-def kernel(number: int, called_us: float, thread: int, start_us: float, end_us: float, **more: Any) -> list[Event]:
+def kernel(
+    number: int, called_us: float, thread: int, start_us: float, end_us: float, **more: Any
+) -> list[Event]:
     """A kernel and the call that launched it, of 2 us."""
-    nccl = {"Collective name": "_allgather_base", "Process Group Name": "3", "dtype": "BFloat16", "In msg nelems": 50,
-            "Out msg nelems": 100} | more if more else {}  # fmt: skip
+    nccl = (
+        {
+            "Collective name": "_allgather_base",
+            "Process Group Name": "3",
+            "dtype": "BFloat16",
+            "In msg nelems": 50,
+            "Out msg nelems": 100,
+        }
+        | more
+        if more
+        else {}
+    )
     name, stream = ("ncclDevKernel_AllGather_RING_LL(x)", GPU_NCCL) if more else ("gemm", GPU_MAIN)
-    return [span("cuda_runtime", "cudaLaunchKernel", called_us, called_us + 2, thread, correlation=number),
-            span("kernel", name, start_us, end_us, stream, correlation=number, stream=stream, **nccl)]  # fmt: skip
+    return [
+        span("cuda_runtime", "cudaLaunchKernel", called_us, called_us + 2, thread, correlation=number),
+        span("kernel", name, start_us, end_us, stream, correlation=number, stream=stream, **nccl),
+    ]
 
 
 def write_trace(path: Path, events: Iterable[Event], **header: Any) -> Path:
-    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": list(events), "baseTimeNanoseconds": 10**18, **header}))
+    path.write_text(
+        json.dumps({"schemaVersion": 1, "traceEvents": list(events), "baseTimeNanoseconds": 10**18, **header})
+    )
     return path
 
 
@@ -130,26 +154,30 @@ def shares_us(found: Answer) -> dict[str, float]:
 
 @pytest.fixture
 def cpu(tmp_path: Path) -> Answer:
-    return answer({0: write_trace(tmp_path / "cpu.json", CPU_EVENTS, meshwright={"rank": 0, "device_type": "cpu"})}, 0)
+    return answer(
+        {0: write_trace(tmp_path / "cpu.json", CPU_EVENTS, meshwright={"rank": 0, "device_type": "cpu"})}, 0
+    )
 
 
 @pytest.fixture
 def cuda(tmp_path: Path) -> Answer:
-    return answer({0: write_trace(tmp_path / "cuda.json", CUDA_EVENTS, distributedInfo={"rank": 3, **MESH})}, 0)
+    return answer(
+        {0: write_trace(tmp_path / "cuda.json", CUDA_EVENTS, distributedInfo={"rank": 3, **MESH})}, 0
+    )
 
 
 def test_shares_of_a_step_on_a_cpu_are_exact(cpu: Answer) -> None:
-    """Computing 40 + 900 + 100 + 1000 + 80 + 400 (a compiled graph without its wait) + 900 + 800; in flight 2400, of which
-    300 under layers.1's product, and launching 30 + 30 + 10 + 50 + 20; between there and the start 20 + 20 + 70 + 100 + 30. The
-    rest is Python's."""
+    """Computing 40 + 900 + 100 + 1000 + 80 + 400 (a compiled graph without its wait) + 900 + 800; in flight
+    2400, of which 300 under layers.1's product, and launching 30 + 30 + 10 + 50 + 20; between there and the
+    start 20 + 20 + 70 + 100 + 30. The rest is Python's."""
     assert shares_us(cpu) == {"compute": 3920, "overlapped": 300, "exposed": 2240, "host": 3300, "idle": 240}
     assert sum(cpu.shares.of_step().values()) == 1.0
     assert sum(cpu.shares.ns.values()) == cpu.step.length_ns == 10_000_000
 
 
 def test_shares_of_a_step_on_a_gpu_are_exact(cuda: Answer) -> None:
-    """From the step's start on the CPU to the next step's first kernel, at 1110. A gap is the host's until what ends it is
-    launched: 12 of 100, 0 of 10, 110 of 120, 5 of 10, 95 of 100."""
+    """From the step's start on the CPU to the next step's first kernel, at 1110. A gap is the host's until
+    what ends it is launched: 12 of 100, 0 of 10, 110 of 120, 5 of 10, 95 of 100."""
     first, second = (replace_step(cuda, step) for step in cuda.steps)
     assert shares_us(first) == {"compute": 370, "overlapped": 290, "exposed": 110, "host": 222, "idle": 118}
     assert shares_us(second) == {"compute": 130, "overlapped": 0, "exposed": 0, "host": 20, "idle": 40}
@@ -162,36 +190,53 @@ def replace_step(found: Answer, step: Step) -> Answer:
 
 def test_communication_by_axis_and_what_of_it_is_hidden(cpu: Answer, cuda: Answer) -> None:
     rows = [(c.lane, c.axis, c.count, c.ns / 1000, c.hidden_ns / 1000) for c in cpu.communication]
-    assert rows == [("all_gather", "dp_shard", 3, 1600, 300), ("reduce_scatter", "dp_shard", 1, 700, 0),
-                    ("all_reduce", "", 1, 100, 0)]  # fmt: skip
+    assert rows == [
+        ("all_gather", "dp_shard", 3, 1600, 300),
+        ("reduce_scatter", "dp_shard", 1, 700, 0),
+        ("all_reduce", "", 1, 100, 0),
+    ]
     (gather,) = sum_communication(cuda.steps[0])
     assert (gather.lane, gather.axis, gather.bytes) == ("all_gather", "dp_shard", 200)
     assert (gather.ns, gather.hidden_ns) == (400_000, 290_000)
 
 
 def test_each_gather_is_judged_and_the_depth_that_mends_it_found(cpu: Answer) -> None:
-    """layers.1's is launched when it is needed, at 1600, and ends at 2700. With depth 1 it is launched with layers.0's."""
+    """layers.1's is launched when it is needed, at 1600, and ends at 2700. With depth 1 it is launched with
+    layers.0's."""
     (prefetch,) = cpu.prefetch
     start = cpu.step.start_ns
-    times = [tuple((ns - start) / 1000 for ns in (g.issued_ns, g.started_ns, g.finished_ns, g.needed_ns, g.waited_ns + start))
-             for g in prefetch.gathers]  # fmt: skip
+    times = [
+        tuple(
+            (ns - start) / 1000
+            for ns in (g.issued_ns, g.started_ns, g.finished_ns, g.needed_ns, g.waited_ns + start)
+        )
+        for g in prefetch.gathers
+    ]
     assert times == [(150, 200, 500, 100, 400), (1650, 1700, 2700, 1600, 1100), (2820, 2900, 3200, 3900, 0)]
     assert [gather.ahead for gather in prefetch.gathers] == [0, 0, 1]
     assert [gather.verdict for gather in prefetch.gathers] == [
-        "waited 0.40 ms: the first, nothing computes before it", "late by 1.10 ms (depth 1 mends it)", "in time"]  # fmt: skip
+        "waited 0.40 ms: the first, nothing computes before it",
+        "late by 1.10 ms (depth 1 mends it)",
+        "in time",
+    ]
     assert (prefetch.waits_ns[:3], prefetch.best, prefetch.used) == ((1_600_000, 300_000, 300_000), 1, 0)
     assert prefetch.saving_ns == 1_200_000
     (line, *_) = [line.text for line in advise(cpu) if "forward_prefetch" in line.text]
-    assert line == ("set parallel.forward_prefetch=1: saves about 1.20 ms a step; now 0, and all-gathers of the forward come "
-                    "late, most of all layers.1")  # fmt: skip
+    assert line == (
+        "set parallel.forward_prefetch=1: saves about 1.20 ms a step; now 0, and all-gathers of the "
+        "forward come "
+        "late, most of all layers.1"
+    )
 
 
 def test_on_a_gpu_a_unit_waits_from_the_kernel_before_to_its_copy(cuda: Answer) -> None:
     (prefetch,) = judge_prefetch(cuda.steps[0])
     (gather,) = prefetch.gathers
     start = cuda.steps[0].start_ns
-    assert [(ns - start) / 1000 for ns in (gather.issued_ns, gather.started_ns, gather.finished_ns, gather.needed_ns)] == [
-        22, 110, 510, 400]  # fmt: skip
+    assert [
+        (ns - start) / 1000
+        for ns in (gather.issued_ns, gather.started_ns, gather.finished_ns, gather.needed_ns)
+    ] == [22, 110, 510, 400]
     assert (gather.waited_ns, gather.ahead) == (110_000, 0)
 
 
@@ -203,24 +248,37 @@ def in_us(timeline: Timeline, lane: str) -> list[tuple[Any, ...]]:
 def test_the_timeline_of_a_cpu_step(cpu: Answer) -> None:
     timeline = to_timeline(cpu.step)
     assert in_us(timeline, "compute") == [
-        ("copy_out", "layers.0", "forward", 550, 590), ("forward", "layers.0", "forward", 600, 1500),
-        ("copy_out", "layers.1", "forward", 2700, 2800), ("forward", "layers.1", "forward", 2900, 3900),
-        ("copy_out", "layers.2", "forward", 3910, 3990), ("forward", "layers.2", "forward", 4000, 4100),
-        ("forward", "layers.2", "forward", 4200, 4500), ("backward", "layers.2", "backward", 5000, 5900),
-        ("optimizer", "", "optimizer", 8100, 8900)]  # fmt: skip
+        ("copy_out", "layers.0", "forward", 550, 590),
+        ("forward", "layers.0", "forward", 600, 1500),
+        ("copy_out", "layers.1", "forward", 2700, 2800),
+        ("forward", "layers.1", "forward", 2900, 3900),
+        ("copy_out", "layers.2", "forward", 3910, 3990),
+        ("forward", "layers.2", "forward", 4000, 4100),
+        ("forward", "layers.2", "forward", 4200, 4500),
+        ("backward", "layers.2", "backward", 5000, 5900),
+        ("optimizer", "", "optimizer", 8100, 8900),
+    ]
     assert in_us(timeline, "exposed") == [
-        ("all_gather", "layers.0", "forward", 200, 500), ("all_gather", "layers.1", "forward", 1700, 2700),
-        ("reduce_scatter", "layers.2", "backward", 6300, 7000), ("all_reduce", "", "optimizer", 7350, 7450)]  # fmt: skip
+        ("all_gather", "layers.0", "forward", 200, 500),
+        ("all_gather", "layers.1", "forward", 1700, 2700),
+        ("reduce_scatter", "layers.2", "backward", 6300, 7000),
+        ("all_reduce", "", "optimizer", 7350, 7450),
+    ]
     assert (timeline.step_s, timeline.compute_s, timeline.exposed_s) == (0.01, 0.00422, 0.00224)
-    assert timeline.exposed_by_lane == pytest.approx({"all_gather": 0.0013, "reduce_scatter": 0.0007, "all_reduce": 0.0001})
+    assert timeline.exposed_by_lane == pytest.approx(
+        {"all_gather": 0.0013, "reduce_scatter": 0.0007, "all_reduce": 0.0001}
+    )
 
 
 def test_the_timeline_of_a_gpu_step(cuda: Answer) -> None:
     timeline = to_timeline(cuda.steps[0])
     assert in_us(timeline, "compute") == [
-        ("forward", "layers.0", "forward", 100, 400), ("copy_out", "layers.1", "forward", 520, 540),
-        ("forward", "layers.1", "forward", 540, 740), ("backward", "layers.1", "backward", 860, 960),
-        ("optimizer", "", "optimizer", 970, 1010)]  # fmt: skip
+        ("forward", "layers.0", "forward", 100, 400),
+        ("copy_out", "layers.1", "forward", 520, 540),
+        ("forward", "layers.1", "forward", 540, 740),
+        ("backward", "layers.1", "backward", 860, 960),
+        ("optimizer", "", "optimizer", 970, 1010),
+    ]
     assert in_us(timeline, "all_gather") == [("all_gather", "layers.1", "forward", 110, 510)]
     assert in_us(timeline, "exposed") == [("all_gather", "layers.1", "forward", 400, 510)]
     assert len(timeline.rounds) == 2
@@ -234,9 +292,11 @@ def test_waits_by_depth(depth: int, waits: list[int]) -> None:
 def test_gathers_queue_behind_one_another_and_behind_reductions() -> None:
     long = [UnitCost(5, 3, 0)] * 3
     assert [waits_with_depth(long, depth) for depth in (0, 1, 2)] == [[5, 5, 5], [5, 2, 2], [5, 2, 2]]
-    reducing = [UnitCost(2, 3, 4)] * 3  # without prefetching a gather waits for the reduction of the unit before
+    # without prefetching a gather waits for the reduction of the unit before
+    reducing = [UnitCost(2, 3, 4)] * 3
     assert waits_with_depth(reducing, 0) == [2, 6, 6]
-    assert waits_with_depth(reducing, 1) == [2, 0, 3]  # the third is gathered from 9 to 11, behind the first one's reduction
+    # the third is gathered from 9 to 11, behind the first one's reduction
+    assert waits_with_depth(reducing, 1) == [2, 0, 3]
 
 
 def a_step(runs: Sequence[UnitRun] = (), transfers: Sequence[Transfer] = (), rank: int = 0) -> Step:
@@ -245,11 +305,17 @@ def a_step(runs: Sequence[UnitRun] = (), transfers: Sequence[Transfer] = (), ran
 
 def test_a_unit_slower_than_its_equals_is_named_and_one_of_another_shape_is_not() -> None:
     lengths = {"embed": 900, "layers.0": 10, "layers.1": 11, "layers.2": 25, "layers.3": 10, "layers.4": 12}
-    steps = [a_step([UnitRun(unit, "forward", 0, 0, length + more) for unit, length in lengths.items()]) for more in (0, 3)]
+    steps = [
+        a_step([UnitRun(unit, "forward", 0, 0, length + more) for unit, length in lengths.items()])
+        for more in (0, 3)
+    ]
     (slow,) = find_slow_units(steps)
     assert (slow.unit, slow.phase, slow.ns, slow.equals_ns, slow.equals) == ("layers.2", "forward", 25, 10, 4)
-    for steady in (range(10, 16), (100, 100, 100, 100, 101)):  # alike; and apart from them by much of their spread, but by little
-        assert not find_slow_units([a_step([UnitRun(f"layers.{i}", "forward", 0, 0, ns) for i, ns in enumerate(steady)])])
+    # alike; and apart from them by much of their spread, but by little
+    for steady in (range(10, 16), (100, 100, 100, 100, 101)):
+        assert not find_slow_units(
+            [a_step([UnitRun(f"layers.{i}", "forward", 0, 0, ns) for i, ns in enumerate(steady)])]
+        )
 
 
 def sent(issued_ns: int, end_ns: int, unit: str = "layers.0") -> Transfer:
@@ -258,11 +324,16 @@ def sent(issued_ns: int, end_ns: int, unit: str = "layers.0") -> Transfer:
 
 def test_the_rank_that_comes_last_is_charged_with_the_others_waits() -> None:
     """On one host by its clock; else ends are aligned: rank 1 is 70 behind."""
-    ranks = {0: [a_step((), [sent(10, 50), sent(60, 90, "layers.1")])],
-             1: [a_step((), [sent(100, 120, "layers.0"), sent(135, 160, "layers.1")], 1)]}  # fmt: skip
+    ranks = {
+        0: [a_step((), [sent(10, 50), sent(60, 90, "layers.1")])],
+        1: [a_step((), [sent(100, 120, "layers.0"), sent(135, 160, "layers.1")], 1)],
+    }
     clocks = {0: Clock(1000, "a"), 1: Clock(930, "a")}
     rows, clock = find_stragglers(ranks, clocks, on_device=False, mesh=None)
-    assert [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows] == [(1, 1.0, 25, 0), (0, 0.0, 0, 25)]
+    assert [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows] == [
+        (1, 1.0, 25, 0),
+        (0, 0.0, 0, 25),
+    ]
     assert clock == "one host's clock"
     apart, words = find_stragglers(ranks, {0: Clock(0, "a"), 1: Clock(5, "b")}, on_device=False, mesh=None)
     assert [(row.rank, row.others_waited_ns) for row in apart] == [(1, 25), (0, 0)]
@@ -270,14 +341,23 @@ def test_the_rank_that_comes_last_is_charged_with_the_others_waits() -> None:
 
 
 def test_ranks_are_compared_with_those_they_meet_and_one_odd_step_counts_for_nothing() -> None:
-    """2 x 2: rank 1 is late to its shard group, of ranks 1 and 3, in the same place of tp; in step 1 by much, as with a
-    profiler that starts late."""
-    ranks = {rank: [replace(a_step((), [sent(10 + late * (rank == 1), 500)], rank), number=number)
-                    for number, late in enumerate((400, 30, 20), start=1)] for rank in range(4)}  # fmt: skip
+    """2 x 2: rank 1 is late to its shard group, of ranks 1 and 3, in the same place of tp; in step 1 by much,
+    as with a profiler that starts late."""
+    ranks = {
+        rank: [
+            replace(a_step((), [sent(10 + late * (rank == 1), 500)], rank), number=number)
+            for number, late in enumerate((400, 30, 20), start=1)
+        ]
+        for rank in range(4)
+    }
     clocks = dict.fromkeys(ranks, Clock(0, "a"))
     rows, _ = find_stragglers(ranks, clocks, on_device=False, mesh=MeshPlan(1, 2, 2))
     assert [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows] == [
-        (1, 1.0, 30, 0), (0, 0.0, 0, 0), (2, 0.0, 0, 0), (3, 0.0, 0, 30)]  # fmt: skip
+        (1, 1.0, 30, 0),
+        (0, 0.0, 0, 0),
+        (2, 0.0, 0, 0),
+        (3, 0.0, 0, 30),
+    ]
 
 
 def test_intervals() -> None:
@@ -297,13 +377,23 @@ def test_only_the_operator_around_others_is_kept(tmp_path: Path) -> None:
 
 def test_what_follows_a_unit_is_its_own_until_the_phase_ends() -> None:
     steps = [(1, 0, 100)]
-    labels = [Label(MAIN, "forward", "layers.0", 10, 20), Label(MAIN, "backward", "head", 40, 50),
-              Label(MAIN, "root_post_backward_callback", "", 60, 70), Label(MAIN, "forward", "layers.0", 75, 80)]  # fmt: skip
+    labels = [
+        Label(MAIN, "forward", "layers.0", 10, 20),
+        Label(MAIN, "backward", "head", 40, 50),
+        Label(MAIN, "root_post_backward_callback", "", 60, 70),
+        Label(MAIN, "forward", "layers.0", 75, 80),
+    ]
     places = Places(steps, labels)
     seen = {time: places.at(MAIN, time) for time in (5, 15, 25, 45, 55, 72, 77)}
     assert [(p.unit, p.phase, p.micro_batch) for p in seen.values()] == [
-        ("", "forward", 0), ("layers.0", "forward", 0), ("layers.0", "forward", 0), ("head", "backward", 0),
-        ("head", "backward", 0), ("", "forward", 1), ("layers.0", "forward", 1)]  # fmt: skip
+        ("", "forward", 0),
+        ("layers.0", "forward", 0),
+        ("layers.0", "forward", 0),
+        ("head", "backward", 0),
+        ("head", "backward", 0),
+        ("", "forward", 1),
+        ("layers.0", "forward", 1),
+    ]
 
 
 def test_percents_sum_to_100() -> None:

@@ -1,4 +1,5 @@
-"""What test_adamw.py has other processes do: AdamW's Triton kernel beside its reference, and steps on a mesh."""
+"""What test_adamw.py has other processes do: AdamW's Triton kernel beside its reference, and steps on a
+mesh."""
 
 import dataclasses
 import itertools
@@ -18,8 +19,15 @@ from train.kernels import adamw
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = (torch.float32, torch.bfloat16)
 PROGRAM = 512 * 32  # elements, of train.kernels.adamw_triton
-# Elements, place of the first, columns, gap: less than a block, more than one, more than a program, beyond 32 bits, one.
-PARTS = [(5, 0, 5, 0), (3000, 7, 100, 0), (PROGRAM + 17, 2**32 - 1000, 1000, 24), (1, 3, 1, 0), (64 * 33, 500, 33, 31)]
+# Elements, place of the first, columns, gap: less than a block, more than one, more than a program, beyond 32
+# bits, one.
+PARTS = [
+    (5, 0, 5, 0),
+    (3000, 7, 100, 0),
+    (PROGRAM + 17, 2**32 - 1000, 1000, 24),
+    (1, 3, 1, 0),
+    (64 * 33, 500, 33, 31),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -30,29 +38,50 @@ def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw.Slice
         values = [torch.randn(n, generator=generator) * scale for scale in (0.1, 1.0, 0.1, 0.1)]
         if i == 2:
             values[1][0] = torch.inf
-        tensors = [values[0].to(parameter), values[1].to(parameter), values[2].to(moment), values[3].square().to(moment)]
-        slices.append(adamw.Slice(*(tensor.to(DEVICE) for tensor in tensors), 2**32 - 3 + i, first, columns, gap))
+        tensors = [
+            values[0].to(parameter),
+            values[1].to(parameter),
+            values[2].to(moment),
+            values[3].square().to(moment),
+        ]
+        slices.append(
+            adamw.Slice(*(tensor.to(DEVICE) for tensor in tensors), 2**32 - 3 + i, first, columns, gap)
+        )
     return slices
 
 
 def make_step(skip: float) -> adamw.Step:
     counts = torch.arange(1, len(PARTS) + 1).double()
-    on_device = [counts, 1e-3 / (1 - 0.9**counts), (1 - 0.999**counts).sqrt(), torch.tensor(3.7), torch.tensor(skip)]
+    on_device = [
+        counts,
+        1e-3 / (1 - 0.9**counts),
+        (1 - 0.999**counts).sqrt(),
+        torch.tensor(3.7),
+        torch.tensor(skip),
+    ]
     return adamw.Step(0.9, 0.999, 1e-8, 1 - 1e-4, *(value.float().to(DEVICE) for value in on_device))
 
 
 def bits(one: adamw.Slice) -> dict[str, Tensor]:
     """Of each tensor, every NaN the same."""
     tensors = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-    return {name: value.masked_fill(value.isnan(), torch.nan).view(BITS[value.dtype])
-            for name, value in tensors.items() if isinstance(value, Tensor)}  # fmt: skip
+    return {
+        name: value.masked_fill(value.isnan(), torch.nan).view(BITS[value.dtype])
+        for name, value in tensors.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], list[str]]]:
-    """The kernel and its reference, bit for bit: dtypes of parameters and moments, whether the step is skipped, which tensors of
-    a slice differ, and which have changed. Where there is no GPU, TRITON_INTERPRET=1 must be set before the process starts."""
+    """The kernel and its reference, bit for bit: dtypes of parameters and moments, whether the step is
+    skipped, which tensors of a slice differ, and which have changed. Where there is no GPU,
+    TRITON_INTERPRET=1 must be set before the process starts."""
     if DEVICE == "cpu":  # Triton reads the variable as it is imported, which it has been
-        for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
+        for name in [
+            name
+            for name in sys.modules
+            if name.partition(".")[0] == "triton" and not name.startswith("triton._C")
+        ]:
             del sys.modules[name]
     from train.kernels import adamw_triton
 
@@ -87,7 +116,9 @@ def train(arguments: list[str]) -> dict[str, Tensor]:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         tensors |= {f"{name}, {key}": value for key, value in optimizer.state[parameter].items()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()
+    }
 
 
 def train_on_meshes(arguments: list[str]) -> list[dict[str, Tensor]]:

@@ -18,8 +18,8 @@ Damage = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a checkpoint's folder, in words and as a function of it; `of_tensors`: a flip in a file of tensors; `kind`:
-    what it has in common with others, of which one says nearly as much as all."""
+    """What is done to a checkpoint's folder, in words and as a function of it; `of_tensors`: a flip in a file
+    of tensors; `kind`: what it has in common with others, of which one says nearly as much as all."""
 
     name: str
     damage: Damage
@@ -38,8 +38,8 @@ class Canary:
 
 
 def make_faults(good: Path, before: Path, outside: Path, rng: random.Random) -> Iterator[Fault]:
-    """Every fault of the sweep for the checkpoint `good`, with the one of the step before; `outside` holds a copy of `good`, and
-    is where a canary file would appear."""
+    """Every fault of the sweep for the checkpoint `good`, with the one of the step before; `outside` holds a
+    copy of `good`, and is where a canary file would appear."""
     for path in sorted(good.iterdir()):
         yield from _flips(path, rng)
         yield from _of_a_file(path.name, before, outside)
@@ -49,22 +49,34 @@ def make_faults(good: Path, before: Path, outside: Path, rng: random.Random) -> 
 
 
 def _flips(path: Path, rng: random.Random) -> Iterator[Fault]:
-    """Single bits: of each part of a safetensors file; of YAML; of the manifest, also of what is only space, and its hash."""
+    """Single bits: of each part of a safetensors file; of YAML; of the manifest, also of what is only space,
+    and its hash."""
     content = path.read_bytes()
     regions: dict[str, tuple[list[int], int]] = {"": (list(range(len(content))), 15)}
     if path.suffix == ".safetensors":
         header = 8 + int.from_bytes(content[:8], "little")
-        regions = {"length of the header": (list(range(8)), 10), "header": (list(range(8, header)), 10),
-                   "data": (list(range(header, len(content))), 20)}  # fmt: skip
+        regions = {
+            "length of the header": (list(range(8)), 10),
+            "header": (list(range(8, header)), 10),
+            "data": (list(range(header, len(content))), 20),
+        }
     if path.name == MANIFEST:
         digest = content.index(b'\n "sha256"')
-        regions = {"text": (list(range(digest)), 25), "digest": (list(range(digest, len(content))), 15),
-                   "space": ([i for i, byte in enumerate(content) if byte in b" \n"], 15)}  # fmt: skip
+        regions = {
+            "text": (list(range(digest)), 25),
+            "digest": (list(range(digest, len(content))), 15),
+            "space": ([i for i, byte in enumerate(content) if byte in b" \n"], 15),
+        }
     for region, (places, count) in regions.items():
         for _ in range(count):
             place, bit = rng.choice(places), rng.randrange(8)
             words = f"bit {bit} of byte {place} ({region}) of {path.name}"
-            yield Fault(words, _flip(path.name, place, bit), f"{_class_of(path.name)}: {region}", path.suffix == ".safetensors")
+            yield Fault(
+                words,
+                _flip(path.name, place, bit),
+                f"{_class_of(path.name)}: {region}",
+                path.suffix == ".safetensors",
+            )
 
 
 def _flip(name: str, place: int, bit: int) -> Damage:
@@ -100,7 +112,9 @@ def _of_a_file(name: str, before: Path, outside: Path) -> Iterator[Fault]:
         "a folder": replaced(lambda path: path.mkdir()),
         "a pipe": replaced(os.mkfifo),
         "under another name": lambda folder: os.rename(folder / name, folder / f"{name}.old"),
-        "zeros of the same size": lambda folder: (folder / name).write_bytes(bytes((folder / name).stat().st_size)),
+        "zeros of the same size": lambda folder: (folder / name).write_bytes(
+            bytes((folder / name).stat().st_size)
+        ),
     }
     if (before / name).read_bytes() != (outside / "copy" / name).read_bytes():
         damages["the one of the step before"] = lambda folder: shutil.copyfile(before / name, folder / name)
@@ -125,9 +139,15 @@ def _of_ranks(names: list[str]) -> Iterator[Fault]:
         os.rename(folder / "between", folder / other)
 
     for one, other in itertools.pairwise(names):
-        yield Fault(f"{one} and {other} swapped", lambda folder, one=one, other=other: swap(folder, one, other), "swapped")
+        yield Fault(
+            f"{one} and {other} swapped",
+            lambda folder, one=one, other=other: swap(folder, one, other),
+            "swapped",
+        )
         again = f"{other} is {one}"
-        yield Fault(again, lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other), "twice")
+        yield Fault(
+            again, lambda folder, one=one, other=other: shutil.copyfile(folder / one, folder / other), "twice"
+        )
 
 
 def rewrite_manifest(folder: Path, change: Callable[[str], str]) -> None:
@@ -154,36 +174,64 @@ def _of_the_manifest(before: Path, outside: Path) -> Iterator[Fault]:
 
         return damage
 
-    names = {"../x": "above the folder", "/etc/passwd": "absolute", "a/b": "in a folder", "..": "the folder above",
-             ".": "the folder", "": "empty", "\\u0000": "NUL", "\\ud800": "half a letter", "a\\nb": "of two lines",
-             "x" * 300: "too long", "manifest.json": "of the manifest"}  # fmt: skip
+    names = {
+        "../x": "above the folder",
+        "/etc/passwd": "absolute",
+        "a/b": "in a folder",
+        "..": "the folder above",
+        ".": "the folder",
+        "": "empty",
+        "\\u0000": "NUL",
+        "\\ud800": "half a letter",
+        "a\\nb": "of two lines",
+        "x" * 300: "too long",
+        "manifest.json": "of the manifest",
+    }
     for name, words in names.items():
         yield _single(f"manifest with a name {words}", change('"config.yaml": {', f'"{name}": {{'))
     entry = '"gone.safetensors": {"size_bytes": 1, "sha256": ""},\n  '
-    values = {"a file that is not there": ('"config.yaml"', f'{entry}"config.yaml"'),
-              "twice the same key": ('"seed"', '"step": 1,\n  "seed"'), "a negative size": ('"size_bytes": ', '"size_bytes": -'),
-              "a size in words": ('"size_bytes": ', '"size_bytes": "1", "a": '),
-              "no format": ('"format"', '"form"'), "another format": ("checkpoint 2", "checkpoint 3"),
-              "a dtype that is code": ("float32[", "load["), "no dtype": ("float32[", "float33["),
-              "much larger tensors": ("[", "[999999999, "), "a true number": ('"seed": 0', '"seed": true'), "a list": ("{", "[{"),
-              "NaN": ('"seed": 0', '"seed": NaN')}  # fmt: skip
+    values = {
+        "a file that is not there": ('"config.yaml"', f'{entry}"config.yaml"'),
+        "twice the same key": ('"seed"', '"step": 1,\n  "seed"'),
+        "a negative size": ('"size_bytes": ', '"size_bytes": -'),
+        "a size in words": ('"size_bytes": ', '"size_bytes": "1", "a": '),
+        "no format": ('"format"', '"form"'),
+        "another format": ("checkpoint 2", "checkpoint 3"),
+        "a dtype that is code": ("float32[", "load["),
+        "no dtype": ("float32[", "float33["),
+        "much larger tensors": ("[", "[999999999, "),
+        "a true number": ('"seed": 0', '"seed": true'),
+        "a list": ("{", "[{"),
+        "NaN": ('"seed": 0', '"seed": NaN'),
+    }
     for words, (old, new) in values.items():
         yield _single(f"manifest with {words}", change(old, new))
     deep = "[" * 200_000
     yield _single("manifest of brackets", lambda folder: (folder / MANIFEST).write_text(deep))
     evil = pickle.dumps(Canary(outside / "CANARY"))
     yield _single("manifest that is a pickle", lambda folder: (folder / MANIFEST).write_bytes(evil))
-    yield _single("manifest in UTF-16", lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text(), "utf-16"))
-    yield _single("manifest on one line", lambda folder: (folder / MANIFEST).write_text(
-        json.dumps(json.loads((folder / MANIFEST).read_text()))))  # fmt: skip
-    yield _single("manifest, and the step before's shards", lambda folder: [shutil.copyfile(path, folder / path.name)
-                                                                          for path in before.glob("*.safetensors")])  # fmt: skip
+    yield _single(
+        "manifest in UTF-16",
+        lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text(), "utf-16"),
+    )
+    yield _single(
+        "manifest on one line",
+        lambda folder: (folder / MANIFEST).write_text(
+            json.dumps(json.loads((folder / MANIFEST).read_text()))
+        ),
+    )
+    yield _single(
+        "manifest, and the step before's shards",
+        lambda folder: [shutil.copyfile(path, folder / path.name) for path in before.glob("*.safetensors")],
+    )
 
 
 def _of_the_folder(before: Path, outside: Path) -> Iterator[Fault]:
     evil = pickle.dumps(Canary(outside / "CANARY"))
     for name in (".metadata", "extra.safetensors", "state.pt", "a\nb"):
-        yield _single(f"a pickle {name!r} beside", lambda folder, name=name: (folder / name).write_bytes(evil))
+        yield _single(
+            f"a pickle {name!r} beside", lambda folder, name=name: (folder / name).write_bytes(evil)
+        )
     yield _single("a folder beside", lambda folder: (folder / "more").mkdir())
 
     def become_before(folder: Path) -> None:

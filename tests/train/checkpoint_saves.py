@@ -1,4 +1,5 @@
-"""A small sharded model with an optimizer, and saves of it: also on two ranks, of which one is killed or meets with a fault."""
+"""A small sharded model with an optimizer, and saves of it: also on two ranks, of which one is killed or
+meets with a fault."""
 
 import os
 import resource
@@ -54,7 +55,9 @@ class Trainer:
         return self.model.weight.to_local().data  # type: ignore[operator]
 
     def saver(self, folder: Path, texts: dict[str, str] = TEXTS, **settings: Any) -> Saver:
-        return Saver(CheckpointConfig(**settings), folder, self.model, self.optimizer, self.mesh, texts, lambda: 2**30)
+        return Saver(
+            CheckpointConfig(**settings), folder, self.model, self.optimizer, self.mesh, texts, lambda: 2**30
+        )
 
     def save(self, folder: Path, step: int, texts: dict[str, str] = TEXTS, **settings: Any) -> Saved:
         return save(self.saver(folder, texts, **settings), step)
@@ -75,11 +78,15 @@ def names(folder: Path) -> list[str]:
 
 
 def save_with_one_killed(case: str, asynchronous: bool, folder: Path) -> list[str]:
-    """Steps 1 and 2 are saved on two ranks, and in step 2 one is killed: what each of them heard of that, or how it ended."""
+    """Steps 1 and 2 are saved on two ranks, and in step 2 one is killed: what each of them heard of that, or
+    how it ended."""
     folder.mkdir()
     with forked(RANKS, _rank_of_a_kill, case, asynchronous, folder, folder=folder) as ranks:
         codes = [rank.wait(60) for rank in ranks]
-    return [(folder / f"heard.{rank}").read_text() if code == 0 else f"exit {code}" for rank, code in enumerate(codes)]
+    return [
+        (folder / f"heard.{rank}").read_text() if code == 0 else f"exit {code}"
+        for rank, code in enumerate(codes)
+    ]
 
 
 def _rank_of_a_kill(case: str, asynchronous: bool, folder: Path) -> None:
@@ -95,10 +102,14 @@ def _rank_of_a_kill(case: str, asynchronous: bool, folder: Path) -> None:
 
 
 def save_with_a_fault(fault: str, asynchronous: bool, folder: Path) -> tuple[str, list[str]]:
-    """Steps 1 to 3 are saved on two ranks, and in step 2 rank 1 alone meets with a fault: what this rank hears of it, and what is
-    in the folder then. Runs on each rank."""
+    """Steps 1 to 3 are saved on two ranks, and in step 2 rank 1 alone meets with a fault: what this rank
+    hears of it, and what is in the folder then. Runs on each rank."""
     trainer = Trainer()
-    saver, weight, limit = trainer.saver(folder, keep=1, asynchronous=asynchronous), trainer.own_weight, resource.RLIM_INFINITY
+    saver, weight, limit = (
+        trainer.saver(folder, keep=1, asynchronous=asynchronous),
+        trainer.own_weight,
+        resource.RLIM_INFINITY,
+    )
     assert save(saver, 1).error == ""
     good = weight[-1, -1].item()
     if dist.get_rank() == 1:

@@ -10,7 +10,14 @@ import torch
 from tests.train.mutations import Target
 from train.checkpoint.config import CheckpointError
 from train.checkpoint.load import read_tensors
-from train.checkpoint.manifest import MANIFEST, Manifest, Position, describe_tensor, manifest_to_text, read_manifest
+from train.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Position,
+    describe_tensor,
+    manifest_to_text,
+    read_manifest,
+)
 from train.checkpoint.shard_file import write_shard_file
 from train.checkpoint.shards import Shard
 from train.checkpoint.verify import verify_alone
@@ -19,7 +26,8 @@ NAME = "model.weight"
 
 
 def checkpoint_targets(folder: Path) -> Iterator[Target]:
-    """A checkpoint's manifest and header; also signed again by who changed them, so that no hash refuses them."""
+    """A checkpoint's manifest and header; also signed again by who changed them, so that no hash refuses
+    them."""
     checkpoint = folder / "step-00000003"
     checkpoint.mkdir()
     shards, manifest = checkpoint / "rank-00000.safetensors", checkpoint / MANIFEST
@@ -30,7 +38,13 @@ def checkpoint_targets(folder: Path) -> Iterator[Target]:
     for path in (manifest, shards):
         verify = partial(verify_alone, checkpoint)
         yield Target(f"checkpoint {path.name}", path, verify, (CheckpointError,), named=(str(checkpoint),))
-    yield Target("signed manifest", manifest, partial(_read_signed, checkpoint), (CheckpointError,), named=(str(checkpoint),))
+    yield Target(
+        "signed manifest",
+        manifest,
+        partial(_read_signed, checkpoint),
+        (CheckpointError,),
+        named=(str(checkpoint),),
+    )
 
     def read() -> None:
         if shards.is_file() or not shards.exists():  # pipes are refused before, by whoever verifies
@@ -43,8 +57,15 @@ def _read_signed(checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     if path.is_file() and not path.is_symlink():
         body = path.read_bytes().rpartition(b',\n "sha256"')[0] + b"\n}"
-        path.write_bytes(body[:-2] + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n')
+        path.write_bytes(
+            body[:-2] + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+        )
     manifest = read_manifest(checkpoint)
     for name, tensor in manifest.tensors.items():
         if name == NAME:  # no more than the files say is ever allocated
-            read_tensors(checkpoint, manifest, {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))}, alone=True)
+            read_tensors(
+                checkpoint,
+                manifest,
+                {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))},
+                alone=True,
+            )

@@ -1,4 +1,5 @@
-"""A run of train.main that notes every operator that makes the host wait for a value, with the step that the loop was in.
+"""A run of train.main that notes every operator that makes the host wait for a value, with the step that the
+loop was in.
 
 Arguments: the folder for a JSON file per rank, then those of train.main. Run by test_host_syncs.py.
 """
@@ -17,9 +18,17 @@ from train.main import run
 from train.place import read_place
 
 ROOT = Path(__file__).parents[2]
-OURS = tuple(f"{ROOT / name}/" for name in ("models", "parallel", "train"))  # not a virtual environment that lies beside them
+# not a virtual environment that lies beside them
+OURS = tuple(f"{ROOT / name}/" for name in ("models", "parallel", "train"))
 # Reading a value (.item(), .tolist(), if tensor), and shapes that depend on values.
-READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal", "aten.masked_select", "aten._unique")
+READS = (
+    "aten._local_scalar_dense",
+    "aten.nonzero",
+    "aten.is_nonzero",
+    "aten.equal",
+    "aten.masked_select",
+    "aten._unique",
+)
 
 
 class Reads(TorchDispatchMode):

@@ -18,19 +18,117 @@ import yaml
 
 CANARY_MODULE = "meshwright_canary"  # importing it leaves a file
 LIMIT_S = 30  # a busy machine comes nowhere near it
-ODD: list[Any] = [None, True, False, 0, 1, -1, 7, 2**31, 2**62, 2**63, 2**64, 10**15, -(10**15), 10**400, 0.5, 1e308, -1e-320,
-                  float("nan"), float("inf"), "", " ", "x", "x" * 2000, "0", "1", "-1", "1e9", "9" * 300, "9" * 5000, "auto",
-                  "null", "../../etc/passwd", "/etc/passwd", "/dev/zero", "~", "~nobody-here/x", "a\nb", "\0", "\x1b[31m",
-                  "\u202e",
-                  "\ud800", "é" * 200, "{}", "*", "<<", "=", f"{CANARY_MODULE}.X", "layers.[0-9999]", "2001-13-45", "1:1:1.5",
-                  [], {}, [1], ["a", None], {"a": 1}, {"": []}, {"class_path": f"{CANARY_MODULE}.X"}]  # fmt: skip
-HAZARDS: list[Any] = [f"{CANARY_MODULE}.X", 10**400, 2**63, "a\nb", "\x1b[31m", "../other.safetensors", "x" * 2000, -1, None]
-SNIPPETS = [b"!!python/object/apply:os.system ['touch CANARY']", b"!!python/name:os.system", b"!!int ", b"!!set ", b"!!binary ",
-            b"! ", b"&a ", b"*a", b"<<: ", b"? ", b"- ", b"[", b"{", b"]", b"}", b"\0", b"\x07", b"\xff\xfe", b"\xef\xbb\xbf",
-            b"\t",
-            b"\n---\n", b"9" * 100_000, b"[" * 1000, b"[" * 100_000, b"{a: " * 300,
-            b"1" + b":1" * 300 + b".5", b"0x" + b"f" * 4000, b"NaN", b"1e999",
-            b"-0", "\u2028".encode(), b"\xed\xa0\x80", b'"', b"'", b"#", b"%YAML 9.9\n", b"=", b"null", b"\\u0000"]  # fmt: skip
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    7,
+    2**31,
+    2**62,
+    2**63,
+    2**64,
+    10**15,
+    -(10**15),
+    10**400,
+    0.5,
+    1e308,
+    -1e-320,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "x",
+    "x" * 2000,
+    "0",
+    "1",
+    "-1",
+    "1e9",
+    "9" * 300,
+    "9" * 5000,
+    "auto",
+    "null",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "/dev/zero",
+    "~",
+    "~nobody-here/x",
+    "a\nb",
+    "\0",
+    "\x1b[31m",
+    "\u202e",
+    "\ud800",
+    "é" * 200,
+    "{}",
+    "*",
+    "<<",
+    "=",
+    f"{CANARY_MODULE}.X",
+    "layers.[0-9999]",
+    "2001-13-45",
+    "1:1:1.5",
+    [],
+    {},
+    [1],
+    ["a", None],
+    {"a": 1},
+    {"": []},
+    {"class_path": f"{CANARY_MODULE}.X"},
+]
+HAZARDS: list[Any] = [
+    f"{CANARY_MODULE}.X",
+    10**400,
+    2**63,
+    "a\nb",
+    "\x1b[31m",
+    "../other.safetensors",
+    "x" * 2000,
+    -1,
+    None,
+]
+SNIPPETS = [
+    b"!!python/object/apply:os.system ['touch CANARY']",
+    b"!!python/name:os.system",
+    b"!!int ",
+    b"!!set ",
+    b"!!binary ",
+    b"! ",
+    b"&a ",
+    b"*a",
+    b"<<: ",
+    b"? ",
+    b"- ",
+    b"[",
+    b"{",
+    b"]",
+    b"}",
+    b"\0",
+    b"\x07",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\t",
+    b"\n---\n",
+    b"9" * 100_000,
+    b"[" * 1000,
+    b"[" * 100_000,
+    b"{a: " * 300,
+    b"1" + b":1" * 300 + b".5",
+    b"0x" + b"f" * 4000,
+    b"NaN",
+    b"1e999",
+    b"-0",
+    "\u2028".encode(),
+    b"\xed\xa0\x80",
+    b'"',
+    b"'",
+    b"#",
+    b"%YAML 9.9\n",
+    b"=",
+    b"null",
+    b"\\u0000",
+]
 
 
 Mutator = Callable[[random.Random, bytes], bytes]
@@ -116,16 +214,41 @@ def _replace_number(rng: random.Random, content: bytes) -> bytes:
     """Digits somewhere become another number."""
     places = [i for i, byte in enumerate(content[:20_000]) if 48 <= byte < 58]
     at = rng.choice(places or [0])
-    number = rng.choice((b"0", b"-1", b"1e9", b"999999999999999", b"9" * 25, b"9" * 5000, b"1.5", b"true", b"1_0",
-                         b"0o7", b".inf"))  # fmt: skip
+    number = rng.choice(
+        (
+            b"0",
+            b"-1",
+            b"1e9",
+            b"999999999999999",
+            b"9" * 25,
+            b"9" * 5000,
+            b"1.5",
+            b"true",
+            b"1_0",
+            b"0o7",
+            b".inf",
+        )
+    )
     return content[:at] + number + content[at + 1 :]
 
 
 def _replace_whole(rng: random.Random, content: bytes) -> bytes:
     """Another kind of file altogether."""
-    return rng.choice((b"", b"\0" * 100, pickle.dumps(_Commands()), b"PK\x03\x04" + content,
-                       content.decode("latin1").encode("utf-16"),
-                       b"a: " + b"[" * 100_000, b"- x\n" * 1000, b'"x"', b"3", rng.randbytes(300), content * 2))  # fmt: skip
+    return rng.choice(
+        (
+            b"",
+            b"\0" * 100,
+            pickle.dumps(_Commands()),
+            b"PK\x03\x04" + content,
+            content.decode("latin1").encode("utf-16"),
+            b"a: " + b"[" * 100_000,
+            b"- x\n" * 1000,
+            b'"x"',
+            b"3",
+            rng.randbytes(300),
+            content * 2,
+        )
+    )
 
 
 def _change_value(rng: random.Random, content: bytes) -> bytes:
@@ -158,7 +281,9 @@ def _change_value(rng: random.Random, content: bytes) -> bytes:
 
 def _places(plain: Any) -> Iterator[tuple[Any, Any]]:
     """Every (list or mapping, index or key) of nested data."""
-    entries = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    entries = (
+        plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    )
     for key, value in list(entries):
         yield plain, key
         yield from _places(value)
@@ -171,7 +296,11 @@ _OF_VALUES: list[Mutator] = [_change_value] * 6 + [_replace_whole]
 def put_in_place(rng: random.Random, target: Target, content: bytes, outside: Path) -> str:
     """Write a mutant, or something that is no file; what it was, in words."""
     clear(target.path)
-    kind = rng.choice(("gone", "folder", "pipe", "endless", "link outside", "loop")) if rng.random() < 0.02 else "bytes"
+    kind = (
+        rng.choice(("gone", "folder", "pipe", "endless", "link outside", "loop"))
+        if rng.random() < 0.02
+        else "bytes"
+    )
     if kind == "folder":
         target.path.mkdir()
     elif kind == "pipe":

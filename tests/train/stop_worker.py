@@ -1,4 +1,5 @@
-"""One rank of a run without a model: steps that sleep, and the agreement to stop. Says in a file of its own what it does."""
+"""One rank of a run without a model: steps that sleep, and the agreement to stop. Says in a file of its own
+what it does."""
 
 import ctypes
 import os
@@ -42,7 +43,9 @@ def play(scene: Scene, rank: int) -> None:
 
     stop_module.LAST_WORDS_S = scene.last_words_s
     stop = Stop(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
-    dist.init_process_group("gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks
+    )
     stop.connect()
     if scene.trouble == "set-up":
         say("step 3")

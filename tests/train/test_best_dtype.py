@@ -38,18 +38,26 @@ def test_a_gpu_kind_takes_bfloat16_and_a_cpu_the_faster_one() -> None:
 def test_this_cpu_takes_bfloat16_if_the_kernel_reports_instructions_for_it() -> None:
     """Linux's names: amx_bf16 and avx512_bf16 on x86, bf16 on Arm."""
     flags = set(CPUINFO.read_text().split())
-    expected = "bfloat16" if flags & FAST_ON_CPUS.keys() and torch.backends.mkldnn.is_available() else "float32"
+    expected = (
+        "bfloat16" if flags & FAST_ON_CPUS.keys() and torch.backends.mkldnn.is_available() else "float32"
+    )
     assert dtype_here(CPU) == expected
     said = describe_dtype(CPU)
     assert said.startswith(f"param_dtype: auto is {expected}: ")
     assert expected == "float32" or any(name in said for key, name in FAST_ON_CPUS.items() if key in flags)
 
 
-@pytest.mark.parametrize(("reported", "expected"), [
-    ({"avx2": True, "avx512_f": True}, "float32"), ({"avx512_bf16": True}, "bfloat16"), ({"amx_bf16": True}, "bfloat16"),
-    ({"amx_bf16": False, "avx512_bf16": False}, "float32"), ({"neon": True, "bf16": False}, "float32"),
-    ({"neon": True, "bf16": True}, "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        ({"avx2": True, "avx512_f": True}, "float32"),
+        ({"avx512_bf16": True}, "bfloat16"),
+        ({"amx_bf16": True}, "bfloat16"),
+        ({"amx_bf16": False, "avx512_bf16": False}, "float32"),
+        ({"neon": True, "bf16": False}, "float32"),
+        ({"neon": True, "bf16": True}, "bfloat16"),
+    ],
+)
 def test_other_cpus(reported: dict[str, bool], expected: str) -> None:
     dtype, why = cpu_dtype(reported, onednn=True)
     assert dtype == expected
@@ -57,7 +65,9 @@ def test_other_cpus(reported: dict[str, bool], expected: str) -> None:
     assert cpu_dtype(reported, onednn=False)[0] == "float32", "nothing uses the instructions"
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
+)
 def test_gpus_from_ampere_on_take_bfloat16(capability: tuple[int, int], expected: str) -> None:
     dtype, why = gpu_dtype(capability)
     assert dtype == expected
@@ -70,27 +80,46 @@ def test_a_plan_here_has_this_devices_dtype_and_a_dtype_that_is_named_stays() ->
     for dtype in ("float32", "bfloat16"):
         config = parse_config([*TINY, f"--parallel.param_dtype={dtype}"])
         assert dtypes(plan_here(config, place, CPU, "CPU")) == {dtype}
-    assert dtypes(plan_run(parse_config([*TINY, AUTO]), 1)) == {"float32"}, "of a machine of which nothing is known"
+    assert dtypes(plan_run(parse_config([*TINY, AUTO]), 1)) == {"float32"}, (
+        "of a machine of which nothing is known"
+    )
 
 
 def test_attention_in_auto_is_what_bfloat16_has() -> None:
     h200 = load_hardware()["h200"]
-    assert best_attention(parse_config([AUTO]), h200) == best_attention(parse_config(["--parallel.param_dtype=bfloat16"]), h200)
+    assert best_attention(parse_config([AUTO]), h200) == best_attention(
+        parse_config(["--parallel.param_dtype=bfloat16"]), h200
+    )
     assert best_attention(parse_config([]), h200) == "efficient"
 
 
 @pytest.mark.parametrize("plan", ["manual", "auto"])
 def test_the_plan_tool_takes_bfloat16_for_a_gpu(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["--train.global_batch_size=-1", "--model.n_layers=1", *EAGER, f"--parallel.plan={plan}",
-            "--parallel.activation_checkpoint=none", "--train.micro_batch_size=1"]  # fmt: skip
+    keys = [
+        "--train.global_batch_size=-1",
+        "--model.n_layers=1",
+        *EAGER,
+        f"--parallel.plan={plan}",
+        "--parallel.activation_checkpoint=none",
+        "--train.micro_batch_size=1",
+    ]
     plan_main(["--config=llama_debug", "--gpus=2", "--gpu=h200", *keys, "--json"])
     units = json.loads(capsys.readouterr().out)["plan"]["units"]
     assert {unit["param_dtype"] for unit in units} == {"bfloat16"}
 
 
 def test_a_run_says_what_auto_has_become(tmp_path: Path) -> None:
-    result = run(1, *TINY, *EAGER, *write_text(tmp_path), AUTO, "--train.steps=1", "--train.eval_every=0", "--checkpoint.every=0",
-                 f"--run.dir={tmp_path / 'run'}")  # fmt: skip
+    result = run(
+        1,
+        *TINY,
+        *EAGER,
+        *write_text(tmp_path),
+        AUTO,
+        "--train.steps=1",
+        "--train.eval_every=0",
+        "--checkpoint.every=0",
+        f"--run.dir={tmp_path / 'run'}",
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(describe_dtype(CPU)) == 1
     assert f"param_dtype: {dtype_here(CPU)}" in (tmp_path / "run" / "plan.yaml").read_text()

@@ -1,4 +1,5 @@
-"""TensorBoard's page as TensorBoard itself reads it: tags, charts, texts, pictures, and the rows of the HParams tab."""
+"""TensorBoard's page as TensorBoard itself reads it: tags, charts, texts, pictures, and the rows of the
+HParams tab."""
 
 import io
 import json
@@ -43,9 +44,16 @@ class Page:
     """What TensorBoard's own code makes of a folder of runs."""
 
     def __init__(self, folder: Path) -> None:
-        self.runs = EventMultiplexer(size_guidance={"tensors": 0, "scalars": 0}).AddRunsFromDirectory(str(folder)).Reload()
-        self.context = TBContext(logdir=str(folder), data_provider=MultiplexerDataProvider(self.runs, str(folder)),
-                                 plugin_name_to_instance={})  # fmt: skip
+        self.runs = (
+            EventMultiplexer(size_guidance={"tensors": 0, "scalars": 0})
+            .AddRunsFromDirectory(str(folder))
+            .Reload()
+        )
+        self.context = TBContext(
+            logdir=str(folder),
+            data_provider=MultiplexerDataProvider(self.runs, str(folder)),
+            plugin_name_to_instance={},
+        )
 
     def layout(self) -> dict[str, Any]:
         return json.loads(CustomScalarsPlugin(self.context).layout_impl(RequestContext(), ""))
@@ -53,14 +61,20 @@ class Page:
     def lines(self, run: str, expression: str) -> set[str]:
         """Tags that a chart with this expression shows."""
         self.context.plugin_name_to_instance["scalars"] = ScalarsPlugin(self.context)
-        return set(CustomScalarsPlugin(self.context).scalars_impl(RequestContext(), run, expression, "")["tag_to_events"])
+        return set(
+            CustomScalarsPlugin(self.context).scalars_impl(RequestContext(), run, expression, "")[
+                "tag_to_events"
+            ]
+        )
 
     def hparams(self) -> tuple[Any, dict[str, Any]]:
         """The columns, and by name the rows."""
         plugin = backend_context.Context(self.context)
         request = api_pb2.ListSessionGroupsRequest(allowed_statuses=STATUSES, slice_size=100)
         groups = list_session_groups.Handler(RequestContext(), plugin, "", request).run().session_groups
-        nothing = list_session_groups.provider.ListHyperparametersResult(hyperparameters=[], session_groups=[])
+        nothing = list_session_groups.provider.ListHyperparametersResult(
+            hyperparameters=[], session_groups=[]
+        )
         content = plugin.hparams_metadata(RequestContext(), "")
         columns = plugin.experiment_from_metadata(RequestContext(), "", True, content, nothing)
         return columns, {group.name: group for group in groups}
@@ -68,7 +82,9 @@ class Page:
 
 def board_of(folder: Path, shown: Shown, steps: range, outcome: Outcome | None, loss: float = 1.0) -> None:
     """A run, or a part of one, that is evaluated at some steps."""
-    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+    throughput = Throughput(
+        tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
+    )
     metrics = Metrics(MetricsConfig(), throughput, folder, torch.device("cpu"), True, {})
     metrics.show(shown)
     for step in steps:
@@ -94,8 +110,16 @@ def test_what_is_predicted_stands_beside_what_is_measured_and_every_figure_has_a
 
 
 def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path) -> None:
-    figures = [*TAGS, "predicted_step_time_s", "predicted_peak_memory_gib", "predicted_tokens_per_s_per_gpu", "predicted_mfu"]
-    metrics = Metrics(MetricsConfig(), Throughput(1, 1.0, 1.0, 1, None), tmp_path / "tb", torch.device("cpu"), True, {})
+    figures = [
+        *TAGS,
+        "predicted_step_time_s",
+        "predicted_peak_memory_gib",
+        "predicted_tokens_per_s_per_gpu",
+        "predicted_mfu",
+    ]
+    metrics = Metrics(
+        MetricsConfig(), Throughput(1, 1.0, 1.0, 1, None), tmp_path / "tb", torch.device("cpu"), True, {}
+    )
     row = dict.fromkeys(figures, 1.0) | {"step": 1, "eval/a/loss": 1.0, "eval/a/bits_per_byte": 1.0}
     metrics._write(row | {"unit_grad_norms": {"head": 1.0, "layers.0": math.nan}}, {})
     metrics.close()
@@ -103,8 +127,11 @@ def test_every_chart_finds_the_tags_that_rows_have_and_no_others(tmp_path: Path)
     shown = {category["title"]: category for category in page.layout()["category"]}
     assert list(shown) == list(CHARTS)
     assert shown["More"]["closed"]
-    lines = {chart["title"]: set().union(*(page.lines("tb/tb", tag) for tag in chart["multiline"]["tag"]))
-             for category in shown.values() for chart in category["chart"]}  # fmt: skip
+    lines = {
+        chart["title"]: set().union(*(page.lines("tb/tb", tag) for tag in chart["multiline"]["tag"]))
+        for category in shown.values()
+        for chart in category["chart"]
+    }
     assert list(lines.values()) == [
         {"loss/train", "loss/eval"},
         {"speed/tokens_per_s_per_gpu", "speed/tokens_per_s_per_gpu_predicted"},
@@ -127,10 +154,15 @@ def test_runs_are_rows_that_compare_and_a_chart_that_they_share_is_shown_once(tm
         board_of(tmp_path / name, with_lr(lr), range(3), "finished", loss=lr)
     page = Page(tmp_path)
     columns, rows = page.hparams()
-    assert {name: dict(row.hparams)["optim.lr"].number_value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}
+    assert {name: dict(row.hparams)["optim.lr"].number_value for name, row in rows.items()} == {
+        "a/tb": 0.5,
+        "b/tb": 0.25,
+    }
     assert rows["a/tb"].hparams["parallel.plan"].string_value == "manual"
     assert rows["a/tb"].hparams["data.packing"].bool_value
-    assert {name: row.metric_values[0].value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}, "the loss, eval"
+    assert {name: row.metric_values[0].value for name, row in rows.items()} == {"a/tb": 0.5, "b/tb": 0.25}, (
+        "the loss, eval"
+    )
     assert [row.sessions[0].status for row in rows.values()] == [api_pb2.STATUS_SUCCESS] * 2
     assert [metric.name.tag for metric in columns.metric_infos] == list(COMPARED)
     assert columns.hparam_infos[0].name == "optim.lr", "what is asked for comes first"
@@ -152,7 +184,8 @@ def test_a_resumed_run_is_one_row_whose_end_is_its_last(tmp_path: Path) -> None:
     assert status() == api_pb2.STATUS_UNKNOWN
     board_of(tmp_path / "run", with_lr(0.5), range(4, 6), "finished")
     assert status() == api_pb2.STATUS_SUCCESS
-    board_of(tmp_path / "run", with_lr(0.5), range(0), "failed")  # before its first row: nothing that is there is hidden
+    # before its first row: nothing that is there is hidden
+    board_of(tmp_path / "run", with_lr(0.5), range(0), "failed")
     assert status() == api_pb2.STATUS_FAILURE
     assert [event.step for event in Page(tmp_path).runs.Tensors("run/tb", "loss/eval")] == list(range(6))
 
@@ -175,8 +208,10 @@ def test_a_run_shows_facts_plan_and_the_predicted_step(config: Config, tmp_path:
     shown = describe_run(config, plan, CPU, ("1,000 tokens", 350), ("tp=2: faster",), timeline)
     board_of(tmp_path / "run", shown, range(2), "finished")
     page = Page(tmp_path)
-    texts = {name: page.runs.Tensors("run/tb", name)[0].tensor_proto.string_val[0].decode()
-             for name in ("about", "config", "plan", "planner")}  # fmt: skip
+    texts = {
+        name: page.runs.Tensors("run/tb", name)[0].tensor_proto.string_val[0].decode()
+        for name in ("about", "config", "plan", "planner")
+    }
     for words in ("350 steps of 256 tokens", "1,000 tokens", f"2 x {CPU}", "tp 2", "2 layers"):
         assert words in texts["about"]
     assert "n_layers: 2" in texts["config"]
@@ -198,8 +233,12 @@ def test_the_row_says_what_the_plan_is_where_the_config_leaves_it_open(config: C
     assert values["parallel.reshard_after_forward"] == "true (3 of 4 units)"
     assert values["optim.betas"] == "0.9, 0.95"
     assert values["run.processes"] == 4
-    other = hparams_of(parse_config([*TINY, "--parallel.strategy=no_shard", "--data.source=x"]), plan_run(config, 2), CPU)
-    assert {name: type(value) is str for name, value in values.items()} == {name: type(v) is str for name, v in other.items()}
+    other = hparams_of(
+        parse_config([*TINY, "--parallel.strategy=no_shard", "--data.source=x"]), plan_run(config, 2), CPU
+    )
+    assert {name: type(value) is str for name, value in values.items()} == {
+        name: type(v) is str for name, v in other.items()
+    }
 
 
 def test_keys_of_the_command_line_come_first() -> None:

@@ -52,10 +52,14 @@ def test_room_is_asked_for_the_headers_of_all_ranks(group: None, tmp_path: Path)
     file = saved / "rank-00000.safetensors"
     values_bytes = sum(tensor.nbytes for tensor in tensors.values())
     beyond_bytes = file.stat().st_size - values_bytes
-    assert 1000 * beyond_bytes < needed_bytes(tensors, random_state(), 1000) - values_bytes < 2000 * beyond_bytes
+    assert (
+        1000 * beyond_bytes < needed_bytes(tensors, random_state(), 1000) - values_bytes < 2000 * beyond_bytes
+    )
 
 
-def test_nothing_is_saved_after_one_that_was_cut_off(group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_saved_after_one_that_was_cut_off(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call that has failed on this rank alone may have worked on the others."""
     saver = make_saver(tmp_path)[0]
 
@@ -65,7 +69,10 @@ def test_nothing_is_saved_after_one_that_was_cut_off(group: None, tmp_path: Path
     with monkeypatch.context() as patched:
         patched.setattr(dist, "all_gather_object", fail)
         error = save(saver, 1).error
-    assert error == "the save of step 1 was cut off, as by the death of another process (Connection reset by peer)"
+    assert (
+        error
+        == "the save of step 1 was cut off, as by the death of another process (Connection reset by peer)"
+    )
     assert save(saver, 2).error == error
     assert list_checkpoints(tmp_path) == []
 

@@ -1,4 +1,5 @@
-"""Hundreds of faults on real checkpoints: each is found before a tensor is used, whichever way the checkpoint is read."""
+"""Hundreds of faults on real checkpoints: each is found before a tensor is used, whichever way the checkpoint
+is read."""
 
 import os
 import random
@@ -42,7 +43,10 @@ from train.runtime import start_process
 LIMIT_S = 60  # for all that is done with one fault
 ALONE = Place(0, 1, 0, 1, False)
 SIZE = [*TINY, *EAGER]
-MESHES = {"fsdp": (2, ["--parallel.dp_shard=2"]), "fsdp_tp": (4, ["--parallel.dp_shard=2", "--parallel.tp=2"])}
+MESHES = {
+    "fsdp": (2, ["--parallel.dp_shard=2"]),
+    "fsdp_tp": (4, ["--parallel.dp_shard=2", "--parallel.tp=2"]),
+}
 
 
 @pytest.fixture(scope="module", params=["fsdp", pytest.param("fsdp_tp", marks=pytest.mark.slow)])
@@ -67,7 +71,8 @@ def save_two_steps(arguments: list[str], folder: Path) -> None:
 
 
 class Trainer:
-    """A model and its optimizer in this process, of which every value is NaN, and the ways to read a checkpoint into them."""
+    """A model and its optimizer in this process, of which every value is NaN, and the ways to read a
+    checkpoint into them."""
 
     def __init__(self, config: Config) -> None:
         plan = plan_run(config, 1)
@@ -121,7 +126,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config that init_from has read once is known by its bytes: to parse it takes ten times as long as all else of a fault."""
+    """A config that init_from has read once is known by its bytes: to parse it takes ten times as long as all
+    else of a fault."""
     really, known = init_from.load_config, dict[bytes, Config]()
 
     def load(path: Path) -> Config:
@@ -180,11 +186,16 @@ def undetected(ways: dict[str, Callable[[], object]]) -> list[str]:
 
 
 def passed_over_wrongly(bad: Path, before: Path) -> list[str]:
-    """With the step before beside it, auto takes that one, says what it has passed over, and puts it aside."""
+    """With the step before beside it, auto takes that one, says what it has passed over, and puts it
+    aside."""
     shutil.copytree(before, bad.with_name(before.name))
     start = find_start(CheckpointConfig(), bad.parent, ALONE)
     aside = bad.with_name(f"damaged-{bad.name}")
-    wrong = [] if (start.step, start.checkpoint) == (1, bad.with_name(before.name)) else [f"auto starts from {start.checkpoint}"]
+    wrong = (
+        []
+        if (start.step, start.checkpoint) == (1, bad.with_name(before.name))
+        else [f"auto starts from {start.checkpoint}"]
+    )
     if len(start.said) != 1 or str(bad) not in start.said[0] or str(aside) not in start.said[0]:
         wrong.append(f"auto says {start.said}")
     if list_checkpoints(bad.parent) != [bad.with_name(before.name)] or not aside.exists():
@@ -192,7 +203,9 @@ def passed_over_wrongly(bad: Path, before: Path) -> list[str]:
     return wrong
 
 
-def sweep(faults: list[Fault], good: Path, before: Path, trainer: Trainer, opened: list[Any], folder: Path) -> None:
+def sweep(
+    faults: list[Fault], good: Path, before: Path, trainer: Trainer, opened: list[Any], folder: Path
+) -> None:
     """Each fault is done to a copy of `good`, in folder / "run", and must be found on every way in."""
     bad, wrong = folder / "run" / "checkpoints" / good.name, []
     ways = ways_in(trainer, bad, folder / "out")
@@ -224,7 +237,9 @@ def of_the_seed(faults: list[Fault]) -> list[Fault]:
     return faults if seed == "all" else faults[int(seed) % 3 :: 3]
 
 
-def test_no_fault_goes_undetected(saved: Path, trainer: Trainer, opened: list[Any], parsed_once: None, tmp_path: Path) -> None:
+def test_no_fault_goes_undetected(
+    saved: Path, trainer: Trainer, opened: list[Any], parsed_once: None, tmp_path: Path
+) -> None:
     """One of each kind; where four ranks have saved also a third of all others, by the seed."""
     before, good, outside = saved / "step-00000001", saved / "step-00000002", tmp_path / "outside"
     shutil.copytree(good, outside / "copy")
@@ -239,7 +254,9 @@ def test_no_fault_goes_undetected(saved: Path, trainer: Trainer, opened: list[An
     assert [path.name for path in outside.iterdir()] == ["copy"], "code of a pickle has run"
 
 
-def test_without_a_fault_all_ways_are_open(saved: Path, trainer: Trainer, opened: list[Any], tmp_path: Path) -> None:
+def test_without_a_fault_all_ways_are_open(
+    saved: Path, trainer: Trainer, opened: list[Any], tmp_path: Path
+) -> None:
     """What the sweep takes for a refusal is one."""
     bad = tmp_path / "run" / "checkpoints" / "step-00000002"
     shutil.copytree(saved / bad.name, bad)

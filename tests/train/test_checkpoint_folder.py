@@ -22,7 +22,15 @@ from train.checkpoint.folder import (
     refuse_newer,
     write_synced,
 )
-from train.checkpoint.manifest import LIMIT_BYTES, MANIFEST, Manifest, Position, SavedFile, SavedTensor, read_manifest
+from train.checkpoint.manifest import (
+    LIMIT_BYTES,
+    MANIFEST,
+    Manifest,
+    Position,
+    SavedFile,
+    SavedTensor,
+    read_manifest,
+)
 from train.checkpoint.resume import find_start
 from train.checkpoint.verify import hash_file, verify_alone
 from train.place import Place
@@ -50,7 +58,13 @@ def test_only_a_committed_step_counts_and_oldest_come_first(tmp_path: Path) -> N
     assert list_checkpoints(tmp_path / "nothing") == []
     for step in (20, 3, 100_000_000):
         assert verify_alone(commit_step(tmp_path, step)).position == Position(step)
-    for name in (".step-00000007.partial", ".step-00000008.old", "damaged-step-00000009", "step-10", "step-00000011.bak"):
+    for name in (
+        ".step-00000007.partial",
+        ".step-00000008.old",
+        "damaged-step-00000009",
+        "step-10",
+        "step-00000011.bak",
+    ):
         (tmp_path / name).mkdir()
     assert steps(tmp_path) == [3, 20, 100_000_000]
 
@@ -74,16 +88,22 @@ def test_what_is_newer_than_the_start_is_refused(tmp_path: Path) -> None:
     commit_step(tmp_path, 5)
     refuse_newer(tmp_path, 5, own=True)
     auto = r"--checkpoint\.resume=auto goes on from the newest of them, another run\.dir leaves"
-    with pytest.raises(CheckpointError, match=rf"holds step-00000005, newer than step 4 where this run starts: {auto}"):
+    with pytest.raises(
+        CheckpointError, match=rf"holds step-00000005, newer than step 4 where this run starts: {auto}"
+    ):
         refuse_newer(tmp_path, 4, own=True)
     for start_step in (0, 5, 9):
-        with pytest.raises(CheckpointError, match=rf"holds step-00000005, from none of which this run goes on: {auto}"):
+        with pytest.raises(
+            CheckpointError, match=rf"holds step-00000005, from none of which this run goes on: {auto}"
+        ):
             refuse_newer(tmp_path, start_step, own=False)
     refuse_newer(tmp_path / "new", 0, own=False)
 
 
 def test_there_must_be_room(tmp_path: Path) -> None:
-    with pytest.raises(SaveError, match=r"step 3 needs 1073741824\.0 GiB, .* has [\d.]+ [MG]iB free: make room, or lower"):
+    with pytest.raises(
+        SaveError, match=r"step 3 needs 1073741824\.0 GiB, .* has [\d.]+ [MG]iB free: make room, or lower"
+    ):
         begin_save(tmp_path, 3, 2**60)
     assert list(tmp_path.iterdir()) == []
 
@@ -99,7 +119,12 @@ def test_every_kind_of_leftover_is_removed_and_nothing_else(tmp_path: Path) -> N
     (tmp_path / "notes").write_text("x")
     partial = begin_save(tmp_path, 2, 0)
     assert list(partial.iterdir()) == []
-    assert sorted(os.listdir(tmp_path)) == [".step-00000002.partial", "damaged-step-00000003", "notes", "step-00000001"]
+    assert sorted(os.listdir(tmp_path)) == [
+        ".step-00000002.partial",
+        "damaged-step-00000003",
+        "notes",
+        "step-00000001",
+    ]
     verify_alone(tmp_path / "step-00000001")
 
 
@@ -122,7 +147,9 @@ def test_only_what_is_in_the_way_must_go(tmp_path: Path, monkeypatch: pytest.Mon
 def test_folders_that_are_made_are_kept_by_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And that of the run, which is made just before."""
     synced: list[Path] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(os.readlink(f"/proc/self/fd/{handle}"))))
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+    )
     begin_save(tmp_path / "runs" / "one" / "checkpoints", 1, 0)
     assert synced == [tmp_path / "runs" / "one", tmp_path / "runs", tmp_path, tmp_path.parent]
     begin_save(tmp_path / "runs" / "one" / "checkpoints", 2, 0)
@@ -134,13 +161,23 @@ def test_a_file_that_did_not_arrive_is_not_committed(tmp_path: Path) -> None:
         partial = begin_save(tmp_path, 1, 0)
         if arrived:
             (partial / "rank-00001.safetensors").write_text(arrived)
-        with pytest.raises(SaveError, match=r"rank-00001\.safetensors did not arrive in .* one folder, shared by all nodes"):
+        with pytest.raises(
+            SaveError, match=r"rank-00001\.safetensors did not arrive in .* one folder, shared by all nodes"
+        ):
             commit(partial, Manifest(Position(1), {"rank-00001.safetensors": SavedFile(100, "")}, {}))
     assert steps(tmp_path) == []
 
 
-@pytest.mark.parametrize(("keep", "keep_every", "kept"), [(0, 0, [10, 20, 25, 30]), (1, 0, [30]), (2, 20, [20, 25, 30]),
-                                                          (9, 0, [10, 20, 25, 30]), (1, 10, [10, 20, 30])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "kept"),
+    [
+        (0, 0, [10, 20, 25, 30]),
+        (1, 0, [30]),
+        (2, 20, [20, 25, 30]),
+        (9, 0, [10, 20, 25, 30]),
+        (1, 10, [10, 20, 30]),
+    ],
+)
 def test_retention(keep: int, keep_every: int, kept: list[int], tmp_path: Path) -> None:
     assert make_retained([10, 20, 25, 30], keep, keep_every) == set(kept)
     for step in (10, 20, 25, 30):
@@ -159,8 +196,11 @@ def test_a_damaged_one_is_put_aside_under_a_free_name(tmp_path: Path) -> None:
 def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Path) -> None:
     partial = begin_save(tmp_path, 2, 0)
     write_synced(partial / "a.safetensors", "x" * 102)
-    manifest = Manifest(Position(2, 16, 2**63 - 1, 32, 1, "é\n"), {"a.safetensors": hash_file(partial / "a.safetensors")},
-                        {"model.a": SavedTensor((5, 5), "float32"), "optim.a.step": SavedTensor((), "bfloat16")})  # fmt: skip
+    manifest = Manifest(
+        Position(2, 16, 2**63 - 1, 32, 1, "é\n"),
+        {"a.safetensors": hash_file(partial / "a.safetensors")},
+        {"model.a": SavedTensor((5, 5), "float32"), "optim.a.step": SavedTensor((), "bfloat16")},
+    )
     final = commit(partial, manifest)
     assert read_manifest(final) == manifest
     with open(final / MANIFEST, "ab") as file:
@@ -169,22 +209,29 @@ def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Pa
         read_manifest(final)
 
 
-@pytest.mark.parametrize(("resume", "said"), [
-    ("nowhere", "checkpoint.resume=nowhere: nowhere is not a checkpoint: it has no manifest"),
-    ("", "checkpoint.resume is empty"),
-    ("~nobody-here/x", "no usable path"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("resume", "said"),
+    [
+        ("nowhere", "checkpoint.resume=nowhere: nowhere is not a checkpoint: it has no manifest"),
+        ("", "checkpoint.resume is empty"),
+        ("~nobody-here/x", "no usable path"),
+    ],
+)
 def test_a_checkpoint_named_in_vain_is_an_error(resume: str, said: str, group: None, tmp_path: Path) -> None:
     commit_step(tmp_path, 1)
     with pytest.raises(CheckpointError, match=said):
         find_start(CheckpointConfig(resume=resume), tmp_path, Place(0, 1, 0, 1, False))
 
 
-def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(group: None, tmp_path: Path) -> None:
+def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(
+    group: None, tmp_path: Path
+) -> None:
     place = Place(0, 1, 0, 1, False)
     for step in (1, 2, 3):
         (commit_step(tmp_path, step) / "config.yaml").write_text("x")
-    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*step-00000003 is damaged"):
+    with pytest.raises(
+        CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*step-00000003 is damaged"
+    ):
         find_start(CheckpointConfig(), tmp_path, place)
     assert steps(tmp_path) == [1, 2, 3], "nothing is put aside before there is another to go on from"
     (tmp_path / "step-00000001" / "config.yaml").write_text("# 1\n")
@@ -196,7 +243,9 @@ def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(group
     assert find_start(CheckpointConfig(), tmp_path / "new", place).step == 0
 
 
-def test_what_cannot_be_read_for_the_moment_is_not_damaged(group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_for_the_moment_is_not_damaged(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the newest, a disk that fails: nothing is renamed, and afterwards the run goes on from it."""
     place, newest = Place(0, 1, 0, 1, False), commit_step(tmp_path, 2)
     commit_step(tmp_path, 1)
@@ -207,7 +256,9 @@ def test_what_cannot_be_read_for_the_moment_is_not_damaged(group: None, tmp_path
     with monkeypatch.context() as patched:
         patched.setattr(verify_module, "hash_file", fail)
         for resume in ("auto", str(newest)):
-            with pytest.raises(UnreadableError, match=r"config\.yaml cannot be read \(Input/output error\).*mend that"):
+            with pytest.raises(
+                UnreadableError, match=r"config\.yaml cannot be read \(Input/output error\).*mend that"
+            ):
                 find_start(CheckpointConfig(resume=resume), tmp_path, place)
     assert steps(tmp_path) == [1, 2]
     assert find_start(CheckpointConfig(), tmp_path, place).step == 2

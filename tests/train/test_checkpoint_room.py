@@ -1,4 +1,5 @@
-"""Host memory for the copies that saves are written from: counted as it is taken, and agreed on by all ranks."""
+"""Host memory for the copies that saves are written from: counted as it is taken, and agreed on by all
+ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from train.place import Place
 GIB = 2**30
 
 
-@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (3, 4), (4096, 4096), (4097, 8192), (2**31 + 1, 2**32)])
+@pytest.mark.parametrize(
+    ("size", "taken"), [(0, 0), (1, 1), (3, 4), (4096, 4096), (4097, 8192), (2**31 + 1, 2**32)]
+)
 def test_pinned_memory_comes_in_powers_of_two(size: int, taken: int) -> None:
     assert round_up(size) == taken
 
@@ -46,18 +49,28 @@ def test_what_is_missing_is_of_a_whole_machine() -> None:
     two = [(0, 4, 10), (0, 4, 9), (2, 4, 8), (2, 4, 8)]
     assert describe_missing(asked(*two)) == ""
     assert describe_missing(asked(*two[:3], (2, 4, 7.5))) == (
-        "copies of the training state need 8.00 GiB of host memory on the machine of rank 2, for 2 processes; 7.50 GiB are left "
-        "there, 0.50 GiB are missing")  # fmt: skip
+        "copies of the training state need 8.00 GiB of host memory on the machine of rank 2, for 2 "
+        "processes; 7.50 GiB are left "
+        "there, 0.50 GiB are missing"
+    )
     assert "machine of rank 0" in describe_missing(asked((0, 4, 1), (1, 4, 3.5)))
 
 
 def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]:
-    """A save on ranks of two machines with so much memory left: whether it was made beside the training, its error, and the bytes
-    of all ranks' copies."""
+    """A save on ranks of two machines with so much memory left: whether it was made beside the training, its
+    error, and the bytes of all ranks' copies."""
     trainer, rank = Trainer(), dist.get_rank()
     machine = rank // 2 * 2
-    saver = Saver(CheckpointConfig(), folder, trainer.model, trainer.optimizer, trainer.mesh, {},
-                  lambda: left_kib[machine // 2] * 1024, machine)  # fmt: skip
+    saver = Saver(
+        CheckpointConfig(),
+        folder,
+        trainer.model,
+        trainer.optimizer,
+        trainer.mesh,
+        {},
+        lambda: left_kib[machine // 2] * 1024,
+        machine,
+    )
     assert saver.make_room() == "", "on a CPU nothing is taken ahead"
     assert not saver._copies
     for step in (1, 2):
@@ -72,16 +85,23 @@ def test_all_ranks_decide_alike_by_what_the_machines_have_for_all_of_theirs(tmp_
     needs_kib = sum(taken for _, _, taken in plenty[2:]) // 1024 + 1
     for left, beside in (([10_000, needs_kib], True), ([10_000, needs_kib - 2], False), ([0, 10_000], False)):
         results = run_ranks(4, save_on_machines, tmp_path / f"{left}", left)
-        assert [(asynchronous, error, taken > 0) for asynchronous, error, taken in results] == [(beside, "", beside)] * 4
+        assert [(asynchronous, error, taken > 0) for asynchronous, error, taken in results] == [
+            (beside, "", beside)
+        ] * 4
 
 
 def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]:
-    """What making room and two saves say where saves need copies, and how many tensors this rank has a copy of. On the rank
-    `refused_on` the system gives no memory at first."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    """What making room and two saves say where saves need copies, and how many tensors this rank has a copy
+    of. On the rank `refused_on` the system gives no memory at first."""
+    rank, mesh = (
+        dist.get_rank(),
+        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)),
+    )
     model = nn.Linear(4, 3)  # three rows: the last of four ranks has none
     fully_shard(model, mesh=mesh)
-    saver = Saver(CheckpointConfig(), folder, model, build_optimizer(model, OptimConfig()), mesh, {}, lambda: 2**30)
+    saver = Saver(
+        CheckpointConfig(), folder, model, build_optimizer(model, OptimConfig()), mesh, {}, lambda: 2**30
+    )
     saver._on_cpu, empty = False, torch.empty
 
     def refuse(*size: Any, **options: Any) -> torch.Tensor:
@@ -114,10 +134,14 @@ class FullMachine:
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
-def test_without_room_a_run_ends_before_its_first_step_or_says_so(on_error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_room_a_run_ends_before_its_first_step_or_says_so(
+    on_error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = CheckpointConfig(every=500, on_error=on_error)  # type: ignore[arg-type]
     if on_error == "stop":
-        with pytest.raises(ConfigError, match=r"checkpoint\.every=500, but all is taken. Train on more machines"):
+        with pytest.raises(
+            ConfigError, match=r"checkpoint\.every=500, but all is taken. Train on more machines"
+        ):
             train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]
     else:
         train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]

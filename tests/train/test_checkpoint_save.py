@@ -1,4 +1,5 @@
-"""Saves that fail or are cut short at every stage leave what was committed before, and nothing else that lasts."""
+"""Saves that fail or are cut short at every stage leave what was committed before, and nothing else that
+lasts."""
 
 import json
 import math
@@ -49,13 +50,23 @@ def file_limit(size_bytes: int) -> Iterator[None]:
 
 
 @BOTH
-@pytest.mark.parametrize(("stage", "texts", "limit_bytes"), [
-    ("rank-00000.safetensors", TEXTS, 100_000), ("partial", LARGE, 1_500_000), ("step-00000002 cannot be committed", TEXTS, 1000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "texts", "limit_bytes"),
+    [
+        ("rank-00000.safetensors", TEXTS, 100_000),
+        ("partial", LARGE, 1_500_000),
+        ("step-00000002 cannot be committed", TEXTS, 1000),
+    ],
+)
 def test_a_full_disk_leaves_what_was_committed(
-    stage: str, texts: dict[str, str], limit_bytes: int, asynchronous: bool, trainer: Trainer, tmp_path: Path,
+    stage: str,
+    texts: dict[str, str],
+    limit_bytes: int,
+    asynchronous: bool,
+    trainer: Trainer,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """In the shard, in the config, in the manifest; although only one checkpoint is kept."""
     assert trainer.save(tmp_path, 1, keep=1, asynchronous=asynchronous).error == ""
     with monkeypatch.context() as patched:
@@ -82,15 +93,20 @@ def test_a_full_disk_leaves_what_was_committed(
 
 @BOTH
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_never_committed(value: float, asynchronous: bool, trainer: Trainer, tmp_path: Path) -> None:
+def test_what_is_not_finite_is_never_committed(
+    value: float, asynchronous: bool, trainer: Trainer, tmp_path: Path
+) -> None:
     trainer.own_weight[-1, 3] = value
     said = trainer.save(tmp_path, 1, asynchronous=asynchronous).error
     assert said == "model.weight is not finite on rank 0, and nothing that is not finite is committed"
     assert names(tmp_path) == []
 
 
-def test_everything_is_on_the_disk_before_it_counts(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that are made, every file, then the manifest, then the folder, then the rename, then the folder that it is in."""
+def test_everything_is_on_the_disk_before_it_counts(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders that are made, every file, then the manifest, then the folder, then the rename, then the folder
+    that it is in."""
     done: list[str] = []
     really_sync, really_rename = os.fsync, os.rename
 
@@ -106,7 +122,14 @@ def test_everything_is_on_the_disk_before_it_counts(trainer: Trainer, tmp_path: 
     monkeypatch.setattr(os, "rename", rename)
     assert trainer.save(tmp_path / "checkpoints", 1).error == ""
     assert done[:2] == [tmp_path.name, tmp_path.parent.name]
-    assert done[2:] == ["rank-00000.safetensors", *TEXTS, MANIFEST, ".step-00000001.partial", "-> step-00000001", "checkpoints"]
+    assert done[2:] == [
+        "rank-00000.safetensors",
+        *TEXTS,
+        MANIFEST,
+        ".step-00000001.partial",
+        "-> step-00000001",
+        "checkpoints",
+    ]
 
 
 def test_a_rename_that_the_disk_does_not_keep_is_taken_back(
@@ -126,12 +149,20 @@ def test_a_rename_that_the_disk_does_not_keep_is_taken_back(
     assert trainer.save(tmp_path, 1).error == ""
 
 
-def test_older_ones_go_only_after_a_newer_one_is_there(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_ones_go_only_after_a_newer_one_is_there(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there: list[list[int]] = []
     really = saver_module.delete_others
 
     def look(folder: Path, keep: int, keep_every: int) -> None:
-        there.append([folder_module.step_of(verified) for verified in list_checkpoints(folder) if verify_alone(verified)])
+        there.append(
+            [
+                folder_module.step_of(verified)
+                for verified in list_checkpoints(folder)
+                if verify_alone(verified)
+            ]
+        )
         really(folder, keep, keep_every)
 
     monkeypatch.setattr(saver_module, "delete_others", look)
@@ -157,7 +188,9 @@ def test_a_file_system_that_does_not_know_its_size_is_not_full(
     assert trainer.save(tmp_path, 1).error == ""
 
 
-def test_steps_that_an_older_version_did_not_count_are_counted_on_loading(trainer: Trainer, tmp_path: Path) -> None:
+def test_steps_that_an_older_version_did_not_count_are_counted_on_loading(
+    trainer: Trainer, tmp_path: Path
+) -> None:
     for state, steps in zip(trainer.optimizer.state.values(), (7.0, 0.0), strict=True):
         state["step"].fill_(steps)
     saved = trainer.save(tmp_path, 1)
@@ -173,14 +206,23 @@ def test_a_folder_that_cannot_be_written_is_said(trainer: Trainer, tmp_path: Pat
 
 def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(trainer: Trainer, tmp_path: Path) -> None:
     """The other rank hears of it at once; nothing half done counts, and the next save removes it."""
-    committed, with_leftovers = {"after the rename": [1, 2], "before retention": [1, 2], "in a deletion": [2]}, 0
+    committed, with_leftovers = (
+        {"after the rename": [1, 2], "before retention": [1, 2], "in a deletion": [2]},
+        0,
+    )
     for number, case in enumerate(KILLS):
         heard = save_with_one_killed(case, number % 2 == 0, tmp_path / str(number))
         folder = tmp_path / str(number) / "checkpoints"
-        assert sorted(words[:34] for words in heard) == ["exit -9", "the save of step 2 was cut off, as"], (case, heard)
+        assert sorted(words[:34] for words in heard) == ["exit -9", "the save of step 2 was cut off, as"], (
+            case,
+            heard,
+        )
         found, after = list_checkpoints(folder), names(folder)
         assert [verify_alone(path).position.step for path in found] == committed.get(case, [1]), case
-        assert set(after) - {path.name for path in found} <= {".step-00000002.partial", ".step-00000001.old"}, case
+        assert set(after) - {path.name for path in found} <= {
+            ".step-00000002.partial",
+            ".step-00000001.old",
+        }, case
         with_leftovers += any(name.startswith(".") for name in after)
         assert trainer.save(folder, 3, keep=1).error == "", case
         assert names(folder) == ["step-00000003"], case
@@ -188,10 +230,16 @@ def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(trainer: Trainer, t
 
 
 @BOTH
-@pytest.mark.parametrize(("fault", "said"), [
-    ("disk full", "rank-00001.safetensors cannot be written (File too large)"), ("NaN", "model.weight is not finite on rank 1"),
-])  # fmt: skip
-def test_what_one_rank_cannot_write_no_rank_commits(fault: str, said: str, asynchronous: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("disk full", "rank-00001.safetensors cannot be written (File too large)"),
+        ("NaN", "model.weight is not finite on rank 1"),
+    ],
+)
+def test_what_one_rank_cannot_write_no_rank_commits(
+    fault: str, said: str, asynchronous: bool, tmp_path: Path
+) -> None:
     """All ranks hear the same, and save the next time."""
     (error, after), other = run_ranks(2, save_with_a_fault, fault, asynchronous, tmp_path)
     assert said in error
@@ -208,14 +256,26 @@ def train_on_a_small_disk(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("warn", 0)])
-def test_a_run_stops_or_goes_on_as_asked_when_the_disk_is_full(on_error: str, code: int, tmp_path: Path) -> None:
+def test_a_run_stops_or_goes_on_as_asked_when_the_disk_is_full(
+    on_error: str, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "text").mkdir()
     for number in range(4):
         (tmp_path / "text" / f"{number}.txt").write_text(f"line {number} of a text\n" * 200)
-    arguments = [*TINY, *EAGER, f"--data.source={tmp_path / 'text'}", f"--data.cache_dir={tmp_path / 'cache'}", "--train.steps=3",
-                 "--checkpoint.every=1", f"--checkpoint.on_error={on_error}", f"--run.dir={tmp_path / 'run'}"]  # fmt: skip
+    arguments = [
+        *TINY,
+        *EAGER,
+        f"--data.source={tmp_path / 'text'}",
+        f"--data.cache_dir={tmp_path / 'cache'}",
+        "--train.steps=3",
+        "--checkpoint.every=1",
+        f"--checkpoint.on_error={on_error}",
+        f"--run.dir={tmp_path / 'run'}",
+    ]
     out, err = tmp_path / "out", tmp_path / "err"
-    assert fork(train_on_a_small_disk, arguments, output=out, errors=err).wait(120) == code, out.read_text() + err.read_text()
+    assert fork(train_on_a_small_disk, arguments, output=out, errors=err).wait(120) == code, (
+        out.read_text() + err.read_text()
+    )
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     if on_error == "stop":
         assert "rank-00000.safetensors cannot be written (File too large)" in err.read_text()
@@ -228,7 +288,9 @@ def test_a_run_stops_or_goes_on_as_asked_when_the_disk_is_full(on_error: str, co
     assert names(tmp_path / "run" / "checkpoints") == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small file system needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small file system needs root"
+)
 def test_a_small_file_system_is_said_to_be_too_small(trainer: Trainer, tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

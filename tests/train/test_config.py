@@ -10,7 +10,16 @@ import yaml
 from models.rope_scaling import RopeScaling
 from parallel.config import CompileConfig
 from tests.support.tables import try_each
-from train.config import CONFIG_FOLDER, Config, ConfigError, config_to_yaml, find_config, known_keys, load_config, parse_config
+from train.config import (
+    CONFIG_FOLDER,
+    Config,
+    ConfigError,
+    config_to_yaml,
+    find_config,
+    known_keys,
+    load_config,
+    parse_config,
+)
 
 DEBUG_STEPS = yaml.safe_load((CONFIG_FOLDER / "llama_debug.yaml").read_text())["train"]["steps"]
 
@@ -44,11 +53,15 @@ def test_a_config_is_found_by_bare_name_and_by_path(arguments: list[str]) -> Non
     assert config.run.dir == "runs/llama_debug"
 
 
-def test_a_file_here_comes_before_a_shipped_one_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_here_comes_before_a_shipped_one_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "train: {steps: 7}", "llama_debug.yaml")
     monkeypatch.chdir(tmp_path)
     assert parse_config(["--config=llama_debug.yaml"]).train.steps == 7
-    assert find_config("llama_debug") == CONFIG_FOLDER / "llama_debug.yaml", "without .yaml only a shipped one fits"
+    assert find_config("llama_debug") == CONFIG_FOLDER / "llama_debug.yaml", (
+        "without .yaml only a shipped one fits"
+    )
 
 
 def test_without_a_file_every_key_has_its_default() -> None:
@@ -78,9 +91,13 @@ def test_overrides_win_over_the_file(arguments: list[str]) -> None:
 
 def test_an_override_changes_one_key_of_a_nested_section_and_leaves_the_others(tmp_path: Path) -> None:
     path = write(
-        tmp_path, "model: {rope_scaling: {factor: 9, original_max_seq_len: 77}}\nparallel: {compile: {backend: aot_eager}}"
+        tmp_path,
+        "model: {rope_scaling: {factor: 9, original_max_seq_len: 77}}\nparallel: {compile: {backend: "
+        "aot_eager}}",
     )
-    config = parse_config([f"--config={path}", "--model.rope_scaling.factor=4", "--parallel.compile.enabled=false"])
+    config = parse_config(
+        [f"--config={path}", "--model.rope_scaling.factor=4", "--parallel.compile.enabled=false"]
+    )
     assert config.model.rope_scaling == RopeScaling(factor=4.0, original_max_seq_len=77)
     assert config.parallel.compile == CompileConfig(enabled=False, backend="aot_eager")
     assert parse_config([f"--config={path}", "--model.rope_scaling=null"]).model.rope_scaling is None
@@ -88,7 +105,10 @@ def test_an_override_changes_one_key_of_a_nested_section_and_leaves_the_others(t
 
 @pytest.mark.parametrize("text", ["3e-4", "0.0003", "3.0e-4", "'3e-4'", "3E-4"])
 def test_a_number_is_a_float_however_it_is_written(text: str, tmp_path: Path) -> None:
-    for config in (load_config(write(tmp_path, f"optim: {{lr: {text}}}")), parse_config([f"--optim.lr={text.strip(chr(39))}"])):
+    for config in (
+        load_config(write(tmp_path, f"optim: {{lr: {text}}}")),
+        parse_config([f"--optim.lr={text.strip(chr(39))}"]),
+    ):
         assert isinstance(config.optim.lr, float)
         assert config.optim.lr == 3e-4
 
@@ -106,7 +126,10 @@ def test_values_of_every_kind_reach_their_keys(tmp_path: Path) -> None:
     assert (config.parallel.dp_shard, config.parallel.compile.enabled) == (-1, False)
     assert (config.train.micro_batch_size, config.train.epochs) == (3, 0.5)
     assert (config.data.cache_dir, config.data.source) == (None, "a/b.txt")
-    assert repr(parse_config(["--parallel.reshard_after_forward=false"]).parallel.reshard_after_forward) == "False"
+    assert (
+        repr(parse_config(["--parallel.reshard_after_forward=false"]).parallel.reshard_after_forward)
+        == "False"
+    )
 
 
 UNKNOWN_KEYS = [
@@ -125,7 +148,10 @@ def test_an_unknown_key_names_the_nearest_valid_one_and_its_place(tmp_path: Path
         assert refusal(f"--{key}=1") == f"unknown key {key} in the command line. {hint}"
         assert refusal(f"--{key}", "1") == f"unknown key {key} in the command line. {hint}"
         *sections, leaf = key.split(".")
-        text = "".join(f"{'  ' * i}{part}:\n" for i, part in enumerate(sections)) + f"{'  ' * len(sections)}{leaf}: 1\n"
+        text = (
+            "".join(f"{'  ' * i}{part}:\n" for i, part in enumerate(sections))
+            + f"{'  ' * len(sections)}{leaf}: 1\n"
+        )
         path = write(tmp_path, text)
         assert refusal(f"--config={path}") == f"unknown key {key} in {path}. {hint}"
 
@@ -169,7 +195,9 @@ def test_null_is_refused_on_the_command_line() -> None:
     assert "train.steps" in refusal("--train.steps=null")
 
 
-@pytest.mark.parametrize("key", ["train.steps", "run.seed", "parallel.dp_shard", "model.tie_embeddings", "data.source"])
+@pytest.mark.parametrize(
+    "key", ["train.steps", "run.seed", "parallel.dp_shard", "model.tie_embeddings", "data.source"]
+)
 def test_null_in_a_file_is_refused_where_the_key_has_no_null(key: str, tmp_path: Path) -> None:
     section, leaf = key.split(".")
     assert key in refusal(f"--config={write(tmp_path, f'{section}: {{{leaf}: null}}')}")
@@ -272,7 +300,12 @@ def test_a_missing_file_like_no_shipped_one_lists_them_all() -> None:
             "--parallel.compile.enabled=false",
             "--train.epochs=0.5",
         ],
-        ["--parallel.reshard_after_forward=false", "--train.micro_batch_size=3", "--data.cache_dir=/x", "--optim.eps=1e-15"],
+        [
+            "--parallel.reshard_after_forward=false",
+            "--train.micro_batch_size=3",
+            "--data.cache_dir=/x",
+            "--optim.eps=1e-15",
+        ],
         ["--run.dir=2024-01-01", "--data.source=**/*.txt"],
         ["--run.dir=true", "--data.source=a: b # c"],
     ],
@@ -284,8 +317,15 @@ def test_a_config_written_as_yaml_reads_back_equal(arguments: list[str], tmp_pat
     assert repr(again) == repr(config), "repr, because True == 1"
 
 
-def test_print_config_leaves_with_0_and_prints_what_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config=llama_8b", "--optim.lr=1e-4", "--run.dir=there", "--parallel.reshard_after_forward=8"]
+def test_print_config_leaves_with_0_and_prints_what_reads_back_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--config=llama_8b",
+        "--optim.lr=1e-4",
+        "--run.dir=there",
+        "--parallel.reshard_after_forward=8",
+    ]
     with pytest.raises(SystemExit) as left:
         parse_config([*arguments, "--print_config"])
     assert left.value.code == 0
@@ -296,7 +336,9 @@ def test_what_one_parse_finds_is_nothing_to_the_next(capsys: pytest.CaptureFixtu
     """All share a parser. One that is asked to print and finds a mistake keeps that it was asked."""
     plain = repr(parse_config([]))
     assert "train.steps" in refusal("--print_config", "--train.steps=many")
-    parse_config(["--train.steps=7", "--data.mixture={a: 1.0}", "--optim.betas=[0.1,0.2]"]).data.mixture["b"] = 2.0
+    parse_config(["--train.steps=7", "--data.mixture={a: 1.0}", "--optim.betas=[0.1,0.2]"]).data.mixture[
+        "b"
+    ] = 2.0
     assert repr(parse_config([])) == plain
     assert capsys.readouterr().out == ""
 
@@ -309,7 +351,10 @@ def help_by_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
         parse_config(["-h"])
     assert left.value.code == 0
     options = capsys.readouterr().out.split("\n  --")
-    return {option.split()[0]: re.split(r"\s{2,}", option, maxsplit=1)[1].split("(type: ")[0] for option in options[1:]}
+    return {
+        option.split()[0]: re.split(r"\s{2,}", option, maxsplit=1)[1].split("(type: ")[0]
+        for option in options[1:]
+    }
 
 
 def test_help_documents_every_key(help_by_key: dict[str, str]) -> None:
@@ -319,20 +364,22 @@ def test_help_documents_every_key(help_by_key: dict[str, str]) -> None:
 
 def test_help_documents_the_keys_of_rope_scaling(help_by_key: dict[str, str]) -> None:
     described = help_by_key["model.rope_scaling"]
-    assert [key for key in known_keys() if "rope_scaling." in key and key.rsplit(".", 1)[-1] not in described] == []
+    assert [
+        key for key in known_keys() if "rope_scaling." in key and key.rsplit(".", 1)[-1] not in described
+    ] == []
 
 
 def test_the_keys_that_scripts_rely_on_exist() -> None:
     promised = """
         run.dir run.seed run.grace_s run.max_hours
-        model.dim model.n_layers model.n_heads model.n_kv_heads model.ffn_dim model.vocab_size model.max_seq_len
-        model.rope_theta model.norm_eps model.tie_embeddings
+        model.dim model.n_layers model.n_heads model.n_kv_heads model.ffn_dim model.vocab_size
+        model.max_seq_len model.rope_theta model.norm_eps model.tie_embeddings
         parallel.plan parallel.dp_replicate parallel.dp_shard parallel.tp parallel.reshard_after_forward
-        parallel.forward_prefetch parallel.backward_prefetch parallel.activation_checkpoint parallel.param_dtype
-        parallel.reduce_dtype parallel.compile.enabled parallel.compile.backend parallel.compile.mode
+        parallel.forward_prefetch parallel.backward_prefetch parallel.activation_checkpoint
+        parallel.param_dtype parallel.reduce_dtype parallel.compile.enabled parallel.compile.backend parallel.compile.mode
         data.source data.tokenizer train.steps train.epochs train.seq_len train.micro_batch_size
         train.global_batch_size train.grad_clip train.eval_every
         optim.lr optim.betas optim.weight_decay optim.warmup_steps optim.schedule
         checkpoint.every checkpoint.keep checkpoint.resume metrics.every
-        """
+        """  # noqa: E501
     assert set(promised.split()) <= set(known_keys())

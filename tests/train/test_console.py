@@ -18,8 +18,14 @@ print("done", file=sys.stderr)
 
 
 def test_a_reader_that_leaves_does_not_end_what_it_read() -> None:
-    with subprocess.Popen([sys.executable, "-c", TALK], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as talker:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", TALK],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as talker:
         assert talker.stdout
         assert talker.stderr
         assert talker.stdout.readline() == "step 0\n"

@@ -1,4 +1,5 @@
-"""Memory that a container or a job leaves to a process: without the page cache, in the tightest group, of either version."""
+"""Memory that a container or a job leaves to a process: without the page cache, in the tightest group, of
+either version."""
 
 import os
 from collections.abc import Iterator
@@ -20,8 +21,14 @@ REAL = Path("/sys/fs/cgroup/memory")
 def version_2(limit_gib: float | None, used_gib: float, cache_gib: float = 0.0) -> dict[str, str | int]:
     limit = "max" if limit_gib is None else int(limit_gib * GIB)
     inactive, active = int(cache_gib * 0.75 * GIB), int(cache_gib * 0.25 * GIB)
-    stat = f"anon 1\nfile {inactive + active + GIB}\ninactive_file {inactive}\nactive_file {active}"  # 1 GiB of shared memory
-    return {"memory.max": limit, "memory.high": "max", "memory.current": int(used_gib * GIB), "memory.stat": stat}
+    # 1 GiB of shared memory
+    stat = f"anon 1\nfile {inactive + active + GIB}\ninactive_file {inactive}\nactive_file {active}"
+    return {
+        "memory.max": limit,
+        "memory.high": "max",
+        "memory.current": int(used_gib * GIB),
+        "memory.stat": stat,
+    }
 
 
 def version_1(limit_gib: float | None, used_gib: float, cache_gib: float = 0.0) -> dict[str, str | int]:
@@ -36,17 +43,34 @@ def version_1(limit_gib: float | None, used_gib: float, cache_gib: float = 0.0) 
         pytest.param([version_2(512, 511, 480)], {}, 481, 512, id="a pod that has read its limit"),
         pytest.param([version_2(512, 511)], {}, 1, 512, id="a pod that uses its limit"),
         pytest.param([{}, version_2(None, 9)], {}, None, None, id="no limit"),
-        pytest.param([{}, version_2(100, 40, 10), version_2(None, 30), version_2(None, 8, 4)], {}, 70, 100, id="a job above"),
+        pytest.param(
+            [{}, version_2(100, 40, 10), version_2(None, 30), version_2(None, 8, 4)],
+            {},
+            70,
+            100,
+            id="a job above",
+        ),
         pytest.param([{}, version_2(100, 40), version_2(50, 20, 10)], {}, 40, 50, id="the tighter of two"),
         pytest.param([version_2(100, 40) | {"memory.high": 60 * GIB}], {}, 20, 60, id="throttled above"),
         pytest.param([version_2(4, 5)], {}, 0, 4, id="beyond its limit"),
-        pytest.param([version_1(None, 9), version_1(64, 60, 50)], {"version_1": "memory"}, 54, 64, id="version 1"),
-        pytest.param([version_1(None, 9), version_1(64, 60, 50)], {"version_1": "memory", "container": True}, 54, 64,
-                     id="version 1 in a container"),
-        pytest.param([version_1(None, 9)], {"version_1": "memory"}, None, None, id="version 1 without a limit"),
+        pytest.param(
+            [version_1(None, 9), version_1(64, 60, 50)], {"version_1": "memory"}, 54, 64, id="version 1"
+        ),
+        pytest.param(
+            [version_1(None, 9), version_1(64, 60, 50)],
+            {"version_1": "memory", "container": True},
+            54,
+            64,
+            id="version 1 in a container",
+        ),
+        pytest.param(
+            [version_1(None, 9)], {"version_1": "memory"}, None, None, id="version 1 without a limit"
+        ),
     ],
-)  # fmt: skip
-def test_what_a_group_has_left_is_without_its_page_cache(groups, options, left_gib, limit_gib, tmp_path) -> None:
+)
+def test_what_a_group_has_left_is_without_its_page_cache(
+    groups, options, left_gib, limit_gib, tmp_path
+) -> None:
     root = write_groups(tmp_path, *groups, **options)
     assert memory_left_bytes(root) == (None if left_gib is None else left_gib * GIB)
     assert memory_limit_bytes(root) == (None if limit_gib is None else limit_gib * GIB)
@@ -66,15 +90,19 @@ def test_what_others_have_mounted_or_named_oddly_is_passed_over(tmp_path) -> Non
     (foreign / "memory.max").write_text("1\n")
     (root / "proc/self/cgroup").write_bytes(b"nonsense\n7:pids:/caf\xe9\n0::/group_1/group_2\n")
     with (root / "proc/self/mountinfo").open("ab") as file:
-        file.write(b"\n12 3\n55 23 8:1 / /media/caf\xe9\xc2\x85x rw - vfat /dev/sdb1 rw\n"
-                   b"44 23 0:29 /other /sys/fs/elsewhere ro - cgroup2 cgroup rw\n")  # fmt: skip
+        file.write(
+            b"\n12 3\n55 23 8:1 / /media/caf\xe9\xc2\x85x rw - vfat /dev/sdb1 rw\n"
+            b"44 23 0:29 /other /sys/fs/elsewhere ro - cgroup2 cgroup rw\n"
+        )
     assert memory_left_bytes(root) == 6 * GIB
 
 
 @pytest.mark.parametrize(("available_gib", "free_gib"), [(1800, 481), (200, 200)])
 def test_the_host_has_the_less_of_machine_and_container(available_gib, free_gib, tmp_path) -> None:
     root = write_groups(tmp_path, version_2(512, 511, 480))
-    (root / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemFree: 9 kB\nMemAvailable:  {available_gib * 2**20} kB\n")
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: 9 kB\nMemFree: 9 kB\nMemAvailable:  {available_gib * 2**20} kB\n"
+    )
     assert free_host_bytes(root) == free_gib * GIB
 
 
@@ -113,7 +141,8 @@ def test_writing_a_file_leaves_a_real_groups_memory_as_it_is(group: Path, tmp_pa
 
 
 def write_in(group: Path, path: Path) -> tuple[int, int, int]:
-    """In the group: its use and what is left after a file of 128 MiB was written, between them what was left before."""
+    """In the group: its use and what is left after a file of 128 MiB was written, between them what was left
+    before."""
     own = own_groups("memory")[0]
     (group / "cgroup.procs").write_text(str(os.getpid()))
     before = free_host_bytes()

@@ -24,7 +24,8 @@ def write_system(root: Path, siblings: dict[int, str], quota: str = "") -> Path:
     return write_groups(root, {"cpu.max": quota}) if quota else root
 
 
-EIGHT = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}  # 4 cores of 2 threads, numbered as Linux does on x86
+# 4 cores of 2 threads, numbered as Linux does on x86
+EIGHT = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,9 @@ def test_threads_are_no_more_than_a_quota_and_no_more_than_there_are(monkeypatch
 
 
 @pytest.mark.parametrize("processes", [1, 2, 64])
-def test_processes_share_the_cores_whatever_torchrun_says(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_cores_whatever_torchrun_says(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     try:
@@ -70,10 +73,21 @@ def test_processes_share_the_cores_whatever_torchrun_says(processes: int, monkey
 
 
 def test_one_thread_and_two_train_the_same_model(tmp_path: Path) -> None:
-    """Losses to 1e-5 nats over 3 steps. Tensors of more than 32,768 values, which is where torch begins to share the work."""
-    wide = [*TINY, *write_text(tmp_path), *EAGER, "--model.dim=128", "--train.seq_len=128", "--train.micro_batch_size=4",
-            "--train.global_batch_size=4", "--train.steps=3", "--train.eval_every=0", "--checkpoint.every=0",
-            "--metrics.tensorboard=false"]  # fmt: skip
+    """Losses to 1e-5 nats over 3 steps. Tensors of more than 32,768 values, which is where torch begins to
+    share the work."""
+    wide = [
+        *TINY,
+        *write_text(tmp_path),
+        *EAGER,
+        "--model.dim=128",
+        "--train.seq_len=128",
+        "--train.micro_batch_size=4",
+        "--train.global_batch_size=4",
+        "--train.steps=3",
+        "--train.eval_every=0",
+        "--checkpoint.every=0",
+        "--metrics.tensorboard=false",
+    ]
     losses = []
     for threads in (1, 2):
         result = run(1, *wide, f"--run.threads={threads}", f"--run.dir={tmp_path / str(threads)}")

@@ -1,4 +1,5 @@
-"""The data of a run: what the cache does, prepared folders, one tokenizer for all, checksums, and what does not fit."""
+"""The data of a run: what the cache does, prepared folders, one tokenizer for all, checksums, and what does
+not fit."""
 
 import hashlib
 import json
@@ -41,7 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(60):
         (folder / "many" / f"{i:02d}.txt").write_text(f"document {i} é\n" * (i + 1))
     bpe = train_bpe(folder / "bpe")
-    prepare(str(folder / "many"), str(bpe), "auto", "auto", folder / "prepared", PrepareSettings(held_out=0.25))
+    prepare(
+        str(folder / "many"), str(bpe), "auto", "auto", folder / "prepared", PrepareSettings(held_out=0.25)
+    )
     return folder
 
 
@@ -71,8 +74,13 @@ def test_another_document_does_not_move_the_others_between_the_splits(many: Data
 
 
 def caches(config: DataConfig) -> dict[str, int]:
-    """Everything in the cache's folder but the notes of what was verified, hidden or not, and when it was written."""
-    return {path.name: path.stat().st_mtime_ns for path in Path(str(config.cache_dir)).iterdir() if path.name != "verified"}
+    """Everything in the cache's folder but the notes of what was verified, hidden or not, and when it was
+    written."""
+    return {
+        path.name: path.stat().st_mtime_ns
+        for path in Path(str(config.cache_dir)).iterdir()
+        if path.name != "verified"
+    }
 
 
 def test_a_second_call_uses_the_cache(many: DataConfig) -> None:
@@ -84,7 +92,9 @@ def test_a_second_call_uses_the_cache(many: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "time", "new file", "share"])
-def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(change: str, many: DataConfig) -> None:
+def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(
+    change: str, many: DataConfig
+) -> None:
     load_corpus(many)
     before, path = caches(many), Path(many.source) / "00.txt"
     if change == "content":
@@ -101,14 +111,17 @@ def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(chang
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_runs_that_fill_the_cache_at_once_all_get_all_tokens(rounds: int, many: DataConfig) -> None:
-    """Many rounds: whoever ends removes the folder of the work while others wait for it, and each moment of that must do."""
+    """Many rounds: whoever ends removes the folder of the work while others wait for it, and each moment of
+    that must do."""
     for name in sorted(os.listdir(many.source))[3:]:
         os.remove(Path(many.source, name))
     for i in range(rounds):
         config = replace(many, cache_dir=f"{many.cache_dir}-{i}")
         with ThreadPoolExecutor(6) as pool:
             corpora = list(pool.map(load_corpus, [config] * 6))
-        assert {corpus.sources[0].split.tokens for corpus in corpora} == {load_corpus(config).sources[0].split.tokens}
+        assert {corpus.sources[0].split.tokens for corpus in corpora} == {
+            load_corpus(config).sources[0].split.tokens
+        }
         assert not list(Path(config.cache_dir).glob(".*")), "nothing of the work is left"
 
 
@@ -154,7 +167,9 @@ def test_the_tokenizer_named_must_be_the_one_the_data_was_made_with(prepared: Pa
     same = prepared.parent / "bpe"
     assert load_corpus(with_cache(prepared, tokenizer=str(same))).tokenizer.sha256
     other = train_bpe(prepared.parent / "other", vocab_size=400)
-    with pytest.raises(DataError, match=r"data\.tokenizer=.*other \(400 ids, sha256 .* was made with bpe \(600 ids"):
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer=.*other \(400 ids, sha256 .* was made with bpe \(600 ids"
+    ):
         load_corpus(with_cache(prepared, tokenizer=str(other)))
     with pytest.raises(DataError, match="bytes"):
         load_corpus(with_cache(prepared, tokenizer="bytes"))
@@ -180,7 +195,9 @@ def test_a_model_with_too_few_ids_is_told_how_many_and_which_multiple(prepared: 
 
 @pytest.mark.parametrize("ending", ["bin", "ends"])
 @pytest.mark.parametrize("seen_before", [False, True])
-def test_a_shard_that_changed_is_named_with_both_fingerprints(ending: str, seen_before: bool, prepared: Path) -> None:
+def test_a_shard_that_changed_is_named_with_both_fingerprints(
+    ending: str, seen_before: bool, prepared: Path
+) -> None:
     config = with_cache(prepared)
     if seen_before:
         load_corpus(config)
@@ -188,7 +205,9 @@ def test_a_shard_that_changed_is_named_with_both_fingerprints(ending: str, seen_
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(DataError, match=rf"train-00000\.{ending} has changed since it was prepared: its sha256 is .* says"):
+    with pytest.raises(
+        DataError, match=rf"train-00000\.{ending} has changed since it was prepared: its sha256 is .* says"
+    ):
         load_corpus(config)
     assert load_corpus(with_cache(prepared, verify="size")).sources, "only the sizes are looked at"
 
@@ -205,7 +224,9 @@ def test_a_copy_with_the_files_own_time_is_looked_at_again(prepared: Path) -> No
         load_corpus(config)
 
 
-@pytest.mark.parametrize("what", ["shorter", "gone", "manifest cut", "manifest of another kind", "name outside", "count"])
+@pytest.mark.parametrize(
+    "what", ["shorter", "gone", "manifest cut", "manifest of another kind", "name outside", "count"]
+)
 def test_a_damaged_folder_is_refused_by_file(what: str, prepared: Path) -> None:
     shard, manifest = prepared / "train-00000.bin", prepared / MANIFEST
     plain = json.loads(manifest.read_text())
@@ -227,7 +248,9 @@ def test_a_damaged_folder_is_refused_by_file(what: str, prepared: Path) -> None:
         load_corpus(with_cache(prepared))
 
 
-def test_held_out_and_validation_sets_have_their_names(prepared: Path, many: DataConfig, tmp_path: Path) -> None:
+def test_held_out_and_validation_sets_have_their_names(
+    prepared: Path, many: DataConfig, tmp_path: Path
+) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
     shutil.copytree(prepared, tmp_path / "b" / "prepared")
     extra = load_corpus(with_cache(prepared, validation={"extra": str(tmp_path / "b" / "prepared")}))
@@ -238,36 +261,64 @@ def test_held_out_and_validation_sets_have_their_names(prepared: Path, many: Dat
         load_corpus(with_cache(prepared, validation={"held_out": str(tmp_path / "b" / "prepared")}))
     with pytest.raises(DataError, match=r"data\.validation\.again=.* is trained on"):
         check_data(with_cache(prepared, validation={"again": str(prepared)}), 640)
-    corpus = load_corpus(with_cache(prepared, mixture={str(prepared): 3.0, str(tmp_path / "b" / "prepared"): 1.0}))
+    corpus = load_corpus(
+        with_cache(prepared, mixture={str(prepared): 3.0, str(tmp_path / "b" / "prepared"): 1.0})
+    )
     assert sorted(source.weight for source in corpus.sources) == [1.0, 3.0]
-    assert set(corpus.held_out) == {str(prepared), str(tmp_path / "b" / "prepared")}, "two of one name have their whole path"
+    assert set(corpus.held_out) == {str(prepared), str(tmp_path / "b" / "prepared")}, (
+        "two of one name have their whole path"
+    )
     raw = DataConfig(many.source, cache_dir=many.cache_dir, validation={"one": str(tmp_path / "one.jsonl")})
-    assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], "a validation set of raw text is all of it"
+    assert documents_in(load_corpus(raw).validation["one"]) == ["a text"], (
+        "a validation set of raw text is all of it"
+    )
 
 
-def test_the_fingerprint_changes_with_what_the_order_hangs_on_and_nothing_else(prepared: Path, many: DataConfig) -> None:
+def test_the_fingerprint_changes_with_what_the_order_hangs_on_and_nothing_else(
+    prepared: Path, many: DataConfig
+) -> None:
     raw = train_bpe_store(prepared, "raw")
-    configs = [with_cache(prepared), with_cache(prepared, packing=False), with_cache(raw),
-               with_cache(prepared, mixture={str(prepared): 7.0, str(raw): 3.0}),
-               with_cache(prepared, mixture={str(prepared): 6.0, str(raw): 3.0})]  # fmt: skip
+    configs = [
+        with_cache(prepared),
+        with_cache(prepared, packing=False),
+        with_cache(raw),
+        with_cache(prepared, mixture={str(prepared): 7.0, str(raw): 3.0}),
+        with_cache(prepared, mixture={str(prepared): 6.0, str(raw): 3.0}),
+    ]
     prints = [load_corpus(config).fingerprint for config in configs]
     assert len(set(prints)) == 5
-    same = with_cache(prepared, mixture={str(raw): 0.3, str(prepared): 0.7}, validation={"raw": many.source}, tokenizer="auto")
+    same = with_cache(
+        prepared,
+        mixture={str(raw): 0.3, str(prepared): 0.7},
+        validation={"raw": many.source},
+        tokenizer="auto",
+    )
     same = DataConfig(**{**vars(same), "validation": {}})
     assert load_corpus(same).fingerprint == prints[3], "the same shares in another order of the keys"
 
 
 def train_bpe_store(prepared: Path, name: str) -> Path:
     """Another prepared folder with the same tokenizer."""
-    (prepared.parent / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(50)))
-    prepare(str(prepared.parent / f"{name}.jsonl"), str(prepared.parent / "bpe"), "auto", "auto", prepared.parent / name,
-            PrepareSettings())  # fmt: skip
+    (prepared.parent / f"{name}.jsonl").write_text(
+        "".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(50))
+    )
+    prepare(
+        str(prepared.parent / f"{name}.jsonl"),
+        str(prepared.parent / "bpe"),
+        "auto",
+        "auto",
+        prepared.parent / name,
+        PrepareSettings(),
+    )
     return prepared.parent / name
 
 
 def test_a_share_too_small_to_count_is_refused(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"data\.mixture: .*raw has the weight 1e-06"):
-        check_data(with_cache(prepared, mixture={str(prepared): 1.0, str(train_bpe_store(prepared, "raw")): 1e-6}), 640)
+        check_data(
+            with_cache(prepared, mixture={str(prepared): 1.0, str(train_bpe_store(prepared, "raw")): 1e-6}),
+            640,
+        )
 
 
 def test_an_id_of_a_shard_beyond_the_model_is_found_before_anything_runs(prepared: Path) -> None:
@@ -276,7 +327,9 @@ def test_an_id_of_a_shard_beyond_the_model_is_found_before_anything_runs(prepare
     plain["splits"]["train"][0]["max_id"] = 639
     manifest.write_text(json.dumps(plain))
     check_data(with_cache(prepared), 640)
-    with pytest.raises(DataError, match=r"train-00000\.bin has the token id 639, beyond model\.vocab_size=610"):
+    with pytest.raises(
+        DataError, match=r"train-00000\.bin has the token id 639, beyond model\.vocab_size=610"
+    ):
         check_data(with_cache(prepared), 610)
 
 
@@ -287,12 +340,26 @@ def test_much_raw_text_is_to_be_prepared_first(tmp_path: Path) -> None:
         check_data(DataConfig(str(tmp_path / "large.txt")), 640)
 
 
-@pytest.mark.parametrize(("where", "value"), [
-    ("dtype", "O"), ("dtype", ">u2"), ("dtype", "int16"), ("dtype", ["uint16"]), ("tokenizer.vocab_size", "5"),
-    ("tokenizer.eos", -1), ("tokenizer.eos", 10**30), ("tokenizer.sha256", None), ("splits.train.0.max_id", True),
-    ("splits.train.0.sha256", 5),
-    ("splits.train.0.documents", 0), ("splits.train", {"a": 1}), ("format", "1"), ("sources", [1]), ("settings", 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("dtype", "O"),
+        ("dtype", ">u2"),
+        ("dtype", "int16"),
+        ("dtype", ["uint16"]),
+        ("tokenizer.vocab_size", "5"),
+        ("tokenizer.eos", -1),
+        ("tokenizer.eos", 10**30),
+        ("tokenizer.sha256", None),
+        ("splits.train.0.max_id", True),
+        ("splits.train.0.sha256", 5),
+        ("splits.train.0.documents", 0),
+        ("splits.train", {"a": 1}),
+        ("format", "1"),
+        ("sources", [1]),
+        ("settings", 5),
+    ],
+)
 def test_a_manifest_with_an_odd_value_is_refused(where: str, value: object, prepared: Path) -> None:
     manifest = prepared / MANIFEST
     plain = place = json.loads(manifest.read_text())

@@ -47,14 +47,26 @@ def test_every_epoch_is_a_permutation_of_its_own(n: int, seed: int) -> None:
         assert len({tuple(epoch) for epoch in order.tolist()}) == 3
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
-    n=st.integers(1, 300), first=st.integers(0, 2000), counts=st.lists(st.integers(0, 200), max_size=6), seed=st.integers(0, 9)
+    n=st.integers(1, 300),
+    first=st.integers(0, 2000),
+    counts=st.lists(st.integers(0, 200), max_size=6),
+    seed=st.integers(0, 9),
 )
 def test_the_order_does_not_depend_on_how_it_is_cut(n: int, first: int, counts: list[int], seed: int) -> None:
     starts = np.cumsum([first, *counts]).tolist()
     pieces = [between(start, count, n, seed) for start, count in zip(starts, counts, strict=False)]
-    assert np.concatenate([np.empty(0, np.int64), *pieces]).tolist() == between(first, sum(counts), n, seed).tolist()
+    assert (
+        np.concatenate([np.empty(0, np.int64), *pieces]).tolist()
+        == between(first, sum(counts), n, seed).tolist()
+    )
 
 
 def test_the_seed_decides_the_order() -> None:
@@ -93,7 +105,9 @@ def shape_of(rank: int, ranks: int, micro: int = 1, global_batch: int = 8) -> Ba
     return BatchShape(micro, global_batch // (micro * ranks), rank, ranks)
 
 
-def load(shape: BatchShape, split: Split = TOKENS, seed: int = 0, first_sample: int = 0, ahead: int = 2) -> TrainLoader:
+def load(
+    shape: BatchShape, split: Split = TOKENS, seed: int = 0, first_sample: int = 0, ahead: int = 2
+) -> TrainLoader:
     order = SampleOrder((Source("all", 1.0, split),), SEQUENCES, seed)
     return TrainLoader(order, SEQUENCES, shape, first_sample, CPU, ahead)
 
@@ -117,7 +131,9 @@ def steps_of(shape: BatchShape, count: int, first_sample: int = 0) -> list[list[
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1), (8, 1)])
-def test_a_step_has_the_same_samples_however_it_is_cut_and_no_rank_has_anothers(ranks: int, micro: int) -> None:
+def test_a_step_has_the_same_samples_however_it_is_cut_and_no_rank_has_anothers(
+    ranks: int, micro: int
+) -> None:
     steps = 30  # of 8 samples: more than two epochs of 100
     by_rank = [steps_of(shape_of(rank, ranks, micro), steps) for rank in range(ranks)]
     for step in range(steps):
@@ -128,7 +144,9 @@ def test_a_step_has_the_same_samples_however_it_is_cut_and_no_rank_has_anothers(
 def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun local rank 1 of 2 computes on cuda:1, and every new thread begins on cuda:0."""
     calls = DeviceCalls(monkeypatch)
-    monkeypatch.setattr(loader_module, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape))
+    monkeypatch.setattr(
+        loader_module, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape)
+    )
     monkeypatch.setattr(to_device_module, "to_device", lambda batch, device: batch)
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
     loader = TrainLoader(order, SEQUENCES, shape_of(1, 2), 0, torch.device("cuda:1"), ahead=2)
@@ -263,7 +281,9 @@ def test_evaluation_sees_each_held_out_sequence_exactly_once(ranks: int, micro: 
     shapes = [shape_of(rank, ranks, micro, ranks * micro) for rank in range(ranks)]
     by_rank = [list(set_batches(TOKENS, SEQUENCES, shape, limit, CPU)) for shape in shapes]
     assert len({len(batches) for batches in by_rank}) == 1, "every rank runs as many forwards"
-    assert {batch.tokens.shape for batches in by_rank for batch in batches} == {(micro, SEQ_LEN)}, "one shape, one graph"
+    assert {batch.tokens.shape for batches in by_rank for batch in batches} == {(micro, SEQ_LEN)}, (
+        "one shape, one graph"
+    )
     rows = [row for batches in by_rank for batch in batches for row in batch.targets]
     counted = [row.tolist() for row in rows if (row != IGNORE_INDEX).any()]
     assert all(IGNORE_INDEX not in row for row in counted)

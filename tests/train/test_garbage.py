@@ -1,4 +1,5 @@
-"""Cyclic garbage is collected between steps, by the count of steps, and Python has its collector back afterwards."""
+"""Cyclic garbage is collected between steps, by the count of steps, and Python has its collector back
+afterwards."""
 
 import gc
 import weakref
@@ -18,7 +19,8 @@ class Node:
 
 @pytest.fixture
 def collections() -> Iterator[list[int]]:
-    """The generation of every collection, as Python reports them. Afterwards the collector is as it was before."""
+    """The generation of every collection, as Python reports them. Afterwards the collector is as it was
+    before."""
     seen: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -41,7 +43,9 @@ def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: 
         seen += [step] * len(collections)
         collections.clear()
         del keep
-    assert seen == [7, 50, 100, 150, 200, 250], "after the first step of the process, then by the step's number"
+    assert seen == [7, 50, 100, 150, 200, 250], (
+        "after the first step of the process, then by the step's number"
+    )
     garbage.close()
 
 

@@ -17,13 +17,22 @@ from train.gradient_norms import GradientNorms
 from train.metrics import Metrics, MetricsConfig, Throughput
 from train.step import train_step
 
-BFLOAT16 = ["--parallel.storage_dtype=bfloat16", "--parallel.param_dtype=bfloat16", "--optim.state_dtype=bfloat16"]
+BFLOAT16 = [
+    "--parallel.storage_dtype=bfloat16",
+    "--parallel.param_dtype=bfloat16",
+    "--optim.state_dtype=bfloat16",
+]
 PLANS = {
-    2: [[], ["--parallel.dp_replicate=2", "--parallel.dp_shard=1", *BFLOAT16],
-        ["--parallel.tp=2", "--parallel.sequence_parallel=false", "--train.freeze=[layers.0.*]", *BFLOAT16]],
-    4: [["--parallel.dp_replicate=2", "--parallel.dp_shard=2"],
-        ["--parallel.dp_shard=2", "--parallel.tp=2", "--model.tie_embeddings=true"]],
-}  # fmt: skip
+    2: [
+        [],
+        ["--parallel.dp_replicate=2", "--parallel.dp_shard=1", *BFLOAT16],
+        ["--parallel.tp=2", "--parallel.sequence_parallel=false", "--train.freeze=[layers.0.*]", *BFLOAT16],
+    ],
+    4: [
+        ["--parallel.dp_replicate=2", "--parallel.dp_shard=2"],
+        ["--parallel.dp_shard=2", "--parallel.tp=2", "--model.tie_embeddings=true"],
+    ],
+}
 
 
 def take_step(keys: list[str]) -> dict[str, Any]:
@@ -79,8 +88,12 @@ def operations_of(trainer: Sharded, metrics: Metrics, reported: bool) -> int:
     return counted.count
 
 
-def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_reported(trainer: Sharded, tmp_path: Path) -> None:
-    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_reported(
+    trainer: Sharded, tmp_path: Path
+) -> None:
+    throughput = Throughput(
+        tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
+    )
 
     def opened(on: bool) -> Metrics:
         config = MetricsConfig(tensorboard=False, gradient_norms=on)

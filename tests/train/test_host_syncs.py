@@ -1,4 +1,5 @@
-"""Between two reports the loop reads no value back, but for what is named here, which a GPU's queue does not wait for."""
+"""Between two reports the loop reads no value back, but for what is named here, which a GPU's queue does not
+wait for."""
 
 import json
 from collections import Counter
@@ -7,14 +8,22 @@ from pathlib import Path
 from tests.support.launch import EAGER, TINY, run, write_text
 
 REPORT_EVERY, STEPS = 3, 8
-# What a step reads between reports, on a CPU: the flag that says whether it was skipped, which a GPU copies to the host by
-# itself; and, over gloo and always on the host, whether another rank has asked to stop.
+# What a step reads between reports, on a CPU: the flag that says whether it was skipped, which a GPU copies
+# to the host by itself; and, over gloo and always on the host, whether another rank has asked to stop.
 NAMED = {"train/nonfinite.py FiniteGuard._read": 1, "train/stop.py Stop._anyone_asked": 1}
 
 
 def test_every_step_between_reports_reads_the_same_two_values_and_none_on_the_device(tmp_path: Path) -> None:
-    keys = [*TINY, *EAGER, *write_text(tmp_path), f"--run.dir={tmp_path / 'run'}", f"--metrics.every={REPORT_EVERY}",
-            f"--train.steps={STEPS}", "--checkpoint.every=0", "--train.gc_every=2"]  # fmt: skip
+    keys = [
+        *TINY,
+        *EAGER,
+        *write_text(tmp_path),
+        f"--run.dir={tmp_path / 'run'}",
+        f"--metrics.every={REPORT_EVERY}",
+        f"--train.steps={STEPS}",
+        "--checkpoint.every=0",
+        "--train.gc_every=2",
+    ]
     result = run(2, str(tmp_path), *keys, module="tests.train.host_sync_worker")
     assert result.returncode == 0, result.stderr
     for rank in range(2):
@@ -24,4 +33,6 @@ def test_every_step_between_reports_reads_the_same_two_values_and_none_on_the_de
             others = {caller: count for caller, count in reads.items() if caller not in NAMED}
             assert reads - Counter(others) == Counter(NAMED), step
             assert bool(others) == (step % REPORT_EVERY == 0), f"step {step}: {others}"
-            assert all(caller.startswith(("train/metrics.py", "train/loop.py _hash_of_all")) for caller in others)
+            assert all(
+                caller.startswith(("train/metrics.py", "train/loop.py _hash_of_all")) for caller in others
+            )

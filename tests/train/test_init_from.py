@@ -1,4 +1,5 @@
-"""checkpoint.init_from: a run continues from Hugging Face's weights or a checkpoint's, and refuses all that is not the model."""
+"""checkpoint.init_from: a run continues from Hugging Face's weights or a checkpoint's, and refuses all that
+is not the model."""
 
 import dataclasses
 import json
@@ -29,7 +30,13 @@ from train.config import ConfigError
 from train.hf_folder import INDEX, open_folder
 from train.init_from import find_weights, load_weights, say_start
 
-BATCH = [*EAGER, "--train.micro_batch_size=2", "--train.global_batch_size=4", "--metrics.every=1", "--optim.warmup_steps=0"]
+BATCH = [
+    *EAGER,
+    "--train.micro_batch_size=2",
+    "--train.global_batch_size=4",
+    "--metrics.every=1",
+    "--optim.warmup_steps=0",
+]
 SEQ_LEN = ["--train.seq_len=32", "--model.max_seq_len=48"]  # fewer positions than the source has
 
 
@@ -41,7 +48,9 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in several files."""
-    return save_hf(tmp_path_factory.mktemp("hf") / "sharded", make_hf(tied=True, vocab_size=264), shard_size="20KB")
+    return save_hf(
+        tmp_path_factory.mktemp("hf") / "sharded", make_hf(tied=True, vocab_size=264), shard_size="20KB"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +66,21 @@ def config_of(folder: Path) -> LlamaConfig:
 
 
 def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, ours: Path, tmp_path: Path) -> None:
-    """Two processes train it on; the same command resumes; a new run starts from its checkpoint; transformers loads it."""
-    common = [f"--config={ours / 'config.yaml'}", *write_text(tmp_path), *BATCH, *SEQ_LEN, "--train.eval_every=2"]
-    first = [*common, f"--run.dir={tmp_path / 'run'}", f"--checkpoint.init_from={hf_dir}", "--checkpoint.every=2"]
+    """Two processes train it on; the same command resumes; a new run starts from its checkpoint; transformers
+    loads it."""
+    common = [
+        f"--config={ours / 'config.yaml'}",
+        *write_text(tmp_path),
+        *BATCH,
+        *SEQ_LEN,
+        "--train.eval_every=2",
+    ]
+    first = [
+        *common,
+        f"--run.dir={tmp_path / 'run'}",
+        f"--checkpoint.init_from={hf_dir}",
+        "--checkpoint.every=2",
+    ]
     done = run(2, *first, "--train.steps=2")
     assert done.returncode == 0, done.stderr
     assert f"weights: from {hf_dir}, with a new optimizer at step 0" in done.stdout
@@ -71,27 +92,44 @@ def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, ours: Path
     assert f"weights: checkpoint.init_from is not read, since the run goes on from {saved}" in again.stdout
     assert read_metrics(tmp_path / "run").keys() == {0, 1, 2, 3}
 
-    other = run(1, *common, f"--run.dir={tmp_path / 'other'}", f"--checkpoint.init_from={saved}", "--train.steps=1")
+    other = run(
+        1, *common, f"--run.dir={tmp_path / 'other'}", f"--checkpoint.init_from={saved}", "--train.steps=1"
+    )
     assert other.returncode == 0, other.stderr
-    assert read_metrics(tmp_path / "other")[0]["eval_loss"] == pytest.approx(metrics[2]["eval_loss"], abs=1e-5)
+    assert read_metrics(tmp_path / "other")[0]["eval_loss"] == pytest.approx(
+        metrics[2]["eval_loss"], abs=1e-5
+    )
     assert abs(metrics[2]["eval_loss"] - metrics[0]["eval_loss"]) > 1e-3
 
     convert(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     hf, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(map(len, info.values()))
     newest = find_newest(tmp_path / "run")
-    model, tokens = load_model(newest, checkpoint_config(newest), torch.device("cpu")), make_tokens(264, 2, 40)
+    model, tokens = (
+        load_model(newest, checkpoint_config(newest), torch.device("cpu")),
+        make_tokens(264, 2, 40),
+    )
     with torch.no_grad():
         assert (model(tokens) - hf(tokens).logits).abs().max() < 1e-4
 
 
 def test_a_mistake_is_one_line_before_anything_starts(hf_dir: Path, tmp_path: Path) -> None:
-    done = run(1, "--model.dim=64", *write_text(tmp_path), *BATCH, f"--run.dir={tmp_path}", f"--checkpoint.init_from={hf_dir}")
+    done = run(
+        1,
+        "--model.dim=64",
+        *write_text(tmp_path),
+        *BATCH,
+        f"--run.dir={tmp_path}",
+        f"--checkpoint.init_from={hf_dir}",
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("ConfigError: checkpoint.init_from: ")
     assert "model.dim=64, there 32; model.n_layers=4, there 2; " in done.stderr
-    assert f"`python -m tools.convert_hf import {hf_dir} OUT` writes a config.yaml to use with --config" in done.stderr
+    assert (
+        f"`python -m tools.convert_hf import {hf_dir} OUT` writes a config.yaml to use with --config"
+        in done.stderr
+    )
 
 
 def test_without_it_or_with_a_run_to_resume_nothing_is_read(tmp_path: Path) -> None:
@@ -129,16 +167,27 @@ def test_another_model_is_refused_key_by_key(hf_dir: Path, ours: Path) -> None:
 
 Tensors = dict[str, torch.Tensor]
 BAD_TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "missing": (lambda t: [t.pop(name) for name in list(t) if "layers.1." in name],
-                r"missing: model.layers.1.input_layernorm.weight, .* and 6 more"),
-    "unexpected": (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(4)}),
-                   r"unexpected: model.layers.0.self_attn.q_proj.bias"),
-    "another shape": (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model.norm.weight is \(31,\), not \(32,\)"),
-    "a dtype": (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.float8_e4m3fn)}),
-                r"model.norm.weight \(F8_E4M3\) is stored in a dtype .*F32, BF16, F16"),
-    "copies that differ": (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
-                           "lm_head.weight and model.embed_tokens.weight differ, .*set it to false"),
-}  # fmt: skip
+    "missing": (
+        lambda t: [t.pop(name) for name in list(t) if "layers.1." in name],
+        r"missing: model.layers.1.input_layernorm.weight, .* and 6 more",
+    ),
+    "unexpected": (
+        lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(4)}),
+        r"unexpected: model.layers.0.self_attn.q_proj.bias",
+    ),
+    "another shape": (
+        lambda t: t.update({"model.norm.weight": torch.ones(31)}),
+        r"model.norm.weight is \(31,\), not \(32,\)",
+    ),
+    "a dtype": (
+        lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.float8_e4m3fn)}),
+        r"model.norm.weight \(F8_E4M3\) is stored in a dtype .*F32, BF16, F16",
+    ),
+    "copies that differ": (
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
+        "lm_head.weight and model.embed_tokens.weight differ, .*set it to false",
+    ),
+}
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
@@ -179,13 +228,25 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json cannot be read \(no mapping"),
     "pickle": (unpickled, r"only pytorch_model\.bin, and unpickling runs whatever code .*save_pretrained"),
     "nothing": (lambda f: [file.unlink() for file in f.glob("model*")], "has no weights"),
-    "a file is gone": (lambda f: min(f.glob("*.safetensors")).unlink(), r"lacks model-00001-of-\d+\.safetensors, which its"),
+    "a file is gone": (
+        lambda f: min(f.glob("*.safetensors")).unlink(),
+        r"lacks model-00001-of-\d+\.safetensors, which its",
+    ),
     "cut short": (cut_short, r"model-00001-of-\d+\.safetensors cannot be read"),
-    "outside": (point_outside, r"names \.\./other/model\.safetensors, which is no safetensors file of this folder"),
+    "outside": (
+        point_outside,
+        r"names \.\./other/model\.safetensors, which is no safetensors file of this folder",
+    ),
     "empty index": (lambda f: (f / INDEX).write_text("{}"), "has no weight_map"),
-    "twice": (lambda f: shutil.copy(max(f.glob("*.safetensors")), min(f.glob("*.safetensors"))), "is in .* and in model-0"),
-    "another family": (lambda f: (f / "config.json").write_text('{"model_type": "mistral"}'), "model_type=mistral .only llama"),
-}  # fmt: skip
+    "twice": (
+        lambda f: shutil.copy(max(f.glob("*.safetensors")), min(f.glob("*.safetensors"))),
+        "is in .* and in model-0",
+    ),
+    "another family": (
+        lambda f: (f / "config.json").write_text('{"model_type": "mistral"}'),
+        "model_type=mistral .only llama",
+    ),
+}
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_FOLDERS.values(), ids=BAD_FOLDERS)
@@ -198,7 +259,9 @@ def test_a_folder_that_cannot_be_used_is_refused(
         find_weights(str(folder), config_of(hf_dir), None)
 
 
-def test_files_that_the_index_does_not_name_are_left_alone(hf_dir: Path, sharded: Path, tmp_path: Path) -> None:
+def test_files_that_the_index_does_not_name_are_left_alone(
+    hf_dir: Path, sharded: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(sharded, tmp_path / "hf")
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "consolidated.safetensors")
     assert folder / "consolidated.safetensors" not in open_folder(folder).files
@@ -215,17 +278,26 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, ours: Path, t
     cut_short(tmp_path / "damaged")
     file = tmp_path / "names" / "model.safetensors"
     weights = load_file(file)
-    weights["model.head.norm.other"] = weights.pop("model.head.norm.weight")  # of the same length, so the header too
+    # of the same length, so the header too
+    weights["model.head.norm.other"] = weights.pop("model.head.norm.weight")
     save_file(weights, file)
     manifest = read_manifest(tmp_path / "names")
-    tensors = {name.replace("norm.weight", "norm.other") if "head" in name else name: t for name, t in manifest.tensors.items()}
-    again = dataclasses.replace(manifest, files={**manifest.files, file.name: hash_file(file)}, tensors=tensors)
+    tensors = {
+        name.replace("norm.weight", "norm.other") if "head" in name else name: t
+        for name, t in manifest.tensors.items()
+    }
+    again = dataclasses.replace(
+        manifest, files={**manifest.files, file.name: hash_file(file)}, tensors=tensors
+    )
     (tmp_path / "names" / "manifest.json").write_text(manifest_to_text(again))
-    for name, message in {"config": "is damaged: config.yaml is missing",
-                          "names": "missing: model.head.norm.weight. unexpected: model.head.norm.other"}.items():  # fmt: skip
+    for name, message in {
+        "config": "is damaged: config.yaml is missing",
+        "names": "missing: model.head.norm.weight. unexpected: model.head.norm.other",
+    }.items():
         with pytest.raises(CheckpointError, match=message):
             find_weights(str(tmp_path / name), model, None)
-    weights = find_weights(str(tmp_path / "damaged"), model, None)  # of which only the config has been hashed yet
+    # of which only the config has been hashed yet
+    weights = find_weights(str(tmp_path / "damaged"), model, None)
     assert weights
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -235,7 +307,9 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(hf_dir: Path, ours: Path, t
         dist.destroy_process_group()
 
 
-def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(hf_dir: Path, ours: Path, tmp_path: Path) -> None:
+def test_a_run_in_place_of_its_checkpoint_is_answered_with_its_newest(
+    hf_dir: Path, ours: Path, tmp_path: Path
+) -> None:
     shutil.copytree(ours, tmp_path / "run" / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match=r"or a checkpoint, such as .*/step-00000003"):
         find_weights(str(tmp_path / "run"), config_of(hf_dir), None)

@@ -23,7 +23,8 @@ def end_by(error: Exception, folder: Path) -> str:
 
 
 def test_who_has_lost_another_process_does_not_write_over_why_that_one_is_gone(tmp_path: Path) -> None:
-    """A rank whose memory has ended writes for all (OutOfMemory), and rank 0 hears of its end a moment later."""
+    """A rank whose memory has ended writes for all (OutOfMemory), and rank 0 hears of its end a moment
+    later."""
     assert write_status(tmp_path, "failed", 3, None, False, "OutOfMemory: rank 1", FailedStarts()) == ""
     assert end_by(LOST, tmp_path) == "OutOfMemory: rank 1"
     assert end_by(ValueError("its own"), tmp_path) == "ValueError: its own"

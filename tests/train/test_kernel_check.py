@@ -9,8 +9,14 @@ from train.kernel_check import CHECKED_STEP, NAMES, KernelCheck, describe_attent
 CPU = torch.device("cpu")
 # As profiles of others show them, but for "math".
 SEEN = {
-    "cudnn": ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128_4x1x1_kernel0_0", "softmax_warp"],
-    "flash": ["void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128>>", "nvjet_tst_128x256"],
+    "cudnn": [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128_4x1x1_kernel0_0",
+        "softmax_warp",
+    ],
+    "flash": [
+        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128>>",
+        "nvjet_tst_128x256",
+    ],
     "efficient": ["fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)"],
     "flex": ["triton_tem_fused_flex_attention_0"],
     "cpu": ["meshwright::cpu_causal_attention", "aten::_scaled_dot_product_cpu"],
@@ -22,7 +28,9 @@ SEEN = {
 @pytest.mark.parametrize("ran", KERNELS)
 def test_a_kernel_is_known_by_its_name_and_another_one_is_said(planned: str, ran: str) -> None:
     said = describe_attention(planned, SEEN[ran])
-    assert said.startswith("attention: " if planned == ran else f"warning: attention={planned} was planned, but")
+    assert said.startswith(
+        "attention: " if planned == ran else f"warning: attention={planned} was planned, but"
+    )
     assert ran in said
 
 

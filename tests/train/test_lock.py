@@ -40,7 +40,7 @@ prctl = ctypes.CDLL(None).prctl
 prctl.argtypes = [ctypes.c_int] + [ctypes.c_void_p] * 4
 if prctl(38, 1, None, None, None) or prctl(22, 2, ctypes.cast(ctypes.byref(Program(4, code)), ctypes.c_void_p), None, None):
     print("no filter", flush=True)
-"""
+"""  # noqa: E501
 Start = Callable[..., subprocess.Popen]
 
 
@@ -50,8 +50,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     everyone = []
 
     def start_holder(before: str = "") -> subprocess.Popen:
-        process = subprocess.Popen([sys.executable, "-c", before + HOLDER, str(tmp_path)], cwd=ROOT, text=True,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", before + HOLDER, str(tmp_path)],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         everyone.append(process)
         return process
 
@@ -88,7 +93,12 @@ def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: St
     assert take(holder) == "have"
     with pytest.raises(LockError) as taken:
         lock_folder(tmp_path)
-    for words in (f"run.dir={tmp_path}", f"process {holder.pid}", f"host {socket.gethostname()}", "use another run.dir"):
+    for words in (
+        f"run.dir={tmp_path}",
+        f"process {holder.pid}",
+        f"host {socket.gethostname()}",
+        "use another run.dir",
+    ):
         assert words in str(taken.value)
     release(holder)
     lock = lock_folder(tmp_path)
@@ -129,8 +139,18 @@ def test_waiting_for_a_run_that_ends(start: Start, tmp_path: Path) -> None:
     lock_folder(tmp_path, wait_s=60).release()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"{}", b"x" * 100_000, b"[" * 4000,
-                                     b'{"host": 1, "pid": "a", "since": [], "started": null}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b"x" * 100_000,
+        b"[" * 4000,
+        b'{"host": 1, "pid": "a", "since": [], "started": null}',
+    ],
+)
 def test_a_file_with_anything_in_it_is_no_obstacle(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(content)
     lock = lock_folder(tmp_path)
@@ -156,7 +176,9 @@ def test_a_link_or_a_pipe_in_the_file_s_place_is_left_alone(tmp_path: Path) -> N
     assert "is not a file" in lock_folder(tmp_path).unprotected
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux", reason="seccomp is Linux's")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux", reason="seccomp is Linux's"
+)
 class TestWithoutLocks:
     """A file system without locks: host and process number decide."""
 
@@ -174,7 +196,9 @@ class TestWithoutLocks:
         release(first)
         assert take(second) == "have"
 
-    def test_another_process_with_the_same_number_is_not_the_holder(self, start: Start, tmp_path: Path) -> None:
+    def test_another_process_with_the_same_number_is_not_the_holder(
+        self, start: Start, tmp_path: Path
+    ) -> None:
         write_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), since="2026-01-01", started=1)
         assert "ended without a word" in take(start(NO_FLOCK))
 

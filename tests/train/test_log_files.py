@@ -35,7 +35,8 @@ ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step i
 
 @contextmanager
 def full_at(size_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond a size: a write that would stops short, as on a full disk, and the next one fails."""
+    """No file of this process grows beyond a size: a write that would stops short, as on a full disk, and the
+    next one fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -49,8 +50,12 @@ def open_log(path: Path, head: bytes = b"") -> tuple[LogFile, list[str]]:
     return LogFile(path, Trouble(warnings.append), head), warnings
 
 
-@pytest.mark.parametrize("half", [b"", b'{"step": 4', b"x" * 200_000], ids=["none", "short", "longer than a block"])
-def test_what_a_kill_left_of_a_line_is_cut_off_on_opening_and_whole_lines_stay(half: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "half", [b"", b'{"step": 4', b"x" * 200_000], ids=["none", "short", "longer than a block"]
+)
+def test_what_a_kill_left_of_a_line_is_cut_off_on_opening_and_whole_lines_stay(
+    half: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"".join(ROWS[:3]) + half)
     log, warnings = open_log(path)
@@ -65,7 +70,9 @@ def test_what_a_kill_left_of_a_line_is_cut_off_on_opening_and_whole_lines_stay(h
 
 
 @pytest.mark.parametrize("past", [0, 1, 20])
-def test_a_row_that_does_not_fit_is_not_there_at_all_and_comes_later_with_all_others(past: int, tmp_path: Path) -> None:
+def test_a_row_that_does_not_fit_is_not_there_at_all_and_comes_later_with_all_others(
+    past: int, tmp_path: Path
+) -> None:
     path = tmp_path / "log"
     log, warnings = open_log(path)
     with full_at(len(b"".join(ROWS[:10])) + past):
@@ -83,7 +90,9 @@ def test_a_row_that_does_not_fit_is_not_there_at_all_and_comes_later_with_all_ot
     assert len(warnings) == 3, "what fails again is said again"
 
 
-def test_a_full_device_is_named_as_such_and_the_rows_that_were_never_written_are_counted(tmp_path: Path) -> None:
+def test_a_full_device_is_named_as_such_and_the_rows_that_were_never_written_are_counted(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     log, warnings = open_log(path)
@@ -94,7 +103,9 @@ def test_a_full_device_is_named_as_such_and_the_rows_that_were_never_written_are
     assert warnings[1:] == [f"warning: {path} lacks its last 5 rows, which could not be written"]
 
 
-def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_files, "MAX_WAITING", 50)
     (tmp_path / "file").write_text("")
     log, warnings = open_log(tmp_path / "file" / "log")
@@ -117,14 +128,18 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
 
 
 def read_board(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder), size_guidance=dict.fromkeys(("scalars", "tensors", "images", "histograms"), 0)).Reload()
+    return EventAccumulator(
+        str(folder), size_guidance=dict.fromkeys(("scalars", "tensors", "images", "histograms"), 0)
+    ).Reload()
 
 
 def steps_of(folder: Path) -> list[int]:
     return [event.step for event in read_board(folder).Scalars("loss")]
 
 
-def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_steps_done_again(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_steps_done_again(
+    tmp_path: Path,
+) -> None:
     trouble = Trouble(lambda line: pytest.fail(line))
     first = Board(tmp_path, trouble, Shown({"config": "a: 1"}), 1)
     for step in range(1, 6):
@@ -133,7 +148,12 @@ def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_
     again = Board(tmp_path, trouble, Shown(), 4)
     again.add(4, {"loss": 9.0}, {"note": "seen again"})
     read = read_board(tmp_path)
-    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 9.0)]
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+        (4, 9.0),
+    ]
     (config,), (note,) = read.Tensors("config"), read.Tensors("note")
     assert config.tensor_proto.string_val == [b"a: 1"]
     assert (note.step, note.tensor_proto.string_val) == (4, [b"seen again"])
@@ -177,16 +197,25 @@ def test_every_row_that_was_written_outlives_a_kill(tmp_path: Path) -> None:
     child.wait(60)
     last = output.read_text().count("\n") - 1
     assert last >= 49
-    assert (tmp_path / "log").read_bytes().splitlines()[: last + 1] == [b"%d" % step for step in range(last + 1)]
+    assert (tmp_path / "log").read_bytes().splitlines()[: last + 1] == [
+        b"%d" % step for step in range(last + 1)
+    ]
     board = read_board(tmp_path / "tb")
-    for shown in (board.Scalars("loss"), board.Images("picture"), board.Histograms("spread"), board.Tensors("note")):
+    for shown in (
+        board.Scalars("loss"),
+        board.Images("picture"),
+        board.Histograms("spread"),
+        board.Tensors("note"),
+    ):
         assert [event.step for event in shown][: last + 1] == list(range(last + 1))
     assert board.Tensors("custom_scalars__config__")
     assert "_hparams_/session_start_info" in board.PluginTagToContent("hparams")
 
 
 def open_metrics(folder: Path, warnings: list[str]) -> Metrics:
-    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+    throughput = Throughput(
+        tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
+    )
     return Metrics(MetricsConfig(), throughput, folder, torch.device("cpu"), True, {}, warnings.append)
 
 
@@ -201,14 +230,20 @@ def test_metrics_of_a_run_without_a_folder_warn_once_and_are_all_there_when_it_c
     (tmp_path / "run").unlink()
     metrics.log_eval(3, {"a": Score(1.0, 1, 1.0)})
     metrics.close()
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ] == [0, 1, 2, 3]
     assert [event.step for event in read_board(tmp_path / "run" / "tb").Scalars("loss/eval")] == [0, 1, 2, 3]
     assert len(warnings) == 2
 
 
-def test_a_folder_that_may_not_be_written_is_heard_of_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_may_not_be_written_is_heard_of_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").write_text("")
-    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+    throughput = Throughput(
+        tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
+    )
     Metrics(MetricsConfig(), throughput, tmp_path / "run", torch.device("cpu"), True, {}).close()
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/run/metrics.jsonl cannot be written")
 
@@ -218,8 +253,9 @@ LEASE_S = 45  # /proc/sys/fs/lease-break-time, as kernels have it
 
 @contextmanager
 def hanging(path: Path) -> Iterator[None]:
-    """Whoever opens a file hangs in the kernel, as on a network disk that is away: a lease on it is held, and given back at the
-    end only. LEASE_S after the first has come the kernel takes it away: what is to be seen meanwhile must be done by then."""
+    """Whoever opens a file hangs in the kernel, as on a network disk that is away: a lease on it is held, and
+    given back at the end only. LEASE_S after the first has come the kernel takes it away: what is to be seen
+    meanwhile must be done by then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file, before = os.open(path, os.O_RDWR | os.O_CREAT), signal.signal(signal.SIGIO, signal.SIG_IGN)
     try:
@@ -234,7 +270,9 @@ needs_leases = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's
 
 
 @needs_leases
-def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_files, "HANGS_S", 1.5)
     warnings: list[str] = []
     with hanging(tmp_path / "metrics.jsonl"):
@@ -245,7 +283,9 @@ def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(tmp_path: Pat
         for _ in range(20):
             metrics.flush()
         assert time.monotonic() - start_s < 15, "only the first flush waits; all twenty would for 30 s"
-        assert [words.partition(" for")[0] for words in warnings] == [f"warning: {tmp_path} has not taken a row of metrics"]
+        assert [words.partition(" for")[0] for words in warnings] == [
+            f"warning: {tmp_path} has not taken a row of metrics"
+        ]
     wait_for_rows(tmp_path, 10)
     metrics.log_eval(10, {"a": Score(1.0, 1, 1.0)})
     metrics.close()
@@ -269,7 +309,9 @@ def test_of_rows_for_a_disk_that_hangs_no_more_than_a_limit_are_kept_and_it_is_s
     assert warnings[-1].startswith(f"warning: {tmp_path} lacks the last rows of metrics, 103 writes")
     wait_for_rows(tmp_path, 19)
     wait_for_end_of("metrics")
-    assert steps_in(tmp_path) == list(range(19)), "with the first write, which opens the file, the limit of 20"
+    assert steps_in(tmp_path) == list(range(19)), (
+        "with the first write, which opens the file, the limit of 20"
+    )
 
 
 def wait_for_rows(folder: Path, count: int) -> None:
@@ -295,17 +337,31 @@ def train_and_wait_a_second_for_the_log(arguments: list[str]) -> None:
 
 
 @needs_leases
-def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_when_it_hangs_no_more(tmp_path: Path) -> None:
+def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_when_it_hangs_no_more(
+    tmp_path: Path,
+) -> None:
     folder, output = tmp_path / "run", tmp_path / "out"
-    arguments = [*TINY, *EAGER, *write_text(tmp_path), "--train.steps=6", "--checkpoint.every=2", f"--run.dir={folder}"]
+    arguments = [
+        *TINY,
+        *EAGER,
+        *write_text(tmp_path),
+        "--train.steps=6",
+        "--checkpoint.every=2",
+        f"--run.dir={folder}",
+    ]
     with hanging(folder / "metrics.jsonl"):
         process = fork(train_and_wait_a_second_for_the_log, arguments, output=output)
         deadline_s = time.monotonic() + LEASE_S - 5
         while len(list_checkpoints(folder / "checkpoints")) < 2:
             assert process.poll() is None, f"it ended without two checkpoints: {output.read_text()}"
-            assert time.monotonic() < deadline_s, "so slow is this machine that the kernel would end the hanging itself"
+            assert time.monotonic() < deadline_s, (
+                "so slow is this machine that the kernel would end the hanging itself"
+            )
             time.sleep(0.05)
-        assert [path.name for path in list_checkpoints(folder / "checkpoints")][:2] == ["step-00000002", "step-00000004"]
+        assert [path.name for path in list_checkpoints(folder / "checkpoints")][:2] == [
+            "step-00000002",
+            "step-00000004",
+        ]
         assert (folder / "metrics.jsonl").stat().st_size == 0
     assert process.wait(60) == 0, output.read_text()
     assert "has not taken a row of metrics for 1 s" in output.read_text()

@@ -16,7 +16,9 @@ from train.evaluation import Score
 from train.metrics import Metrics, MetricsConfig, Throughput
 from train.status import State, write_status
 
-THROUGHPUT = Throughput(tokens_per_step=100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=2, peak_flops=None)
+THROUGHPUT = Throughput(
+    tokens_per_step=100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=2, peak_flops=None
+)
 
 
 def open_metrics(folder: Path, is_main: bool = True) -> Metrics:
@@ -35,14 +37,20 @@ def test_a_row_can_be_read_once_it_is_flushed_and_a_resumed_run_goes_on_in_the_f
             metrics.flush()
             row = rows_in(tmp_path)[-1]
             assert {key: row[key] for key in ("step", "eval_loss", "eval/a/loss", "eval/b/loss")} == {
-                "step": step, "eval_loss": step / 2, "eval/a/loss": step, "eval/b/loss": 0.0}  # fmt: skip
+                "step": step,
+                "eval_loss": step / 2,
+                "eval/a/loss": step,
+                "eval/b/loss": 0.0,
+            }
             assert row["eval/a/perplexity"] == pytest.approx(math.exp(step))
             assert row["eval/a/bits_per_byte"] == pytest.approx(step * math.log2(math.e) / 2)
         metrics.close()
     assert [row["step"] for row in rows_in(tmp_path)] == [0, 5, 5, 10]
 
 
-def test_without_a_flush_rows_are_written_soon_and_in_order_and_what_is_to_come_later_after_them(tmp_path: Path) -> None:
+def test_without_a_flush_rows_are_written_soon_and_in_order_and_what_is_to_come_later_after_them(
+    tmp_path: Path,
+) -> None:
     metrics, seen = open_metrics(tmp_path), list[int]()
     for step in range(200):
         metrics.log_eval(step, {"a": Score(8.0, 8, 2.0)})
@@ -101,7 +109,13 @@ def test_status_reads_back_and_leaves_no_partial_file(state: State, tmp_path: Pa
     status = read_status(tmp_path)
     assert status is not None
     words = status.pop("how_to_go_on")
-    assert status == {"state": state, "step": 7, "resumed_from": 3, "reason": 'signal "SIGTERM"\n', "failed_starts": 0,
-                      "failed_at_step": 0}  # fmt: skip
+    assert status == {
+        "state": state,
+        "step": 7,
+        "resumed_from": 3,
+        "reason": 'signal "SIGTERM"\n',
+        "failed_starts": 0,
+        "failed_at_step": 0,
+    }
     assert bool(words) is (state != "running")
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

@@ -1,4 +1,5 @@
-"""The guard's counting, its words and its look at a step, in one process; faults of one rank are in test_nonfinite_mesh.py."""
+"""The guard's counting, its words and its look at a step, in one process; faults of one rank are in
+test_nonfinite_mesh.py."""
 
 import itertools
 import math
@@ -68,9 +69,14 @@ def test_as_many_steps_as_allowed_are_skipped_however_they_lie(eager):
         guard, data = open_guard(model, group, allowed), StepData(make_batches(2), 0, 0.0)
         for n in range(1, allowed + 1):
             assert guard.step_done(2 * n, 0, data, result_of(True)) == [
-                f"warning: step {2 * n} was skipped: its loss or gradient is not finite ({n} of at most {allowed})"]  # fmt: skip
+                f"warning: step {2 * n} was skipped: its loss or gradient is not finite ({n} of at most "
+                f"{allowed})"
+            ]
             assert guard.step_done(2 * n + 1, 0, data, result_of(False)) == []
-        with pytest.raises(NonFiniteError, match=f"gradient of step 99 is not finite, .*train.max_skipped_steps={allowed} may"):
+        with pytest.raises(
+            NonFiniteError,
+            match=f"gradient of step 99 is not finite, .*train.max_skipped_steps={allowed} may",
+        ):
             guard.step_done(99, 0, data, result_of(True))
         assert guard.finish() == []
 
@@ -91,7 +97,8 @@ def test_on_a_gpu_a_step_is_heard_of_when_the_next_one_is_under_way(eager):
     assert "step 2 " in line
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, while it compiles
+# by torch, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_left_as_it_was(trainer):
     model, optimizer, group = trainer
     batches = make_batches(2)
@@ -108,7 +115,10 @@ def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_l
     assert all(p.grad is None for p in model.parameters())
     added = {name: set(vars(module)) - set(before[name]) for name, module in model.named_modules()}
     assert not any(added.values())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.layers[1].feed_forward.modules())
+    assert not any(
+        module._forward_pre_hooks or module._forward_hooks
+        for module in model.layers[1].feed_forward.modules()
+    )
 
 
 def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_named(eager):
@@ -119,13 +129,17 @@ def test_the_micro_batch_with_the_fault_is_told_and_its_sequences_alone_are_name
     result = train_step(model, optimizer, batches, 1.0, group)
     with pytest.raises(NonFiniteError) as error:
         guard.step_done(1, 40, StepData(batches, 0, 0.0), result)
-    told = "the output of layers.0.ffn_norm is the first value that is not finite; its sequences: 142 of books; 143 of code"
+    told = (
+        "the output of layers.0.ffn_norm is the first value that is not finite; its sequences: 142 of "
+        "books; 143 of code"
+    )
     assert f"rank 0: {told}" in str(error.value)
     assert "40 to 43 of the order" in str(error.value)
 
 
 def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the_same(eager, monkeypatch):
     """Not compiled it takes more."""
+
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -140,7 +154,9 @@ def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the
 def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU news of a step is one step late."""
     told: list[str] = []
-    run = SimpleNamespace(watchdog=Mock(), screen=Mock(lines=told.extend), metrics=Mock(), finite=Mock(), saver=Mock())
+    run = SimpleNamespace(
+        watchdog=Mock(), screen=Mock(lines=told.extend), metrics=Mock(), finite=Mock(), saver=Mock()
+    )
     run.finite.finish.side_effect = NonFiniteError("step 4")
     with pytest.raises(NonFiniteError):
         loop._save(run, Position(4), lambda step: None)  # type: ignore[arg-type]
@@ -148,7 +164,13 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
 
 
 def test_whether_tensors_are_finite_is_told_of_every_kind():
-    finite = [torch.ones(3), torch.empty(0), torch.tensor([1, 2]), torch.ones(2, dtype=torch.bfloat16), torch.tensor(3e38)]
+    finite = [
+        torch.ones(3),
+        torch.empty(0),
+        torch.tensor([1, 2]),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.tensor(3e38),
+    ]
     assert all_finite(finite)
     assert all_finite([])
     for bad in (math.nan, math.inf, -math.inf):
@@ -163,7 +185,10 @@ def finding(rank: int, place: int | None = None, parameters: tuple[str, ...] = (
 
 def test_only_the_ranks_that_came_to_it_first_are_named():
     words = describe(7, 5, [finding(0, 12), finding(1, 3), finding(2), finding(3, 3)], "0 to 7")
-    assert [line.split(":")[0] for line in words.splitlines() if line.startswith("rank")] == ["rank 1", "rank 3"]
+    assert [line.split(":")[0] for line in words.splitlines() if line.startswith("rank")] == [
+        "rank 1",
+        "rank 3",
+    ]
     assert "rank 1: value 3 is the first value that is not finite; its sequences: 1 of text" in words
 
 

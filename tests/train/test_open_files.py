@@ -25,9 +25,22 @@ from train.open_files import ENOUGH, allow_open_files, open_files_limit
 def test_2000_shards_are_trained_on_where_256_files_may_be_open(tmp_path: Path) -> None:
     shards = [[[number % 251] * 40] for number in range(2000)]
     write_store(tmp_path / "store", shards[:1900], shards[1900:])
-    result = run(1, "NOFILE=256", "train.main", *TINY, *EAGER, f"--data.source={tmp_path / 'store'}", "--train.seq_len=64",
-                 "--train.micro_batch_size=8", "--train.global_batch_size=64", "--train.steps=4", "--train.eval_every=4",
-                 "--data.document_mask=true", f"--run.dir={tmp_path / 'run'}", module=LIMITED)  # fmt: skip
+    result = run(
+        1,
+        "NOFILE=256",
+        "train.main",
+        *TINY,
+        *EAGER,
+        f"--data.source={tmp_path / 'store'}",
+        "--train.seq_len=64",
+        "--train.micro_batch_size=8",
+        "--train.global_batch_size=64",
+        "--train.steps=4",
+        "--train.eval_every=4",
+        "--data.document_mask=true",
+        f"--run.dir={tmp_path / 'run'}",
+        module=LIMITED,
+    )
     assert result.returncode == 0, result.stderr
     assert list(read_metrics(tmp_path / "run")) == [0, 1, 2, 3, 4]
 
@@ -71,7 +84,8 @@ def test_files_that_others_need_are_given_back(tmp_path: Path) -> None:
 
 
 def read_with_a_limit_lowered(folder: Path) -> list[int]:
-    """All shards are mapped, and then nothing is left: those that are read next take the place of the others."""
+    """All shards are mapped, and then nothing is left: those that are read next take the place of the
+    others."""
     manifest, out = read_manifest(folder), np.empty(40, np.int64)
     open_split(folder, manifest, "train").read(0, out)
     assert opened_in(folder) == 80
@@ -88,11 +102,15 @@ def opened_in(folder: Path) -> int:
 
 def test_the_limit_is_raised_as_far_as_it_goes() -> None:
     assert run_ranks(1, limits_after, 256, 512) == [512]
-    assert run_ranks(1, limits_after, 600, 10**6) == [min(ENOUGH, resource.getrlimit(resource.RLIMIT_NOFILE)[1])]
+    assert run_ranks(1, limits_after, 600, 10**6) == [
+        min(ENOUGH, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    ]
 
 
 def limits_after(soft: int, hard: int) -> int:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, min(hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (soft, min(hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    )
     allow_open_files()
     return open_files_limit()
 
@@ -100,7 +118,10 @@ def limits_after(soft: int, hard: int) -> int:
 def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_module, "MOST_MAPPED", 4)
     split_module._maps.cache_clear()
-    manifest, out = write_store(tmp_path / "store", [[[number, number]] for number in range(40)]), np.empty(80, np.int64)
+    manifest, out = (
+        write_store(tmp_path / "store", [[[number, number]] for number in range(40)]),
+        np.empty(80, np.int64),
+    )
     try:
         shards = open_split(tmp_path / "store", manifest, "train")
         for _ in range(2):
@@ -114,7 +135,9 @@ def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "shorter, of the same time", "gone"])
 def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_path: Path) -> None:
     """But one that was touched is, as some do so that their cluster does not delete it."""
-    split = open_split(tmp_path / "store", write_store(tmp_path / "store", [[[1, 2, 3]], [[4, 5, 6]]]), "train")
+    split = open_split(
+        tmp_path / "store", write_store(tmp_path / "store", [[[1, 2, 3]], [[4, 5, 6]]]), "train"
+    )
     path, out = tmp_path / "store/train-00001.bin", np.empty(6, np.int64)
     before_ns = path.stat().st_mtime_ns
     if change == "gone":
@@ -134,7 +157,9 @@ def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_pat
 
 def test_a_fault_of_the_disk_is_not_called_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     split = split_of([[1]], [[2]])
-    monkeypatch.setattr(split_module, "_check_unchanged", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+    monkeypatch.setattr(
+        split_module, "_check_unchanged", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+    )
     with pytest.raises(OSError, match="Stale"):
         split.read(0, np.empty(2, np.int64))
 

@@ -30,7 +30,16 @@ def test_warm_up_is_a_straight_line_from_0_that_reaches_the_peak(schedule: str) 
     [
         ("constant", {10: 1.0, 11: 1.0, 60: 1.0, 110: 1.0}),
         ("linear", {10: 1.0, 11: 0.991, 60: 0.55, 110: 0.1}),
-        ("cosine", {10: 1.0, 35: 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 60: 0.55, 85: 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 110: 0.1}),
+        (
+            "cosine",
+            {
+                10: 1.0,
+                35: 0.1 + 0.9 * (1 + 0.5**0.5) / 2,
+                60: 0.55,
+                85: 0.1 + 0.9 * (1 - 0.5**0.5) / 2,
+                110: 0.1,
+            },
+        ),
         ("wsd", {10: 1.0, 50: 1.0, 88: 1.0, 99: 0.55, 110: 0.1}),  # the last 22 of 110 steps decay
     ],
 )
@@ -56,7 +65,9 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up(schedule: str) -> None:
 
 
 def test_wsd_decays_over_no_more_than_what_follows_the_warm_up() -> None:
-    assert rates("wsd", total=20, decay_ratio=1.0)[10:] == pytest.approx([1 - 0.9 * i / 10 for i in range(11)])
+    assert rates("wsd", total=20, decay_ratio=1.0)[10:] == pytest.approx(
+        [1 - 0.9 * i / 10 for i in range(11)]
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -69,7 +80,11 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
     model = Llama(dataclasses.replace(MODEL, tie_embeddings=tied))
     optimizer = build_optimizer(model, CONFIG)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert len(decay) == sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    assert (
+        len(decay)
+        == sum(len(group["params"]) for group in optimizer.param_groups)
+        == len(list(model.parameters()))
+    )
     for fqn, parameter in model.named_parameters():
         free = "norm" in fqn or fqn.startswith("tok_embeddings")
         assert decay[id(parameter)] == (0.0 if free else CONFIG.weight_decay), fqn
@@ -81,7 +96,11 @@ def test_frozen_parameters_are_in_no_group_and_have_no_moments() -> None:
     model.layers[0].requires_grad_(False)
     optimizer = build_optimizer(model, CONFIG)
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert {p for group in optimizer.param_groups for p in group["params"]} == optimizer.state.keys() == set(trained)
+    assert (
+        {p for group in optimizer.param_groups for p in group["params"]}
+        == optimizer.state.keys()
+        == set(trained)
+    )
 
 
 def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> None:
@@ -92,10 +111,16 @@ def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> N
     optimizer = build_optimizer(ours, CONFIG)
     assert {len(state) for state in optimizer.state.values()} == {3}
     assert all(not value.any() for state in optimizer.state.values() for value in state.values())
-    groups = [{"params": [p for p in plain.parameters() if p.dim() > 1 and p is not plain.tok_embeddings.weight],
-               "weight_decay": CONFIG.weight_decay},
-              {"params": [p for p in plain.parameters() if p.dim() == 1 or p is plain.tok_embeddings.weight],
-               "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {
+            "params": [p for p in plain.parameters() if p.dim() > 1 and p is not plain.tok_embeddings.weight],
+            "weight_decay": CONFIG.weight_decay,
+        },
+        {
+            "params": [p for p in plain.parameters() if p.dim() == 1 or p is plain.tok_embeddings.weight],
+            "weight_decay": 0.0,
+        },
+    ]
     reference = torch.optim.AdamW(groups, lr=1.0, betas=CONFIG.betas, eps=CONFIG.eps, foreach=False)
     tokens = torch.arange(32).reshape(2, 16)
     for step in (1, 2, 3):
@@ -105,7 +130,9 @@ def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> N
             its.step()
             its.zero_grad()
     for (fqn, weight), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6, msg=lambda text, fqn=fqn: f"{fqn}: {text}")
+        torch.testing.assert_close(
+            weight, expected, rtol=1e-5, atol=1e-6, msg=lambda text, fqn=fqn: f"{fqn}: {text}"
+        )
 
 
 def test_the_rate_is_set_for_both_groups() -> None:
@@ -116,10 +143,17 @@ def test_the_rate_is_set_for_both_groups() -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"warmup_steps": -1},
-     {"min_lr_ratio": 1.5}, {"decay_ratio": -0.1}],
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"betas": (0.9, 1.0)},
+        {"betas": (-0.1, 0.9)},
+        {"warmup_steps": -1},
+        {"min_lr_ratio": 1.5},
+        {"decay_ratio": -0.1},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_value_out_of_range_is_refused_by_name(keys: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"optim.{next(iter(keys))}="):
         check_bounds("optim", OptimConfig(**keys))

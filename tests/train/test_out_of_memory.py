@@ -35,7 +35,9 @@ def main_with_a_limit(arguments: list[str]) -> None:
         steps += 1
         if steps == 2:
             pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
-            resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_DATA, (pages * resource.getpagesize() + 2**26, resource.RLIM_INFINITY)
+            )
         try:
             return train_step(*of_step)
         finally:
@@ -48,7 +50,15 @@ def main_with_a_limit(arguments: list[str]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's data is Linux's")
 def test_a_run_that_runs_out_of_memory_says_where_it_went_and_what_would_help(tmp_path: Path) -> None:
     data = write_text(tmp_path)
-    arguments = [*TINY, *EAGER, *BATCH, *data, "--train.steps=3", "--metrics.tensorboard=false", f"--run.dir={tmp_path / 'run'}"]
+    arguments = [
+        *TINY,
+        *EAGER,
+        *BATCH,
+        *data,
+        "--train.steps=3",
+        "--metrics.tensorboard=false",
+        f"--run.dir={tmp_path / 'run'}",
+    ]
     process = fork(main_with_a_limit, arguments, output=tmp_path / "out", errors=tmp_path / "err")
     assert process.wait(120) == 1
     stderr = (tmp_path / "err").read_text()
@@ -56,11 +66,18 @@ def test_a_run_that_runs_out_of_memory_says_where_it_went_and_what_would_help(tm
     said = stderr[stderr.index("OutOfMemory: ") :].splitlines()
     assert "rank 0 ran out of memory" in said[0]
     assert "you tried to allocate" in said[0]
-    assert re.match(r"  resident, in GiB: params 0\.00, optimizer 0\.00, process at its peak \d+\.\d\d$", said[1])
-    assert re.match(r"  predicted \d+\.\d\d GiB at the peak, in GiB: params .*, activations .*, logits ", said[2])
+    assert re.match(
+        r"  resident, in GiB: params 0\.00, optimizer 0\.00, process at its peak \d+\.\d\d$", said[1]
+    )
+    assert re.match(
+        r"  predicted \d+\.\d\d GiB at the peak, in GiB: params .*, activations .*, logits ", said[2]
+    )
     helps = [line for line in said if line.startswith("  would help: --")]
     assert len(helps) == 3
-    assert any("--parallel.activation_checkpoint=full" in line and "GiB less, a step takes " in line for line in helps)
+    assert any(
+        "--parallel.activation_checkpoint=full" in line and "GiB less, a step takes " in line
+        for line in helps
+    )
     status = read_status(tmp_path / "run")
     assert status["state"] == "failed"
     assert status["reason"].startswith("OutOfMemory: rank 0 ran out of memory")
@@ -79,29 +96,54 @@ def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.
     """Also of a run that does not name it, whose global batch is what its ranks take at once."""
     monkeypatch.setattr(train.savings, "SHOWN", 100)
     monkeypatch.setattr(train.savings, "WORTH", -100.0)
-    keys = [*EAGER, "--model.n_heads=8", "--model.n_kv_heads=8", "--train.micro_batch_size=4", "--parallel.dp_replicate=2"]
+    keys = [
+        *EAGER,
+        "--model.n_heads=8",
+        "--model.n_kv_heads=8",
+        "--train.micro_batch_size=4",
+        "--parallel.dp_replicate=2",
+    ]
     config = parse_config([*keys, "--train.global_batch_size=-1"])
     plan = plan_run(config, 8)
     advised = [saving.keys for saving in largest_savings(config, plan, None, 8)]
-    assert {"parallel.tp", "train.micro_batch_size", "parallel.dp_replicate"} <= {key for keys in advised for key in keys}
+    assert {"parallel.tp", "train.micro_batch_size", "parallel.dp_replicate"} <= {
+        key for keys in advised for key in keys
+    }
     for change in advised:
         changed = parse_config([*keys, *(f"--{key}={str(value).lower()}" for key, value in change.items())])
         assert plan_run(changed, 8).global_batch_size == plan.global_batch_size, change
 
 
 def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
-    keys = [*EAGER, "--model.dim=256", "--model.n_layers=4", "--model.ffn_dim=1024", "--train.seq_len=512",
-            "--train.micro_batch_size=4"]  # fmt: skip
+    keys = [
+        *EAGER,
+        "--model.dim=256",
+        "--model.n_layers=4",
+        "--model.ffn_dim=1024",
+        "--train.seq_len=512",
+        "--train.micro_batch_size=4",
+    ]
     config = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16"])
     plan, hardware = plan_run(config, 4, attention="cudnn"), load_hardware()["h100-sxm"]
     savings = largest_savings(config, plan, hardware, 4)
     peak = predict_memory(config, plan).peak_bytes
     assert len(savings) == 3
-    assert [saving.freed_bytes for saving in savings] == sorted((s.freed_bytes for s in savings), reverse=True)
+    assert [saving.freed_bytes for saving in savings] == sorted(
+        (s.freed_bytes for s in savings), reverse=True
+    )
     for saving in savings:
-        changed = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16",
-                                *(f"--{key}={str(value).lower()}" for key, value in saving.keys.items())])  # fmt: skip
-        assert peak - saving.freed_bytes == predict_memory(changed, plan_run(changed, 4, attention="cudnn")).peak_bytes
+        changed = parse_config(
+            [
+                *keys,
+                "--train.global_batch_size=64",
+                "--parallel.param_dtype=bfloat16",
+                *(f"--{key}={str(value).lower()}" for key, value in saving.keys.items()),
+            ]
+        )
+        assert (
+            peak - saving.freed_bytes
+            == predict_memory(changed, plan_run(changed, 4, attention="cudnn")).peak_bytes
+        )
         assert saving.slower is None or saving.slower > -0.5
     unknown = largest_savings(config, plan, None, 4)
     assert [dataclasses.replace(saving, slower=None) for saving in savings] == unknown

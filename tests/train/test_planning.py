@@ -1,4 +1,5 @@
-"""From config to plan and memory: what the model publishes fits what is planned, and what does not fit says what would."""
+"""From config to plan and memory: what the model publishes fits what is planned, and what does not fit says
+what would."""
 
 import dataclasses
 import re
@@ -32,17 +33,25 @@ def test_every_module_of_a_plan_is_one_of_the_model_and_every_parameter_is_in_on
     plan = plan_run(config, 8)
     with torch.device("meta"):
         model = Llama(config.model)
-    planned = {id(p) for unit in plan.units for name in unit.modules for p in model.get_submodule(name).parameters()}
+    planned = {
+        id(p) for unit in plan.units for name in unit.modules for p in model.get_submodule(name).parameters()
+    }
     assert planned == {id(p) for p in model.parameters()}
-    assert [unit.name for unit in plan.units if unit.activation_checkpoint == "full"] == [f"layers.{i}" for i in range(3)]
-    assert [unit.name for unit in plan.units if not unit.compiled] == ([] if tied == "true" else ["tok_embeddings"])
+    assert [unit.name for unit in plan.units if unit.activation_checkpoint == "full"] == [
+        f"layers.{i}" for i in range(3)
+    ]
+    assert [unit.name for unit in plan.units if not unit.compiled] == (
+        [] if tied == "true" else ["tok_embeddings"]
+    )
 
 
 def test_predicted_shards_are_those_of_all_parameters_counted_once() -> None:
     for config in (config_of(), config_of("--model.n_layers=2", "--model.tie_embeddings=true", *EAGER)):
         memory = predict_memory(config, plan_run(config, 8)).memory
         assert memory.params == count_parameters(config.model).total * 4 / 8
-    assert predict_memory(config_of(), plan_run(config_of(), 8)).memory.activations > 32 * 1089 * 2**20, "of each block 1,089 MiB"
+    assert predict_memory(config_of(), plan_run(config_of(), 8)).memory.activations > 32 * 1089 * 2**20, (
+        "of each block 1,089 MiB"
+    )
 
 
 def test_a_plan_file_decides_alone(tmp_path: Path) -> None:
@@ -54,7 +63,9 @@ def test_a_plan_file_decides_alone(tmp_path: Path) -> None:
 def test_a_plan_file_of_another_model_or_world_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text(plan_to_yaml(plan_run(config_of(), 8)))
-    with pytest.raises(PlanError, match=f"plan file {file}: the plan's mesh is for 8 processes, this run has 4"):
+    with pytest.raises(
+        PlanError, match=f"plan file {file}: the plan's mesh is for 8 processes, this run has 4"
+    ):
         plan_run(config_of(f"--parallel.plan={file}"), 4)
     with pytest.raises(PlanError, match=r"34 against 4"):
         plan_run(config_of(f"--parallel.plan={file}", "--model.n_layers=2"), 8)
@@ -73,9 +84,14 @@ AGREEING = [
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of the 8B, which differs from the defaults in most keys."""
-    keys = ["--parallel.tp=2", "--parallel.activation_checkpoint=full", "--parallel.forward_prefetch=2",
-            "--parallel.compile.mode=reduce-overhead", "--train.micro_batch_size=2",
-            "--parallel.sequence_parallel=false"]  # fmt: skip
+    keys = [
+        "--parallel.tp=2",
+        "--parallel.activation_checkpoint=full",
+        "--parallel.forward_prefetch=2",
+        "--parallel.compile.mode=reduce-overhead",
+        "--train.micro_batch_size=2",
+        "--parallel.sequence_parallel=false",
+    ]
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(plan_to_yaml(plan_run(config_of(*keys), 8)))
     return path
@@ -143,7 +159,9 @@ def test_keys_and_the_plan_files_own_mistakes_come_in_one_report(plan_file: Path
 def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
     config = config_of()
     for name in ("Manual", "", "nowhere/plan.yaml", "~nobody_at_all/plan.yaml", "."):
-        with pytest.raises(PlanError, match=r"parallel.plan=.*: there is no such file. Use manual, auto, or the path"):
+        with pytest.raises(
+            PlanError, match=r"parallel.plan=.*: there is no such file. Use manual, auto, or the path"
+        ):
             plan_run(dataclasses.replace(config, parallel=ParallelConfig(plan=name)), 8)
 
 
@@ -154,16 +172,35 @@ def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
 TP = [
     (["--parallel.tp=16"], ["parallel.tp=16 must divide model.n_kv_heads=8. Use 1, 2, 4 or 8."]),
     (["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]"], []),
-    (["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]", "--train.seq_len=100"],
-     ["parallel.tp=16 must divide train.seq_len=100. Use 1, 2 or 4."]),
-    (["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]", "--train.seq_len=100",
-      "--parallel.sequence_parallel=false"], []),
-    (["--parallel.tp=3"], [f"parallel.tp=3 must divide {key}. Use 1, 2, 4 or 8." for key in (
-        "model.n_heads=32", "model.n_kv_heads=8", "model.ffn_dim=14336", "train.seq_len=8192")]),
-    (["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_parts=[embedding]"],
-     ["parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024: ids no text has cost their "
-      "rows and are soon never predicted."]),
-]  # fmt: skip
+    (
+        ["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]", "--train.seq_len=100"],
+        ["parallel.tp=16 must divide train.seq_len=100. Use 1, 2 or 4."],
+    ),
+    (
+        [
+            "--parallel.tp=16",
+            "--parallel.tp_parts=[feed_forward,head]",
+            "--train.seq_len=100",
+            "--parallel.sequence_parallel=false",
+        ],
+        [],
+    ),
+    (
+        ["--parallel.tp=3"],
+        [
+            f"parallel.tp=3 must divide {key}. Use 1, 2, 4 or 8."
+            for key in ("model.n_heads=32", "model.n_kv_heads=8", "model.ffn_dim=14336", "train.seq_len=8192")
+        ],
+    ),
+    (
+        ["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_parts=[embedding]"],
+        [
+            "parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024: ids no text has "
+            "cost their "
+            "rows and are soon never predicted."
+        ],
+    ),
+]
 
 
 def test_tp_divides_heads_kv_heads_ffn_vocabulary_and_tokens() -> None:
@@ -185,11 +222,19 @@ def test_a_plan_that_fits_is_said_to_need_what_is_predicted() -> None:
     assert check_fits(config, plan, 80 * GIB, "H100") == predict_memory(config, plan)
 
 
-@pytest.mark.parametrize(("gpus", "available_gib", "keys"), [
-    (1, 79, EAGER), (8, 40, EAGER), (8, 24, EAGER),
-    pytest.param(2, 79, EAGER, marks=pytest.mark.slow), pytest.param(8, 40, [], marks=pytest.mark.slow),
-])  # fmt: skip
-def test_ways_out_of_a_plan_that_does_not_fit_really_fit(gpus: int, available_gib: int, keys: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "available_gib", "keys"),
+    [
+        (1, 79, EAGER),
+        (8, 40, EAGER),
+        (8, 24, EAGER),
+        pytest.param(2, 79, EAGER, marks=pytest.mark.slow),
+        pytest.param(8, 40, [], marks=pytest.mark.slow),
+    ],
+)
+def test_ways_out_of_a_plan_that_does_not_fit_really_fit(
+    gpus: int, available_gib: int, keys: list[str]
+) -> None:
     config = config_of(*keys)
     with pytest.raises(PlanError) as error:
         check_fits(config, plan_run(config, gpus), available_gib * GIB, "this GPU")
@@ -199,9 +244,13 @@ def test_ways_out_of_a_plan_that_does_not_fit_really_fit(gpus: int, available_gi
     ways = [line for line in message.splitlines() if "Fits:" in line and "--config" not in line]
     assert ways
     for way in ways:
-        candidate = dataclasses.replace(config, parallel=full) if "activation_checkpoint=full" in way else config
+        candidate = (
+            dataclasses.replace(config, parallel=full) if "activation_checkpoint=full" in way else config
+        )
         count = re.search(r"(\d+) processes", way)
-        needed = predict_memory(candidate, plan_run(candidate, int(count[1]) if count else gpus)).peak_bytes / GIB
+        needed = (
+            predict_memory(candidate, plan_run(candidate, int(count[1]) if count else gpus)).peak_bytes / GIB
+        )
         assert f"({needed:.1f} GiB" in way
         assert needed <= available_gib
 

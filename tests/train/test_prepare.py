@@ -11,7 +11,15 @@ import pytest
 import tokenizers
 
 from tests.support.forks import environment, fork
-from tests.train.texts import documents_of, files_of, odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
+from tests.train.texts import (
+    documents_of,
+    files_of,
+    odd_texts,
+    prepare_bytes,
+    texts_of,
+    train_bpe,
+    write_jsonl,
+)
 from train.data.preparing import long_texts, worker
 from train.data.preparing.pieces import cut_source, unit_hash
 from train.data.preparing.prepare import PrepareSettings, Progress, prepare
@@ -25,23 +33,36 @@ WITH_TEXT = [text for text in TEXTS if text]
 SMALL = {"held_out": 0.1, "shard_bytes": 4000}
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.sampled(10)])])
+@pytest.mark.parametrize(
+    "count", [2000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.sampled(10)])]
+)
 def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_path: Path) -> None:
     """One of them so long that it is encoded in parts."""
     texts = odd_texts(count - 1, seed=count)
-    long = "".join("the quick brown fox 0123456789 " * 60 + text for text in odd_texts(count // 2 + 1250, seed=2))
+    long = "".join(
+        "the quick brown fox 0123456789 " * 60 + text for text in odd_texts(count // 2 + 1250, seed=2)
+    )
     texts.insert(count // 2, long)
     assert len(long.encode()) > worker._LONG_BYTES
     source = write_jsonl(tmp_path / "all.jsonl", texts)
     path = train_bpe(tmp_path / "bpe")
-    manifest = prepare(str(source), str(path), "auto", "auto", tmp_path / "out", PrepareSettings(0.1, "text", 2**16, workers=2))
+    manifest = prepare(
+        str(source),
+        str(path),
+        "auto",
+        "auto",
+        tmp_path / "out",
+        PrepareSettings(0.1, "text", 2**16, workers=2),
+    )
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True
     bos, eos = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     with open(source, "rb") as file:
         offsets = np.cumsum([0, *map(len, file)]).tolist()
     expected: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
-    for encoding, text, offset in zip(tokenizer.encode_batch_fast(texts, add_special_tokens=False), texts, offsets, strict=False):
+    for encoding, text, offset in zip(
+        tokenizer.encode_batch_fast(texts, add_special_tokens=False), texts, offsets, strict=False
+    ):
         if text:
             split = SPLITS[unit_hash(f"all.jsonl:{offset}") < 0.1]
             expected[split].append([bos, *encoding.ids, eos])
@@ -57,14 +78,24 @@ def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_pat
 
 
 BYTE_LEVEL = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-DIGITS = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|[^\s]+"), "isolated")  # as Llama 3's
+# as Llama 3's
+DIGITS = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|[^\s]+"), "isolated")
 
 
-@pytest.mark.parametrize(("cut", "pre_tokenizer", "normalizer"), [
-    (True, BYTE_LEVEL, None),
-    (True, tokenizers.pre_tokenizers.Sequence([DIGITS, tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]), None),
-    (False, None, tokenizers.normalizers.Prepend("_")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cut", "pre_tokenizer", "normalizer"),
+    [
+        (True, BYTE_LEVEL, None),
+        (
+            True,
+            tokenizers.pre_tokenizers.Sequence(
+                [DIGITS, tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
+            ),
+            None,
+        ),
+        (False, None, tokenizers.normalizers.Prepend("_")),
+    ],
+)
 def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
     cut: bool, pre_tokenizer: object, normalizer: object, tmp_path: Path
 ) -> None:
@@ -80,7 +111,9 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
         assert b"".join(parts) == text
         assert (len(parts) > 20) == cut
         said: list[tuple[int, int]] = []
-        arrays = long_texts.encode_in_parts(encode, text, np.dtype(np.uint16), lambda *counts: said.append(counts))
+        arrays = long_texts.encode_in_parts(
+            encode, text, np.dtype(np.uint16), lambda *counts: said.append(counts)
+        )
         assert np.array_equal(np.concatenate(arrays), encode([text])[0])
         assert said == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
 
@@ -124,8 +157,12 @@ def test_every_form_gives_the_same_documents_in_order(form: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 def test_every_type_of_text_column_is_read_and_null_is_no_text(kind: str, tmp_path: Path) -> None:
-    types = {"string": pyarrow.string(), "large_string": pyarrow.large_string(), "string_view": pyarrow.string_view(),
-             "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}  # fmt: skip
+    types = {
+        "string": pyarrow.string(),
+        "large_string": pyarrow.large_string(),
+        "string_view": pyarrow.string_view(),
+        "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    }
     column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(types[kind])
     with pyarrow.ipc.new_file(tmp_path / "a.arrow", pyarrow.schema([("text", types[kind])])) as writer:
         writer.write_table(pyarrow.table({"text": column}))
@@ -135,7 +172,8 @@ def test_every_type_of_text_column_is_read_and_null_is_no_text(kind: str, tmp_pa
 
 
 def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
-    """In processes of their own, as the library reads HF_HOME once; the second finds the folder to be of the same."""
+    """In processes of their own, as the library reads HF_HOME once; the second finds the folder to be of the
+    same."""
     if not importlib.util.find_spec("datasets"):
         pytest.skip("needs the datasets library")
     env = environment(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
@@ -147,7 +185,9 @@ def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
         texts = texts_of(folder, read_manifest(folder))
         assert sorted(texts["train"] + texts["held_out"]) == sorted(filter(None, wanted))
         assert texts["held_out"]
-    assert len(read_manifest(tmp_path / "out-plain").splits["train"]) > 3, "cut into pieces, for two processes"
+    assert len(read_manifest(tmp_path / "out-plain").splits["train"]) > 3, (
+        "cut into pieces, for two processes"
+    )
 
 
 def prepare_datasets(names: list[str], folder: Path) -> None:
@@ -155,7 +195,9 @@ def prepare_datasets(names: list[str], folder: Path) -> None:
     if not (folder / "plain").exists():
         save_datasets(folder)
     for name in names:
-        settings = PrepareSettings(0.1, "body", 4000, workers=2) if name == "plain" else PrepareSettings(0.1, "body")
+        settings = (
+            PrepareSettings(0.1, "body", 4000, workers=2) if name == "plain" else PrepareSettings(0.1, "body")
+        )
         prepare(f"hf:{folder / name}", "bytes", "auto", "auto", folder / f"out-{name[:5]}", settings)
 
 
@@ -166,7 +208,9 @@ def save_datasets(folder: Path) -> None:
     datasets.disable_progress_bars()
     plain = datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "body": TEXTS})
     plain.save_to_disk(str(folder / "plain"))
-    datasets.DatasetDict({"train": plain, "test": plain.select(range(50, 60))}).save_to_disk(str(folder / "parts"))
+    datasets.DatasetDict({"train": plain, "test": plain.select(range(50, 60))}).save_to_disk(
+        str(folder / "parts")
+    )
     (folder / "loose").mkdir()
     write_jsonl(folder / "loose" / "train.jsonl", TEXTS, "body")
 
@@ -181,7 +225,9 @@ def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(name: 
     found = []
     for workers in (1, 2 if name == "all.jsonl" else 3):
         folder = tmp_path / f"out{workers}"
-        prepare(str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(0.1, "text", 5000, workers))
+        prepare(
+            str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(0.1, "text", 5000, workers)
+        )
         found.append(files_of(folder))
     assert found[0] == found[1]
     assert len(found[0]) > 20
@@ -191,15 +237,32 @@ def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(name: 
 
 def test_a_line_is_read_once_however_the_file_is_cut(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
-    lines = ["\ufeff" + json.dumps({"text": "first"}), "", json.dumps({"text": "x" * 1000}), "  ",
-             json.dumps({"text": "y"}) + "\r", json.dumps({"text": "\ud83d\ude00"}), json.dumps({"text": "last"})]  # fmt: skip
+    lines = [
+        "\ufeff" + json.dumps({"text": "first"}),
+        "",
+        json.dumps({"text": "x" * 1000}),
+        "  ",
+        json.dumps({"text": "y"}) + "\r",
+        json.dumps({"text": "\ud83d\ude00"}),
+        json.dumps({"text": "last"}),
+    ]
     source.write_text("\n".join(lines))  # the last line has no end
     content = source.read_bytes()
-    starts = [content.index(start) for start in (b'{"text": "x', b'{"text": "y', b'{"text": "\\ud83d', b'{"text": "last')]
-    expected = [(f"a.jsonl:{at}", text) for at, text in zip([0, *starts], ["first", "x" * 1000, "y", "😀", "last"], strict=True)]
+    starts = [
+        content.index(start)
+        for start in (b'{"text": "x', b'{"text": "y', b'{"text": "\\ud83d', b'{"text": "last')
+    ]
+    expected = [
+        (f"a.jsonl:{at}", text)
+        for at, text in zip([0, *starts], ["first", "x" * 1000, "y", "😀", "last"], strict=True)
+    ]
     for shard_bytes in range(1, 150):
         parts = [part for piece in cut_source(str(source), 0.0, shard_bytes)[1] for part in piece.parts]
-        found = [(document.name, document.text.decode()) for part in parts for document in read_part(part, "text", True)]
+        found = [
+            (document.name, document.text.decode())
+            for part in parts
+            for document in read_part(part, "text", True)
+        ]
         assert found == expected
     manifest = prepare_bytes(source, tmp_path / "out", held_out=0.0, shard_bytes=50)
     assert texts_of(tmp_path / "out", manifest) == {"train": [text for _, text in expected], "held_out": []}
@@ -238,7 +301,9 @@ def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str],
         every = []
         for workers in (1, 2) if texts in (["one two three"], ["a"] * 30) else (1,):
             folder = tmp_path / f"{workers}-{share}"
-            found = texts_of(folder, prepare_bytes(source, folder, held_out=share, shard_bytes=50, workers=workers))
+            found = texts_of(
+                folder, prepare_bytes(source, folder, held_out=share, shard_bytes=50, workers=workers)
+            )
             assert found["held_out"]
             assert found["train"] or (share > 0.5 and len(list(filter(None, texts))) == 1)
             assert sorted("".join(found["train"] + found["held_out"])) == sorted("".join(texts))
@@ -248,19 +313,33 @@ def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str],
 
 def test_nothing_is_held_out_of_a_share_of_zero(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("text")
-    assert texts_of(tmp_path / "a", prepare_bytes(tmp_path / "one.txt", tmp_path / "a", held_out=0.0))["held_out"] == []
+    assert (
+        texts_of(tmp_path / "a", prepare_bytes(tmp_path / "one.txt", tmp_path / "a", held_out=0.0))[
+            "held_out"
+        ]
+        == []
+    )
     source = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    assert texts_of(tmp_path / "b", prepare_bytes(source, tmp_path / "b", held_out=0.0))["train"] == ["a", "b"]
+    assert texts_of(tmp_path / "b", prepare_bytes(source, tmp_path / "b", held_out=0.0))["train"] == [
+        "a",
+        "b",
+    ]
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0} | {f"w{i}": i for i in range(1, 70_000)}))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"</s>": 0} | {f"w{i}": i for i in range(1, 70_000)})
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "words.json"))
     source = write_jsonl(tmp_path / "a.jsonl", ["w1 w69999 w65536", "w2"])
     settings = PrepareSettings(held_out=0.0)
     manifest = prepare(str(source), str(tmp_path / "words.json"), "auto", "auto", tmp_path / "out", settings)
-    assert (manifest.dtype, manifest.tokenizer.bos, manifest.splits["train"][0].max_id) == ("uint32", None, 69_999)
+    assert (manifest.dtype, manifest.tokenizer.bos, manifest.splits["train"][0].max_id) == (
+        "uint32",
+        None,
+        69_999,
+    )
     ids = [ids.tolist() for ids in documents_of(tmp_path / "out", manifest, "train")]
     assert ids == [[1, 69_999, 65_536, 0], [2, 0]]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
@@ -287,7 +366,9 @@ def test_progress_goes_on_within_a_long_text(name: str, tmp_path: Path) -> None:
         source.write_text(text)
     else:
         write_jsonl(source, [text])
-    manifest = prepare(str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append)
+    manifest = prepare(
+        str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append
+    )
     done = [progress.done_bytes for progress in seen]
     assert done == sorted(done)
     assert (done[0], done[-1]) == (0, source.stat().st_size)
@@ -302,5 +383,7 @@ def test_the_manifest_says_what_it_was_made_from(tmp_path: Path) -> None:
     manifest = prepare_bytes(tmp_path, tmp_path / "out", **SMALL)
     assert read_manifest(tmp_path / "out") == manifest
     assert [(file.name, file.size_bytes) for file in manifest.sources] == [
-        ("a.jsonl", (tmp_path / "a.jsonl").stat().st_size), ("b.txt", 1)]  # fmt: skip
+        ("a.jsonl", (tmp_path / "a.jsonl").stat().st_size),
+        ("b.txt", 1),
+    ]
     assert manifest.settings == {"held_out": 0.1, "text_field": "text", "empty_documents": TEXTS.count("")}

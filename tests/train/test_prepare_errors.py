@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 TEXTS = odd_texts(500, seed=3)
 
 
-def refuses(source: object, said: str, tmp_path: Path, workers: tuple[int, ...] = (1,), **settings: object) -> None:
+def refuses(
+    source: object, said: str, tmp_path: Path, workers: tuple[int, ...] = (1,), **settings: object
+) -> None:
     """With each of these numbers of processes; nothing is left in the folder but the source."""
     for processes in workers:
         out = tmp_path / "results" / "out"
@@ -74,7 +76,9 @@ def test_the_byte_of_invalid_utf8_is_that_of_the_file(tmp_path: Path) -> None:
     text = "é".encode() * 5000 + b"\xe9 latin"
     (tmp_path / "a.txt").write_bytes(text)
     for tokenizer in ("bytes", str(train_bpe(tmp_path / "bpe"))):
-        with pytest.raises(DataError, match=r"a\.txt, byte 10,000: not UTF-8 \(invalid continuation byte\): convert the file"):
+        with pytest.raises(
+            DataError, match=r"a\.txt, byte 10,000: not UTF-8 \(invalid continuation byte\): convert the file"
+        ):
             prepare(str(tmp_path / "a.txt"), tokenizer, "auto", "auto", tmp_path / "out", PrepareSettings())
     refuses(tmp_path / "a.txt", r"a\.txt, byte 10,000: not UTF-8", tmp_path, workers=(2,))
 
@@ -92,7 +96,9 @@ def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None
             writer.write_table(table, max_chunksize=100)
     else:
         content = lines_with(b'{"text": "x"}')
-        path.write_bytes(gzip.compress(content) if form == "jsonl.gz" else pyarrow.compress(content, "zstd", asbytes=True))
+        path.write_bytes(
+            gzip.compress(content) if form == "jsonl.gz" else pyarrow.compress(content, "zstd", asbytes=True)
+        )
     whole = path.read_bytes()
     if damage == "cut":
         path.write_bytes(whole[: len(whole) * 2 // 3])
@@ -105,14 +111,26 @@ def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None
     said = r".*cannot be read; it may be damaged or cut short \(.+\): restore it"
     if (form, damage) == ("jsonl.zst", "flipped"):
         said = ", line .*not JSON|" + said  # pyarrow writes no checksums: the damage shows a little later
-    refuses(path, f"{path.name}({said})", tmp_path, workers=(1, 2) if (form, damage) == ("parquet", "flipped") else (1,))
+    refuses(
+        path,
+        f"{path.name}({said})",
+        tmp_path,
+        workers=(1, 2) if (form, damage) == ("parquet", "flipped") else (1,),
+    )
 
 
 def test_a_column_that_is_not_there_or_is_no_text_is_named(tmp_path: Path) -> None:
     table = pyarrow.table({"body": TEXTS, "text": range(len(TEXTS))})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    refuses(tmp_path / "a.parquet", r"a\.parquet: the field text is int64, not text: .*data\.text_field", tmp_path)
-    refuses(tmp_path / "a.parquet", r"a\.parquet has no field words, but body, text: .*text_field", tmp_path, text_field="words")
+    refuses(
+        tmp_path / "a.parquet", r"a\.parquet: the field text is int64, not text: .*data\.text_field", tmp_path
+    )
+    refuses(
+        tmp_path / "a.parquet",
+        r"a\.parquet has no field words, but body, text: .*text_field",
+        tmp_path,
+        text_field="words",
+    )
     bad = pyarrow.array([b"good", b"bad \xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "b.parquet")
     refuses(tmp_path / "b.parquet", r"b\.parquet, row 2, byte 4: not UTF-8", tmp_path)
@@ -127,11 +145,22 @@ def test_a_source_without_text_is_refused(content: bytes, tmp_path: Path) -> Non
 
 
 def test_a_text_that_the_tokenizer_has_no_id_for_is_refused(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(str(tmp_path / "words.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(
+        str(tmp_path / "words.json")
+    )
     source = write_jsonl(tmp_path / "a.jsonl", ["known", "unknown"])
     for workers in (1, 2):
-        with pytest.raises(DataError, match=r"data\.source: document a\.jsonl:27: .*words\.json cannot encode a text \(.*UNK"):
-            prepare(str(source), str(tmp_path / "words.json"), "auto", "auto", tmp_path / "out", PrepareSettings(workers=workers))
+        with pytest.raises(
+            DataError, match=r"data\.source: document a\.jsonl:27: .*words\.json cannot encode a text \(.*UNK"
+        ):
+            prepare(
+                str(source),
+                str(tmp_path / "words.json"),
+                "auto",
+                "auto",
+                tmp_path / "out",
+                PrepareSettings(workers=workers),
+            )
 
 
 def test_no_dataset_is_one_error(tmp_path: Path) -> None:
@@ -140,7 +169,9 @@ def test_no_dataset_is_one_error(tmp_path: Path) -> None:
         prepare(f"hf:{tmp_path}/nowhere", "bytes", "auto", "auto", tmp_path / "out", PrepareSettings())
 
 
-def test_a_missing_library_names_the_command_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -173,7 +204,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_path: Path) -> None:
-    """The limit on a file's size is how this process sees a full disk; small shards fit, a large one does not."""
+    """The limit on a file's size is how this process sees a full disk; small shards fit, a large one does
+    not."""
     source = tmp_path / "source"
     source.mkdir()
     write_jsonl(source / "a.jsonl", ["x" * 1000] * 50)
@@ -181,19 +213,27 @@ def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_p
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
-        with pytest.raises(DataError, match=r"no space left for .*out .*: about [\d.]+ MB are still needed, [\d,.]+ MB are free"):
+        with pytest.raises(
+            DataError,
+            match=r"no space left for .*out .*: about [\d.]+ MB are still needed, [\d,.]+ MB are free",
+        ):
             prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / ".out.partial" / "data").glob(".*")), "what did not fit is gone"
-    found = texts_of(tmp_path / "out", prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers))
+    found = texts_of(
+        tmp_path / "out", prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers)
+    )
     assert sum(map(len, found["train"] + found["held_out"])) == 450_000
     assert not list(tmp_path.glob(".*"))
 
 
 def can_mount() -> bool:
-    return os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+    return (
+        os.geteuid() == 0
+        and subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+    )
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs to be allowed to mount a file system")
@@ -201,12 +241,23 @@ def can_mount() -> bool:
 def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "a.txt").write_bytes(b"y" * 2_000_000)
-    code = ("import os; from pathlib import Path; from train.data.preparing.prepare import *\n"
-            f"try: prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), PrepareSettings(workers={workers}))\n"
-            "except ValueError as error: print(error, os.listdir('full'))\n")  # fmt: skip
-    command = f"mount -t tmpfs -o size=1m none full && exec {sys.executable} -c \"$CODE\""
+    code = (
+        "import os; from pathlib import Path; from train.data.preparing.prepare import *\n"
+        f"try: prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), "
+        f"PrepareSettings(workers={workers}))\n"
+        "except ValueError as error: print(error, os.listdir('full'))\n"
+    )
+    command = f'mount -t tmpfs -o size=1m none full && exec {sys.executable} -c "$CODE"'
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CODE": code}
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                          check=True)  # fmt: skip
-    assert "no space left for full/out (No space left on device): about 4.0 MB are still needed" in done.stdout, done.stderr
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        "no space left for full/out (No space left on device): about 4.0 MB are still needed" in done.stdout
+    ), done.stderr
     assert done.stdout.endswith("[]\n")

@@ -1,4 +1,5 @@
-"""Preparing data that is killed, stopped, or done twice at once: finished shards are kept, and the result is the same."""
+"""Preparing data that is killed, stopped, or done twice at once: finished shards are kept, and the result is
+the same."""
 
 import os
 import re
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.forks import Fork, fork
-from tests.train.texts import files_of, odd_texts, prepare_bytes, processes_of, texts_of, train_bpe, write_jsonl
+from tests.train.texts import (
+    files_of,
+    odd_texts,
+    prepare_bytes,
+    processes_of,
+    texts_of,
+    train_bpe,
+    write_jsonl,
+)
 from train.data.config import DataError
 from train.data.preparing.prepare import PrepareSettings, Progress, prepare
 from train.data.store import Manifest
@@ -38,12 +47,17 @@ def whole(source: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactor
     return files_of(folder)
 
 
-def start(source: Path, tokenizer: Path, out: Path, workers: int, stop_at: int, act: Callable[[], object]) -> Fork:
-    """A process that prepares, with its workers in a session of its own; it does `act` once so many shards are finished."""
+def start(
+    source: Path, tokenizer: Path, out: Path, workers: int, stop_at: int, act: Callable[[], object]
+) -> Fork:
+    """A process that prepares, with its workers in a session of its own; it does `act` once so many shards
+    are finished."""
     return fork(run_preparation, source, tokenizer, out, workers, stop_at, act, output=out.with_name("said"))
 
 
-def run_preparation(source: Path, tokenizer: Path, out: Path, workers: int, stop_at: int, act: Callable[[], object]) -> None:
+def run_preparation(
+    source: Path, tokenizer: Path, out: Path, workers: int, stop_at: int, act: Callable[[], object]
+) -> None:
     os.setsid()
 
     def watch(_progress: Progress) -> None:
@@ -96,18 +110,24 @@ def test_killed_twice_it_keeps_finished_shards_and_ends_the_same(
         assert all(os.path.samestat(done[name], stat) for name, stat in kept.items())
         assert all(done[name].st_mtime_ns == stat.st_mtime_ns for name, stat in kept.items())
         kept = done
-    prepare(str(source), str(tokenizer), "auto", "auto", out, PrepareSettings(0.1, "text", 20_000, 3 - workers))
+    prepare(
+        str(source), str(tokenizer), "auto", "auto", out, PrepareSettings(0.1, "text", 20_000, 3 - workers)
+    )
     assert all(os.path.samestat((out / name).stat(), stat) for name, stat in kept.items())
     assert files_of(out) == whole
     assert [path.name for path in tmp_path.iterdir() if path.name != "said"] == ["out"]
 
 
-def test_a_dead_worker_is_an_error_that_says_so(source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_dead_worker_is_an_error_that_says_so(
+    source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     process = start(source, tokenizer, out, 2, 1, kill_worker)
     assert process.wait(60) == 1
     said = (tmp_path / "said").read_text()
-    assert re.search(r"DataError: a worker process of the preparation \(pid \d+\) was killed by SIGKILL.*start again", said), said
+    assert re.search(
+        r"DataError: a worker process of the preparation \(pid \d+\) was killed by SIGKILL.*start again", said
+    ), said
     assert processes_of(process.pid) == []
     assert results(out)
     prepare(str(source), str(tokenizer), "auto", "auto", out, SETTINGS)
@@ -133,7 +153,9 @@ def test_what_was_begun_with_other_settings_is_not_used(change: str, tokenizer: 
     """The second file is bad at first, so that the shards of the first are finished and kept."""
     folder, out = tmp_path / "source", tmp_path / "out"
     folder.mkdir()
-    (folder / "a.jsonl").write_text("".join(f'{{"text": "text {i}", "body": "body {i}"}}\n' for i in range(100)))
+    (folder / "a.jsonl").write_text(
+        "".join(f'{{"text": "text {i}", "body": "body {i}"}}\n' for i in range(100))
+    )
     (folder / "b.jsonl").write_text("no JSON\n")
     asked = {"tokenizer": str(tokenizer), "bos": "auto", "held_out": 0.3, "text_field": "body"}
     plain = {"tokenizer": "bytes", "bos": "none", "held_out": 0.0, "text_field": "text"}

@@ -1,4 +1,5 @@
-"""A window of profiled steps: what its traces name, what it costs when it is off, and a profile that cannot be made."""
+"""A window of profiled steps: what its traces name, what it costs when it is off, and a profile that cannot
+be made."""
 
 import gzip
 import json
@@ -21,9 +22,11 @@ from train.step import Batch, train_step
 
 UNITS = ["tok_embeddings", "layers.0", "layers.1", "head"]
 AOT = "--parallel.compile.backend=aot_eager"
-RUNS = {"compiled": (2, [AOT, "--profile.all_ranks=true"]),
-        "eager-recomputed": (2, [*EAGER, "--parallel.activation_checkpoint=full"]),
-        "joined": (1, [*EAGER, "--parallel.unit_min_params=20000", "--train.freeze=[tok_embeddings.*]"])}  # fmt: skip
+RUNS = {
+    "compiled": (2, [AOT, "--profile.all_ranks=true"]),
+    "eager-recomputed": (2, [*EAGER, "--parallel.activation_checkpoint=full"]),
+    "joined": (1, [*EAGER, "--parallel.unit_min_params=20000", "--train.freeze=[tok_embeddings.*]"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,13 @@ def data(tmp_path_factory) -> list[str]:
 
 def profiled_run(name: str, data: list[str], folder: Path) -> Path:
     processes, keys = RUNS[name]
-    window = ["--train.steps=4", "--profile.start=2", "--profile.steps=2", "--metrics.every=1", "--metrics.tensorboard=false"]
+    window = [
+        "--train.steps=4",
+        "--profile.start=2",
+        "--profile.steps=2",
+        "--metrics.every=1",
+        "--metrics.tensorboard=false",
+    ]
     batch = ["--train.micro_batch_size=1", f"--train.global_batch_size={2 * processes}"]
     result = run(processes, *TINY, *data, *keys, *window, *batch, f"--run.dir={folder}")
     assert result.returncode == 0, result.stderr
@@ -47,17 +56,27 @@ def annotations(trace: Path) -> list[dict]:
     return sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
 
 
-def test_every_rank_names_every_units_work_and_communication_also_compiled(data: list[str], tmp_path: Path) -> None:
+def test_every_rank_names_every_units_work_and_communication_also_compiled(
+    data: list[str], tmp_path: Path
+) -> None:
     folder = profiled_run("compiled", data, tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "rank-0.compile.json", "rank-0.json.gz", "rank-1.compile.json", "rank-1.json.gz"]  # fmt: skip
+        "rank-0.compile.json",
+        "rank-0.json.gz",
+        "rank-1.compile.json",
+        "rank-1.json.gz",
+    ]
     for rank in (0, 1):
         found = annotations(folder / f"rank-{rank}.json.gz")
         counts = Counter(event["name"] for event in found)
         assert [counts[f"ProfilerStep#{step}"] for step in (1, 2, 3, 4)] == [0, 1, 1, 0]
         for unit in UNITS:  # two steps of two micro batches
-            for name in (f"{unit} forward", f"{unit} backward", f"FSDP::all_gather_copy_out ({unit})",
-                         f"FSDP::post_backward_reduce ({unit})"):  # fmt: skip
+            for name in (
+                f"{unit} forward",
+                f"{unit} backward",
+                f"FSDP::all_gather_copy_out ({unit})",
+                f"FSDP::post_backward_reduce ({unit})",
+            ):
                 assert counts[name] >= 4, name
             assert counts[f"{unit} forward"] == counts[f"{unit} backward"] == 4
         about = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["meshwright"]
@@ -67,24 +86,49 @@ def test_every_rank_names_every_units_work_and_communication_also_compiled(data:
     assert all("forward (" in graph["function"] and graph["total_s"] > 0 for graph in graphs)
 
 
-def test_a_units_range_lies_behind_its_gathering_and_before_its_reduction(data: list[str], tmp_path: Path) -> None:
+def test_a_units_range_lies_behind_its_gathering_and_before_its_reduction(
+    data: list[str], tmp_path: Path
+) -> None:
     found = annotations(profiled_run("eager-recomputed", data, tmp_path) / "rank-0.json.gz")
-    words = [e["name"] for e in found if re.search(r"layers\.1|layers\.0 ", e["name"]) and "prefetch" not in e["name"]]
+    words = [
+        e["name"]
+        for e in found
+        if re.search(r"layers\.1|layers\.0 ", e["name"]) and "prefetch" not in e["name"]
+    ]
     words = [re.sub(r"FSDP::(\w+) \(.*\)", r"\1", word) for word in words]
     assert words[: words.index("layers.0 backward") + 1] == [
-        "all_gather", "layers.0 forward", "pre_forward", "all_gather_copy_out", "layers.1 forward", "post_forward",
-        "all_gather", "pre_backward", "all_gather_copy_out", "layers.1 backward", "post_backward_accumulate",
-        "post_backward_reshard", "post_backward_rs_wait", "post_backward_reduce", "layers.0 backward"]  # fmt: skip
+        "all_gather",
+        "layers.0 forward",
+        "pre_forward",
+        "all_gather_copy_out",
+        "layers.1 forward",
+        "post_forward",
+        "all_gather",
+        "pre_backward",
+        "all_gather_copy_out",
+        "layers.1 backward",
+        "post_backward_accumulate",
+        "post_backward_reshard",
+        "post_backward_rs_wait",
+        "post_backward_reduce",
+        "layers.0 backward",
+    ]
     ends = {e["name"]: e["ts"] + e["dur"] for e in reversed(found)}
     starts = {e["name"]: e["ts"] for e in reversed(found)}
     assert ends["layers.1 forward"] <= starts["FSDP::post_forward (layers.1)"]
     assert ends["layers.1 backward"] <= starts["FSDP::post_backward_accumulate (layers.1)"]
 
 
-def test_a_frozen_embedding_has_no_backward_and_joined_modules_have_their_units_name(data: list[str], tmp_path: Path) -> None:
+def test_a_frozen_embedding_has_no_backward_and_joined_modules_have_their_units_name(
+    data: list[str], tmp_path: Path
+) -> None:
     found = annotations(profiled_run("joined", data, tmp_path) / "rank-0.json.gz")
     counts = Counter(e["name"] for e in found if e["name"].endswith(("forward", "backward")))
-    (joined,) = {name.removesuffix(" forward") for name in counts if name.startswith("layers") and name.endswith("forward")}
+    (joined,) = {
+        name.removesuffix(" forward")
+        for name in counts
+        if name.startswith("layers") and name.endswith("forward")
+    }
     assert counts[f"{joined} forward"] == counts[f"{joined} backward"] == 2 * counts["head forward"] == 8
     assert counts["tok_embeddings backward"] == 0
 
@@ -111,7 +155,9 @@ def steps(profiler: StepProfiler, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize(("start", "count"), [(1, 4), (2, 4), (4, 4), (3, 9)])
-def test_a_window_becomes_one_trace_also_where_the_run_ends_in_it(alone, start: int, count: int, tmp_path: Path) -> None:
+def test_a_window_becomes_one_trace_also_where_the_run_ends_in_it(
+    alone, start: int, count: int, tmp_path: Path
+) -> None:
     said: list[str] = []
     (folder,) = steps(profiler(ProfileConfig(start, 2), tmp_path / "profile", said), count)
     (trace,) = folder.glob("*.json.gz")
@@ -148,14 +194,23 @@ def test_a_folder_that_cannot_be_made_is_one_warning(alone, count: int, tmp_path
     said: list[str] = []
     assert steps(profiler(ProfileConfig(2, 2), tmp_path / "profile", said), count) == []
     (warning,) = said
-    for words in ("no profile from step 2", str(tmp_path / "profile"), "NotADirectoryError", "the run goes on"):
+    for words in (
+        "no profile from step 2",
+        str(tmp_path / "profile"),
+        "NotADirectoryError",
+        "the run goes on",
+    ):
         assert words in warning
 
 
-def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_smallest_step(alone, tmp_path: Path) -> None:
+def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_smallest_step(
+    alone, tmp_path: Path
+) -> None:
     """Calls of Python and C functions, not time. The step is eager, of two blocks and one micro batch."""
     run, tokens = build_sharded([*TINY, *EAGER]), torch.zeros(1, 32, dtype=torch.int64)
-    off = StepProfiler(run.config.profile, tmp_path, Profiled(run.model, run.plan, torch.device("cpu"), range(1, 11)), print)
+    off = StepProfiler(
+        run.config.profile, tmp_path, Profiled(run.model, run.plan, torch.device("cpu"), range(1, 11)), print
+    )
 
     def step(number: int) -> None:
         train_step(run.model, run.optimizer, [Batch(tokens, tokens)], 1.0, run.group)
@@ -172,7 +227,9 @@ def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_
 def count_calls(work: Callable[[], None]) -> int:
     """Without `work` itself."""
     calls: list[str] = []
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    sys.setprofile(
+        lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None
+    )
     try:
         work()
     finally:

@@ -1,4 +1,5 @@
-"""Whatever is asked, planning ends with a plan that holds, or with PlanError or ConfigError: never with anything else."""
+"""Whatever is asked, planning ends with a plan that holds, or with PlanError or ConfigError: never with
+anything else."""
 
 import copy
 import dataclasses
@@ -44,7 +45,15 @@ AHEAD = mostly(AUTO | st.integers(0, 3), st.integers(-2, 100))
 DTYPES = mostly(st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["float16", "fp8", ""]))
 PARTS = ["embedding", "attention", "feed_forward", "head"]
 SHARES = mostly(st.floats(0, 1), st.floats())
-OPS = [*POLICIES, "every:1", "every:2", "every:9", "aten.mm", "aten.mm/2,aten.silu", "aten.bmm , aten._to_copy"]
+OPS = [
+    *POLICIES,
+    "every:1",
+    "every:2",
+    "every:9",
+    "aten.mm",
+    "aten.mm/2,aten.silu",
+    "aten.bmm , aten._to_copy",
+]
 NO_OPS = ["every:0", "every:-1", "", ",", "mm", "aten.", "aten.mm/0", "a.b.c", "aten.mm//2"]
 ODD_OPS = st.sampled_from(NO_OPS) | st.text(max_size=6)
 
@@ -66,7 +75,9 @@ def models(draw: st.DrawFn) -> LlamaConfig:
 COMPILE = st.builds(
     CompileConfig,
     enabled=st.sampled_from([True, True, True, False]),
-    backend=mostly(st.sampled_from([*["inductor"] * 3, "eager"]), st.sampled_from(["inducer", "", "cudagraphs"])),
+    backend=mostly(
+        st.sampled_from([*["inductor"] * 3, "eager"]), st.sampled_from(["inducer", "", "cudagraphs"])
+    ),
     mode=mostly(st.just("default"), st.sampled_from(["max-autotune", "reduce-overhead", "fast", ""])),
     dynamic=st.booleans(),
     on_recompile=st.sampled_from(["warn", "error", "ignore"]),
@@ -111,11 +122,16 @@ def hold(config: Config, plan: Plan, processes: int, folder: Path) -> None:
     """What must be true of every plan."""
     mesh = plan.mesh
     assert mesh.dp_replicate * mesh.dp_shard * mesh.tp == processes
-    assert plan.micro_batch_size * plan.accumulation * mesh.dp_replicate * mesh.dp_shard == plan.global_batch_size
+    assert (
+        plan.micro_batch_size * plan.accumulation * mesh.dp_replicate * mesh.dp_shard
+        == plan.global_batch_size
+    )
     (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
     assert repr(load_plan(folder / "plan.yaml")) == repr(plan), "repr, because True == 1"
     check_plan(plan, model_units(config.model), processes, config.train.seq_len)
-    assert [module for module in plan.modules if sum(module in unit.modules for unit in plan.units) != 1] == []
+    assert [
+        module for module in plan.modules if sum(module in unit.modules for unit in plan.units) != 1
+    ] == []
     for phase in ("forward", "backward"):
         for unit in plan.units:
             ahead = [other.name for other in prefetch_schedule(plan, phase)[unit.name]]
@@ -139,11 +155,15 @@ def made_up_work(config: Config, plan: Plan) -> ModelWork:
     """Work of the model's modules with numbers made up: to trace every model would take seconds each."""
     phase = Phase((), (Linear(0, 300), Linear(100, 200)))
     counts = model_units(config.model).modules
-    modules = {name: ModuleWork(counts[name], phase, phase, Linear(0, 150), Linear(0, 50)) for name in plan.modules}
+    modules = {
+        name: ModuleWork(counts[name], phase, phase, Linear(0, 150), Linear(0, 50)) for name in plan.modules
+    }
     return ModelWork(modules, {}, config.train.seq_len, "head", 10)
 
 
-def any_config_is_planned_or_refused(config: Config, processes: int, per_node: int | None, folder: Path) -> None:
+def any_config_is_planned_or_refused(
+    config: Config, processes: int, per_node: int | None, folder: Path
+) -> None:
     plan = plan_or_refusal(config, processes, per_node)
     event("refused" if isinstance(plan, str) else "planned")
     if isinstance(plan, str):
@@ -162,7 +182,9 @@ def plan_or_refusal(config: Config, processes: int, per_node: int | None = None)
 
 @settings(FEW, max_examples=250)
 @given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
-def test_any_config_is_planned_or_refused(config: Config, processes: int, per_node: int | None, tmp_path: Path) -> None:
+def test_any_config_is_planned_or_refused(
+    config: Config, processes: int, per_node: int | None, tmp_path: Path
+) -> None:
     any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
 
 
@@ -170,7 +192,9 @@ def test_any_config_is_planned_or_refused(config: Config, processes: int, per_no
 @OF_THE_SEED
 @settings(MANY, max_examples=500)
 @given(config=CONFIGS, processes=PROCESSES, per_node=PER_NODE)
-def test_many_more_configs_are_planned_or_refused(config: Config, processes: int, per_node: int | None, tmp_path: Path) -> None:
+def test_many_more_configs_are_planned_or_refused(
+    config: Config, processes: int, per_node: int | None, tmp_path: Path
+) -> None:
     any_config_is_planned_or_refused(config, processes, per_node, tmp_path)
 
 
@@ -190,7 +214,8 @@ def test_the_memory_of_more_plans_can_be_predicted(config: Config, processes: in
 
 
 def any_memory_can_be_predicted(config: Config, processes: int, folder: Path, **keys: bool) -> None:
-    """Examples that are refused do not count. The cache of the traces, which any text may name, is a folder of the test's own."""
+    """Examples that are refused do not count. The cache of the traces, which any text may name, is a folder
+    of the test's own."""
     compiling = dataclasses.replace(config.parallel.compile, cache_dir=str(folder), **keys)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=compiling))
     plan = plan_or_refusal(config, processes)
@@ -222,13 +247,37 @@ PLAUSIBLE = {
 }
 LEFT_OPEN = dataclasses.replace(CONFIG, parallel=ParallelConfig(), train=TrainConfig(seq_len=32))
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats() | st.text(max_size=5)
-    | st.sampled_from(["layers.0", "layers.[0-2]", "layers.[0-1]", "layers.2", "head", "tok_embeddings", "tok_embeddings+head",
-                       "layers.0+layers.1", "full", "selective", "budget", "bfloat16", "float16", "aten.mm", "rowwise",
-                       "whole_colwise", "eager", "max-autotune"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(
+        [
+            "layers.0",
+            "layers.[0-2]",
+            "layers.[0-1]",
+            "layers.2",
+            "head",
+            "tok_embeddings",
+            "tok_embeddings+head",
+            "layers.0+layers.1",
+            "full",
+            "selective",
+            "budget",
+            "bfloat16",
+            "float16",
+            "aten.mm",
+            "rowwise",
+            "whole_colwise",
+            "eager",
+            "max-autotune",
+        ]
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
-)  # fmt: skip
+)
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
@@ -239,7 +288,8 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def mutated_plans(draw: st.DrawFn) -> str:
-    """The text of a plan file after up to three mutations of its data, now and then also one of its characters."""
+    """The text of a plan file after up to three mutations of its data, now and then also one of its
+    characters."""
     data = copy.deepcopy(UNMUTATED)
     for _ in range(draw(st.integers(1, 3))):
         candidates = places(data)

@@ -17,7 +17,9 @@ from train.together import with_restarts_of_all
 NONE = FailedStarts()
 
 
-def left(state: State, start: int | None, reached: int, failed: FailedStarts = NONE, reason: str = "boom") -> Status:
+def left(
+    state: State, start: int | None, reached: int, failed: FailedStarts = NONE, reason: str = "boom"
+) -> Status:
     return Status(state, reached, start, reason, failed)
 
 
@@ -42,7 +44,9 @@ def again(restarts: int, by_torchrun: int = 0) -> Place:
         (left("failed", 40, 43, FailedStarts(1, 45)), 2, 40, FailedStarts(2, 45)),  # not as far
     ],
 )
-def test_what_counts_as_failing_at_the_same_step(previous: Status | None, restarts: int, start: int, counted: FailedStarts):
+def test_what_counts_as_failing_at_the_same_step(
+    previous: Status | None, restarts: int, start: int, counted: FailedStarts
+):
     assert check_crash_loop(previous, again(restarts), start) == counted
 
 
@@ -52,20 +56,29 @@ def test_what_torchrun_started_again_was_no_stop_that_was_asked_for() -> None:
     assert check_crash_loop(left("stopped", 40, 41), again(1, 1), 40) == FailedStarts(1, 41)
     assert check_crash_loop(previous, again(3), 40) == NONE
     assert check_crash_loop(previous, again(3, 3), 50) == NONE  # a commit since
-    with pytest.raises(CrashLoopError, match="The last: signal SIGTERM, which torchrun sends after a process has died"):
+    with pytest.raises(
+        CrashLoopError, match="The last: signal SIGTERM, which torchrun sends after a process has died"
+    ):
         check_crash_loop(previous, again(3, 3), 40)
 
 
-@pytest.mark.parametrize(("state", "why"), [("failed", "boom"), ("running", "killed, or its machine went down")])
+@pytest.mark.parametrize(
+    ("state", "why"), [("failed", "boom"), ("running", "killed, or its machine went down")]
+)
 def test_after_three_the_next_is_refused(state: State, why: str) -> None:
     with pytest.raises(CrashLoopError) as refused:
         check_crash_loop(left(state, 40, 41, FailedStarts(2, 41)), again(3), 40)
-    for words in ("3 starts in a row went no further than step 41 (from the checkpoint of step 40)", why, "by hand"):
+    for words in (
+        "3 starts in a row went no further than step 41 (from the checkpoint of step 40)",
+        why,
+        "by hand",
+    ):
         assert words in str(refused.value)
 
 
 def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
-    """Through status.json, as the runs of one job would: each resumes from step 40 and dies, unheard, in step 41."""
+    """Through status.json, as the runs of one job would: each resumes from step 40 and dies, unheard, in step
+    41."""
     for restarts in range(3):
         failed = check_crash_loop(read_status(tmp_path), again(restarts), 40)
         assert failed.count == restarts
@@ -83,8 +96,9 @@ def most_restarts(of_ranks: list[Place]) -> Place:
 def test_the_restarts_of_all_nodes_count() -> None:
     """Slurm started the first node twice, and the second one's torchrun its workers three times."""
     first, second = Place(0, 2, 0, 1, True, 2, 0), Place(1, 2, 0, 1, True, 3, 3)
-    assert run_ranks(2, most_restarts, [first, second]) == [dataclasses.replace(one, restarts=3, torchrun_restarts=3)
-                                                           for one in (first, second)]  # fmt: skip
+    assert run_ranks(2, most_restarts, [first, second]) == [
+        dataclasses.replace(one, restarts=3, torchrun_restarts=3) for one in (first, second)
+    ]
 
 
 def test_a_long_reason_with_anything_in_it_becomes_one_line() -> None:
@@ -105,8 +119,20 @@ def test_a_huge_reason_does_not_make_the_file_unreadable(tmp_path: Path) -> None
     assert read_status(tmp_path) is not None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"{}", b'{"state": "asleep"}', b'{"state": ["failed"]}',
-                                     b"[" * 100_000, b'{"state": "failed", "reason": "' + b"x" * 2_000_000 + b'"}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"{}",
+        b'{"state": "asleep"}',
+        b'{"state": ["failed"]}',
+        b"[" * 100_000,
+        b'{"state": "failed", "reason": "' + b"x" * 2_000_000 + b'"}',
+    ],
+)
 def test_a_broken_status_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_bytes(content)
     assert read_status(tmp_path) is None
@@ -114,13 +140,17 @@ def test_a_broken_status_is_none(content: bytes, tmp_path: Path) -> None:
 
 def test_of_odd_values_nothing_is_believed(tmp_path: Path) -> None:
     """Such as those of a version that did not count yet."""
-    (tmp_path / "status.json").write_text('{"state": "failed", "step": "9", "resumed_from": null, "failed_starts": -1}')
+    (tmp_path / "status.json").write_text(
+        '{"state": "failed", "step": "9", "resumed_from": null, "failed_starts": -1}'
+    )
     assert read_status(tmp_path) == Status("failed", 0, None, "", NONE)
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_not_raised(tmp_path: Path) -> None:
     (tmp_path / "status.json").mkdir()
-    assert "status.json could not be written (Is a directory)" in write_status(tmp_path, "running", 1, None, False)
+    assert "status.json could not be written (Is a directory)" in write_status(
+        tmp_path, "running", 1, None, False
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
     assert "could not be written" in write_status(tmp_path / "gone", "running", 1, None, False)
 
@@ -145,6 +175,8 @@ def test_it_says_how_to_go_on(state: State, saved: bool, named: bool, words: str
 
 def test_several_may_write_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        problems = set(pool.map(lambda step: write_status(tmp_path, "running", step, None, False), range(400)))
+        problems = set(
+            pool.map(lambda step: write_status(tmp_path, "running", step, None, False), range(400))
+        )
     assert problems == {""}
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

@@ -1,4 +1,5 @@
-"""What the launcher says of a process, how long its collectives wait, and its end, with a thread of gloo caught in it."""
+"""What the launcher says of a process, how long its collectives wait, and its end, with a thread of gloo
+caught in it."""
 
 import atexit
 import ctypes
@@ -24,8 +25,9 @@ from train.watchdog import TimeoutConfig
 
 
 def end_with_a_thread_of_gloo_caught(way: str, folder: Path, patience_s: float) -> None:
-    """One of two processes. Rank 0 ends, with an exit function that lets no other thread in, while a thread of gloo that has
-    finished the last collective waits for the interpreter: `way` is "python", its teardown, or "end_process"."""
+    """One of two processes. Rank 0 ends, with an exit function that lets no other thread in, while a thread
+    of gloo that has finished the last collective waits for the interpreter: `way` is "python", its teardown,
+    or "end_process"."""
     libc, pipes = ctypes.PyDLL(None), [os.open(folder / name, os.O_RDWR) for name in ("ends", "done")]
     dist.init_process_group("gloo")
     tensor = torch.ones(8)
@@ -60,9 +62,12 @@ def ended(way: str, folder: Path, patience_s: float = 0.25) -> tuple[int, str]:
     return code, (folder / "0.out").read_text()
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 lets such a thread sleep (python/cpython#87135)")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="Python 3.14 lets such a thread sleep (python/cpython#87135)"
+)
 def test_python_aborts_a_process_whose_gloo_thread_waits_for_it(tmp_path: Path) -> None:
-    """Why end_process is there; it goes away with Python 3.13. Where the thread did not wait yet: again, more slowly."""
+    """Why end_process is there; it goes away with Python 3.13. Where the thread did not wait yet: again, more
+    slowly."""
     tries = (ended("python", tmp_path / str(patience), 0.25 * patience) for patience in (1, 2, 4, 8))
     code, said = next((one for one in tries if one[0] == -signal.SIGABRT), (0, "it never did"))
     assert "terminate called without an active exception" in said
@@ -75,9 +80,15 @@ def test_our_end_does_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("said", "restarts"),
-    [({}, 0), ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2), ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, 1)],
+    [
+        ({}, 0),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, 1),
+    ],
 )
-def test_restarts_are_counted_wherever_they_are_made(said: dict, restarts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_are_counted_wherever_they_are_made(
+    said: dict, restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in said.items():
@@ -116,7 +127,12 @@ def test_a_collective_waits_longer_than_any_section() -> None:
 
 
 def test_the_process_group_has_that_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     config = RunConfig(timeouts=TimeoutConfig(*[7000.0] * len(dataclasses.fields(TimeoutConfig))))
     start_process(config, Place(0, 1, 0, 1, under_torchrun=True), torch.device("cpu"))

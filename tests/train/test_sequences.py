@@ -1,4 +1,5 @@
-"""Documents in sequences: packed, kept apart, or one each; read across shards, with mixtures, and what is refused."""
+"""Documents in sequences: packed, kept apart, or one each; read across shards, with mixtures, and what is
+refused."""
 
 import math
 
@@ -27,14 +28,18 @@ FEW = settings(deadline=None, derandomize=True, database=None, suppress_health_c
 
 def split_of(documents: list[list[int]], cuts: tuple[int, ...] = ()) -> Split:
     """Documents one after another, in shards that end after the documents `cuts`."""
-    return stores.split_of(*(documents[a:b] for a, b in zip((0, *cuts), (*cuts, len(documents)), strict=True)))
+    return stores.split_of(
+        *(documents[a:b] for a, b in zip((0, *cuts), (*cuts, len(documents)), strict=True))
+    )
 
 
 def rows(*indices: int) -> np.ndarray:
     return np.array([(0, index) for index in indices])
 
 
-documents_strategy = st.lists(st.lists(st.integers(3, 60000), min_size=1, max_size=30), min_size=1, max_size=12)
+documents_strategy = st.lists(
+    st.lists(st.integers(3, 60000), min_size=1, max_size=30), min_size=1, max_size=12
+)
 
 
 @settings(FEW, max_examples=100)
@@ -97,14 +102,22 @@ def test_a_document_without_a_bos_of_its_own_begins_after_the_end_of_another():
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset(packing):
     shape = SequenceShape(4, packing, document_mask=False, start_id=None, vocab_size=28)
-    with pytest.raises(DataError, match=r"token id 28 is beyond model\.vocab_size=28: .*/train-00001\.bin, byte 18 \(token 9\)"):
-        read_batch([split_of(DOCUMENTS, (2,))], rows(3 if packing else 2), SequenceShape(20, packing, False, None, 28)
-                   if not packing else shape)  # fmt: skip
+    with pytest.raises(
+        DataError,
+        match=r"token id 28 is beyond model\.vocab_size=28: .*/train-00001\.bin, byte 18 \(token 9\)",
+    ):
+        read_batch(
+            [split_of(DOCUMENTS, (2,))],
+            rows(3 if packing else 2),
+            SequenceShape(20, packing, False, None, 28) if not packing else shape,
+        )
 
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    model = Llama(LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=100, max_seq_len=128))
+    model = Llama(
+        LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=100, max_seq_len=128)
+    )
     init_weights(model, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -134,7 +147,9 @@ def test_packed_documents_that_are_kept_apart_train_as_documents_alone(model):
     expected_loss, expected = loss_and_gradients(model, [alone(document) for document in documents])
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name)
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name
+        )
     crossing = loss_and_gradients(model, [Batch(packed.tokens, packed.targets)])[0]
     assert abs(crossing - loss) > 1e-3 * loss, "attention across documents would show"
 
@@ -146,7 +161,9 @@ def test_padded_documents_train_as_documents_alone_whatever_the_padding_is(model
     expected_loss, expected = loss_and_gradients(model, [alone(document) for document in documents])
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name)
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item(), msg=name
+        )
     other = batch.tokens.masked_fill(batch.targets == IGNORE_INDEX, 77)
     assert loss_and_gradients(model, [Batch(other, batch.targets)])[0] == loss
 
@@ -161,7 +178,9 @@ def test_shares_are_the_weights_to_a_ten_thousandth(weights):
     assert sum(counts) == CYCLE
     assert min(counts) >= 1
     if min(weights) / sum(weights) > 1 / CYCLE:
-        assert all(abs(n - w / sum(weights) * CYCLE) < 1 + len(weights) for n, w in zip(counts, weights, strict=True))
+        assert all(
+            abs(n - w / sum(weights) * CYCLE) < 1 + len(weights) for n, w in zip(counts, weights, strict=True)
+        )
 
 
 @settings(FEW, max_examples=50)
@@ -173,13 +192,19 @@ def test_each_source_is_drawn_from_in_its_own_order_without_gaps_wherever_one_be
     for source in range(3):
         mine = places[sources == source]
         assert mine.tolist() == list(range(before[source], before[source] + len(mine)))
-    assert drawn(first + count, weights, seed) == [b + int((sources == s).sum()) for s, b in enumerate(before)]
+    assert drawn(first + count, weights, seed) == [
+        b + int((sources == s).sum()) for s, b in enumerate(before)
+    ]
 
 
 def test_a_mixture_draws_by_weight_and_each_source_runs_through_epochs_of_its_own():
     splits = [split_of([[3, 4, 5, 6, EOS]] * n) for n in (40, 8)]
     shape = SequenceShape(5, packing=False, document_mask=False, start_id=None, vocab_size=100)
-    order = SampleOrder(tuple(Source(f"s{i}", w, s) for i, (w, s) in enumerate(zip((3.0, 1.0), splits, strict=True))), shape, 0)
+    order = SampleOrder(
+        tuple(Source(f"s{i}", w, s) for i, (w, s) in enumerate(zip((3.0, 1.0), splits, strict=True))),
+        shape,
+        0,
+    )
     found = order.rows(0, CYCLE)
     assert [(found[:, 0] == s).sum() for s in (0, 1)] == [7500, 2500]
     second = found[found[:, 0] == 1, 1]
@@ -199,12 +224,23 @@ class OneBitOff(torch.nn.Module):
         return (targets != IGNORE_INDEX).sum() * math.log(2)
 
 
-@pytest.mark.parametrize(("packing", "masked", "start_id", "predicted"), [
-    (True, False, None, 19), (True, True, None, 16), (False, False, None, 16), (False, False, EOS, 20),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("packing", "masked", "start_id", "predicted"),
+    [
+        (True, False, None, 19),
+        (True, True, None, 16),
+        (False, False, None, 16),
+        (False, False, EOS, 20),
+    ],
+)
 def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, predicted, monkeypatch):
-    split, shape = split_of(DOCUMENTS), SequenceShape(30 if not packing else 6, packing, masked, start_id, 100)
+    split, shape = (
+        split_of(DOCUMENTS),
+        SequenceShape(30 if not packing else 6, packing, masked, start_id, 100),
+    )
     monkeypatch.setattr("train.step.dist.all_reduce", lambda value, group: None)
-    score = score_sets(OneBitOff(), {"set": split}, shape, BatchShape(2, 1, 0, 1), 0, torch.device("cpu"), None)["set"]
+    score = score_sets(
+        OneBitOff(), {"set": split}, shape, BatchShape(2, 1, 0, 1), 0, torch.device("cpu"), None
+    )["set"]
     assert score.tokens == predicted
     assert score.bits_per_byte == pytest.approx(predicted / split.text_bytes)

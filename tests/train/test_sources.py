@@ -28,15 +28,33 @@ def names(source: object) -> list[str]:
 def test_a_folder_gives_texts_and_records_sorted_by_name_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub", z__txt="z", a__parquet="a")
-    write(tmp_path, b__md="b", c__jsonl="c", d__jsonl__gz="d", e__jsonl__zst="e", f__arrow="f", empty__txt="", g__png="g")
+    write(
+        tmp_path,
+        b__md="b",
+        c__jsonl="c",
+        d__jsonl__gz="d",
+        e__jsonl__zst="e",
+        f__arrow="f",
+        empty__txt="",
+        g__png="g",
+    )
     write(tmp_path, h__gz="h")
     expected = ["b.md", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.arrow", "sub/a.parquet", "sub/z.txt"]
     assert names(tmp_path) == expected
     assert [kind_of(path) for _, path in find_files(str(tmp_path))] == [
-        "text", "jsonl", "jsonl.gz", "jsonl.zst", "arrow", "parquet", "text"]  # fmt: skip
+        "text",
+        "jsonl",
+        "jsonl.gz",
+        "jsonl.zst",
+        "arrow",
+        "parquet",
+        "text",
+    ]
 
 
-def test_names_are_relative_and_a_glob_finds_what_it_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_relative_and_a_glob_finds_what_it_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, a__txt="a", b__txt="b", c__log="c")
     assert names(tmp_path / "a.txt") == ["a.txt"]
     assert names(tmp_path / "*.txt") == ["a.txt", "b.txt"]
@@ -67,11 +85,17 @@ def test_a_saved_dataset_is_its_arrow_files_only(tmp_path: Path) -> None:
         ("packed.gz", "unpack it first"),
         ("*.none", "no such|holds no text"),
         ("~nosuchuser/x", r"data\.source='~nosuchuser/x' is no usable path"),
-        ("s" * 5000, r"data\.source='s{80}\.\.\. \(5,000 letters\)' is no usable path \(File name too long\): name another"),
+        (
+            "s" * 5000,
+            r"data\.source='s{80}\.\.\. \(5,000 letters\)' is no usable path \(File name too long\): name "
+            r"another",
+        ),
         ("", r"data\.source is empty"),
     ],
 )
-def test_a_source_without_text_is_refused(source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_text_is_refused(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path, empty__txt="", packed__gz="x")
     monkeypatch.chdir(tmp_path)
@@ -101,7 +125,12 @@ def test_small_files_share_a_piece_and_a_large_one_is_cut(tmp_path: Path) -> Non
     assert {file.name: file.size_bytes for file in files} == sizes
     ranges = [[(part.name, part.first, part.last) for part in piece.parts] for piece in pieces]
     lines = [[("c.jsonl", i * 100, i * 100 + 100)] for i in range(10)]
-    assert ranges == [[("a.txt", 0, 40), ("b.txt", 0, 40)], *lines, [("d.jsonl.gz", 0, 500)], [("e.txt", 0, 300)]]
+    assert ranges == [
+        [("a.txt", 0, 40), ("b.txt", 0, 40)],
+        *lines,
+        [("d.jsonl.gz", 0, 500)],
+        [("e.txt", 0, 300)],
+    ]
     assert [piece.index for piece in pieces] == list(range(13))
     assert sum(piece.size_bytes for piece in pieces) == sum(sizes.values())
 

@@ -7,8 +7,17 @@ import pytest
 from tests.support.launch import ROOT
 from train.config import Config
 
-TABLE = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").partition("## The table")[2].partition("\n## ")[0]
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines() if line.startswith("| `")]
+TABLE = (
+    (ROOT / "docs" / "speed.md")
+    .read_text(encoding="utf-8")
+    .partition("## The table")[2]
+    .partition("\n## ")[0]
+)
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in TABLE.splitlines()
+    if line.startswith("| `")
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

@@ -76,7 +76,9 @@ def one_process():
 
 
 def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(one_process, tmp_path: Path) -> None:
-    throughput = Throughput(tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None)
+    throughput = Throughput(
+        tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
+    )
     metrics = Metrics(MetricsConfig(), throughput, tmp_path, torch.device("cpu"), True, {})
     zero = torch.zeros(())
     for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
@@ -93,7 +95,13 @@ def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(one_process, t
     (text,) = board.Tensors("loss_spikes")
     said = text.tensor_proto.string_val[0].decode()
     assert text.step == 31
-    for words in ("step 31: loss 4.0000, usually 2.4", "grad_norm 1.25", "lr 0.0003", "epoch 0.75", "data_hash ab12"):
+    for words in (
+        "step 31: loss 4.0000, usually 2.4",
+        "grad_norm 1.25",
+        "lr 0.0003",
+        "epoch 0.75",
+        "data_hash ab12",
+    ):
         assert words in said
     assert [event.step for event in board.Scalars("loss/spike")] == [31]
     assert len(board.Scalars("loss/train")) == 33

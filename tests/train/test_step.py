@@ -72,7 +72,8 @@ def test_the_profiler_sees_no_read_either_whether_a_step_is_skipped_or_not(train
 
 
 def ancestors(event) -> list[str]:
-    """What an operator ran within. The CPU's kernel of AdamW reads step counts, where the GPU's takes them on the device."""
+    """What an operator ran within. The CPU's kernel of AdamW reads step counts, where the GPU's takes them on
+    the device."""
     return [event.name, *ancestors(event.cpu_parent)] if event is not None else []
 
 
@@ -104,7 +105,9 @@ def test_a_step_after_a_skipped_one_is_what_it_would_have_been_without(trainer):
         model.load_state_dict(at_first["model"])
         optimizer.load_state_dict(copy.deepcopy(at_first["optimizer"]))
         for batch in batches:
-            hook = model.head.loss.register_forward_hook(lambda _m, _i, x, bad=batch is skipped: x * math.nan if bad else None)
+            hook = model.head.loss.register_forward_hook(
+                lambda _m, _i, x, bad=batch is skipped: x * math.nan if bad else None
+            )
             assert train_step(model, optimizer, batch, 1.0, group).skipped.item() == (batch is skipped)
             hook.remove()
         ends.append(everything(model, optimizer))
@@ -114,7 +117,10 @@ def test_a_step_after_a_skipped_one_is_what_it_would_have_been_without(trainer):
 def everything(model, optimizer) -> list[torch.Tensor]:
     """Copies of weights, moments and step counts."""
     state = [value for one in optimizer.state.values() for value in one.values()]
-    return [(x.to_local() if hasattr(x, "to_local") else x).detach().clone() for x in (*model.parameters(), *state)]
+    return [
+        (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
+        for x in (*model.parameters(), *state)
+    ]
 
 
 def test_a_step_reduces_three_scalars_over_the_ranks_however_many_parameters_there_are(trainer):
@@ -128,7 +134,9 @@ def test_a_step_reduces_three_scalars_over_the_ranks_however_many_parameters_the
 def test_frozen_parameters_stay_and_have_no_gradient_nor_moments(trainer):
     run = build_sharded([*TINY, *EAGER, "--train.freeze=[tok_embeddings.*, layers.0.*]"])
     model, optimizer = run.model, run.optimizer
-    frozen = {name: p for name, p in model.named_parameters() if name.startswith(("tok_embeddings.", "layers.0."))}
+    frozen = {
+        name: p for name, p in model.named_parameters() if name.startswith(("tok_embeddings.", "layers.0."))
+    }
     before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == list(frozen)
     assert not optimizer.state.keys() & set(frozen.values())
@@ -139,12 +147,16 @@ def test_frozen_parameters_stay_and_have_no_gradient_nor_moments(trainer):
 
 def test_a_tied_weight_is_frozen_by_either_name():
     for pattern in ("tok_embeddings.*", "head.*"):
-        model = Llama(LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, tie_embeddings=True))
+        model = Llama(
+            LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, tie_embeddings=True)
+        )
         freeze(model, [pattern])
         assert not model.tok_embeddings.weight.requires_grad
 
 
-@pytest.mark.parametrize(("pattern", "words"), [("layer.0.*", "layer.0.* matches no parameter"), ("*", "nothing to train")])
+@pytest.mark.parametrize(
+    ("pattern", "words"), [("layer.0.*", "layer.0.* matches no parameter"), ("*", "nothing to train")]
+)
 def test_a_freeze_that_means_nothing_is_refused(trainer, pattern, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         build_sharded([*TINY, *EAGER, f'--train.freeze=["{pattern}"]'])
@@ -208,7 +220,9 @@ def test_ignored_targets_are_not_counted():
 def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer):
     model, optimizer, group = trainer
     batch = make_batches(1)[0]
-    result = train_step(model, optimizer, [Batch(batch.tokens, torch.full_like(batch.targets, -100))], 1.0, group)
+    result = train_step(
+        model, optimizer, [Batch(batch.tokens, torch.full_like(batch.targets, -100))], 1.0, group
+    )
     assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
     assert all(p.full_tensor().isfinite().all() for p in model.parameters())
 
@@ -246,4 +260,6 @@ def test_the_norm_of_bfloat16_gradients_is_float32_and_exact_to_more_than_their_
         p.grad = torch.randn(1000).to(torch.bfloat16)
     norm = gradient_norm(parameters, torch.tensor(1.0))
     assert norm.dtype == clip_divisor(norm, 1.0).dtype == torch.float32
-    assert norm.item() == pytest.approx(torch.cat([p.grad.double() for p in parameters]).norm().item(), rel=1e-5)
+    assert norm.item() == pytest.approx(
+        torch.cat([p.grad.double() for p in parameters]).norm().item(), rel=1e-5
+    )

@@ -140,7 +140,10 @@ def test_a_save_that_outlasts_the_grace_period_is_ended_on_all_ranks(start: Star
     run.send(USR1, 0)
     assert run.exit_codes() == [128 + USR1] * 2
     assert 1 <= time.monotonic() - sent_s < PROMPT_S
-    assert run.last() == ["ends: signal SIGUSR1: ended without saving, because run.grace_s=1 s were not enough to stop"] * 2
+    assert (
+        run.last()
+        == ["ends: signal SIGUSR1: ended without saving, because run.grace_s=1 s were not enough to stop"] * 2
+    )
 
 
 @pytest.mark.parametrize("peer", ["asleep", "stopped"])

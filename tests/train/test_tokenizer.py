@@ -1,4 +1,5 @@
-"""train/data/tokenizer.py: any tokenizer.json gives what the tokenizers library gives, and its BOS and EOS are found."""
+"""train/data/tokenizer.py: any tokenizer.json gives what the tokenizers library gives, and its BOS and EOS
+are found."""
 
 import hashlib
 import json
@@ -11,7 +12,13 @@ import tokenizers
 
 from tests.train.texts import odd_texts, train_bpe
 from train.data.config import DataError
-from train.data.tokenizer import ByteTokenizer, TokenizerInfo, check_vocabulary, load_tokenizer, padded_vocab_size
+from train.data.tokenizer import (
+    ByteTokenizer,
+    TokenizerInfo,
+    check_vocabulary,
+    load_tokenizer,
+    padded_vocab_size,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +54,9 @@ def test_ids_are_those_of_the_library_and_come_back_as_the_text(bpe: Path) -> No
     tokenizer, library = load_tokenizer(str(bpe)), tokenizers.Tokenizer.from_file(str(bpe))
     texts = [text.replace("<s>", "").replace("</s>", "") for text in odd_texts(300, seed=20)]
     found = tokenizer.encode([text.encode() for text in texts])
-    assert [ids.tolist() for ids in found] == [library.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [ids.tolist() for ids in found] == [
+        library.encode(text, add_special_tokens=False).ids for text in texts
+    ]
     assert all(ids.dtype == np.uint32 for ids in found)
     assert [tokenizer.decode(ids.tolist()) for ids in found] == texts
     assert tokenizer.info == TokenizerInfo("small", tokenizer.info.sha256, 600, 0, 1)
@@ -64,14 +73,24 @@ def test_what_looks_like_a_special_token_in_a_text_is_text(bpe: Path) -> None:
     assert tokenizer.decode([0, *ids.tolist(), 1]) == "a</s>b<s>"
 
 
-def test_bos_and_eos_that_the_file_has_as_ordinary_tokens_never_come_out_of_text(bpe: Path, tmp_path: Path) -> None:
+def test_bos_and_eos_that_the_file_has_as_ordinary_tokens_never_come_out_of_text(
+    bpe: Path, tmp_path: Path
+) -> None:
     plain = json.loads(bpe.read_text())
     for added in plain["added_tokens"]:
         added["special"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a</s>b<s>").ids == [66, 1, 67, 0]
-    assert tokenizer.encode([b"a</s>b<s>"])[0].tolist() == load_tokenizer(str(bpe)).encode([b"a</s>b<s>"])[0].tolist()
+    assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a</s>b<s>").ids == [
+        66,
+        1,
+        67,
+        0,
+    ]
+    assert (
+        tokenizer.encode([b"a</s>b<s>"])[0].tolist()
+        == load_tokenizer(str(bpe)).encode([b"a</s>b<s>"])[0].tolist()
+    )
     assert tokenizer.decode([0, 66, 1]) == "a"
     assert tokenizer.info.sha256 == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
 
@@ -92,19 +111,27 @@ def test_nor_where_the_model_itself_knows_them_as_words(tmp_path: Path) -> None:
 
 
 def test_a_text_without_ids_is_one_error(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(str(tmp_path / "words.json"))
-    with pytest.raises(DataError, match=r"data\.tokenizer=.*words\.json cannot encode a text \(.*\[UNK\].*\): use a tokenizer"):
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(
+        str(tmp_path / "words.json")
+    )
+    with pytest.raises(
+        DataError,
+        match=r"data\.tokenizer=.*words\.json cannot encode a text \(.*\[UNK\].*\): use a tokenizer",
+    ):
         load_tokenizer(str(tmp_path / "words.json")).encode([b"known", b"unknown"])
 
 
-@pytest.mark.parametrize(("said", "message"), [
-    ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] is no token"),
-    ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} is no token"),
-    ('{"eos_token": 7}', r"eos_token=7 is no token"),
-    ('{"add_bos_token": "no"}', r"add_bos_token=no is no true or false"),
-    ('"text"', r"no mapping"),
-    ("[" * 10**5, r"nested too deeply"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ('{"bos_token": ["<s>"]}', r"bos_token=\['<s>'\] is no token"),
+        ('{"eos_token": {"content": ["</s>"]}}', r"eos_token=\{'content': \['</s>'\]\} is no token"),
+        ('{"eos_token": 7}', r"eos_token=7 is no token"),
+        ('{"add_bos_token": "no"}', r"add_bos_token=no is no true or false"),
+        ('"text"', r"no mapping"),
+        ("[" * 10**5, r"nested too deeply"),
+    ],
+)
 def test_what_is_said_beside_must_have_its_types(said: str, message: str, bpe: Path, tmp_path: Path) -> None:
     shutil.copy(bpe, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(said)
@@ -114,7 +141,9 @@ def test_what_is_said_beside_must_have_its_types(said: str, message: str, bpe: P
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "\0", ""])
 def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=r"^data\.tokenizer(=.{1,110} is no usable path \(.+\): name another| is empty.*)$"):
+    with pytest.raises(
+        DataError, match=r"^data\.tokenizer(=.{1,110} is no usable path \(.+\): name another| is empty.*)$"
+    ):
         load_tokenizer(name)
 
 
@@ -123,7 +152,9 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
     library.enable_truncation(3)
     library.enable_padding(length=50)
     both = [("<s>", 0), ("</s>", 1)]
-    library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=both)
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=both
+    )
     library.save(str(tmp_path / "tokenizer.json"))
     text = b"the quick brown fox " * 10
     (plain,), (ids,) = (load_tokenizer(str(path)).encode([text]) for path in (bpe, tmp_path))
@@ -137,10 +168,22 @@ def test_truncation_padding_and_templates_of_the_file_do_not_count(bpe: Path, tm
         (("<|begin_of_text|>", "<|end_of_text|>"), {}, "auto", "auto", (0, 1)),
         (("<bos>", "<|endoftext|>"), {}, "auto", "auto", (0, 1)),
         (("other", "</s>"), {}, "auto", "auto", (None, 1)),
-        (("other", "another"), {"bos_token": "other", "eos_token": {"content": "another"}}, "auto", "auto", (0, 1)),
+        (
+            ("other", "another"),
+            {"bos_token": "other", "eos_token": {"content": "another"}},
+            "auto",
+            "auto",
+            (0, 1),
+        ),
         (("<s>", "</s>"), {"bos_token": None, "eos_token": "<s>"}, "auto", "auto", (0, 0)),
         (("<s>", "</s>"), {"bos_token": {"content": "<s>"}, "add_bos_token": True}, "auto", "auto", (0, 1)),
-        (("<s>", "</s>"), {"bos_token": "<s>", "add_bos_token": False, "add_eos_token": False}, "auto", "auto", (None, 1)),
+        (
+            ("<s>", "</s>"),
+            {"bos_token": "<s>", "add_bos_token": False, "add_eos_token": False},
+            "auto",
+            "auto",
+            (None, 1),
+        ),
         (("<s>", "</s>"), {"add_bos_token": False}, "<s>", "auto", (0, 1)),
         (("<s>", "</s>"), {}, "none", "auto", (None, 1)),
         (("<s>", "</s>"), {"eos_token": "</s>"}, "</s>", "<s>", (1, 0)),
@@ -162,13 +205,18 @@ def test_bos_and_eos_are_as_asked_as_said_beside_or_known(
 
 def test_a_tokenizer_that_cannot_be_used_is_refused_with_the_way_out(bpe: Path, tmp_path: Path) -> None:
     unknown = with_special(bpe, tmp_path / "unknown", "other", "another")
-    with pytest.raises(DataError, match=r"has none of .*<\|end_of_text\|>.*data\.eos, such as one of other, another"):
+    with pytest.raises(
+        DataError, match=r"has none of .*<\|end_of_text\|>.*data\.eos, such as one of other, another"
+    ):
         load_tokenizer(str(unknown))
     with pytest.raises(DataError, match=r"data\.eos=<nothing> is no token of"):
         load_tokenizer(str(bpe), "auto", "<nothing>")
     for name, content in (("broken.json", "{"), ("other.json", "{}"), ("binary.json", "\udcff")):
         (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(DataError, match=rf"data\.tokenizer=.*{name}.* is not a tokenizer\.json that the tokenizers library"):
+        with pytest.raises(
+            DataError,
+            match=rf"data\.tokenizer=.*{name}.* is not a tokenizer\.json that the tokenizers library",
+        ):
             load_tokenizer(str(tmp_path / name))
     with pytest.raises(DataError, match=r"data\.tokenizer=nowhere"):
         load_tokenizer("nowhere")
@@ -182,9 +230,18 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_with_the_way_out(bpe: Path, 
 def test_a_model_must_have_an_id_for_every_token_of_the_tokenizer(bpe: Path) -> None:
     info = load_tokenizer(str(bpe)).info
     check_vocabulary(info, 600)
-    with pytest.raises(DataError, match=r"model\.vocab_size=599 is smaller than the 600 ids of the tokenizer small: .*best 640"):
+    with pytest.raises(
+        DataError,
+        match=r"model\.vocab_size=599 is smaller than the 600 ids of the tokenizer small: .*best 640",
+    ):
         check_vocabulary(info, 599)
-    assert [padded_vocab_size(size) for size in (1, 128, 129, 128_256, 50_257)] == [128, 128, 256, 128_256, 50_304]
+    assert [padded_vocab_size(size) for size in (1, 128, 129, 128_256, 50_257)] == [
+        128,
+        128,
+        256,
+        128_256,
+        50_304,
+    ]
     assert padded_vocab_size(50_257, 8) == 50_264
 
 

@@ -9,15 +9,22 @@ from train.config import ConfigError, parse_config
     ("argument", "message"),
     [
         ("--parallel.tp=two", "parallel.tp: must be auto or a whole number, not two"),
-        ("--parallel.reshard_after_forward=maybe",
-         "parallel.reshard_after_forward: must be auto or true or false or a whole number, not maybe"),
-        ("--parallel.tp_parts=attention", "parallel.tp_parts: must be a list, as [first, second], not attention"),
-        ("--parallel.activation_checkpoint=some",
-         "parallel.activation_checkpoint: must be auto, none, full, selective, budget, offload, not some"),
+        (
+            "--parallel.reshard_after_forward=maybe",
+            "parallel.reshard_after_forward: must be auto or true or false or a whole number, not maybe",
+        ),
+        (
+            "--parallel.tp_parts=attention",
+            "parallel.tp_parts: must be a list, as [first, second], not attention",
+        ),
+        (
+            "--parallel.activation_checkpoint=some",
+            "parallel.activation_checkpoint: must be auto, none, full, selective, budget, offload, not some",
+        ),
         ("--optim.lr=fast", "optim.lr: must be a number, not fast"),
         ("--model.dim=1.5", "model.dim: must be a whole number, not 1.5"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_type_is_told_in_words(argument: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config([argument])

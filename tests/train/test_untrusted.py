@@ -1,4 +1,5 @@
-"""Files that others may have written, mutated at random: each mutant reads as something valid, or is refused in a sentence."""
+"""Files that others may have written, mutated at random: each mutant reads as something valid, or is refused
+in a sentence."""
 
 import dataclasses
 import json
@@ -93,7 +94,9 @@ def config_targets(folder: Path) -> Iterator[Target]:
 
     def read(path: Path) -> None:
         config = config_from(parser, parser_arguments(parser, [f"--config={path}"]))
-        sections = {item.name: dataclasses.replace(getattr(config, item.name)) for item in dataclasses.fields(Config)}
+        sections = {
+            item.name: dataclasses.replace(getattr(config, item.name)) for item in dataclasses.fields(Config)
+        }
         assert repr(Config(**sections)) == repr(config)
 
     for shipped in list_configs():
@@ -107,16 +110,28 @@ def plan_targets(folder: Path) -> Iterator[Target]:
     """Plans of a tiny Llama on several meshes."""
     settings = {
         "fsdp": ["--parallel.activation_checkpoint=full"],
-        "hybrid": ["--parallel.dp_replicate=2", "--parallel.activation_checkpoint=selective", "--parallel.cpu_offload=true"],
+        "hybrid": [
+            "--parallel.dp_replicate=2",
+            "--parallel.activation_checkpoint=selective",
+            "--parallel.cpu_offload=true",
+        ],
         "tp": ["--parallel.tp=2", "--parallel.forward_prefetch=2", "--parallel.param_dtype=bfloat16"],
     }
-    model = ["--model.n_layers=4", "--model.dim=64", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=128",
-             "--model.vocab_size=512"]  # fmt: skip
+    model = [
+        "--model.n_layers=4",
+        "--model.dim=64",
+        "--model.n_heads=4",
+        "--model.n_kv_heads=2",
+        "--model.ffn_dim=128",
+        "--model.vocab_size=512",
+    ]
     for name, options in settings.items():
         config = parse_config([*model, *options])
         units = model_units(config.model)
         path = folder / f"{name}.yaml"
-        path.write_text(plan_to_yaml(make_plan(config.parallel, units, Job(8, 8, config.train.seq_len, 1, -1))))
+        path.write_text(
+            plan_to_yaml(make_plan(config.parallel, units, Job(8, 8, config.train.seq_len, 1, -1)))
+        )
         asked = parse_config([*model, f"--parallel.plan={path}"])
 
         def read(path: Path = path, asked: Config = asked, again: Path = folder / "again") -> None:
@@ -129,18 +144,32 @@ def plan_targets(folder: Path) -> Iterator[Target]:
 
 
 def data_targets(folder: Path) -> Iterator[Target]:
-    """A prepared folder's manifest, shards and ends, checked in full or by size; a tokenizer; what a preparation left."""
+    """A prepared folder's manifest, shards and ends, checked in full or by size; a tokenizer; what a
+    preparation left."""
     source = write_jsonl(folder / "texts.jsonl", odd_texts(60, seed=1))
     out = folder / "bytes"
     prepare(str(source), "bytes", "auto", "auto", out, PrepareSettings(held_out=0.2))
     for verify in ("full", "size"):
         cache_dir = str(folder / f"cache-{verify}")
-        config = DataConfig(source=str(out), verify=verify, cache_dir=cache_dir, document_mask=verify == "full")
+        config = DataConfig(
+            source=str(out), verify=verify, cache_dir=cache_dir, document_mask=verify == "full"
+        )
         for name in ("manifest.json", "train-00000.bin", "train-00000.ends", "held_out-00000.ends"):
-            yield Target(f"{name}, {verify}", out / name, partial(read_corpus, config), (DataError,), named=(str(folder),))
+            yield Target(
+                f"{name}, {verify}",
+                out / name,
+                partial(read_corpus, config),
+                (DataError,),
+                named=(str(folder),),
+            )
         unpacked = dataclasses.replace(config, packing=False, document_mask=False)
-        yield Target(f"ends, unpacked, {verify}", out / "train-00000.ends", partial(read_corpus, unpacked), (DataError,),
-                     named=(str(folder),))  # fmt: skip
+        yield Target(
+            f"ends, unpacked, {verify}",
+            out / "train-00000.ends",
+            partial(read_corpus, unpacked),
+            (DataError,),
+            named=(str(folder),),
+        )
         if verify == "full":
             read_corpus(config)
             note = next((folder / f"cache-{verify}" / "verified").iterdir())
@@ -170,16 +199,26 @@ def tokenizer_targets(folder: Path, source: Path) -> Iterator[Target]:
         found = find_tokenizer(config)
         assert isinstance(found.decode(found.encode([b"a <s> b"])[0].tolist()), str)
 
-    yield Target("manifest of ids", out / "manifest.json", partial(read_corpus, config), (DataError,), named=(str(out),))
+    yield Target(
+        "manifest of ids",
+        out / "manifest.json",
+        partial(read_corpus, config),
+        (DataError,),
+        named=(str(out),),
+    )
     yield Target("tokenizer of data", out / "tokenizer.json", encode, (DataError,), named=(str(out),))
     beside = tokenizer.with_name("tokenizer_config.json")
-    beside.write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True}))
+    beside.write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True})
+    )
     load = partial(load_tokenizer, str(tokenizer))
     yield Target("tokenizer_config", beside, load, (DataError,), named=(str(tokenizer.parent),))
     manifest = json.loads((out / "manifest.json").read_text())
     result = folder / "00000.json"
     shards = {split: manifest["splits"][split][0] for split in ("train", "held_out")}
-    result.write_text(json.dumps({"key": "k", "shards": shards, "empty": 1, "lowest": [0.1, "a"], "highest": [0.9, "b"]}))
+    result.write_text(
+        json.dumps({"key": "k", "shards": shards, "empty": 1, "lowest": [0.1, "a"], "highest": [0.9, "b"]})
+    )
 
     def read() -> None:
         with suppress(OSError, ValueError, TypeError, KeyError):  # then the piece is done again
@@ -190,7 +229,9 @@ def tokenizer_targets(folder: Path, source: Path) -> Iterator[Target]:
 
 def hf_targets(folder: Path) -> Iterator[Target]:
     """config.json, the index and a header of a Hugging Face folder."""
-    config = LlamaConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=64, max_seq_len=64)
+    config = LlamaConfig(
+        dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=64, max_seq_len=64
+    )
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, "float32", {})))
     tensors = {"model.embed_tokens.weight": torch.zeros(64, 16), "model.norm.weight": torch.zeros(16)}
     for number, name in enumerate(tensors, 1):
@@ -198,7 +239,13 @@ def hf_targets(folder: Path) -> Iterator[Target]:
     files = {name: f"model-{number}.safetensors" for number, name in enumerate(tensors, 1)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     for name in ("config.json", "model.safetensors.index.json", "model-1.safetensors"):
-        yield Target(f"hf {name}", folder / name, partial(open_folder, folder), (CheckpointError,), named=(str(folder),))
+        yield Target(
+            f"hf {name}",
+            folder / name,
+            partial(open_folder, folder),
+            (CheckpointError,),
+            named=(str(folder),),
+        )
 
 
 def import_targets(folder: Path) -> Iterator[Target]:
@@ -215,7 +262,14 @@ def import_targets(folder: Path) -> Iterator[Target]:
         path = folder / name
         path.write_text(text)
         read(path)
-        yield Target(name, path, partial(read, path), (ConfigError,), lines=REPORT, named=(str(path), "--flags", "same key"))
+        yield Target(
+            name,
+            path,
+            partial(read, path),
+            (ConfigError,),
+            lines=REPORT,
+            named=(str(path), "--flags", "same key"),
+        )
 
 
 Maker = Callable[[Path], Iterator[Target]]
@@ -269,7 +323,9 @@ def make_prepared(folder: Path) -> DataConfig:
     return DataConfig(source=str(folder / "out"), cache_dir=str(folder / "cache"), verify="size")
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "a/b", "", "x" * 300, "train-00000\n"])
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "..", "a/b", "", "x" * 300, "train-00000\n"]
+)
 def test_a_manifest_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
     config = make_prepared(tmp_path)
     path = tmp_path / "out" / "manifest.json"
@@ -297,16 +353,27 @@ def test_a_shard_is_no_link_to_itself(verify: str, tmp_path: Path) -> None:
     shard = tmp_path / "out" / "train-00000.ends"
     shard.unlink()
     shard.symlink_to(shard)
-    with pytest.raises(DataError, match=r"train-00000\.ends: (a link to no file|Too many levels .*), but .*manifest\.json "):
+    with pytest.raises(
+        DataError, match=r"train-00000\.ends: (a link to no file|Too many levels .*), but .*manifest\.json "
+    ):
         load_corpus(dataclasses.replace(config, verify=verify))
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(("tokens",), 10**15), (("documents",), 10**15), (("tokens",), -1), (("documents",), True), (("tokens",), 10.0),
-     (("text_bytes",), 10**30), (("max_id",), "9")],
-)  # fmt: skip
-def test_a_count_that_cannot_be_is_refused_before_memory_is_taken(place: tuple[str], value: object, tmp_path: Path) -> None:
+    [
+        (("tokens",), 10**15),
+        (("documents",), 10**15),
+        (("tokens",), -1),
+        (("documents",), True),
+        (("tokens",), 10.0),
+        (("text_bytes",), 10**30),
+        (("max_id",), "9"),
+    ],
+)
+def test_a_count_that_cannot_be_is_refused_before_memory_is_taken(
+    place: tuple[str], value: object, tmp_path: Path
+) -> None:
     config = make_prepared(tmp_path)
     path = tmp_path / "out" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -318,7 +385,9 @@ def test_a_count_that_cannot_be_is_refused_before_memory_is_taken(place: tuple[s
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(("index", "value"), [(0, 2**31), (0, 2**63), (3, 2**64 - 1), (3, 1), (3, 0)])
-def test_ends_that_no_checksum_guards_are_not_believed(index: int, value: int, packing: bool, tmp_path: Path) -> None:
+def test_ends_that_no_checksum_guards_are_not_believed(
+    index: int, value: int, packing: bool, tmp_path: Path
+) -> None:
     config = dataclasses.replace(make_prepared(tmp_path), packing=packing, document_mask=packing)
     read_corpus(config)
     ends = np.memmap(tmp_path / "out" / "train-00000.ends", "<u8", "r+")
@@ -338,7 +407,9 @@ def canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     modules = tmp_path / "modules"
     for folder in (outside, modules, tmp_path / "inside" / "tmp"):
         folder.mkdir(parents=True)
-    (modules / f"{CANARY_MODULE}.py").write_text(f"open({str(outside / 'CANARY')!r}, 'w').close()\nclass X: pass\n")
+    (modules / f"{CANARY_MODULE}.py").write_text(
+        f"open({str(outside / 'CANARY')!r}, 'w').close()\nclass X: pass\n"
+    )
     (outside / "secret").write_text("root:x:0:0\n")
     monkeypatch.syspath_prepend(modules)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -24,14 +24,16 @@ from train.bounds import bounded, check_bounds
 from train.stuck import RankReport
 from train.watchdog import KEYS, Section, TimeoutConfig, Watchdog
 
-TIMEOUT_S, PROMPT_S = 3, 45  # the message comes within 5 s on a quiet machine; collectives would wait for half an hour
+# the message comes within 5 s on a quiet machine; collectives would wait for half an hour
+TIMEOUT_S, PROMPT_S = 3, 45
 WORKER = "tests.train.watchdog_worker"
 AT = r"tests/train/watchdog_worker.py:\d+"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job of several ranks ended: by rank, exit code (None: it had to be killed) and what it printed."""
+    """How a job of several ranks ended: by rank, exit code (None: it had to be killed) and what it
+    printed."""
 
     folder: Path
     codes: list[int | None]
@@ -61,8 +63,8 @@ def store_of_rank_0(ranks: int) -> Iterator[dict[str, str]]:
 
 @dataclass
 class Job:
-    """Ranks that run side by side, without a launcher that ends them. `keeper`: of their store, which outlives them all, or is
-    one of them; `started`: so many of them only."""
+    """Ranks that run side by side, without a launcher that ends them. `keeper`: of their store, which
+    outlives them all, or is one of them; `started`: so many of them only."""
 
     folder: Path
     way: str
@@ -79,12 +81,21 @@ class Job:
         (self.folder / "a_file").touch()
         arguments = [self.way, str(self.folder), str(self.stuck_rank)]
         self._ended = ExitStack()
-        ranks = forked(self.started or self.world_size, run_module, WORKER, arguments, folder=self.folder, keeper=self.keeper,
-                       errors="err", WORLD_SIZE=str(self.world_size))  # fmt: skip
+        ranks = forked(
+            self.started or self.world_size,
+            run_module,
+            WORKER,
+            arguments,
+            folder=self.folder,
+            keeper=self.keeper,
+            errors="err",
+            WORLD_SIZE=str(self.world_size),
+        )
         self.ranks = self._ended.enter_context(ranks)
 
     def outcome(self) -> Outcome:
-        """How it ended. Where another process has taken the port that was found for rank 0: how it ended the second time."""
+        """How it ended. Where another process has taken the port that was found for rank 0: how it ended the
+        second time."""
         outcome = self._outcome()
         if "EADDRINUSE" not in outcome.errors[0]:
             return outcome
@@ -99,7 +110,10 @@ class Job:
                 if self.way != "stop" or rank != self.stuck_rank:
                     process.wait(120)
             codes = [process.poll() for process in self.ranks]
-        errors, output = ([(self.folder / f"{rank}.{kind}").read_text() for rank in range(len(codes))] for kind in ("err", "out"))
+        errors, output = (
+            [(self.folder / f"{rank}.{kind}").read_text() for rank in range(len(codes))]
+            for kind in ("err", "out")
+        )
         times = [float(time_s) for out in output for time_s in re.findall(r"stuck at ([\d.]+)", out)]
         return Outcome(self.folder, codes, errors, output, max(times, default=math.nan))
 
@@ -111,7 +125,8 @@ def run_as_under_torchrun(folder: Path, way: str, stuck_rank: int) -> Outcome:
 
 
 def suspend(job: Job) -> None:
-    """Stop a process for longer than its time-out of 5.5 s, as Ctrl-Z or a batch system does, and let it go on."""
+    """Stop a process for longer than its time-out of 5.5 s, as Ctrl-Z or a batch system does, and let it go
+    on."""
     output, deadline_s = job.folder / "0.out", time.monotonic() + 60
     while (not output.exists() or "stuck at" not in output.read_text()) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -145,19 +160,27 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 def test_a_stopped_rank_is_named_in_time(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["stopped"]
     first = outcome.message.splitlines()[0]
-    assert re.match(r"STUCK: rank 2 gives no answer, and no heartbeat for about \d+ s: process stopped or killed", first), first
+    assert re.match(
+        r"STUCK: rank 2 gives no answer, and no heartbeat for about \d+ s: process stopped or killed", first
+    ), first
     assert re.search(rf"ranks 0-1: step 3 for \d+ s, in all_reduce called from {AT} reduce", outcome.message)
     assert f"run.timeouts.step_s={TIMEOUT_S}" in outcome.message
     assert outcome.codes == [1, 1, None]
     (noted,) = outcome.folder.glob("on_stuck_*.txt")
     assert noted.read_text().strip() == outcome.message.strip()
     assert outcome.seconds_to_message(int(noted.stem[-1])) < TIMEOUT_S + PROMPT_S
-    assert sorted(path.name for path in (outcome.folder / "stuck").iterdir()) == ["rank-00000.txt", "rank-00001.txt"]
+    assert sorted(path.name for path in (outcome.folder / "stuck").iterdir()) == [
+        "rank-00000.txt",
+        "rank-00001.txt",
+    ]
 
 
 def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["store stopped"]
-    assert "rank 1 of 2 can only speak for itself: rank 0, which keeps the ranks' store at 127.0.0.1:" in outcome.message
+    assert (
+        "rank 1 of 2 can only speak for itself: rank 0, which keeps the ranks' store at 127.0.0.1:"
+        in outcome.message
+    )
     assert "it does not answer" in outcome.message
     assert re.search(r"rank 1: step 3 for \d+ s, in all_reduce called from", outcome.message)
     assert outcome.codes == [None, 1]
@@ -166,8 +189,10 @@ def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str
 
 def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["asleep"]
-    assert re.match(rf"STUCK: rank 1 is at {AT} fall_asleep, while rank 0 waits in all_reduce \({AT} reduce\)\n",
-                    outcome.message)  # fmt: skip
+    assert re.match(
+        rf"STUCK: rank 1 is at {AT} fall_asleep, while rank 0 waits in all_reduce \({AT} reduce\)\n",
+        outcome.message,
+    )
     assert "collectives begun in default_pg of ranks 0-1: 2 by rank 1; 3 by rank 0" in outcome.message
     assert re.search(rf"how rank 1 came there: .*{AT} main > {AT} go_wrong", outcome.message)
     assert outcome.codes == [1, 1]
@@ -187,18 +212,31 @@ def test_nothing_but_the_message_is_printed(outcomes: dict[str, Outcome]) -> Non
 
 def test_ranks_in_different_collectives_are_named_as_under_torchrun(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["torchrun"]
-    assert re.search(rf"STUCK: a desynchronised collective: all_reduce called from {AT} reduce by rank 0, "
-                     rf"all_gather_object called from {AT} gather_objects by rank 1\n", outcome.message)  # fmt: skip
+    assert re.search(
+        rf"STUCK: a desynchronised collective: all_reduce called from {AT} reduce by rank 0, "
+        rf"all_gather_object called from {AT} gather_objects by rank 1\n",
+        outcome.message,
+    )
     assert outcome.message.count("STUCK") == 1
     assert outcome.codes == [1]
 
 
-def test_a_rank_in_an_earlier_section_is_named_even_where_no_folder_can_be_made(outcomes: dict[str, Outcome]) -> None:
+def test_a_rank_in_an_earlier_section_is_named_even_where_no_folder_can_be_made(
+    outcomes: dict[str, Outcome],
+) -> None:
     outcome = outcomes["behind"]
-    assert re.match(rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, while rank 1 waits in all_reduce",
-                    outcome.message)  # fmt: skip
-    assert re.search(r"step 3 has taken \d+ s on rank 1 of 2, more than run.timeouts.step_s=3", outcome.message)
-    assert re.search(r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)", outcome.message)
+    assert re.match(
+        rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, while rank 1 waits in "
+        rf"all_reduce",
+        outcome.message,
+    )
+    assert re.search(
+        r"step 3 has taken \d+ s on rank 1 of 2, more than run.timeouts.step_s=3", outcome.message
+    )
+    assert re.search(
+        r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)",
+        outcome.message,
+    )
     assert outcome.codes == [1, 1]  # rank 0's own time-out was far away
 
 
@@ -217,7 +255,9 @@ def test_a_slow_loop_is_left_alone_and_no_thread_is_left(outcomes: dict[str, Out
 
 def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["alone"]
-    assert "rank 0 of 2 can only speak for itself: it has not yet joined the other processes" in outcome.message
+    assert (
+        "rank 0 of 2 can only speak for itself: it has not yet joined the other processes" in outcome.message
+    )
     assert re.search(rf"set-up for \d+ s, in init_process_group called from {AT} main", outcome.message)
     assert "it waits for all 2 processes to join" in outcome.message
     assert outcome.seconds_to_message(0) < TIMEOUT_S + PROMPT_S

@@ -1,4 +1,5 @@
-"""A Llama's work, as it is read from its code, against what is known of the 8B, and what reading it leaves behind."""
+"""A Llama's work, as it is read from its code, against what is known of the 8B, and what reading it leaves
+behind."""
 
 import dataclasses
 import itertools
@@ -19,8 +20,16 @@ from train.work import trace_model
 
 MIB = 2**20
 SEQ_LEN = 8192
-SMALL = ("--model.dim=32", "--model.n_layers=3", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=64",
-         "--model.vocab_size=264", "--model.max_seq_len=64", "--train.seq_len=64")  # fmt: skip
+SMALL = (
+    "--model.dim=32",
+    "--model.n_layers=3",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=264",
+    "--model.max_seq_len=64",
+    "--train.seq_len=64",
+)
 EAGER = "--parallel.compile.enabled=false"
 
 
@@ -46,13 +55,16 @@ def kept_mib(*keys: str) -> float:
 
 
 def test_a_compiled_8b_block_keeps_1089_mib_of_8192_tokens() -> None:
-    """In bfloat16; 64 MiB of them are its input, which is all that is kept where everything is computed again."""
+    """In bfloat16; 64 MiB of them are its input, which is all that is kept where everything is computed
+    again."""
     assert kept_mib() == pytest.approx(1089, abs=0.5)
     assert kept_mib("--parallel.activation_checkpoint=full") == 64
     assert 64 < kept_mib("--parallel.activation_checkpoint=selective") < 1089
 
 
-@pytest.mark.parametrize("shares", [(0, 0.5, 1), pytest.param((0, 0.25, 0.5, 0.75, 1), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "shares", [(0, 0.5, 1), pytest.param((0, 0.25, 0.5, 0.75, 1), marks=pytest.mark.slow)], ids=len
+)
 def test_a_smaller_budget_keeps_less(shares: tuple[float, ...]) -> None:
     budget = "--parallel.activation_checkpoint=budget"
     kept = [kept_mib(budget, f"--parallel.activation_budget={share}") for share in shares]
@@ -68,8 +80,8 @@ def test_an_eager_block_keeps_what_autograd_saves() -> None:
 
 @pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
 def test_flops_are_those_of_the_formulas(keys: tuple[str, ...]) -> None:
-    """Products by the parameters that they multiply; attention 12 L D S of which causal kernels do half, and the backward
-    one of five products again, which the formula does not count: 7 products instead of 6."""
+    """Products by the parameters that they multiply; attention 12 L D S of which causal kernels do half, and
+    the backward one of five products again, which the formula does not count: 7 products instead of 6."""
     config = parse_config([*SMALL, *keys])
     work = work_of(*SMALL, *keys)
     flops = {"matmul": 0.0, "attention": 0.0}
@@ -98,13 +110,19 @@ def test_recomputing_does_a_forward_more() -> None:
 @pytest.mark.parametrize("keys", [(), (EAGER,)], ids=["compiled", "eager"])
 def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
     whole, split = (block_8b(*keys, f"--parallel.tp={tp}") for tp in (1, 4))
-    counts = [count_parameters(parse_config(["--config=llama_8b.yaml"]).model, dict.fromkeys(parts, 4)).block
-              for parts in ((), ("attention", "feed_forward"))]  # fmt: skip
+    counts = [
+        count_parameters(parse_config(["--config=llama_8b.yaml"]).model, dict.fromkeys(parts, 4)).block
+        for parts in ((), ("attention", "feed_forward"))
+    ]
     assert [whole.parameters, split.parameters] == counts
     for phase in ("forward", "backward"):
-        flops = [sum(op.flops.per_sequence for op in getattr(work, phase).operations) for work in (whole, split)]
+        flops = [
+            sum(op.flops.per_sequence for op in getattr(work, phase).operations) for work in (whole, split)
+        ]
         assert flops[0] == 4 * flops[1]
-    assert split.output.per_sequence == whole.output.per_sequence / 4, "sequence parallel: a quarter of the tokens"
+    assert split.output.per_sequence == whole.output.per_sequence / 4, (
+        "sequence parallel: a quarter of the tokens"
+    )
     assert whole.keeps.per_sequence / 4 <= split.keeps.per_sequence < whole.keeps.per_sequence / 2
     sent = [op.name for op in split.forward.operations if op.kind == "collective"]
     assert sent == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
@@ -118,7 +136,10 @@ def test_modules_come_in_the_plans_order_and_blocks_share_their_work() -> None:
     assert (work.logits, work.seq_len, work.tables) == ("head", 64, 2 * 64 * 8 * 4)
     counts = count_parameters(config.model)
     assert [work.modules[name].parameters for name in ("tok_embeddings", "layers.0", "head")] == [
-        counts.embedding, counts.block, counts.head]  # fmt: skip
+        counts.embedding,
+        counts.block,
+        counts.head,
+    ]
 
 
 def test_weights_have_their_rows_and_add_up_to_the_parameters() -> None:

@@ -62,7 +62,9 @@ def test_a_second_look_reads_what_the_first_has_traced(tmp_path: Path, counted: 
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_another_case_or_other_code_is_traced_anew(tmp_path: Path, counted: list[object], monkeypatch) -> None:
+def test_another_case_or_other_code_is_traced_anew(
+    tmp_path: Path, counted: list[object], monkeypatch
+) -> None:
     first = work_of(tmp_path)
     longer = work_of(tmp_path, "--train.seq_len=128")
     assert longer != first

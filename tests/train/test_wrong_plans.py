@@ -1,4 +1,5 @@
-"""Wrong configs and wrong plan files, as users write them: each is one line that names rule, value, place and way out."""
+"""Wrong configs and wrong plan files, as users write them: each is one line that names rule, value, place and
+way out."""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,59 +25,149 @@ def config_arguments(*arguments: str) -> list[str]:
 # Arguments, processes, and what the one line must hold: key and value, the rule, the way out.
 CONFIGS: list[tuple[list[str], int, list[str]]] = [
     # degrees
-    (["--parallel.dp_shard=3"], 8, ["dp_replicate=1 x dp_shard=3 x tp=1 is 3 processes", "this run has 8", "start 3"]),
-    (["--parallel.dp_shard=8"], 4, ["dp_shard=8", "8 processes", "this run has 4", "dp_shard=-1 takes what is left"]),
-    (["--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.tp=4"], 8, ["16 processes", "this run has 8"]),
+    (
+        ["--parallel.dp_shard=3"],
+        8,
+        ["dp_replicate=1 x dp_shard=3 x tp=1 is 3 processes", "this run has 8", "start 3"],
+    ),
+    (
+        ["--parallel.dp_shard=8"],
+        4,
+        ["dp_shard=8", "8 processes", "this run has 4", "dp_shard=-1 takes what is left"],
+    ),
+    (
+        ["--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.tp=4"],
+        8,
+        ["16 processes", "this run has 8"],
+    ),
     (["--parallel.dp_replicate=0"], 8, ["parallel.dp_replicate=0", "must be at least 1"]),
     (["--parallel.dp_shard=-3"], 8, ["parallel.dp_shard=-3", "must be at least 1", "-1: all that is left"]),
     (["--parallel.tp=0"], 8, ["parallel.tp=0", "must be at least 1"]),
     (["--parallel.tp=-1"], 8, ["parallel.tp=-1", "must be at least 1"]),
     # strategies
     (["--parallel.strategy=fsdp"], 8, ["parallel.strategy=fsdp", "is not one of full_shard"]),
-    (["--parallel.strategy=hybrid_shards"], 8, ["parallel.strategy=hybrid_shards", "Did you mean hybrid_shard?"]),
-    (["--parallel.strategy=ddp", "--parallel.dp_shard=8"], 8, ["parallel.dp_shard=8 contradicts", "strategy=ddp", "means 1"]),
-    (["--parallel.strategy=full_shard", "--parallel.reshard_after_forward=false"], 8,
-     ["parallel.reshard_after_forward=false contradicts", "means true", "leave one of them out"]),
-    (["--parallel.strategy=hybrid_shard", "--parallel.dp_replicate=2"], 8, ["dp_replicate=2 contradicts", "means 1 here"]),
+    (
+        ["--parallel.strategy=hybrid_shards"],
+        8,
+        ["parallel.strategy=hybrid_shards", "Did you mean hybrid_shard?"],
+    ),
+    (
+        ["--parallel.strategy=ddp", "--parallel.dp_shard=8"],
+        8,
+        ["parallel.dp_shard=8 contradicts", "strategy=ddp", "means 1"],
+    ),
+    (
+        ["--parallel.strategy=full_shard", "--parallel.reshard_after_forward=false"],
+        8,
+        ["parallel.reshard_after_forward=false contradicts", "means true", "leave one of them out"],
+    ),
+    (
+        ["--parallel.strategy=hybrid_shard", "--parallel.dp_replicate=2"],
+        8,
+        ["dp_replicate=2 contradicts", "means 1 here"],
+    ),
     # resharding, units, prefetch
-    (["--parallel.reshard_after_forward=3"], 8, ["parallel.reshard_after_forward=3", "divide dp_shard=8", "true, false, 2, 4"]),
-    (["--parallel.reshard_after_forward=2", "--parallel.strategy=ddp"], 8,
-     ["reshard_after_forward=2", "dp_shard=1", "true, false"]),
+    (
+        ["--parallel.reshard_after_forward=3"],
+        8,
+        ["parallel.reshard_after_forward=3", "divide dp_shard=8", "true, false, 2, 4"],
+    ),
+    (
+        ["--parallel.reshard_after_forward=2", "--parallel.strategy=ddp"],
+        8,
+        ["reshard_after_forward=2", "dp_shard=1", "true, false"],
+    ),
     (["--parallel.forward_prefetch=-1"], 8, ["parallel.forward_prefetch=-1", "0 (none)"]),
     (["--parallel.backward_prefetch=-2"], 8, ["parallel.backward_prefetch=-2", "0 (none)"]),
     (["--parallel.unit_min_params=-5"], 8, ["parallel.unit_min_params=-5", "0 (a unit per block)"]),
     # tensor parallelism
     (["--parallel.tp=8"], 8, ["parallel.tp=8 must divide model.n_kv_heads=4", "Use 1, 2 or 4."]),
-    (["--parallel.tp=2", "--train.seq_len=255"], 8, ["parallel.tp=2 must divide train.seq_len=255", "Use 1."]),
-    (["--parallel.tp=4", "--model.vocab_size=266"], 8, ["parallel.tp=4 must divide model.vocab_size=266", "Use 1 or 2."]),
-    (["--parallel.tp=2", "--model.ffn_dim=511"], 8, ["parallel.tp=2 must divide model.ffn_dim=511", "Use 1."]),
-    (["--parallel.tp_parts=[qkv]"], 8, ["parallel.tp_parts: qkv", "It has embedding, attention, feed_forward, head."]),
-    (["--parallel.tp=2", "--parallel.tp_parts=[attention,head]", "--model.tie_embeddings=true"], 8,
-     ["parallel.tp_parts=['attention', 'head']", "embedding and head share a weight", "both or neither"]),
+    (
+        ["--parallel.tp=2", "--train.seq_len=255"],
+        8,
+        ["parallel.tp=2 must divide train.seq_len=255", "Use 1."],
+    ),
+    (
+        ["--parallel.tp=4", "--model.vocab_size=266"],
+        8,
+        ["parallel.tp=4 must divide model.vocab_size=266", "Use 1 or 2."],
+    ),
+    (
+        ["--parallel.tp=2", "--model.ffn_dim=511"],
+        8,
+        ["parallel.tp=2 must divide model.ffn_dim=511", "Use 1."],
+    ),
+    (
+        ["--parallel.tp_parts=[qkv]"],
+        8,
+        ["parallel.tp_parts: qkv", "It has embedding, attention, feed_forward, head."],
+    ),
+    (
+        ["--parallel.tp=2", "--parallel.tp_parts=[attention,head]", "--model.tie_embeddings=true"],
+        8,
+        ["parallel.tp_parts=['attention', 'head']", "embedding and head share a weight", "both or neither"],
+    ),
     # dtypes
-    (["--parallel.param_dtype=float16"], 8, ["parallel.param_dtype=float16", "gradient scaler", "use bfloat16"]),
+    (
+        ["--parallel.param_dtype=float16"],
+        8,
+        ["parallel.param_dtype=float16", "gradient scaler", "use bfloat16"],
+    ),
     (["--parallel.param_dtype=bf16"], 8, ["parallel.param_dtype=bf16", "float32, bfloat16"]),
     (["--parallel.reduce_dtype=float64"], 8, ["parallel.reduce_dtype=float64", "float32, bfloat16"]),
     # activation checkpointing
-    (["--parallel.activation_checkpoint=some"], 8, ["parallel.activation_checkpoint", "some", "selective", "budget"]),
-    (["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=2"], 8,
-     ["parallel.activation_budget=2.0", "between 0 (recompute all) and 1"]),
-    (["--parallel.activation_checkpoint=budget", "--parallel.compile.enabled=false"], 8,
-     ["parallel.activation_checkpoint=budget", "compiling is off", "use full or selective"]),
-    (["--parallel.activation_checkpoint=budget", "--parallel.compile.backend=eager"], 8,
-     ["parallel.activation_checkpoint=budget", "inductor", "not eager"]),
-    (["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=every:0"], 8,
-     ["parallel.selective_policy=every:0", "every:N with N at least 1"]),
-    (["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=aten.matmull"], 8,
-     ["parallel.selective_policy=aten.matmull", "not an operator", "Use matmul"]),
-    (["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=everything"], 8,
-     ["parallel.selective_policy=everything", "not an operator", "half_matmul, attention, every:N"]),
+    (
+        ["--parallel.activation_checkpoint=some"],
+        8,
+        ["parallel.activation_checkpoint", "some", "selective", "budget"],
+    ),
+    (
+        ["--parallel.activation_checkpoint=budget", "--parallel.activation_budget=2"],
+        8,
+        ["parallel.activation_budget=2.0", "between 0 (recompute all) and 1"],
+    ),
+    (
+        ["--parallel.activation_checkpoint=budget", "--parallel.compile.enabled=false"],
+        8,
+        ["parallel.activation_checkpoint=budget", "compiling is off", "use full or selective"],
+    ),
+    (
+        ["--parallel.activation_checkpoint=budget", "--parallel.compile.backend=eager"],
+        8,
+        ["parallel.activation_checkpoint=budget", "inductor", "not eager"],
+    ),
+    (
+        ["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=every:0"],
+        8,
+        ["parallel.selective_policy=every:0", "every:N with N at least 1"],
+    ),
+    (
+        ["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=aten.matmull"],
+        8,
+        ["parallel.selective_policy=aten.matmull", "not an operator", "Use matmul"],
+    ),
+    (
+        ["--parallel.activation_checkpoint=selective", "--parallel.selective_policy=everything"],
+        8,
+        ["parallel.selective_policy=everything", "not an operator", "half_matmul, attention, every:N"],
+    ),
     # compiling
-    (["--parallel.compile.backend=nvfuser"], 8, ["parallel.compile.backend=nvfuser", "no backend of this torch"]),
+    (
+        ["--parallel.compile.backend=nvfuser"],
+        8,
+        ["parallel.compile.backend=nvfuser", "no backend of this torch"],
+    ),
     (["--parallel.compile.mode=fastest"], 8, ["parallel.compile.mode=fastest", "is not one of default"]),
-    (["--parallel.compile.mode=max-autotune", "--parallel.compile.backend=eager"], 8,
-     ["parallel.compile.mode=max-autotune", "for backend inductor, not eager", "leave it at default"]),
-    (["--parallel.compile.on_recompile=shout"], 8, ["parallel.compile.on_recompile", "shout", "warn", "ignore"]),
+    (
+        ["--parallel.compile.mode=max-autotune", "--parallel.compile.backend=eager"],
+        8,
+        ["parallel.compile.mode=max-autotune", "for backend inductor, not eager", "leave it at default"],
+    ),
+    (
+        ["--parallel.compile.on_recompile=shout"],
+        8,
+        ["parallel.compile.on_recompile", "shout", "warn", "ignore"],
+    ),
     # batch
     (["--train.global_batch_size=12"], 8, ["train.global_batch_size=12", "1 x 8", "nearest is 16", "use -1"]),
     (["--train.micro_batch_size=3"], 8, ["train.global_batch_size=8", "3 x 8", "nearest is 24"]),
@@ -85,16 +176,24 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     # keys, types and files
     (["--parallel.plan=auto"], 8, ["parallel.plan=auto", "Let tools.plan choose, with --save FILE"]),
     (["--parallel.plan=nowhere.yaml"], 8, ["parallel.plan=nowhere.yaml", "no such file", "Use manual"]),
-    (["--parallel.dp_shrad=2"], 8, ["unknown key parallel.dp_shrad", "the command line", "Did you mean parallel.dp_shard?"]),
+    (
+        ["--parallel.dp_shrad=2"],
+        8,
+        ["unknown key parallel.dp_shrad", "the command line", "Did you mean parallel.dp_shard?"],
+    ),
     (["--parallel.tp=two"], 8, ["parallel.tp", "two", "auto or a whole number"]),
     (["--parallel.tp=true"], 8, ["parallel.tp", "whole number"]),
-    (["--parallel.reshard_after_forward=sometimes"], 8, ["parallel.reshard_after_forward", "sometimes", "whole number"]),
+    (
+        ["--parallel.reshard_after_forward=sometimes"],
+        8,
+        ["parallel.reshard_after_forward", "sometimes", "whole number"],
+    ),
     (["--parallel.cpu_offload=maybe"], 8, ["parallel.cpu_offload", "maybe", "true or false"]),
     (["--parallel.tp_parts=attention"], 8, ["parallel.tp_parts", "attention", "a list"]),
     (["--parallel.compile=inductor"], 8, ["parallel.compile is a section", "--parallel.compile.NAME=value"]),
     (["--train.seq_len=2048"], 8, ["train.seq_len=2048", "model.max_seq_len=1024"]),
     (["--model.n_kv_heads=3"], 8, ["model.n_kv_heads=3", "must divide model.n_heads=8"]),
-]  # fmt: skip
+]
 
 
 def test_a_wrong_config_is_one_clear_line() -> None:
@@ -141,9 +240,24 @@ SHAPE = ["--model.n_layers=5"]
 # An edit of the file, arguments besides, processes, and what the one line must hold besides the file's name.
 PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
     # for something else
-    (lambda data: None, [], 4, ["mesh is for 8 processes, this run has 4", "start that many, or make a new plan"]),
-    (lambda data: None, SHAPE, 8, ["not this model's (8 against 7", "head", "make a new plan for this model"]),
-    (lambda data: None, ["--model.tie_embeddings=true"], 8, ["tok_embeddings and head share a parameter", "one unit"]),
+    (
+        lambda data: None,
+        [],
+        4,
+        ["mesh is for 8 processes, this run has 4", "start that many, or make a new plan"],
+    ),
+    (
+        lambda data: None,
+        SHAPE,
+        8,
+        ["not this model's (8 against 7", "head", "make a new plan for this model"],
+    ),
+    (
+        lambda data: None,
+        ["--model.tie_embeddings=true"],
+        8,
+        ["tok_embeddings and head share a parameter", "one unit"],
+    ),
     (lambda data: None, ["--train.seq_len=255"], 8, ["mesh: tp=2 must divide train.seq_len=255", "Use 1."]),
     (at("mesh", "tp", value=8), [], 32, ["mesh: tp=8 must divide model.n_kv_heads=4", "Use 1, 2 or 4."]),
     # mesh and batch
@@ -154,67 +268,207 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
     (at("micro_batch_size", value=0), [], 8, ["micro_batch_size=0", "positive"]),
     (lambda data: data.pop("accumulation"), [], 8, ["the plan lacks accumulation"]),
     # units
-    (cut("layers.2", unit="layers.22"), [], 8, ["unit layers.22: this model has no module layers.22", "Did you mean layers.2?"]),
-    (lambda data: data["units"].pop(1), [], 8, ["layers.0, layers.1, layers.2 ... is in no unit", "give it one"]),
+    (
+        cut("layers.2", unit="layers.22"),
+        [],
+        8,
+        ["unit layers.22: this model has no module layers.22", "Did you mean layers.2?"],
+    ),
+    (
+        lambda data: data["units"].pop(1),
+        [],
+        8,
+        ["layers.0, layers.1, layers.2 ... is in no unit", "give it one"],
+    ),
     (at(*BLOCKS, "unit", value="layers.[0-6]"), [], 8, ["unit layers.6", "no module layers.6"]),
     (at(*EMBEDDING, "unit", value="tok_embeddings+layers.0"), [], 8, ["module layers.0 is in 2 units"]),
     (lambda data: data["units"].reverse(), [], 8, ["stands behind", "list units in that order"]),
     (at(*BLOCKS, "unit", value=5), [], 8, ["each entry needs a key 'unit' with a name"]),
-    (at(*BLOCKS, "shard", value=True), [], 8, ["unit layers.[0-5] has unknown shard", "reshard_after_forward"]),
-    (at("modules", value=["tok_embeddings"]), [], 8, ["the plan's modules are not this model's (1 against 8"]),
+    (
+        at(*BLOCKS, "shard", value=True),
+        [],
+        8,
+        ["unit layers.[0-5] has unknown shard", "reshard_after_forward"],
+    ),
+    (
+        at("modules", value=["tok_embeddings"]),
+        [],
+        8,
+        ["the plan's modules are not this model's (1 against 8"],
+    ),
     # resharding and dtypes
-    (at(*BLOCKS, "reshard_after_forward", value=2), [], 8, ["units layers.0 to layers.5 (6): reshard_after_forward=2", "tp=2"]),
-    (at(*BLOCKS, "reshard_after_forward", value="yes"), [], 8, ["reshard_after_forward='yes'", "true or false or an integer"]),
+    (
+        at(*BLOCKS, "reshard_after_forward", value=2),
+        [],
+        8,
+        ["units layers.0 to layers.5 (6): reshard_after_forward=2", "tp=2"],
+    ),
+    (
+        at(*BLOCKS, "reshard_after_forward", value="yes"),
+        [],
+        8,
+        ["reshard_after_forward='yes'", "true or false or an integer"],
+    ),
     (at(*HEAD, "reduce_dtype", value="half"), [], 8, ["unit head: reduce_dtype=half", "float32, bfloat16"]),
-    (at(*HEAD, "param_dtype", value="bfloat16"), [], 8,
-     ["unit layers.5 hands on float32, but unit head computes in bfloat16", "output_dtype=bfloat16 on layers.5"]),
-    (at(*HEAD, "output_dtype", value="bfloat16"), [], 8, ["unit head: output_dtype=bfloat16 would round the loss", "use same"]),
+    (
+        at(*HEAD, "param_dtype", value="bfloat16"),
+        [],
+        8,
+        [
+            "unit layers.5 hands on float32, but unit head computes in bfloat16",
+            "output_dtype=bfloat16 on layers.5",
+        ],
+    ),
+    (
+        at(*HEAD, "output_dtype", value="bfloat16"),
+        [],
+        8,
+        ["unit head: output_dtype=bfloat16 would round the loss", "use same"],
+    ),
     # activation checkpointing and compiling
-    (at(*HEAD, "activation_checkpoint", value="full"), [], 8,
-     ["unit head: activation_checkpoint=full is for blocks", "use none"]),
-    (at(*BLOCKS, "activation_checkpoint", value="half"), [], 8, ["activation_checkpoint=half", "none, full, selective, budget"]),
-    (at(*BLOCKS, "activation_checkpoint", value="selective"), [], 8,
-     ["(6): saved_ops=[] keeps nothing", "use activation_checkpoint=full"]),
-    (cut("layers.1", activation_checkpoint="selective", saved_ops=["matmul"]), [], 8,
-     ["unit layers.1: saved_ops: 'matmul'", "aten.mm"]),
+    (
+        at(*HEAD, "activation_checkpoint", value="full"),
+        [],
+        8,
+        ["unit head: activation_checkpoint=full is for blocks", "use none"],
+    ),
+    (
+        at(*BLOCKS, "activation_checkpoint", value="half"),
+        [],
+        8,
+        ["activation_checkpoint=half", "none, full, selective, budget"],
+    ),
+    (
+        at(*BLOCKS, "activation_checkpoint", value="selective"),
+        [],
+        8,
+        ["(6): saved_ops=[] keeps nothing", "use activation_checkpoint=full"],
+    ),
+    (
+        cut("layers.1", activation_checkpoint="selective", saved_ops=["matmul"]),
+        [],
+        8,
+        ["unit layers.1: saved_ops: 'matmul'", "aten.mm"],
+    ),
     (cut("layers.1", saved_ops=["aten.mm"]), [], 8, ["unit layers.1: saved_ops=['aten.mm']", "use []"]),
-    (cut("layers.1", activation_checkpoint="budget", activation_budget=7), [], 8,
-     ["unit layers.1: activation_budget=7.0", "between 0"]),
+    (
+        cut("layers.1", activation_checkpoint="budget", activation_budget=7),
+        [],
+        8,
+        ["unit layers.1: activation_budget=7.0", "between 0"],
+    ),
     (cut("layers.1", activation_budget=0.5), [], 8, ["unit layers.1: activation_budget=0.5", "use 1.0"]),
-    (at("compile", "enabled", value=False), [], 8, ["compiled=true contradicts compile.enabled=false", "change one"]),
+    (
+        at("compile", "enabled", value=False),
+        [],
+        8,
+        ["compiled=true contradicts compile.enabled=false", "change one"],
+    ),
     (at("compile", "mode", value="quick"), [], 8, ["compile.mode=quick is not one of default"]),
     (at(*EMBEDDING, "compiled", value=True), [], 8, ["unit tok_embeddings: compiled=true", "use false"]),
     # prefetch
-    (cut("layers.2", forward_prefetch=["layers.9"]), [], 8,
-     ["unit layers.2: forward_prefetch names layers.9", "no unit of this plan"]),
-    (cut("layers.2", forward_prefetch=["layers.2"]), [], 8,
-     ["unit layers.2: forward_prefetch names the unit itself", "leave it out"]),
-    (cut("layers.2", forward_prefetch=["layers.1"]), [], 8,
-     ["names layers.1, which the forward needs before", "name later ones"]),
-    (cut("layers.2", forward_prefetch=["layers.4", "layers.3"]), [], 8, ["not in the order", "layers.3, layers.4"]),
-    (cut("layers.2", backward_prefetch=["layers.1", "layers.1"]), [], 8,
-     ["unit layers.2: backward_prefetch names layers.1 twice"]),
+    (
+        cut("layers.2", forward_prefetch=["layers.9"]),
+        [],
+        8,
+        ["unit layers.2: forward_prefetch names layers.9", "no unit of this plan"],
+    ),
+    (
+        cut("layers.2", forward_prefetch=["layers.2"]),
+        [],
+        8,
+        ["unit layers.2: forward_prefetch names the unit itself", "leave it out"],
+    ),
+    (
+        cut("layers.2", forward_prefetch=["layers.1"]),
+        [],
+        8,
+        ["names layers.1, which the forward needs before", "name later ones"],
+    ),
+    (
+        cut("layers.2", forward_prefetch=["layers.4", "layers.3"]),
+        [],
+        8,
+        ["not in the order", "layers.3, layers.4"],
+    ),
+    (
+        cut("layers.2", backward_prefetch=["layers.1", "layers.1"]),
+        [],
+        8,
+        ["unit layers.2: backward_prefetch names layers.1 twice"],
+    ),
     (cut("layers.2", backward_prefetch=["head"]), [], 8, ["names head, which the backward needs before"]),
     (cut("layers.2", backward_prefetch=-1), [], 8, ["unit layers.2: backward_prefetch=-1", "0 (none)"]),
-    (lambda data: (data["mesh"].update(dp_replicate=4, dp_shard=1), cut("layers.2", forward_prefetch=["layers.3"])(data)), [], 8,
-     ["unit layers.2: forward_prefetch names layers.3, which dp_shard=1 leaves unsharded", "use 0"]),
-    (lambda data: (cut("layers.3", backward_prefetch=["layers.2"])(data), data["units"][1].update(reshard_after_forward=False)),
-     [], 8, ["unit layers.3: backward_prefetch names layers.2, which stays gathered", "leave it out"]),
+    (
+        lambda data: (
+            data["mesh"].update(dp_replicate=4, dp_shard=1),
+            cut("layers.2", forward_prefetch=["layers.3"])(data),
+        ),
+        [],
+        8,
+        ["unit layers.2: forward_prefetch names layers.3, which dp_shard=1 leaves unsharded", "use 0"],
+    ),
+    (
+        lambda data: (
+            cut("layers.3", backward_prefetch=["layers.2"])(data),
+            data["units"][1].update(reshard_after_forward=False),
+        ),
+        [],
+        8,
+        ["unit layers.3: backward_prefetch names layers.2, which stays gathered", "leave it out"],
+    ),
     # tensor parallelism
     (at("tensor", "styles", value={}), [], 8, ["tensor: tp > 1 needs the styles", "make a new plan"]),
-    (at("tensor", "styles", "layers.*.attention.wq", value="colwide"), [], 8,
-     ["layers.*.attention.wq: colwide", "Did you mean colwise?"]),
-    (at("tensor", "styles", "layers.*.attention.wq", value="rowwise"), [], 8,
-     ["tensor: part attention", "layers.*.attention.wq is rowwise, must be colwise"]),
-    (at("tensor", "styles", "layers.*.attention.wk2", value="colwise"), [], 8,
-     ["layers.*.attention.wk2", "Did you mean layers.*.attention."]),
+    (
+        at("tensor", "styles", "layers.*.attention.wq", value="colwide"),
+        [],
+        8,
+        ["layers.*.attention.wq: colwide", "Did you mean colwise?"],
+    ),
+    (
+        at("tensor", "styles", "layers.*.attention.wq", value="rowwise"),
+        [],
+        8,
+        ["tensor: part attention", "layers.*.attention.wq is rowwise, must be colwise"],
+    ),
+    (
+        at("tensor", "styles", "layers.*.attention.wk2", value="colwise"),
+        [],
+        8,
+        ["layers.*.attention.wk2", "Did you mean layers.*.attention."],
+    ),
     # keys beside the file
-    (lambda data: None, ["--parallel.tp=4"], 8, ["parallel.tp=4", "has 2", "leave the key out, or edit the file"]),
-    (lambda data: None, ["--parallel.strategy=full_shard"], 8, ["parallel.strategy=full_shard is decided by"]),
-    (lambda data: None, ["--parallel.param_dtype=bfloat16"], 8, ["parallel.param_dtype=bfloat16", "has float32"]),
-    (lambda data: None, ["--parallel.compile.backend=eager"], 8, ["parallel.compile.backend=eager", "has inductor"]),
-    (lambda data: None, ["--train.global_batch_size=16"], 8, ["train.global_batch_size=16", "has 8", "change one of them"]),
-]  # fmt: skip
+    (
+        lambda data: None,
+        ["--parallel.tp=4"],
+        8,
+        ["parallel.tp=4", "has 2", "leave the key out, or edit the file"],
+    ),
+    (
+        lambda data: None,
+        ["--parallel.strategy=full_shard"],
+        8,
+        ["parallel.strategy=full_shard is decided by"],
+    ),
+    (
+        lambda data: None,
+        ["--parallel.param_dtype=bfloat16"],
+        8,
+        ["parallel.param_dtype=bfloat16", "has float32"],
+    ),
+    (
+        lambda data: None,
+        ["--parallel.compile.backend=eager"],
+        8,
+        ["parallel.compile.backend=eager", "has inductor"],
+    ),
+    (
+        lambda data: None,
+        ["--train.global_batch_size=16"],
+        8,
+        ["train.global_batch_size=16", "has 8", "change one of them"],
+    ),
+]
 
 
 @cache
@@ -281,7 +535,10 @@ def test_an_unedited_plan_file_runs(tmp_path: Path) -> None:
     path = write_plan(tmp_path, lambda data: None)
     plan = plan_run(parse_config(config_arguments(f"--parallel.plan={path}")), 8)
     assert path.read_text() == plan_to_yaml(plan)
-    for edit in (cut("layers.2", forward_prefetch=["layers.3", "head"]), cut("layers.3", reshard_after_forward=False)):
+    for edit in (
+        cut("layers.2", forward_prefetch=["layers.3", "head"]),
+        cut("layers.3", reshard_after_forward=False),
+    ):
         plan_run(parse_config(config_arguments(f"--parallel.plan={write_plan(tmp_path, edit)}")), 8)
 
 
@@ -292,20 +549,38 @@ def test_all_mistakes_come_in_one_report(tmp_path: Path) -> None:
         plan_run(parse_config(config_arguments(f"--parallel.plan={path}", "--parallel.strategy=ddp")), 4)
     lines = str(error.value).splitlines()
     assert [line.removeprefix(f"plan file {path}: ").split("=")[0].split(" names")[0] for line in lines] == [
-        "parallel.strategy", "the plan's mesh is for 8 processes, this run has 4: start that many, or make a new plan",
-        "unit layers.2: reduce_dtype", "unit layers.2: saved_ops", "unit layers.2: forward_prefetch"]  # fmt: skip
+        "parallel.strategy",
+        "the plan's mesh is for 8 processes, this run has 4: start that many, or make a new plan",
+        "unit layers.2: reduce_dtype",
+        "unit layers.2: saved_ops",
+        "unit layers.2: forward_prefetch",
+    ]
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
-        ("train.main", ["--parallel.tp=8"], ["parallel: dp_replicate=1 x dp_shard=1 x tp=8 is 8 processes, this run has 1",
-                                             "parallel.tp=8 must divide model.n_kv_heads=4. Use 1, 2 or 4."]),
+        (
+            "train.main",
+            ["--parallel.tp=8"],
+            [
+                "parallel: dp_replicate=1 x dp_shard=1 x tp=8 is 8 processes, this run has 1",
+                "parallel.tp=8 must divide model.n_kv_heads=4. Use 1, 2 or 4.",
+            ],
+        ),
         ("train.main", ["--parallel.strategy=fullshard"], ["Did you mean full_shard?"]),
-        ("tools.plan", ["--gpus=8", "--parallel.dp_shard=3"], ["dp_shard=3 x tp=1 is 3 processes, this run has 8"]),
-        ("tools.plan", ["--gpus=8", "--parallel.plan={plan}"], ["{plan}: unit layers.2: forward_prefetch names the unit itself"]),
+        (
+            "tools.plan",
+            ["--gpus=8", "--parallel.dp_shard=3"],
+            ["dp_shard=3 x tp=1 is 3 processes, this run has 8"],
+        ),
+        (
+            "tools.plan",
+            ["--gpus=8", "--parallel.plan={plan}"],
+            ["{plan}: unit layers.2: forward_prefetch names the unit itself"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_command_line_leaves_with_2_and_without_a_traceback(
     module: str, arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
@@ -317,4 +592,6 @@ def test_the_command_line_leaves_with_2_and_without_a_traceback(
     lines = done.stderr.strip().splitlines()
     assert len(lines) == len(words)
     assert lines[0].startswith("PlanError: ")
-    assert [w for w, line in zip(words, lines, strict=True) if w.replace("{plan}", plan) not in line] == [], done.stderr
+    assert [w for w, line in zip(words, lines, strict=True) if w.replace("{plan}", plan) not in line] == [], (
+        done.stderr
+    )

@@ -13,10 +13,51 @@ from numpy.typing import NDArray
 from train.data.preparing.prepare import PrepareSettings, prepare
 from train.data.store import SPLITS, Manifest, open_split
 
-BITS = ["a", "Z", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\0", "\x1f", "\x7f", "\x85", "\xa0", "é", "ß", "e\u0301",
-        "\u200b", "\u200d", "\u2028", "\u2029", "\ufeff", "\ufffd", "\uffff", "\ue000", "漢字", "한", "ก็", "अनु", "שלום",
-        "مرحبا", "😀", "👩\u200d👩\u200d👧", "\U0001d518", "\U0010ffff", '"', "\\", "\\n", "{}", "</s>", "<s>",
-        "def f(x):\n    return x", "the quick brown fox ", "0123456789"]  # fmt: skip
+BITS = [
+    "a",
+    "Z",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\t",
+    "\0",
+    "\x1f",
+    "\x7f",
+    "\x85",
+    "\xa0",
+    "é",
+    "ß",
+    "e\u0301",
+    "\u200b",
+    "\u200d",
+    "\u2028",
+    "\u2029",
+    "\ufeff",
+    "\ufffd",
+    "\uffff",
+    "\ue000",
+    "漢字",
+    "한",
+    "ก็",
+    "अनु",
+    "שלום",
+    "مرحبا",
+    "😀",
+    "👩\u200d👩\u200d👧",
+    "\U0001d518",
+    "\U0010ffff",
+    '"',
+    "\\",
+    "\\n",
+    "{}",
+    "</s>",
+    "<s>",
+    "def f(x):\n    return x",
+    "the quick brown fox ",
+    "0123456789",
+]
 
 
 def odd_texts(count: int, seed: int, mean_bits: int = 12) -> list[str]:
@@ -43,9 +84,13 @@ def train_bpe(folder: Path, vocab_size: int = 600) -> Path:
     return folder / "tokenizer.json"
 
 
-def write_jsonl(path: Path, texts: Sequence[str | None], field: str = "text", ascii_only: bool = False) -> Path:
+def write_jsonl(
+    path: Path, texts: Sequence[str | None], field: str = "text", ascii_only: bool = False
+) -> Path:
     """A record a line; gzip where the name says so."""
-    lines = [json.dumps({"id": i, field: text}, ensure_ascii=ascii_only) + "\n" for i, text in enumerate(texts)]
+    lines = [
+        json.dumps({"id": i, field: text}, ensure_ascii=ascii_only) + "\n" for i, text in enumerate(texts)
+    ]
     content = "".join(lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path

@@ -1,9 +1,9 @@
 """One rank of a small loop under a watchdog, and what goes wrong in it: `WAY FOLDER [STUCK_RANK]`.
 
-The ways: stop (a rank stops itself, by SIGSTOP), asleep (a rank sleeps in a function of its own), desync (a rank
-gathers objects where the others reduce), behind (a rank stays in its evaluation; here the folder
-cannot be made), slow (steps take long but end), ended
-(a rank has its last step early), alone (init_process_group waits).
+The ways: stop (a rank stops itself, by SIGSTOP), asleep (a rank sleeps in a function of its own), desync (a
+rank gathers objects where the others reduce), behind (a rank stays in its evaluation; here the folder cannot
+be made), slow (steps take long but end), ended (a rank has its last step early), alone (init_process_group
+waits).
 """
 
 import os
@@ -59,8 +59,11 @@ def wait_for_diagnosis() -> None:
 
 
 def main() -> None:
-    """The loop; at STUCK_STEP the stuck rank goes wrong. Prints when that was, so that a test can tell how long it took."""
-    timeouts = TimeoutConfig(setup_s=3 if WAY == "alone" else 60, step_s=5.5 if WAY == "slow" else 3, evaluation_s=60)
+    """The loop; at STUCK_STEP the stuck rank goes wrong. Prints when that was, so that a test can tell how
+    long it took."""
+    timeouts = TimeoutConfig(
+        setup_s=3 if WAY == "alone" else 60, step_s=5.5 if WAY == "slow" else 3, evaluation_s=60
+    )
     watchdog = Watchdog(timeouts, RANK, WORLD_SIZE, note)
     if WAY == "alone":
         print(f"stuck at {time.time()}", flush=True)

@@ -23,41 +23,133 @@ from tools.bench import (
     standard,
     variants,
 )
-from tools.bench.measurement import Measurement, Result, add_measurement, no_options, with_config, without_config
+from tools.bench.measurement import (
+    Measurement,
+    Result,
+    add_measurement,
+    no_options,
+    with_config,
+    without_config,
+)
 from tools.bench.record import make_document, write_record
 from tools.bench.run import PROG
 from tools.command import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
 MEASUREMENTS = (
-    Measurement("gpu", gpu.SUMMARY, gpu.DESCRIPTION, gpu.EPILOG, gpu.add_gpu_options, gpu.measure_gpu, keeps_record=True),
+    Measurement(
+        "gpu",
+        gpu.SUMMARY,
+        gpu.DESCRIPTION,
+        gpu.EPILOG,
+        gpu.add_gpu_options,
+        gpu.measure_gpu,
+        keeps_record=True,
+    ),
     Measurement("cpu", cpu.SUMMARY, cpu.DESCRIPTION, cpu.EPILOG, cpu.add_cpu_options, cpu.measure_cpu),
-    Measurement("compile", compile_time.SUMMARY, compile_time.DESCRIPTION, compile_time.EPILOG, compile_time.add_compile_options,
-                compile_time.measure_compile),
-    Measurement("scale", scale.SUMMARY, scale.DESCRIPTION, scale.EPILOG, scale.add_scale_options, scale.measure_scale,
-                keeps_record=True),
-    Measurement("overlap", overlap.SUMMARY, overlap.DESCRIPTION, overlap.EPILOG, overlap.add_overlap_options,
-                overlap.measure_overlap),
-    Measurement("exposed", exposed.SUMMARY, exposed.DESCRIPTION, exposed.EPILOG, exposed.add_exposed_options,
-                with_config(exposed.measure_exposed)),
-    Measurement("train", standard.SUMMARY, standard.DESCRIPTION, standard.EPILOG, standard.add_run_options,
-                standard.measure_train),
-    Measurement("variants", variants.SUMMARY, variants.DESCRIPTION, variants.EPILOG, variants.add_variants_options,
-                variants.measure_variants),
-    Measurement("peers", peers.SUMMARY, peers.DESCRIPTION, peers.EPILOG, peers.add_peers_options, peers.measure_peers),
-    Measurement("attention", attention.SUMMARY, attention.DESCRIPTION, "", attention.add_attention_options,
-                attention.measure_attention, takes_keys=False),
-    Measurement("data", data.SUMMARY, data.DESCRIPTION, "", data.add_data_options,
-                without_config(lambda options, overrides: data.measure_data(options)), takes_keys=False),
-    Measurement("calibrate", calibrate.SUMMARY, calibrate.DESCRIPTION, "", calibrate.add_calibrate_options,
-                without_config(calibrate.calibrate)),
-    Measurement("predictions", predictions.SUMMARY, predictions.DESCRIPTION, predictions.EPILOG,
-                predictions.add_predictions_options, with_config(predictions.compare_predictions)),
-    Measurement("memory", memory.SUMMARY, memory.DESCRIPTION, memory.EPILOG, memory.add_memory_options,
-                without_config(memory.compare_memory)),
-    Measurement("published", published.SUMMARY, published.DESCRIPTION, "", no_options,
-                without_config(lambda options, overrides: published.check_published(overrides))),
-)  # fmt: skip
+    Measurement(
+        "compile",
+        compile_time.SUMMARY,
+        compile_time.DESCRIPTION,
+        compile_time.EPILOG,
+        compile_time.add_compile_options,
+        compile_time.measure_compile,
+    ),
+    Measurement(
+        "scale",
+        scale.SUMMARY,
+        scale.DESCRIPTION,
+        scale.EPILOG,
+        scale.add_scale_options,
+        scale.measure_scale,
+        keeps_record=True,
+    ),
+    Measurement(
+        "overlap",
+        overlap.SUMMARY,
+        overlap.DESCRIPTION,
+        overlap.EPILOG,
+        overlap.add_overlap_options,
+        overlap.measure_overlap,
+    ),
+    Measurement(
+        "exposed",
+        exposed.SUMMARY,
+        exposed.DESCRIPTION,
+        exposed.EPILOG,
+        exposed.add_exposed_options,
+        with_config(exposed.measure_exposed),
+    ),
+    Measurement(
+        "train",
+        standard.SUMMARY,
+        standard.DESCRIPTION,
+        standard.EPILOG,
+        standard.add_run_options,
+        standard.measure_train,
+    ),
+    Measurement(
+        "variants",
+        variants.SUMMARY,
+        variants.DESCRIPTION,
+        variants.EPILOG,
+        variants.add_variants_options,
+        variants.measure_variants,
+    ),
+    Measurement(
+        "peers", peers.SUMMARY, peers.DESCRIPTION, peers.EPILOG, peers.add_peers_options, peers.measure_peers
+    ),
+    Measurement(
+        "attention",
+        attention.SUMMARY,
+        attention.DESCRIPTION,
+        "",
+        attention.add_attention_options,
+        attention.measure_attention,
+        takes_keys=False,
+    ),
+    Measurement(
+        "data",
+        data.SUMMARY,
+        data.DESCRIPTION,
+        "",
+        data.add_data_options,
+        without_config(lambda options, overrides: data.measure_data(options)),
+        takes_keys=False,
+    ),
+    Measurement(
+        "calibrate",
+        calibrate.SUMMARY,
+        calibrate.DESCRIPTION,
+        "",
+        calibrate.add_calibrate_options,
+        without_config(calibrate.calibrate),
+    ),
+    Measurement(
+        "predictions",
+        predictions.SUMMARY,
+        predictions.DESCRIPTION,
+        predictions.EPILOG,
+        predictions.add_predictions_options,
+        with_config(predictions.compare_predictions),
+    ),
+    Measurement(
+        "memory",
+        memory.SUMMARY,
+        memory.DESCRIPTION,
+        memory.EPILOG,
+        memory.add_memory_options,
+        without_config(memory.compare_memory),
+    ),
+    Measurement(
+        "published",
+        published.SUMMARY,
+        published.DESCRIPTION,
+        "",
+        no_options,
+        without_config(lambda options, overrides: published.check_published(overrides)),
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,8 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """One subparser per measurement."""
-    parser = argparse.ArgumentParser(prog=f"python -m {PROG}", description="Measure real runs, on whatever device they choose.",
-                                     allow_abbrev=False)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG}",
+        description="Measure real runs, on whatever device they choose.",
+        allow_abbrev=False,
+    )
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     for measurement in MEASUREMENTS:
         add_measurement(subparsers, measurement)
@@ -88,5 +183,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))  # an exception: what runs is ended first
+    # an exception: what runs is ended first
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))
     run_tool(main)

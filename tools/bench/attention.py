@@ -21,8 +21,10 @@ from tools.bench.processes import BenchError
 from tools.command import format_table, positive
 
 SUMMARY = "our CPU attention kernel against torch's"
-DESCRIPTION = ("Time forward and backward of the CPU attention kernel and of torch's scaled_dot_product_attention, one "
-               "thread, the best of several in turn, and compare their gradients with float64.")  # fmt: skip
+DESCRIPTION = (
+    "Time forward and backward of the CPU attention kernel and of torch's scaled_dot_product_attention, one "
+    "thread, the best of several in turn, and compare their gradients with float64."
+)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -51,7 +53,8 @@ DEFAULT_SHAPES = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """CPU seconds, the best of several, and the largest relative error of a gradient (of q, k or v) against float64."""
+    """CPU seconds, the best of several, and the largest relative error of a gradient (of q, k or v) against
+    float64."""
 
     shape: str
     dtype: str
@@ -65,28 +68,54 @@ class Comparison:
 def add_attention_options(parser: argparse.ArgumentParser) -> None:
     """Options of `attention`."""
     defaults = list(map(str, DEFAULT_SHAPES))
-    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", default=defaults,
-                        help=f"BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ (default {' '.join(defaults)})")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="timings of each (default 10)")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="SHAPE",
+        default=defaults,
+        help=f"BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ (default {' '.join(defaults)})",
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=10, metavar="N", help="timings of each (default 10)"
+    )
 
 
 def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
     """Both kernels on every shape and dtype."""
     shapes = [parse_shape(text) for text in options.shapes]
-    rows = [compare(shape, getattr(torch, dtype), options.repeats) for shape in shapes for dtype in options.dtypes]
+    rows = [
+        compare(shape, getattr(torch, dtype), options.repeats) for shape in shapes for dtype in options.dtypes
+    ]
     head = ("shape", "dtype", "ours ms", "torch ms", "ours / torch", "ours error", "torch error")
-    cells = [(r.shape, r.dtype, f"{1e3 * r.ours_s:.2f}", f"{1e3 * r.torch_s:.2f}", f"{r.ratio:.3f}", f"{r.ours_error:.2e}",
-              f"{r.torch_error:.2e}") for r in rows]  # fmt: skip
-    text = (f"{format_table(head, cells)}\n\nshape: batch x heads x kv heads x head dim x tokens; CPU time, best of "
-            f"{options.repeats}; error: of the gradients, relative, against float64")  # fmt: skip
+    cells = [
+        (
+            r.shape,
+            r.dtype,
+            f"{1e3 * r.ours_s:.2f}",
+            f"{1e3 * r.torch_s:.2f}",
+            f"{r.ratio:.3f}",
+            f"{r.ours_error:.2e}",
+            f"{r.torch_error:.2e}",
+        )
+        for r in rows
+    ]
+    text = (
+        f"{format_table(head, cells)}\n\nshape: batch x heads x kv heads x head dim x tokens; CPU time, "
+        f"best of "
+        f"{options.repeats}; error: of the gradients, relative, against float64"
+    )
     return Result(None, {"rows": [dataclasses.asdict(row) for row in rows]}, text)
 
 
 def parse_shape(text: str) -> Shape:
     """BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ. Raises BenchError."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", text):
-        raise BenchError(f"--shapes {text} must read BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ, as {DEFAULT_SHAPES[0]}")
+        raise BenchError(
+            f"--shapes {text} must read BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ, as {DEFAULT_SHAPES[0]}"
+        )
     shape = Shape(*map(int, text.split("x")))
     if shape.heads % shape.kv_heads:
         raise BenchError(f"--shapes {text}: {shape.kv_heads} kv heads must divide {shape.heads} heads")
@@ -98,10 +127,18 @@ def compare(shape: Shape, dtype: torch.dtype, repeats: int) -> Comparison:
     with one_thread():
         inputs, grad = _make_inputs(shape, dtype)
         exact = _gradients(torch_attention, [x.double() for x in inputs], grad.double())
-        errors = [_error(_gradients(attention, inputs, grad), exact) for attention in (our_attention, torch_attention)]
-        times = [[_cpu_time(attention, inputs, grad) for attention in (our_attention, torch_attention)] for _ in range(repeats)]
+        errors = [
+            _error(_gradients(attention, inputs, grad), exact)
+            for attention in (our_attention, torch_attention)
+        ]
+        times = [
+            [_cpu_time(attention, inputs, grad) for attention in (our_attention, torch_attention)]
+            for _ in range(repeats)
+        ]
     ours_s, torch_s = map(min, zip(*times, strict=True))
-    return Comparison(str(shape), str(dtype).removeprefix("torch."), ours_s, torch_s, ours_s / torch_s, *errors)
+    return Comparison(
+        str(shape), str(dtype).removeprefix("torch."), ours_s, torch_s, ours_s / torch_s, *errors
+    )
 
 
 def our_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
@@ -133,7 +170,10 @@ def _make_inputs(shape: Shape, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
     def draw(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator).to(dtype)
 
-    inputs = [draw(shape.batch, shape.seq, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    inputs = [
+        draw(shape.batch, shape.seq, heads, shape.head_dim)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    ]
     return inputs, draw(shape.batch, shape.seq, shape.heads, shape.head_dim).transpose(1, 2)
 
 

@@ -13,15 +13,26 @@ from parallel.planner.hardware import HARDWARE_FOLDER, Hardware, find_hardware, 
 from tools.bench import record
 from tools.bench.calibrate_file import Noted, hardware_text
 from tools.bench.calibrate_links import Timing
-from tools.bench.calibrate_values import ATTENTION, Found, Machine, cpu_values, gpu_values, middle, product_curves
+from tools.bench.calibrate_values import (
+    ATTENTION,
+    Found,
+    Machine,
+    cpu_values,
+    gpu_values,
+    middle,
+    product_curves,
+)
 from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
 from tools.command import format_table, positive
 
 SUMMARY = "measure this machine, for the planner"
 DESCRIPTION = (
-    "Measure products by size and dtype, attention, memory bandwidth, the cost of an operation, and collectives between 2 and 4 "
-    "processes (gloo) or this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's rates are those of one "
-    "process while as many run as there are cores. Takes about two minutes; nothing else should run meanwhile."
+    "Measure products by size and dtype, attention, memory bandwidth, the cost of an operation, and "
+    "collectives between 2 and 4 "
+    "processes (gloo) or this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's rates "
+    "are those of one "
+    "process while as many run as there are cores. Takes about two minutes; nothing else should run "
+    "meanwhile."
 )
 WORKER = "tools.bench.calibrate_worker"
 CPU_RANKS = (2, 4)
@@ -35,15 +46,25 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--name", metavar="NAME", help="write configs/hardware/NAME.yaml")
     where.add_argument("--out", type=Path, metavar="PATH", help="write this file instead")
     parser.add_argument("--overwrite", action="store_true", help="the file may exist already")
-    parser.add_argument("--base", metavar="KIND", help="kind of machine to take over from what cannot be measured here, such as "
-                        "the network between nodes (default: the kind that this device is)")  # fmt: skip
-    parser.add_argument("--threads", type=positive, default=1, metavar="N",
-                        help="CPU threads of a process (default 1); rates are written per core")  # fmt: skip
+    parser.add_argument(
+        "--base",
+        metavar="KIND",
+        help="kind of machine to take over from what cannot be measured here, such as "
+        "the network between nodes (default: the kind that this device is)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="CPU threads of a process (default 1); rates are written per core",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: to try it out")
 
 
 def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Measure, write the file, and return figures and a text. Raises BenchError before anything is measured."""
+    """Measure, write the file, and return figures and a text. Raises BenchError before anything is
+    measured."""
     if overrides:
         raise BenchError(f"calibrate takes no config keys: {' '.join(overrides)}")
     path = options.out.resolve() if options.out else HARDWARE_FOLDER / f"{options.name}.yaml"
@@ -53,12 +74,19 @@ def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
     found = measure(machine)
     values = cpu_values(machine, found, base) if machine.device == "cpu" else gpu_values(machine, found, base)
     if path == HARDWARE_FOLDER / f"{base.name}.yaml":  # the file that is replaced: its own source says it
-        values = {key: Noted(noted.value, noted.source.removeprefix(f"as in {path.name}: ")) for key, noted in values.items()}
+        values = {
+            key: Noted(noted.value, noted.source.removeprefix(f"as in {path.name}: "))
+            for key, noted in values.items()
+        }
     text = hardware_text(f"{machine.name}, measured by `python -m tools.bench calibrate`.", values)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     read_hardware(path)
-    figures = {"file": path.name, "compute": list(found.compute), "timings": [vars(timing) for timing in found.timings]}
+    figures = {
+        "file": path.name,
+        "compute": list(found.compute),
+        "timings": [vars(timing) for timing in found.timings],
+    }
     return figures, f"{summary(values, found)}\n\nwritten: {path}"
 
 
@@ -84,11 +112,16 @@ def find_base(name: str | None, machine: Machine) -> Hardware:
     if name is None:
         base = kinds.get(CPU_BASE) if machine.device == "cpu" else find_hardware(machine.name)
         if base is None:
-            raise BenchError(f"{machine.name} is of no known kind: name one to take over what cannot be measured here, with "
-                             f"--base {' | '.join(kinds)}")  # fmt: skip
+            raise BenchError(
+                f"{machine.name} is of no known kind: name one to take over what cannot be measured "
+                f"here, with "
+                f"--base {' | '.join(kinds)}"
+            )
         return base
     if name not in kinds:
-        raise BenchError(f"--base {name}: there is no configs/hardware/{name}.yaml. Known: {', '.join(kinds)}")
+        raise BenchError(
+            f"--base {name}: there is no configs/hardware/{name}.yaml. Known: {', '.join(kinds)}"
+        )
     return kinds[name]
 
 
@@ -99,7 +132,9 @@ def measure(machine: Machine) -> Found:
     else:
         together, ranks = 1, {2, machine.count} if machine.count > 1 else set()
     compute = run_worker("compute", together, machine)
-    timings = [Timing(**row) for n in sorted(ranks) for row in run_worker("collectives", n, machine)[0]["timings"]]
+    timings = [
+        Timing(**row) for n in sorted(ranks) for row in run_worker("collectives", n, machine)[0]["timings"]
+    ]
     return Found(compute, timings)
 
 
@@ -107,22 +142,36 @@ def run_worker(part: str, processes: int, machine: Machine) -> list[dict[str, An
     """What each process of one part found."""
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as name:
         folder = Path(name)
-        command = [*python_command(WORKER, processes, folder / "torchrun"), part, f"--folder={folder}",
-                   f"--threads={machine.threads}", *(["--quick"] if machine.quick else [])]  # fmt: skip
+        command = [
+            *python_command(WORKER, processes, folder / "torchrun"),
+            part,
+            f"--folder={folder}",
+            f"--threads={machine.threads}",
+            *(["--quick"] if machine.quick else []),
+        ]
         run_to_end(command, make_environment(machine.threads, {}), folder / "log", lambda: None)
-        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
+        return [
+            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)
+        ]
 
 
 def summary(values: Mapping[str, Noted], found: Found) -> str:
     """The main figures for people."""
     peaks, node = values["peak_tflops"].value, values["node"].value
-    rows = [(f"best product, {dtype}, GFLOP/s", f"{max(rate for _, rate in curve) / 1e9:,.0f}")
-            for dtype, curve in product_curves(found.compute).items()]  # fmt: skip
+    rows = [
+        (f"best product, {dtype}, GFLOP/s", f"{max(rate for _, rate in curve) / 1e9:,.0f}")
+        for dtype, curve in product_curves(found.compute).items()
+    ]
     for key in ATTENTION:
-        rows += [(f"{key.replace('_', ' ')}, {dtype}, GFLOP/s", f"{1e3 * share * peaks[dtype]:,.1f}")
-                 for dtype, share in values[key].value.items()]  # fmt: skip
-    rows += [("copy, GB/s", f"{middle(found.compute, 'copy_bytes_s') / 1e9:,.1f}"),
-             ("element-wise, GB/s", f"{middle(found.compute, 'memory_bytes_s') / 1e9:,.1f}"),
-             ("an operation, us", f"{1e6 * middle(found.compute, 'operation_s'):.2f}"),
-             ("node, GB/s", f"{node.gb_s:,.2f}"), ("node, latency of a hop, us", f"{1e6 * node.latency_s:.1f}")]  # fmt: skip
+        rows += [
+            (f"{key.replace('_', ' ')}, {dtype}, GFLOP/s", f"{1e3 * share * peaks[dtype]:,.1f}")
+            for dtype, share in values[key].value.items()
+        ]
+    rows += [
+        ("copy, GB/s", f"{middle(found.compute, 'copy_bytes_s') / 1e9:,.1f}"),
+        ("element-wise, GB/s", f"{middle(found.compute, 'memory_bytes_s') / 1e9:,.1f}"),
+        ("an operation, us", f"{1e6 * middle(found.compute, 'operation_s'):.2f}"),
+        ("node, GB/s", f"{node.gb_s:,.2f}"),
+        ("node, latency of a hop, us", f"{1e6 * node.latency_s:.1f}"),
+    ]
     return format_table(("figure", "value"), rows)

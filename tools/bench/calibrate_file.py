@@ -1,4 +1,5 @@
-"""A hardware file as text: the keys of `Hardware`, each with a comment that says where its value comes from."""
+"""A hardware file as text: the keys of `Hardware`, each with a comment that says where its value comes
+from."""
 
 import dataclasses
 import re

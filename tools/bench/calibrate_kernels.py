@@ -1,4 +1,5 @@
-"""Which kernels a GPU ran for products and attention: two machines of one kind differ by the libraries that they have."""
+"""Which kernels a GPU ran for products and attention: two machines of one kind differ by the libraries that
+they have."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,10 @@ def find_kernels(device: torch.device) -> dict[str, list[str]]:
     if device.type != "cuda":
         return {}
     x, w = (torch.randn(size, WIDTH, device=device, dtype=torch.bfloat16) for size in (TOKENS, WIDTH))
-    q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
     attention = CausalAttention()
     return {
         "matmul": kernel_names(lambda: F.linear(x, w), device),

@@ -1,7 +1,8 @@
-"""How fast collectives are between the devices of a node: timed at several sizes, then latency and bandwidth fitted.
+"""How fast collectives are between the devices of a node: timed at several sizes, then latency and bandwidth
+fitted.
 
-The model is the planner's: a ring of n members takes n - 1 hops (an all-reduce twice as many), each with the same latency,
-and every member sends its part of the full side, (n - 1) / n of it (twice in an all-reduce).
+The model is the planner's: a ring of n members takes n - 1 hops (an all-reduce twice as many), each with the
+same latency, and every member sends its part of the full side, (n - 1) / n of it (twice in an all-reduce).
 """
 
 import statistics
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 GPU_SIZES_BYTES = tuple(2**power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
-CPU_SIZES_BYTES = (2**14, 2**17, *(2**power for power in range(19, 25)))  # 16 KiB to 16 MiB: the layers of small models
+# 16 KiB to 16 MiB: the layers of small models
+CPU_SIZES_BYTES = (2**14, 2**17, *(2**power for power in range(19, 25)))
 QUICK_SIZES_BYTES = (2**14, 2**18, 2**22)
 WARM_UP_RUNS = 3
 BUDGET_S = 0.3  # that each collective of each size is repeated for
@@ -24,7 +26,8 @@ MIN_RUNS, MAX_RUNS = 5, 100
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective: its operation, the ranks that take part, the bytes of its full side, and its seconds (median)."""
+    """One collective: its operation, the ranks that take part, the bytes of its full side, and its seconds
+    (median)."""
 
     op: str
     members: int
@@ -34,7 +37,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Latency of a hop, bandwidth by operation and number of members, and the fit's mean error relative to the timings."""
+    """Latency of a hop, bandwidth by operation and number of members, and the fit's mean error relative to
+    the timings."""
 
     latency_s: float
     bytes_s: Mapping[str, Mapping[int, float]]
@@ -52,8 +56,8 @@ def sent_bytes(op: str, members: int, size_bytes: float) -> float:
 
 
 def fit_link(timings: Sequence[Timing]) -> LinkFit:
-    """Least squares of the relative errors of seconds = hops x latency + sent / bandwidth, one latency for all, a bandwidth
-    for each operation and number of members. A negative latency becomes 0."""
+    """Least squares of the relative errors of seconds = hops x latency + sent / bandwidth, one latency for
+    all, a bandwidth for each operation and number of members. A negative latency becomes 0."""
     groups = sorted({(t.op, t.members) for t in timings})
     rows = np.zeros((len(timings), 1 + len(groups)))
     for row, t in zip(rows, timings, strict=True):
@@ -90,7 +94,8 @@ def _collectives(device: torch.device, size_bytes: int) -> dict[str, Callable[[]
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median of the repetitions, of each the mean over the ranks: all wait for each other, and agree on the number."""
+    """Median of the repetitions, of each the mean over the ranks: all wait for each other, and agree on the
+    number."""
     _times(run, device, WARM_UP_RUNS)
     first_s = statistics.median(_times(run, device, 3))
     return statistics.median(_times(run, device, max(MIN_RUNS, min(MAX_RUNS, int(BUDGET_S / first_s)))))

@@ -19,7 +19,8 @@ ATTENTION = ("attention_forward", "attention_backward")
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured: `compute` of each process, as calibrate_compute gives it; collectives, if there were any to measure."""
+    """What was measured: `compute` of each process, as calibrate_compute gives it; collectives, if there were
+    any to measure."""
 
     compute: Sequence[Mapping[str, Any]]
     timings: Sequence[Timing]
@@ -27,7 +28,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured: torch's device, its name, how many there are (a CPU counts its cores), and the threads of a process."""
+    """What is measured: torch's device, its name, how many there are (a CPU counts its cores), and the
+    threads of a process."""
 
     device: str
     name: str
@@ -37,7 +39,8 @@ class Machine:
 
 
 def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
-    """A CPU: all but the network is measured; a rate's peak is the best that was measured. Rates are those of a core."""
+    """A CPU: all but the network is measured; a rate's peak is the best that was measured. Rates are those of
+    a core."""
     found = Found([per_core(one, machine.threads) for one in found.compute], found.timings)
     stamp = _stamp(machine)
     curves = product_curves(found.compute)
@@ -46,7 +49,9 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
     return {
         "device_names": Noted([], "never a device's name: a CPU has no MFU"),
         "memory_gib": Noted(_cpu_memory_gib(), f"{stamp}: of the whole machine"),
-        "memory_gb_s": Noted(copy / 1e9, f"{stamp}: of one core, a copy of 128 MiB while {len(found.compute)} processes do so"),
+        "memory_gb_s": Noted(
+            copy / 1e9, f"{stamp}: of one core, a copy of 128 MiB while {len(found.compute)} processes do so"
+        ),
         "peak_tflops": Noted(peaks, f"{stamp}: of one core, the best of the products below"),
         **_rates(stamp, found, curves, peaks),
         "attention_kernels": _taken_over("attention_kernels", base),
@@ -58,7 +63,9 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
         "overlaps": Noted(False, "gloo's threads take the cores from the computation"),
         "slowdown": Noted(0.0, "nothing runs beside a collective"),
         "reserved_share": Noted(0.0, "the C allocator gives back what is freed"),
-        "reserved_gib": Noted(taken, f"{stamp}: resident memory of Python, torch and its compiler before a model is made"),
+        "reserved_gib": Noted(
+            taken, f"{stamp}: resident memory of Python, torch and its compiler before a model is made"
+        ),
         "cores": Noted(machine.count, f"{stamp}: that a process may use"),
         "fitted": Noted([], "nothing in this file is fitted to runs"),
     }
@@ -67,8 +74,19 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
 def gpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
     """A GPU: shares of the base's peaks are measured, and the links within the node where it has several."""
     stamp, curves = _stamp(machine), product_curves(found.compute)
-    taken_over = ("memory_gb_s", "peak_tflops", "attention_kernels", "node", "network", "host_gb_s", "host_memory_gib",
-                  "overlaps", "slowdown", "reserved_share", "cores")  # fmt: skip
+    taken_over = (
+        "memory_gb_s",
+        "peak_tflops",
+        "attention_kernels",
+        "node",
+        "network",
+        "host_gb_s",
+        "host_memory_gib",
+        "overlaps",
+        "slowdown",
+        "reserved_share",
+        "cores",
+    )
     values = {key: _taken_over(key, base) for key in taken_over}
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     values |= {
@@ -76,7 +94,9 @@ def gpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
         "memory_gib": Noted(memory_gib, "total_memory as CUDA reports it"),
         **_rates(stamp, found, curves, base.peak_tflops, base),
         "memory_efficiency": _memory_efficiency(stamp, found, 1e9 * base.memory_gb_s),
-        "reserved_gib": Noted(middle(found.compute, "taken_gib"), f"{stamp}: context and libraries, before a model is made"),
+        "reserved_gib": Noted(
+            middle(found.compute, "taken_gib"), f"{stamp}: context and libraries, before a model is made"
+        ),
         "fitted": Noted([], "nothing in this file is fitted to runs"),
     }
     return values | ({"node": Noted(*_node(stamp, fit_link(found.timings)))} if found.timings else {})
@@ -87,11 +107,16 @@ def per_core(compute: Mapping[str, Any], threads: int) -> dict[str, Any]:
     rates = {key: compute[key] / threads for key in ("copy_bytes_s", "memory_bytes_s")}
     rates |= {key: {dtype: rate / threads for dtype, rate in compute[key].items()} for key in ATTENTION}
     products = compute["matmul"].items()
-    return {**compute, **rates, "matmul": {dtype: [(size, rate / threads) for size, rate in rows] for dtype, rows in products}}
+    return {
+        **compute,
+        **rates,
+        "matmul": {dtype: [(size, rate / threads) for size, rate in rows] for dtype, rows in products},
+    }
 
 
 def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """By dtype: (GFLOP, operations per second) in ascending order; the median over processes, then over equal sizes."""
+    """By dtype: (GFLOP, operations per second) in ascending order; the median over processes, then over equal
+    sizes."""
     curves = {}
     for dtype in compute[0]["matmul"]:
         by_size: dict[float, list[float]] = {}
@@ -105,26 +130,40 @@ def make_link(fit: LinkFit) -> Link:
     """The best bandwidth, and the shares of it by operation and members."""
     best = max(rate for rates in fit.bytes_s.values() for rate in rates.values())
     by_op = {op: sorted(fit.bytes_s[op].items()) for op in sorted(COLLECTIVES)}
-    shares = {op: tuple((float(members), rate / best) for members, rate in rates) for op, rates in by_op.items()}
+    shares = {
+        op: tuple((float(members), rate / best) for members, rate in rates) for op, rates in by_op.items()
+    }
     return Link(best / 1e9, fit.latency_s, shares)
 
 
 def _node(stamp: str, fit: LinkFit) -> tuple[Link, str]:
     members = "/".join(map(str, sorted({n for rates in fit.bytes_s.values() for n in rates})))
-    return make_link(fit), (f"{stamp}: between {members} processes, latency and bandwidth fitted to medians of several sizes, "
-                            f"{fit.mean_error:.0%} off on average")  # fmt: skip
+    return make_link(fit), (
+        f"{stamp}: between {members} processes, latency and bandwidth fitted to medians of several sizes, "
+        f"{fit.mean_error:.0%} off on average"
+    )
 
 
-def _rates(stamp: str, found: Found, curves: Mapping[str, Any], peaks: Mapping[str, float], base: Hardware | None = None
-           ) -> dict[str, Noted]:  # fmt: skip
+def _rates(
+    stamp: str,
+    found: Found,
+    curves: Mapping[str, Any],
+    peaks: Mapping[str, float],
+    base: Hardware | None = None,
+) -> dict[str, Noted]:
     """Shares of the peaks; dtypes that are not measured are the base's. `operation_s` besides."""
-    matmul = {dtype: [(size, rate / 1e12 / peaks[dtype]) for size, rate in curve] for dtype, curve in curves.items()}
+    matmul = {
+        dtype: [(size, rate / 1e12 / peaks[dtype]) for size, rate in curve] for dtype, curve in curves.items()
+    }
     others = {dtype: curve for dtype, curve in base.matmul.items() if dtype not in matmul} if base else {}
     note = f"; {', '.join(others)}: as in {base.name}.yaml" if base and others else ""
     how = f"{stamp}: GFLOP and share, medians, forward and both gradients together{note}"
     values = {"matmul": Noted({**matmul, **others}, how)}
     for key in ATTENTION:
-        shares = {dtype: statistics.median(one[key][dtype] for one in found.compute) / 1e12 / peaks[dtype] for dtype in curves}
+        shares = {
+            dtype: statistics.median(one[key][dtype] for one in found.compute) / 1e12 / peaks[dtype]
+            for dtype in curves
+        }
         values[key] = Noted(shares, f"{stamp}: the model's causal attention, several lengths")
     source = f"{stamp}: of a chain of operations on one number, forward and backward"
     return {**values, "operation_s": Noted(middle(found.compute, "operation_s"), source)}
@@ -132,7 +171,9 @@ def _rates(stamp: str, found: Found, curves: Mapping[str, Any], peaks: Mapping[s
 
 def _memory_efficiency(stamp: str, found: Found, copy_bytes_s: float) -> Noted:
     share = middle(found.compute, "memory_bytes_s") / copy_bytes_s
-    return Noted(share, f"{stamp}: norm, SwiGLU and AdamW, compiled, of bytes that have to be read and written")
+    return Noted(
+        share, f"{stamp}: norm, SwiGLU and AdamW, compiled, of bytes that have to be read and written"
+    )
 
 
 def _taken_over(key: str, base: Hardware) -> Noted:
@@ -148,7 +189,9 @@ def middle(compute: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def _stamp(machine: Machine) -> str:
     how = [f"{machine.threads} threads"] * (machine.threads > 1) + ["--quick"] * machine.quick
-    return ", ".join([f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name, *how])
+    return ", ".join(
+        [f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name, *how]
+    )
 
 
 def _cpu_memory_gib() -> float:

@@ -1,4 +1,5 @@
-"""`python -m tools.bench.calibrate_worker`: one process of a calibration. `calibrate` starts it and reads what it writes."""
+"""`python -m tools.bench.calibrate_worker`: one process of a calibration. `calibrate` starts it and reads
+what it writes."""
 
 import argparse
 import dataclasses
@@ -13,7 +14,12 @@ import torch.distributed as dist
 
 from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, measure_compute, quicker
 from tools.bench.calibrate_kernels import find_kernels
-from tools.bench.calibrate_links import CPU_SIZES_BYTES, GPU_SIZES_BYTES, QUICK_SIZES_BYTES, measure_collectives
+from tools.bench.calibrate_links import (
+    CPU_SIZES_BYTES,
+    GPU_SIZES_BYTES,
+    QUICK_SIZES_BYTES,
+    measure_collectives,
+)
 from train.ending import end_process
 from train.place import choose_device, read_place
 from train.run_config import RunConfig
@@ -60,10 +66,15 @@ def collectives(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def taken_gib(device: torch.device) -> float:
-    """Memory that this process has taken before a model is made: of the GPU, or resident, once the compiler has run."""
+    """Memory that this process has taken before a model is made: of the GPU, or resident, once the compiler
+    has run."""
     torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
+        return (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024)
+            / GIB
+        )
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / GIB
 

@@ -1,7 +1,9 @@
-"""Seconds that a function takes on a device, after a warm-up, with their spread; and inputs that no cache holds.
+"""Seconds that a function takes on a device, after a warm-up, with their spread; and inputs that no cache
+holds.
 
-What is timed is what a training step runs: the three products of a linear layer, attention through autograd. Inputs are random
-(constant ones draw less power and so run faster on a GPU). Shapes: B batch, T tokens, N heads, K kv heads, H head dim.
+What is timed is what a training step runs: the three products of a linear layer, attention through autograd.
+Inputs are random (constant ones draw less power and so run faster on a GPU). Shapes: B batch, T tokens, N
+heads, K kv heads, H head dim.
 """
 
 import itertools
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from tools.bench.attention import Shape
 
-ROTATED_BYTES = 2**28  # more than the last cache of any device here: 50 MiB on an H100, 32 MiB on a server's core complex
+# more than the last cache of any device here: 50 MiB on an H100, 32 MiB on a server's core complex
+ROTATED_BYTES = 2**28
 MAX_ROTATED = 64
 WARM_UP_RUNS = 2
 PAUSE_CYCLES = 50_000_000  # of a GPU, about 30 ms: launching a thousand kernels takes less
@@ -72,7 +75,8 @@ class Clock:
         return times
 
     def _timed_on_gpu(self, turns: Iterator[Run], count: int) -> list[float]:
-        """Events of the GPU around each run; the queue is filled behind a pause, so that launching is not timed."""
+        """Events of the GPU around each run; the queue is filled behind a pause, so that launching is not
+        timed."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         torch.cuda._sleep(PAUSE_CYCLES)
         for event in events[:-1]:
@@ -93,25 +97,37 @@ def draw(sizes: Sequence[int], dtype: str, device: torch.device) -> Tensor:
     return torch.randn(*sizes, device=device).to(getattr(torch, dtype))
 
 
-def product_runs(product: Products, dtype: str, device: torch.device, rotated_bytes: int = ROTATED_BYTES) -> list[Run]:
+def product_runs(
+    product: Products, dtype: str, device: torch.device, rotated_bytes: int = ROTATED_BYTES
+) -> list[Run]:
     """The three products of a linear layer: x[T, D] · w[F, D] -> y[T, F], and the gradients of both."""
     tokens, inputs, outputs = product
 
     def one() -> Run:
-        x, w, grad = (draw(sizes, dtype, device) for sizes in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+        x, w, grad = (
+            draw(sizes, dtype, device) for sizes in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        )
         return lambda: (F.linear(x, w), grad @ w, grad.t() @ x)
 
     elements = tokens * inputs + outputs * inputs + tokens * outputs
     return rotate(one, elements * getattr(torch, dtype).itemsize, rotated_bytes)
 
 
-def attention_runs(attention: Callable[..., Tensor], shape: Shape, dtype: str, device: torch.device,
-                   rotated_bytes: int = ROTATED_BYTES) -> tuple[list[Run], list[Run]]:  # fmt: skip
-    """The forward of attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H], and forward with backward."""
+def attention_runs(
+    attention: Callable[..., Tensor],
+    shape: Shape,
+    dtype: str,
+    device: torch.device,
+    rotated_bytes: int = ROTATED_BYTES,
+) -> tuple[list[Run], list[Run]]:
+    """The forward of attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H], and forward with
+    backward."""
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
 
     def one() -> tuple[list[Tensor], Tensor]:
-        inputs = [draw((shape.batch, shape.seq, n, shape.head_dim), dtype, device).requires_grad_() for n in heads]
+        inputs = [
+            draw((shape.batch, shape.seq, n, shape.head_dim), dtype, device).requires_grad_() for n in heads
+        ]
         return inputs, draw((shape.batch, shape.seq, shape.heads, shape.head_dim), dtype, device)
 
     def both(inputs: list[Tensor], grad: Tensor) -> Run:

@@ -12,10 +12,20 @@ from tools.bench.run import Setup, measure_run
 
 LATER_STEPS = 3
 TINY_WIDTH = (
-    "--model.dim=64", "--model.n_heads=4", "--model.n_kv_heads=4", "--model.ffn_dim=128", "--model.vocab_size=264",
-    "--model.max_seq_len=64", "--train.seq_len=64", "--train.micro_batch_size=2", f"--train.steps={1 + LATER_STEPS}",
-    "--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0", "--metrics.tensorboard=false",
-)  # fmt: skip
+    "--model.dim=64",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=4",
+    "--model.ffn_dim=128",
+    "--model.vocab_size=264",
+    "--model.max_seq_len=64",
+    "--train.seq_len=64",
+    "--train.micro_batch_size=2",
+    f"--train.steps={1 + LATER_STEPS}",
+    "--data.source=stdlib",
+    "--checkpoint.every=0",
+    "--train.eval_every=0",
+    "--metrics.tensorboard=false",
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,14 @@ def run_depths(setups: dict[int, Setup], rounds: int) -> list[dict[int, Compilat
         for turn in range(1, rounds + 1):
             result = {}
             for layers, setup in setups.items():
-                result[layers] = _compile(layers, setup, cache_environment("cold", Path(name), f"{layers}-layers", turn))
-                print(f"round {turn} {layers} layers: {result[layers].compile_s:.2f} s", file=sys.stderr, flush=True)
+                result[layers] = _compile(
+                    layers, setup, cache_environment("cold", Path(name), f"{layers}-layers", turn)
+                )
+                print(
+                    f"round {turn} {layers} layers: {result[layers].compile_s:.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             results.append(result)
     return results
 

@@ -1,8 +1,9 @@
-"""What matrix products and attention alone allow: the least seconds of a step, from rates of this machine at the run's shape.
+"""What matrix products and attention alone allow: the least seconds of a step, from rates of this machine at
+the run's shape.
 
-Measured as a run does its work: as many processes at once as the run has, each with as many threads; the best of several, on
-inputs that may stay in the caches, so that no machine does better. Shapes: T tokens of a rank's step, D dim, F ffn, V
-vocabulary.
+Measured as a run does its work: as many processes at once as the run has, each with as many threads; the best
+of several, on inputs that may stay in the caches, so that no machine does better. Shapes: T tokens of a
+rank's step, D dim, F ffn, V vocabulary.
 """
 
 import argparse
@@ -34,7 +35,8 @@ BUDGET_S = 0.5  # seconds that each product is repeated for, and attention
 
 @dataclass(frozen=True)
 class Allowed:
-    """Least seconds of a rank's step: of all products, of attention, and of both. Work besides and communication: nothing."""
+    """Least seconds of a rank's step: of all products, of attention, and of both. Work besides and
+    communication: nothing."""
 
     matmul_s: float
     attention_s: float
@@ -52,8 +54,11 @@ def step_products(model: LlamaConfig, tokens: int) -> dict[Products, int]:
     return {(tokens, *shape): number for shape, number in counts.items()}
 
 
-def measure_allowed(model: LlamaConfig, sequences: int, seq_len: int, dtype: str, processes: int, threads: int) -> Allowed:
-    """Start the processes and take the mean of what they find: a step waits for all. Raises BenchError if one fails."""
+def measure_allowed(
+    model: LlamaConfig, sequences: int, seq_len: int, dtype: str, processes: int, threads: int
+) -> Allowed:
+    """Start the processes and take the mean of what they find: a step waits for all. Raises BenchError if one
+    fails."""
     shape = Shape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
     products = step_products(model, sequences * seq_len)
     with tempfile.TemporaryDirectory(prefix="meshwright-rates-") as name:
@@ -62,22 +67,34 @@ def measure_allowed(model: LlamaConfig, sequences: int, seq_len: int, dtype: str
         (folder / "work.json").write_text(json.dumps(work), encoding="utf-8")
         command = [*python_command(WORKER, processes, folder / "torchrun"), str(folder), str(threads)]
         run_to_end(command, make_environment(threads, {}), folder / "log", lambda: None)
-        found = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
+        found = [
+            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)
+        ]
     product_s = [sum(ranks) / processes for ranks in zip(*(rank["products"] for rank in found), strict=True)]
     return add_up(products, product_s, sum(rank["attention_s"] for rank in found) / processes, model.n_layers)
 
 
-def add_up(products: dict[Products, int], product_s: Sequence[float], attention_s: float, layers: int) -> Allowed:
-    """A step's seconds from those of one linear layer of each kind (its three products) and of attention in one layer."""
+def add_up(
+    products: dict[Products, int], product_s: Sequence[float], attention_s: float, layers: int
+) -> Allowed:
+    """A step's seconds from those of one linear layer of each kind (its three products) and of attention in
+    one layer."""
     matmul_s = sum(number * s for number, s in zip(products.values(), product_s, strict=True))
-    flops = sum(6 * tokens * inputs * outputs * number for (tokens, inputs, outputs), number in products.items())
+    flops = sum(
+        6 * tokens * inputs * outputs * number for (tokens, inputs, outputs), number in products.items()
+    )
     return Allowed(matmul_s, layers * attention_s, matmul_s + layers * attention_s, flops / matmul_s / 1e9)
 
 
-def measure_here(products: Sequence[Products], shape: Shape, dtype: str, device: torch.device) -> dict[str, Any]:
-    """Best seconds of each linear layer's products and of attention, forward and backward, in this process."""
+def measure_here(
+    products: Sequence[Products], shape: Shape, dtype: str, device: torch.device
+) -> dict[str, Any]:
+    """Best seconds of each linear layer's products and of attention, forward and backward, in this
+    process."""
     clock = Clock(device, BUDGET_S)
-    found = [clock.timing(product_runs(product, dtype, device, rotated_bytes=0)).best_s for product in products]
+    found = [
+        clock.timing(product_runs(product, dtype, device, rotated_bytes=0)).best_s for product in products
+    ]
     together = attention_runs(CausalAttention(), shape, dtype, device, rotated_bytes=0)[1]
     return {"products": found, "attention_s": clock.timing(together).best_s}
 
@@ -93,7 +110,9 @@ def main() -> None:
     start_process(config, place, device)
     work = json.loads((options.folder / "work.json").read_text(encoding="utf-8"))
     dist.barrier()
-    found = measure_here([tuple(p) for p in work["products"]], Shape(*work["attention"]), work["dtype"], device)
+    found = measure_here(
+        [tuple(p) for p in work["products"]], Shape(*work["attention"]), work["dtype"], device
+    )
     dist.destroy_process_group()
     (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     end_process(0)

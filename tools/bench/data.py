@@ -1,4 +1,5 @@
-"""How fast data comes: tokenised, checked, read in shuffled order; and how long a training step waits for it."""
+"""How fast data comes: tokenised, checked, read in shuffled order; and how long a training step waits for
+it."""
 
 import argparse
 import os
@@ -28,16 +29,23 @@ from train.data.tokens import Source
 from train.data.verify import verify
 
 SUMMARY = "tokenising, checking shards, shuffled reading, and what a step waits for data"
-NODE_GPUS, MICRO_BATCH = 8, 2  # of the pretend step: a node, and torchtitan's 8B of 8,192 tokens (tests/published_runs.csv)
+# of the pretend step: a node, and torchtitan's 8B of 8,192 tokens (tests/published_runs.csv)
+NODE_GPUS, MICRO_BATCH = 8, 2
 DESCRIPTION = (
-    "Tokenise text with a byte-level BPE against the tokenizers library alone. Then, on a prepared folder of random ids (--gb; "
-    "made on disk and deleted at the end): check its checksums, read sequences in shuffled order, let the loader deliver "
-    f"as fast as it can, and count what a pretend step waits for it. That step takes as long as {NODE_GPUS} GPUs need for "
-    f"{MICRO_BATCH} sequences each at the fastest rate published for an 8B (tests/published_runs.csv), and one loader, a thread "
-    "of one process, reads for all of them, where a run has one for each GPU. cold: the files are not in the page cache. "
+    "Tokenise text with a byte-level BPE against the tokenizers library alone. Then, on a prepared folder of "
+    "random ids (--gb; "
+    "made on disk and deleted at the end): check its checksums, read sequences in shuffled order, let the "
+    "loader deliver "
+    f"as fast as it can, and count what a pretend step waits for it. That step takes as long as {NODE_GPUS} "
+    f"GPUs need for "
+    f"{MICRO_BATCH} sequences each at the fastest rate published for an 8B (tests/published_runs.csv), and "
+    f"one loader, a thread "
+    "of one process, reads for all of them, where a run has one for each GPU. cold: the files are not in the "
+    "page cache. "
     "Takes about ten minutes at full size."
 )
-SHARD_TOKENS, BYTES_PER_TOKEN = 16 * 2**20, 4  # tools.prepare_data makes a shard of 64 MiB of text, at 4 bytes a token
+# tools.prepare_data makes a shard of 64 MiB of text, at 4 bytes a token
+SHARD_TOKENS, BYTES_PER_TOKEN = 16 * 2**20, 4
 MEAN_DOCUMENT = 1000  # tokens
 VOCAB_SIZE = 2**16
 MOST_WAIT = 0.01  # of the step time, asked of the loader
@@ -46,8 +54,8 @@ CACHES = ("cold", "warm") if hasattr(os, "posix_fadvise") else ("warm",)
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: text for tokenising, size of the prepared folder, seconds of each timing of reads, rounds of every
-    figure, pretend steps, and tokens of a sequence."""
+    """How much is measured: text for tokenising, size of the prepared folder, seconds of each timing of
+    reads, rounds of every figure, pretend steps, and tokens of a sequence."""
 
     text_mb: int
     store_gb: float
@@ -63,17 +71,29 @@ QUICK = Size(text_mb=1, store_gb=0.01, read_s=0.1, rounds=2, steps=3, seq_len=10
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     """The options of `data`."""
-    parser.add_argument("--gb", type=float, metavar="GB", help=f"size of the prepared folder (default {FULL.store_gb:g})")
-    parser.add_argument("--text_mb", type=int, metavar="MB", help=f"text to tokenise (default {FULL.text_mb})")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), metavar="DIR",
-                        help="where the temporary folder is made: a disk, not memory (default %(default)s)")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="a few megabytes and seconds: to see that it works")
+    parser.add_argument(
+        "--gb", type=float, metavar="GB", help=f"size of the prepared folder (default {FULL.store_gb:g})"
+    )
+    parser.add_argument(
+        "--text_mb", type=int, metavar="MB", help=f"text to tokenise (default {FULL.text_mb})"
+    )
+    parser.add_argument(
+        "--folder",
+        default=tempfile.gettempdir(),
+        metavar="DIR",
+        help="where the temporary folder is made: a disk, not memory (default %(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few megabytes and seconds: to see that it works"
+    )
 
 
 def measure_data(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Figures and a text. Raises BenchError where the disk has no room."""
     given = {"store_gb": options.gb, "text_mb": options.text_mb}
-    size = Size(**asdict(QUICK if options.quick else FULL) | {key: value for key, value in given.items() if value})
+    size = Size(
+        **asdict(QUICK if options.quick else FULL) | {key: value for key, value in given.items() if value}
+    )
     check_room(Path(options.folder), size.store_gb)
     tokenising = measure_tokenising(size.text_mb)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-", dir=options.folder) as name:
@@ -84,7 +104,9 @@ def measure_data(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             "size": asdict(size),
             "tokenising": tokenising,
             "write_gb_s": size.store_gb / (time.perf_counter() - start_s),
-            "verify_gb_s": {cache: spread([verify_gb_s(folder, cache) for _ in range(size.rounds)]) for cache in CACHES},
+            "verify_gb_s": {
+                cache: spread([verify_gb_s(folder, cache) for _ in range(size.rounds)]) for cache in CACHES
+            },
             "sequence_read_us": {cache: time_reads(folder, cache, size) for cache in CACHES},
             "loader_tokens_s": {cache: time_loaders(folder, cache, size) for cache in CACHES},
             "data_wait": measure_waits(folder, size),
@@ -98,8 +120,11 @@ def check_room(folder: Path, gb: float) -> None:
         raise BenchError(f"--folder {folder}: no such folder")
     free_gb = shutil.disk_usage(folder).free / 1e9
     if free_gb < 1.1 * gb:
-        raise BenchError(f"{folder} has {free_gb:.3g} GB free, and --gb {gb:g} needs {1.1 * gb:.3g}: use a smaller --gb, or "
-                         "another disk with --folder")  # fmt: skip
+        raise BenchError(
+            f"{folder} has {free_gb:.3g} GB free, and --gb {gb:g} needs {1.1 * gb:.3g}: use a smaller "
+            f"--gb, or "
+            "another disk with --folder"
+        )
 
 
 def write_store(folder: Path, size_bytes: int) -> Manifest:
@@ -121,7 +146,8 @@ def write_store(folder: Path, size_bytes: int) -> Manifest:
 
 
 def set_cache(folder: Path, cache: str) -> None:
-    """Take the folder's files out of the page cache (cold), or read them all (warm), as far as there is memory."""
+    """Take the folder's files out of the page cache (cold), or read them all (warm), as far as there is
+    memory."""
     for path in sorted(folder.iterdir()):
         with open(path, "rb", buffering=0) as file:
             if cache == "cold":
@@ -141,7 +167,8 @@ def verify_gb_s(folder: Path, cache: str) -> float:
 
 
 def time_reads(folder: Path, cache: str, size: Size) -> dict[str, Any]:
-    """Microseconds of reading one sequence at a random place, one after another: median and 99th percentile of each round."""
+    """Microseconds of reading one sequence at a random place, one after another: median and 99th percentile
+    of each round."""
     shape, rounds = sequence_shape(size), []
     for turn in range(size.rounds):
         set_cache(folder, cache)
@@ -158,9 +185,12 @@ def time_reads(folder: Path, cache: str, size: Size) -> dict[str, Any]:
 
 
 def time_loaders(folder: Path, cache: str, size: Size) -> dict[str, Any]:
-    """Tokens/s of one loader when each step asks for the next at once: documents seeing one another, and kept apart."""
+    """Tokens/s of one loader when each step asks for the next at once: documents seeing one another, and kept
+    apart."""
     return {
-        name: spread([loader_tokens_s(folder, cache, size, document_mask, turn) for turn in range(size.rounds)])
+        name: spread(
+            [loader_tokens_s(folder, cache, size, document_mask, turn) for turn in range(size.rounds)]
+        )
         for name, document_mask in (("packed", False), ("document_mask", True))
     }
 
@@ -182,15 +212,25 @@ def loader_tokens_s(folder: Path, cache: str, size: Size, document_mask: bool, t
 
 
 def measure_waits(folder: Path, size: Size) -> dict[str, Any]:
-    """The share of the step time spent waiting, while the process sleeps through a step, as one that waits for its GPU, and
-    while it holds the interpreter all the time; cold cache, after the first step."""
+    """The share of the step time spent waiting, while the process sleeps through a step, as one that waits
+    for its GPU, and while it holds the interpreter all the time; cold cache, after the first step."""
     rate = published_tokens_s()
     step_s = node_batch().global_batch_size * size.seq_len / rate
-    waits = {"sleeping": measure_wait(folder, size, time.sleep, step_s), "computing": measure_wait(folder, size, spin, step_s)}
-    return {"tokens_s": rate, "pretend_step_s": step_s, **waits, "within": all(w["share"] < MOST_WAIT for w in waits.values())}
+    waits = {
+        "sleeping": measure_wait(folder, size, time.sleep, step_s),
+        "computing": measure_wait(folder, size, spin, step_s),
+    }
+    return {
+        "tokens_s": rate,
+        "pretend_step_s": step_s,
+        **waits,
+        "within": all(w["share"] < MOST_WAIT for w in waits.values()),
+    }
 
 
-def measure_wait(folder: Path, size: Size, pretend: Callable[[float], None], step_s: float) -> dict[str, float]:
+def measure_wait(
+    folder: Path, size: Size, pretend: Callable[[float], None], step_s: float
+) -> dict[str, float]:
     """`share` over all steps, and the share of the worst."""
     set_cache(folder, CACHES[0])
     loader = open_loader(folder, sequence_shape(size), 0)
@@ -204,7 +244,10 @@ def measure_wait(folder: Path, size: Size, pretend: Callable[[float], None], ste
             steps.append(time.perf_counter() - start_s)
     finally:
         loader.close()
-    return {"share": sum(waits) / sum(steps), "worst_share": max(w / s for w, s in zip(waits, steps, strict=True))}
+    return {
+        "share": sum(waits) / sum(steps),
+        "worst_share": max(w / s for w, s in zip(waits, steps, strict=True)),
+    }
 
 
 def spin(seconds: float) -> None:
@@ -215,7 +258,8 @@ def spin(seconds: float) -> None:
 
 
 def published_tokens_s() -> float:
-    """The most tokens/s that a node of 8B training has been published to need: the best rate of a GPU, times its GPUs."""
+    """The most tokens/s that a node of 8B training has been published to need: the best rate of a GPU, times
+    its GPUs."""
     return NODE_GPUS * max(run.tokens_per_s_per_gpu for run in published_rows() if run.model == "llama3-8b")
 
 
@@ -237,7 +281,14 @@ def open_order(folder: Path, shape: SequenceShape) -> SampleOrder:
 
 def open_loader(folder: Path, shape: SequenceShape, first_sample: int) -> TrainLoader:
     """The loader of training, as many steps ahead as by default."""
-    return TrainLoader(open_order(folder, shape), shape, node_batch(), first_sample, torch.device("cpu"), DataConfig().prefetch)
+    return TrainLoader(
+        open_order(folder, shape),
+        shape,
+        node_batch(),
+        first_sample,
+        torch.device("cpu"),
+        DataConfig().prefetch,
+    )
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -251,16 +302,26 @@ def data_text(figures: dict[str, Any]) -> str:
     rows = [_row(f"checking checksums, {cache}", figures["verify_gb_s"][cache], "GB/s") for cache in CACHES]
     for cache in CACHES:
         reads, loaders = figures["sequence_read_us"][cache], figures["loader_tokens_s"][cache]
-        rows += [_row(f"reading a random sequence, {cache}, {what}", reads[what], "us") for what in ("median", "p99")]
+        rows += [
+            _row(f"reading a random sequence, {cache}, {what}", reads[what], "us")
+            for what in ("median", "p99")
+        ]
         rows += [_row(f"loader, {cache}, {what}", loaders[what], "tokens/s") for what in loaders]
     speeds = [(f"tokenising, {name}", f"{mb_s:.2f}", "", "MB/s") for name, mb_s in tokenising["mb_s"].items()]
     head = format_table(("figure", "median", "range", "unit"), [*speeds, *rows])
-    shares = ", ".join(f"{wait[how]['share']:.4%} {how} (worst step {wait[how]['worst_share']:.4%})"
-                       for how in ("sleeping", "computing"))  # fmt: skip
-    return (f"{head}\n\n{size['store_gb']:g} GB of uint16, sequences of {size['seq_len']}, {size['rounds']} rounds\n"
-            f"tokenising with 2 workers: {tokenising['mb_s_ratio_of_2_workers']:.1%} of the library with 2 threads\n"
-            f"data wait of a step of {wait['pretend_step_s']:.2f} s at {wait['tokens_s']:,.0f} tokens/s: {shares}; "
-            f"{'' if wait['within'] else 'NOT '}within {MOST_WAIT:.0%}")  # fmt: skip
+    shares = ", ".join(
+        f"{wait[how]['share']:.4%} {how} (worst step {wait[how]['worst_share']:.4%})"
+        for how in ("sleeping", "computing")
+    )
+    return (
+        f"{head}\n\n{size['store_gb']:g} GB of uint16, sequences of {size['seq_len']}, {size['rounds']} "
+        f"rounds\n"
+        f"tokenising with 2 workers: {tokenising['mb_s_ratio_of_2_workers']:.1%} of the library with 2 "
+        f"threads\n"
+        f"data wait of a step of {wait['pretend_step_s']:.2f} s at {wait['tokens_s']:,.0f} tokens/s: "
+        f"{shares}; "
+        f"{'' if wait['within'] else 'NOT '}within {MOST_WAIT:.0%}"
+    )
 
 
 def _row(name: str, of: dict[str, float], unit: str) -> tuple[str, str, str, str]:

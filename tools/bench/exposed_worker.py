@@ -1,6 +1,8 @@
-"""A rank of `tools.bench exposed`: profiles steps over gloo, or over torch's "fake" process group, which sends nothing.
+"""A rank of `tools.bench exposed`: profiles steps over gloo, or over torch's "fake" process group, which
+sends nothing.
 
-Started by torchrun. Arguments: `gloo` or `fake`, a folder, steps, then config keys. Each rank leaves its trace in the folder.
+Started by torchrun. Arguments: `gloo` or `fake`, a folder, steps, then config keys. Each rank leaves its
+trace in the folder.
 """
 
 import sys
@@ -47,7 +49,9 @@ def profile_steps(config: Config, place: Place, steps: int, path: Path) -> None:
     group = data_parallel_group(mesh)
 
     def step() -> None:
-        train_step(model, optimizer, [Batch(tokens, tokens)] * plan.accumulation, config.train.grad_clip, group)
+        train_step(
+            model, optimizer, [Batch(tokens, tokens)] * plan.accumulation, config.train.grad_clip, group
+        )
 
     for _ in range(WARM_UP_STEPS):
         step()

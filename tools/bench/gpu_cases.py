@@ -29,8 +29,8 @@ class PeerRun:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure, under a name of its own, `repeats` times: an end-to-end run, a profiled run, a part, a peer, or the
-    losses of two runs."""
+    """One thing to measure, under a name of its own, `repeats` times: an end-to-end run, a profiled run, a
+    part, a peer, or the losses of two runs."""
 
     name: str
     work: EndToEnd | PeerRun | Curves | str
@@ -69,16 +69,35 @@ def _in_order(shape: GpuShape) -> Iterator[Case]:
     yield Case(f"kernels: {eight.name}", eight, profiled=True)
     for layers in (half, few):
         yield from (_run(EndToEnd(layers, 1, 1, "none", *BF16, variant), 3) for variant in ("", TENSORWISE))
-    yield from (_run(EndToEnd(some, 1, 1, "none", *BF16, variant)) for variant in ("float8 rowwise", "joined projections"))
-    yield from (_run(EndToEnd(all_layers, 1, 1, *way)) for way in (
-        ("offload", *BF16), ("full", *BF16, "half recomputed"), ("none", *BF16, "joined projections")))  # fmt: skip
+    yield from (
+        _run(EndToEnd(some, 1, 1, "none", *BF16, variant))
+        for variant in ("float8 rowwise", "joined projections")
+    )
+    yield from (
+        _run(EndToEnd(all_layers, 1, 1, *way))
+        for way in (
+            ("offload", *BF16),
+            ("full", *BF16, "half recomputed"),
+            ("none", *BF16, "joined projections"),
+        )
+    )
     yield _run(EndToEnd(all_layers, 1, 1, "selective", *BF16))
     yield _run(EndToEnd(all_layers, 1, 1, "none", "float32", "bfloat16"))
     yield _run(EndToEnd(all_layers, 1, 2, "full", *BF16))
     for layers, micro_batch, checkpoint, dtypes in (
-            (half, 1, "none", BF16), (half, 1, "none", FP32), (half, 2, "none", BF16), (half, 1, "full", FP32),
-            (some, 2, "none", FP32), (some, 2, "none", BF16), (some, 4, "full", FP32), (some, 1, "selective", FP32),
-            (few, 1, "none", FP32), (few, 4, "none", FP32), (few, 8, "full", FP32), (few, 1, "none", BF16)):  # fmt: skip
+        (half, 1, "none", BF16),
+        (half, 1, "none", FP32),
+        (half, 2, "none", BF16),
+        (half, 1, "full", FP32),
+        (some, 2, "none", FP32),
+        (some, 2, "none", BF16),
+        (some, 4, "full", FP32),
+        (some, 1, "selective", FP32),
+        (few, 1, "none", FP32),
+        (few, 4, "none", FP32),
+        (few, 8, "full", FP32),
+        (few, 1, "none", BF16),
+    ):
         yield _run(EndToEnd(layers, 1, micro_batch, checkpoint, *dtypes))
     plain, float8 = (EndToEnd(few, 1, 1, "none", *FP32, variant) for variant in ("", TENSORWISE))
     curves = Curves(float8, plain, CURVE_STEPS)

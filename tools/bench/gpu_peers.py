@@ -1,4 +1,5 @@
-"""Other trainers of the same model on one GPU, each in a process of its own: plain PyTorch, and transformers with accelerate.
+"""Other trainers of the same model on one GPU, each in a process of its own: plain PyTorch, and transformers
+with accelerate.
 
 Shapes: B sequences of a step, T tokens, V vocabulary.
 """
@@ -20,7 +21,11 @@ from tools.bench.gpu_parts import draw_model
 from tools.bench.gpu_shapes import STEPS, STEPS_PER_REPORT, GpuShape
 from tools.bench.run import WARM_UP_STEPS, spread
 
-NEEDED = {**dict.fromkeys(PLAIN_PEERS, ()), ACCELERATE: ("transformers", "accelerate"), TORCHTITAN: ("torchtitan",)}
+NEEDED = {
+    **dict.fromkeys(PLAIN_PEERS, ()),
+    ACCELERATE: ("transformers", "accelerate"),
+    TORCHTITAN: ("torchtitan",),
+}
 LR = 3e-4
 
 
@@ -29,15 +34,20 @@ def missing_packages(peer: str) -> Sequence[str]:
     return [package for package in NEEDED[peer] if find_spec(package) is None]
 
 
-def measure_peer(peer: str, shape: GpuShape, layers: int, checkpoint: str, device: torch.device) -> dict[str, Any]:
+def measure_peer(
+    peer: str, shape: GpuShape, layers: int, checkpoint: str, device: torch.device
+) -> dict[str, Any]:
     """Tokens per second and peak memory of a peer, one sequence a step."""
     build = build_accelerate if peer == ACCELERATE else build_plain
     step = build(shape, layers, checkpoint, device, compiled=peer != PLAIN_PEERS[0])
     return figures_of(time_steps(step, device), shape.seq_len, device)
 
 
-def build_plain(shape: GpuShape, layers: int, checkpoint: str, device: torch.device, compiled: bool) -> Callable[[], None]:
-    """A step of our model without anything of ours around it: weights and fused AdamW in bfloat16, all logits at once."""
+def build_plain(
+    shape: GpuShape, layers: int, checkpoint: str, device: torch.device, compiled: bool
+) -> Callable[[], None]:
+    """A step of our model without anything of ours around it: weights and fused AdamW in bfloat16, all logits
+    at once."""
     model = draw_model(shape, layers, "bfloat16", device)
     if checkpoint == "full":
         for i, block in enumerate(model.layers):
@@ -59,21 +69,37 @@ def build_plain(shape: GpuShape, layers: int, checkpoint: str, device: torch.dev
     return step
 
 
-def build_accelerate(shape: GpuShape, layers: int, checkpoint: str, device: torch.device, compiled: bool) -> Callable[[], None]:
-    """A step of transformers' Llama under accelerate's FSDP2 plugin: float32 weights, bfloat16 computation, blocks compiled."""
+def build_accelerate(
+    shape: GpuShape, layers: int, checkpoint: str, device: torch.device, compiled: bool
+) -> Callable[[], None]:
+    """A step of transformers' Llama under accelerate's FSDP2 plugin: float32 weights, bfloat16 computation,
+    blocks compiled."""
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin  # type: ignore[import-not-found]
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
-                                            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                                            activation_checkpointing=checkpoint == "full")  # fmt: skip
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        activation_checkpointing=checkpoint == "full",
+    )
     dynamo = TorchDynamoPlugin(backend=shape.backend, use_regional_compilation=True) if compiled else None
-    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, dynamo_plugin=dynamo, cpu=device.type == "cpu")
+    accelerator = Accelerator(
+        mixed_precision="bf16", fsdp_plugin=plugin, dynamo_plugin=dynamo, cpu=device.type == "cpu"
+    )
     config = LlamaConfig(  # type: ignore[call-arg]
-        hidden_size=shape.dim, num_hidden_layers=layers, num_attention_heads=shape.heads, use_cache=False,
-        num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn_dim, vocab_size=shape.vocab_size,
-        max_position_embeddings=shape.seq_len, attn_implementation="sdpa")  # fmt: skip
+        hidden_size=shape.dim,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        use_cache=False,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.ffn_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.seq_len,
+        attn_implementation="sdpa",
+    )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -95,7 +121,8 @@ def draw_tokens(shape: GpuShape, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def time_steps(step: Callable[[], None], device: torch.device) -> list[float]:
-    """Seconds of a step, in reports of STEPS_PER_REPORT, which wait for the device; the warm-up's left out."""
+    """Seconds of a step, in reports of STEPS_PER_REPORT, which wait for the device; the warm-up's left
+    out."""
     times = []
     for _ in range(STEPS // STEPS_PER_REPORT):
         started_at = time.perf_counter()
@@ -112,5 +139,10 @@ def figures_of(step_times_s: Sequence[float], tokens: int, device: torch.device)
     rates = [tokens / s for s in step_times_s]
     peak_gib = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
     median = statistics.median(rates)
-    return {"tokens_per_s_per_rank": median, "tokens_per_s_per_rank_best": max(rates), "spread": spread(rates, median),
-            "peak_memory_gib": peak_gib, "step_times_s": list(step_times_s)}  # fmt: skip
+    return {
+        "tokens_per_s_per_rank": median,
+        "tokens_per_s_per_rank_best": max(rates),
+        "spread": spread(rates, median),
+        "peak_memory_gib": peak_gib,
+        "step_times_s": list(step_times_s),
+    }

@@ -10,12 +10,13 @@ from typing import Any
 from tools.bench import record
 from tools.bench.processes import BenchError
 
-SAME = (("hardware", "gpu"), ("hardware", "cpu"), ("versions", "torch"), ("figures", "shape"))  # in one record
+# in one record
+SAME = (("hardware", "gpu"), ("hardware", "cpu"), ("versions", "torch"), ("figures", "shape"))
 
 
 class GpuRecord:
-    """Cases by name: {state: measured | failed | absent, reason, config, runs: [figures], commits}. With no path nothing is
-    kept."""
+    """Cases by name: {state: measured | failed | absent, reason, config, runs: [figures], commits}. With no
+    path nothing is kept."""
 
     def __init__(self, path: Path | None, document: dict[str, Any]) -> None:
         self.path, self.document = path, document
@@ -26,7 +27,8 @@ class GpuRecord:
         return cases
 
     def runs(self, name: str) -> int:
-        """How many runs of a case need not be made again; of one that failed or is absent no more are made."""
+        """How many runs of a case need not be made again; of one that failed or is absent no more are
+        made."""
         case = self.cases.get(name, {"state": "none", "runs": []})
         return len(case["runs"]) if case["state"] in ("measured", "none") else 1_000_000
 
@@ -36,7 +38,9 @@ class GpuRecord:
 
     def add(self, name: str, config: Any, figures: dict[str, Any]) -> None:
         """One more run of a case."""
-        case = self.cases.setdefault(name, {"state": "measured", "reason": None, "config": config, "runs": [], "commits": []})
+        case = self.cases.setdefault(
+            name, {"state": "measured", "reason": None, "config": config, "runs": [], "commits": []}
+        )
         case["runs"].append(figures)
         self._stamp(case)
 
@@ -61,9 +65,11 @@ class GpuRecord:
         os.replace(partial, self.path)
 
 
-def open_record(name: str | None, command: Sequence[str], shape: str, folder: Path | None = None) -> GpuRecord:
-    """The newest record of that name, else a new one; None: one that is not kept. Raises BenchError where the newest is of
-    another machine, torch or shape."""
+def open_record(
+    name: str | None, command: Sequence[str], shape: str, folder: Path | None = None
+) -> GpuRecord:
+    """The newest record of that name, else a new one; None: one that is not kept. Raises BenchError where the
+    newest is of another machine, torch or shape."""
     folder = folder or record.RECORDS
     document = record.make_document("gpu", command, None, {"shape": shape, "cases": {}})
     if name is None:
@@ -76,5 +82,8 @@ def open_record(name: str | None, command: Sequence[str], shape: str, folder: Pa
     for section, key in SAME:
         before, now = kept[section].get(key), document[section].get(key)
         if before != now:
-            raise BenchError(f"--record {name}: {found[-1].name} is of {key} {before}, here it is {now}. Name another record")
+            raise BenchError(
+                f"--record {name}: {found[-1].name} is of {key} {before}, here it is {now}. Name another "
+                f"record"
+            )
     return GpuRecord(found[-1], kept)

@@ -1,4 +1,5 @@
-"""How one case of `bench gpu` is measured: in processes of its own, with what the planner predicts beside it."""
+"""How one case of `bench gpu` is measured: in processes of its own, with what the planner predicts beside
+it."""
 
 import dataclasses
 import json
@@ -41,7 +42,8 @@ class OutOfTimeError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where the cases run: torch's device and its name, the shape, CPU threads, and the user's config keys."""
+    """Where the cases run: torch's device and its name, the shape, CPU threads, and the user's config
+    keys."""
 
     device: str
     device_name: str
@@ -50,7 +52,8 @@ class Machine:
     overrides: tuple[str, ...]
 
     def hardware(self) -> Hardware | None:
-        """Its kind; None where no file in configs/hardware describes it. Of a CPU as many cores as a run uses."""
+        """Its kind; None where no file in configs/hardware describes it. Of a CPU as many cores as a run
+        uses."""
         if self.device == "cpu":
             return dataclasses.replace(load_hardware()["cpu"], cores=self.threads)
         return find_hardware(self.device_name)
@@ -60,7 +63,10 @@ def setup_of(machine: Machine, work: EndToEnd, profiled: bool = False) -> Setup:
     """The run of train.main."""
     keys = [*work.keys(machine.shape), f"--run.device={machine.device}", *machine.overrides]
     if profiled:
-        keys += [f"--profile.start={WARM_UP_STEPS + STEPS_PER_REPORT + 1}", f"--profile.steps={PROFILED_STEPS}"]
+        keys += [
+            f"--profile.start={WARM_UP_STEPS + STEPS_PER_REPORT + 1}",
+            f"--profile.steps={PROFILED_STEPS}",
+        ]
     return Setup(1, machine.threads, keys, STEPS_PER_REPORT)
 
 
@@ -69,16 +75,24 @@ def config_of(machine: Machine, work: EndToEnd | PeerRun | Curves | str) -> dict
     if isinstance(work, EndToEnd):
         return config_to_record(resolve(setup_of(machine, work)))
     if isinstance(work, Curves):
-        return {name: config_to_record(resolve(setup_of(machine, run))) | {"steps": work.steps}
-                for name, run in (("run", work.run), ("beside", work.beside))}  # fmt: skip
+        return {
+            name: config_to_record(resolve(setup_of(machine, run))) | {"steps": work.steps}
+            for name, run in (("run", work.run), ("beside", work.beside))
+        }
     if isinstance(work, PeerRun):
-        return {"peer": work.peer, "layers": work.layers, "checkpoint": work.checkpoint, "rival": work.rival.name,
-                "shape": dataclasses.asdict(machine.shape)}  # fmt: skip
+        return {
+            "peer": work.peer,
+            "layers": work.layers,
+            "checkpoint": work.checkpoint,
+            "rival": work.rival.name,
+            "shape": dataclasses.asdict(machine.shape),
+        }
     return {"shape": dataclasses.asdict(machine.shape)}
 
 
 def measure_case(case: Case, machine: Machine, end_at: float) -> dict[str, Any]:
-    """Figures of one run. Raises BenchError where it fails, PlanError where it does not fit, AbsentError and OutOfTimeError."""
+    """Figures of one run. Raises BenchError where it fails, PlanError where it does not fit, AbsentError and
+    OutOfTimeError."""
 
     def look() -> None:
         if time.monotonic() > end_at:
@@ -96,8 +110,9 @@ def measure_case(case: Case, machine: Machine, end_at: float) -> dict[str, Any]:
         return run_worker(folder, case.work, [], machine, {}, look)
 
 
-def measure_end_to_end(folder: Path, work: EndToEnd, profiled: bool, machine: Machine, look: Callable[[], None]
-                       ) -> dict[str, Any]:  # fmt: skip
+def measure_end_to_end(
+    folder: Path, work: EndToEnd, profiled: bool, machine: Machine, look: Callable[[], None]
+) -> dict[str, Any]:
     """A run of train.main, the prediction for it, and, of a profiled one, the table of its kernels."""
     setup = setup_of(machine, work, profiled)
     predicted = predict_here(resolve(setup), machine)
@@ -109,17 +124,25 @@ def measure_end_to_end(folder: Path, work: EndToEnd, profiled: bool, machine: Ma
 
 
 def predict_here(config: Config, machine: Machine) -> dict[str, float] | None:
-    """What the planner says of the run; None of a device that it does not know. Raises BenchError where it does not fit."""
+    """What the planner says of the run; None of a device that it does not know. Raises BenchError where it
+    does not fit."""
     hardware = machine.hardware()
     if hardware is None:
         return None
     plan = plan_run(config, 1, 1, best_attention(config, hardware))
     prediction: Prediction = predict(config, plan, hardware, 1)
-    peak_gib, usable_gib = prediction.memory.peak_bytes / GIB, usable_bytes(int(hardware.memory_gib * GIB), hardware) / GIB
+    peak_gib, usable_gib = (
+        prediction.memory.peak_bytes / GIB,
+        usable_bytes(int(hardware.memory_gib * GIB), hardware) / GIB,
+    )
     if peak_gib > usable_gib:
         raise BenchError(f"does not fit: the planner says {peak_gib:.1f} GiB of {usable_gib:.1f}")
-    return {"step_time_s": prediction.timeline.step_s, "tokens_per_s_per_rank": prediction.tokens_per_s_per_gpu,
-            "peak_memory_gib": peak_gib, "reserved_memory_gib": prediction.reserved_bytes / GIB}  # fmt: skip
+    return {
+        "step_time_s": prediction.timeline.step_s,
+        "tokens_per_s_per_rank": prediction.tokens_per_s_per_gpu,
+        "peak_memory_gib": peak_gib,
+        "reserved_memory_gib": prediction.reserved_bytes / GIB,
+    }
 
 
 def measure_peer(folder: Path, work: PeerRun, machine: Machine, look: Callable[[], None]) -> dict[str, Any]:
@@ -142,16 +165,31 @@ def mfus_of(tokens_per_s: float, layers: int, machine: Machine) -> dict[str, flo
         return dict.fromkeys(MFUS)
     peak_flops = hardware.peak_tflops["bfloat16"] * 1e12
     model = shape.model(layers)
-    mfus = (tokens_per_s * flops_per_token(model, shape.seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
+    mfus = (
+        tokens_per_s * flops_per_token(model, shape.seq_len, kind) / peak_flops for kind in ATTENTION_KINDS
+    )
     return dict(zip(MFUS, mfus, strict=True))
 
 
-def run_worker(folder: Path, work: str, arguments: list[str], machine: Machine, variables: dict[str, str],
-               look: Callable[[], None]) -> dict[str, Any]:  # fmt: skip
+def run_worker(
+    folder: Path,
+    work: str,
+    arguments: list[str],
+    machine: Machine,
+    variables: dict[str, str],
+    look: Callable[[], None],
+) -> dict[str, Any]:
     """What a worker found. Raises BenchError if it fails."""
     out = folder / "figures.json"
-    command = [*python_command("tools.bench.gpu_worker", 1, folder), work, f"--shape={machine.shape.name}",
-               f"--device={machine.device}", f"--threads={machine.threads}", f"--out={out}", *arguments]  # fmt: skip
+    command = [
+        *python_command("tools.bench.gpu_worker", 1, folder),
+        work,
+        f"--shape={machine.shape.name}",
+        f"--device={machine.device}",
+        f"--threads={machine.threads}",
+        f"--out={out}",
+        *arguments,
+    ]
     run_to_end(command, make_environment(machine.threads, variables), folder / "log", look)
     figures: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return figures
@@ -170,5 +208,11 @@ def lone_rank() -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port)}  # fmt: skip
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }

@@ -1,12 +1,19 @@
-"""What `bench gpu` runs: Llama 8B's shape with fewer or all of its layers, and a tiny one that shows that the suite works."""
+"""What `bench gpu` runs: Llama 8B's shape with fewer or all of its layers, and a tiny one that shows that the
+suite works."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.llama import LlamaConfig
 
-COMMON = ("--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0", "--metrics.tensorboard=false",
-          "--parallel.plan=manual", "--parallel.param_dtype=bfloat16")  # fmt: skip
+COMMON = (
+    "--data.source=stdlib",
+    "--checkpoint.every=0",
+    "--train.eval_every=0",
+    "--metrics.tensorboard=false",
+    "--parallel.plan=manual",
+    "--parallel.param_dtype=bfloat16",
+)
 STEPS_PER_REPORT = 2  # a report waits for the GPU
 STEPS = 10  # 4 to warm up, then three reports of 2
 
@@ -30,7 +37,9 @@ class GpuShape:
 
     def model(self, layers: int) -> LlamaConfig:
         """The model with so many layers."""
-        return LlamaConfig(self.dim, layers, self.heads, self.kv_heads, self.ffn_dim, self.vocab_size, self.seq_len)
+        return LlamaConfig(
+            self.dim, layers, self.heads, self.kv_heads, self.ffn_dim, self.vocab_size, self.seq_len
+        )
 
 
 # Llama 3 8B (arXiv 2407.21783, table 3); chunks of 2,048 tokens keep the head's products at full speed.
@@ -50,8 +59,9 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """A run of train.main: an optimizer step is `accumulation` x `micro_batch` sequences. `storage`: dtype of the parameters
-    that are kept; `state`: of the optimizer's moments; `variant`: one of VARIANTS. Computation is in bfloat16."""
+    """A run of train.main: an optimizer step is `accumulation` x `micro_batch` sequences. `storage`: dtype of
+    the parameters that are kept; `state`: of the optimizer's moments; `variant`: one of VARIANTS. Computation
+    is in bfloat16."""
 
     layers: int
     accumulation: int
@@ -72,15 +82,30 @@ class EndToEnd:
     def keys(self, shape: GpuShape) -> list[str]:
         """Config keys of train.main."""
         more = [key.format(half=max(1, self.layers // 2)) for key in VARIANTS[self.variant]]
-        return [*COMMON, *model_keys(shape, self.layers), f"--train.micro_batch_size={self.micro_batch}",
-                f"--train.global_batch_size={self.micro_batch * self.accumulation}",
-                f"--parallel.activation_checkpoint={self.checkpoint}", f"--parallel.storage_dtype={self.storage}",
-                f"--optim.state_dtype={self.state}", f"--parallel.compile.backend={shape.backend}",
-                f"--parallel.float8.min_dim={shape.float8_min_dim}", *more, f"--train.steps={STEPS}"]  # fmt: skip
+        return [
+            *COMMON,
+            *model_keys(shape, self.layers),
+            f"--train.micro_batch_size={self.micro_batch}",
+            f"--train.global_batch_size={self.micro_batch * self.accumulation}",
+            f"--parallel.activation_checkpoint={self.checkpoint}",
+            f"--parallel.storage_dtype={self.storage}",
+            f"--optim.state_dtype={self.state}",
+            f"--parallel.compile.backend={shape.backend}",
+            f"--parallel.float8.min_dim={shape.float8_min_dim}",
+            *more,
+            f"--train.steps={STEPS}",
+        ]
 
 
 def model_keys(shape: GpuShape, layers: int) -> Sequence[str]:
     """Config keys of the model and its sequences."""
-    return (f"--model.dim={shape.dim}", f"--model.n_layers={layers}", f"--model.n_heads={shape.heads}",
-            f"--model.n_kv_heads={shape.kv_heads}", f"--model.ffn_dim={shape.ffn_dim}", f"--model.vocab_size={shape.vocab_size}",
-            f"--model.max_seq_len={shape.seq_len}", f"--train.seq_len={shape.seq_len}")  # fmt: skip
+    return (
+        f"--model.dim={shape.dim}",
+        f"--model.n_layers={layers}",
+        f"--model.n_heads={shape.heads}",
+        f"--model.n_kv_heads={shape.kv_heads}",
+        f"--model.ffn_dim={shape.ffn_dim}",
+        f"--model.vocab_size={shape.vocab_size}",
+        f"--model.max_seq_len={shape.seq_len}",
+        f"--train.seq_len={shape.seq_len}",
+    )

@@ -1,4 +1,5 @@
-"""`python -m tools.bench.gpu_worker`: one part or one peer in a process of its own, which `bench gpu` starts."""
+"""`python -m tools.bench.gpu_worker`: one part or one peer in a process of its own, which `bench gpu`
+starts."""
 
 import argparse
 import json

@@ -5,12 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KEYS = "Config keys of train.main are accepted too, as --section.key=value, and win over the shape measured here."
+KEYS = (
+    "Config keys of train.main are accepted too, as --section.key=value, and win over the shape "
+    "measured here."
+)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a subcommand found: figures as data and as text; `config` of the run, or of several by name, where there is one."""
+    """What a subcommand found: figures as data and as text; `config` of the run, or of several by name, where
+    there is one."""
 
     config: dict[str, Any] | None
     figures: dict[str, Any]
@@ -43,11 +47,19 @@ class Measurement:
 def add_measurement(subparsers: Any, measurement: Measurement) -> None:
     """Its parser, with the options that all have."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        measurement.name, help=measurement.summary, description=measurement.description, epilog=measurement.epilog,
-        allow_abbrev=False)  # fmt: skip
+        measurement.name,
+        help=measurement.summary,
+        description=measurement.description,
+        epilog=measurement.epilog,
+        allow_abbrev=False,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document: what --record writes")
     words = f"write tools/bench/records/DATE-NAME.json (NAME: {measurement.name} if not given)"
-    again = ", or go on with the newest of that name: what is in it is not measured again" if measurement.keeps_record else ""
+    again = (
+        ", or go on with the newest of that name: what is in it is not measured again"
+        if measurement.keeps_record
+        else ""
+    )
     parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=words + again)
     measurement.add_options(parser)
     parser.set_defaults(measurement=measurement)

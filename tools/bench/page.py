@@ -17,7 +17,9 @@ def check_page(page: Path, name: str) -> None:
         raise ConfigError(f"--page={page}: there is no such file")
     text, (begin, end) = page.read_text(encoding="utf-8"), marks(name)
     if not 0 <= text.find(begin) < text.find(end):
-        raise ConfigError(f"--page={page}: it must have the lines {begin} and {end}, between which the tables go")
+        raise ConfigError(
+            f"--page={page}: it must have the lines {begin} and {end}, between which the tables go"
+        )
 
 
 def fill_page(page: Path, name: str, part: str) -> None:

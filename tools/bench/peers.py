@@ -18,13 +18,19 @@ from tools.command import format_table, positive
 
 OURS = "meshwright"
 SUMMARY = "ours against other trainers, interleaved"
-DESCRIPTION = (f"Run ours on the standard shape ({SHAPE}) and other trainers in turn, and print the ratios ours / peer. A "
-               "peer prints, from one rank or all, `BENCH startup_to_first_step_s=26.5` and "
-               "`BENCH tok/s/rank median=1399 peak_rss_GiB=0.92` (or another peak_..._GiB).")  # fmt: skip
-EPILOG = (f"{KEYS} They, --dtype, --compile and --processes are for ours: say the same to a peer in its command. "
-          "OMP_NUM_THREADS and the cache are set for all alike; the rest of the environment passes through.")  # fmt: skip
+DESCRIPTION = (
+    f"Run ours on the standard shape ({SHAPE}) and other trainers in turn, and print the ratios ours / "
+    f"peer. A "
+    "peer prints, from one rank or all, `BENCH startup_to_first_step_s=26.5` and "
+    "`BENCH tok/s/rank median=1399 peak_rss_GiB=0.92` (or another peak_..._GiB)."
+)
+EPILOG = (
+    f"{KEYS} They, --dtype, --compile and --processes are for ours: say the same to a peer in its command. "
+    "OMP_NUM_THREADS and the cache are set for all alike; the rest of the environment passes through."
+)
 PEER_HELP = "a shell command line, as titan='TT_COMPILE=1 bash run.sh'; may be given several times"
-FIGURES = {"tokens_per_s_per_rank": "more", "peak_memory_gib": "less", "startup_s": "less"}  # which of them is better
+# which of them is better
+FIGURES = {"tokens_per_s_per_rank": "more", "peak_memory_gib": "less", "startup_s": "less"}
 PATTERNS = {
     "tokens_per_s_per_rank": r"tok/s/rank median=(\S+)",
     "peak_memory_gib": r"peak_\w+_GiB=(\S+)",
@@ -87,27 +93,36 @@ def parse_peers(texts: Sequence[str], threads: int) -> list[Contender]:
 
 
 def parse_bench_lines(text: str) -> Figures:
-    """Figures of the `BENCH key=value ...` lines of all ranks: the median speed, the most memory, the latest start.
+    """Figures of the `BENCH key=value ...` lines of all ranks: the median speed, the most memory, the latest
+    start.
 
     A line may carry torchrun's prefix, such as `[rank0]:`. Raises BenchError naming what is missing.
     """
     lines = "\n".join(re.findall(r"^(?:\[\S+\]:\s*)?BENCH\b(.*)$", text, re.MULTILINE))
-    found = {figure: [_number(value) for value in re.findall(pattern, lines)] for figure, pattern in PATTERNS.items()}
+    found = {
+        figure: [_number(value) for value in re.findall(pattern, lines)]
+        for figure, pattern in PATTERNS.items()
+    }
     missing = [PATTERNS[figure].replace(r"(\S+)", "...") for figure, values in found.items() if not values]
     if missing:
         raise BenchError(f"its output has no BENCH line with {' nor '.join(missing)}")
-    return {figure: statistics.median(values) if FIGURES[figure] == "more" else max(values) for figure, values in found.items()}
+    return {
+        figure: statistics.median(values) if FIGURES[figure] == "more" else max(values)
+        for figure, values in found.items()
+    }
 
 
 def run_rounds(contenders: Sequence[Contender], rounds: int, cache: str) -> list[dict[str, Figures]]:
-    """Figures of every round by contender; each gets one run that does not count where the cache is to be warm."""
+    """Figures of every round by contender; each gets one run that does not count where the cache is to be
+    warm."""
     return run_what_runs(contenders, rounds, cache, frozenset(contender.name for contender in contenders))[0]
 
 
-def run_what_runs(contenders: Sequence[Contender], rounds: int, cache: str, needed: frozenset[str] = frozenset({OURS})
-                  ) -> tuple[list[dict[str, Figures]], dict[str, str]]:  # fmt: skip
-    """Figures of every round by contender, and the contenders that failed with what they said: they are left out of all
-    rounds. Raises BenchError where one that is `needed` fails."""
+def run_what_runs(
+    contenders: Sequence[Contender], rounds: int, cache: str, needed: frozenset[str] = frozenset({OURS})
+) -> tuple[list[dict[str, Figures]], dict[str, str]]:
+    """Figures of every round by contender, and the contenders that failed with what they said: they are left
+    out of all rounds. Raises BenchError where one that is `needed` fails."""
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
         folder, results = Path(name), []
@@ -117,7 +132,9 @@ def run_what_runs(contenders: Sequence[Contender], rounds: int, cache: str, need
                 if contender.name in left_out:
                     continue
                 try:
-                    result[contender.name] = contender.run(cache_environment(cache, folder, contender.name, turn))
+                    result[contender.name] = contender.run(
+                        cache_environment(cache, folder, contender.name, turn)
+                    )
                     _say(turn, contender.name, result[contender.name])
                 except BenchError as error:
                     if contender.name in needed:
@@ -130,14 +147,19 @@ def run_what_runs(contenders: Sequence[Contender], rounds: int, cache: str, need
 
 def make_medians(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
     """Median over the rounds, by contender."""
-    return {name: {figure: statistics.median(r[name][figure] for r in rounds) for figure in FIGURES} for name in rounds[0]}
+    return {
+        name: {figure: statistics.median(r[name][figure] for r in rounds) for figure in FIGURES}
+        for name in rounds[0]
+    }
 
 
 def make_spreads(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
     """(Largest - smallest) / median over the rounds, by contender."""
     medians = make_medians(rounds)
-    return {name: {figure: spread([r[name][figure] for r in rounds], medians[name][figure]) for figure in FIGURES}
-            for name in rounds[0]}  # fmt: skip
+    return {
+        name: {figure: spread([r[name][figure] for r in rounds], medians[name][figure]) for figure in FIGURES}
+        for name in rounds[0]
+    }
 
 
 def spread_text(spreads: dict[str, Figures], rounds: int) -> str:
@@ -147,7 +169,8 @@ def spread_text(spreads: dict[str, Figures], rounds: int) -> str:
 
 
 def make_ratios(rounds: Sequence[dict[str, Figures]]) -> Ratios:
-    """Ours / peer's: the median of the ratios within each round, so that a machine that drifts hurts neither."""
+    """Ours / peer's: the median of the ratios within each round, so that a machine that drifts hurts
+    neither."""
     peers = [name for name in rounds[0] if name != OURS]
     return {
         figure: {peer: statistics.median(r[OURS][figure] / r[peer][figure] for r in rounds) for peer in peers}
@@ -164,7 +187,9 @@ def best_peers(ratios: Ratios) -> dict[str, str]:
     }
 
 
-def comparison_rows(medians: dict[str, Figures], ratios: Ratios, best: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+def comparison_rows(
+    medians: dict[str, Figures], ratios: Ratios, best: dict[str, str]
+) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table: figures of each, then ours / each; a star marks the best peer."""
     peers = [name for name in medians if name != OURS]
     head = ["median", "better", *medians, *(f"ours / {peer}" for peer in peers)]
@@ -214,6 +239,8 @@ def to_figures(rounds: Sequence[dict[str, Figures]]) -> dict[str, Any]:
         "median": make_medians(rounds),
         "spread": make_spreads(rounds),
         "ours_over_peer": ratios,
-        "ours_over_best_peer": {figure: {"peer": peer, "ratio": ratios[figure][peer]} for figure, peer in best.items()},
+        "ours_over_best_peer": {
+            figure: {"peer": peer, "ratio": ratios[figure][peer]} for figure, peer in best.items()
+        },
         "rounds": list(rounds),
     }

@@ -1,4 +1,5 @@
-"""Predicted against measured: real runs, and what the planner said of them with the calibrated hardware file."""
+"""Predicted against measured: real runs, and what the planner said of them with the calibrated hardware
+file."""
 
 import argparse
 import dataclasses
@@ -23,18 +24,24 @@ from train.predict import predict
 
 SUMMARY = "the planner's predictions against real runs"
 DESCRIPTION = (
-    "Run configurations of 1 to 4 ranks on this CPU, or of one GPU, in turn, and compare each one's step time (on a GPU also its "
-    "peak memory) with what the planner says of it. Prints every error, their mean, Kendall's tau of the order, and how much "
-    "slower than the best the plan is that the planner would choose. Calibrate first, on a machine where nothing else runs."
+    "Run configurations of 1 to 4 ranks on this CPU, or of one GPU, in turn, and compare each one's step "
+    "time (on a GPU also its "
+    "peak memory) with what the planner says of it. Prints every error, their mean, Kendall's tau of the "
+    "order, and how much "
+    "slower than the best the plan is that the planner would choose. Calibrate first, on a machine where "
+    "nothing else runs."
 )
-EPILOG = "Config keys of train.main are accepted too, as --section.key=value, and win over those of every run."
+EPILOG = (
+    "Config keys of train.main are accepted too, as --section.key=value, and win over those of every run."
+)
 MEAN_ERROR, TAU, REGRET = 0.15, 0.8, 0.05  # what the project asks for of a CPU
 GPU_MEAN_ERROR, GPU_WORST_ERROR = 0.05, 0.10  # of one GPU's step time
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of one rank: a step's seconds, the peak of what it allocates, and with what allocator and process take besides."""
+    """Of one rank: a step's seconds, the peak of what it allocates, and with what allocator and process take
+    besides."""
 
     step_s: float
     peak_gib: float
@@ -43,8 +50,8 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `error`: predicted / measured - 1. `peak_...`: of allocated memory; on a CPU the planner does not know what
-    the process has besides."""
+    """One run. `error`: predicted / measured - 1. `peak_...`: of allocated memory; on a CPU the planner does
+    not know what the process has besides."""
 
     name: str
     sweep: str
@@ -58,15 +65,27 @@ class Row:
 
 def add_predictions_options(parser: argparse.ArgumentParser) -> None:
     """Options of `predictions`."""
-    parser.add_argument("--hardware", metavar="KIND",
-                        help="hardware file to predict with (default: cpu, or the kind that this GPU is)")  # fmt: skip
-    parser.add_argument("--steps", type=positive, default=10, metavar="N",
-                        help=f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} do not count)")  # fmt: skip
+    parser.add_argument(
+        "--hardware",
+        metavar="KIND",
+        help="hardware file to predict with (default: cpu, or the kind that this GPU is)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=10,
+        metavar="N",
+        help=f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} do not count)",
+    )
     parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)")
+    parser.add_argument(
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
+    )
 
 
-def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def compare_predictions(
+    options: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Configs by name, figures, and a text. Raises BenchError, and what a run's config may raise."""
     on_gpu = torch.cuda.is_available()
     hardware = find_kind(options.hardware, on_gpu)
@@ -76,22 +95,37 @@ def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -
     configs = {case: resolve(setup) for case, setup in cases.items()}
     predicted = {case: predict_case(case, configs[case], hardware, options.threads) for case in cases}
     if on_gpu:
-        cases = {case: setup for case, setup in cases.items() if predicted[case].reserved_gib < hardware.memory_gib}
+        cases = {
+            case: setup for case, setup in cases.items() if predicted[case].reserved_gib < hardware.memory_gib
+        }
     runs = run_in_turn(cases, options.rounds)
     rows = [make_row(case, predicted[case], runs[case]) for case in cases]
-    figures = {"hardware_file": hardware.name, **summarise(rows), "rows": [dataclasses.asdict(row) for row in rows],
-               "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases}}  # fmt: skip
-    return {case.name: config_to_record(configs[case]) for case in cases}, figures, predictions_text(rows, on_gpu)
+    figures = {
+        "hardware_file": hardware.name,
+        **summarise(rows),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases},
+    }
+    return (
+        {case.name: config_to_record(configs[case]) for case in cases},
+        figures,
+        predictions_text(rows, on_gpu),
+    )
 
 
 def find_kind(name: str | None, on_gpu: bool) -> Hardware:
     """The hardware file to predict with. Raises BenchError."""
     kinds = load_hardware()
-    kind = find_hardware(torch.cuda.get_device_name(0)) if name is None and on_gpu else kinds.get(name or "cpu")
+    kind = (
+        find_hardware(torch.cuda.get_device_name(0)) if name is None and on_gpu else kinds.get(name or "cpu")
+    )
     if kind is None:
         which = f"configs/hardware/{name}.yaml" if name else "hardware file for this machine"
-        raise BenchError(f"there is no {which}. Make one with `python -m tools.bench calibrate`, or name one with --hardware: "
-                         f"{', '.join(kinds)}")  # fmt: skip
+        raise BenchError(
+            f"there is no {which}. Make one with `python -m tools.bench calibrate`, or name one with "
+            f"--hardware: "
+            f"{', '.join(kinds)}"
+        )
     return kind
 
 
@@ -100,16 +134,23 @@ def predict_case(case: Case, config: Config, hardware: Hardware, threads: int) -
     cores = min(hardware.cores, case.processes * threads)
     plan = plan_run(config, case.processes, attention=best_attention(config, hardware))
     prediction = predict(config, plan, dataclasses.replace(hardware, cores=cores), case.processes)
-    return Predicted(prediction.timeline.step_s, prediction.memory.peak_bytes / GIB, prediction.reserved_bytes / GIB)
+    return Predicted(
+        prediction.timeline.step_s, prediction.memory.peak_bytes / GIB, prediction.reserved_bytes / GIB
+    )
 
 
 def run_in_turn(cases: Mapping[Case, Setup], rounds: int) -> dict[Case, list[RunFigures]]:
-    """Each `rounds` times: all of them, then all of them again, so that a machine that drifts hurts all alike."""
+    """Each `rounds` times: all of them, then all of them again, so that a machine that drifts hurts all
+    alike."""
     runs: dict[Case, list[RunFigures]] = {case: [] for case in cases}
     for turn in range(rounds):
         for case, setup in cases.items():
             runs[case].append(measure_run(setup, {}))
-            print(f"round {turn + 1} {case.name}: {1e3 * step_seconds(runs[case][-1:]):,.0f} ms", file=sys.stderr, flush=True)
+            print(
+                f"round {turn + 1} {case.name}: {1e3 * step_seconds(runs[case][-1:]):,.0f} ms",
+                file=sys.stderr,
+                flush=True,
+            )
     return runs
 
 
@@ -123,8 +164,16 @@ def make_row(case: Case, predicted: Predicted, runs: Sequence[RunFigures]) -> Ro
     """One run's prediction and figures."""
     measured_s = step_seconds(runs)
     peak_gib = max(run.peak_memory_gib for run in runs)
-    return Row(case.name, case.sweep, case.choice, predicted.step_s, measured_s, predicted.step_s / measured_s - 1,
-               predicted.peak_gib, peak_gib)  # fmt: skip
+    return Row(
+        case.name,
+        case.sweep,
+        case.choice,
+        predicted.step_s,
+        measured_s,
+        predicted.step_s / measured_s - 1,
+        predicted.peak_gib,
+        peak_gib,
+    )
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -138,15 +187,16 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Of all pairs, the share that both put in the same order less the share that they do not: 1 for the same order, -1 for
-    the opposite (Kendall, A New Measure of Rank Correlation, 1938). Ties count for neither."""
+    """Of all pairs, the share that both put in the same order less the share that they do not: 1 for the same
+    order, -1 for the opposite (Kendall, A New Measure of Rank Correlation, 1938). Ties count for neither."""
     pairs = list(itertools.combinations(zip(first, second, strict=True), 2))
     products = [(a - b) * (x - y) for (a, x), (b, y) in pairs]
     return (sum(p > 0 for p in products) - sum(p < 0 for p in products)) / len(pairs) if pairs else 1.0
 
 
 def regrets(rows: Sequence[Row]) -> dict[str, float]:
-    """By sweep, how much slower the plan predicted to be the fastest is than the fastest, as a share of its time."""
+    """By sweep, how much slower the plan predicted to be the fastest is than the fastest, as a share of its
+    time."""
     found = {}
     for sweep in dict.fromkeys(row.sweep for row in rows if row.choice):
         those = [row for row in rows if row.sweep == sweep and row.choice]
@@ -158,19 +208,42 @@ def regrets(rows: Sequence[Row]) -> dict[str, float]:
 
 def predictions_text(rows: Sequence[Row], on_gpu: bool) -> str:
     """The table, and what it comes to, beside what is asked for."""
-    head = ["run", "predicted ms", "measured ms", "error", *(["predicted GiB", "measured GiB", "error"] if on_gpu else [])]
-    cells = [[row.name, f"{1e3 * row.predicted_s:,.0f}", f"{1e3 * row.measured_s:,.0f}", f"{row.error:+.1%}",
-              *(_memory_cells(row) if on_gpu else [])] for row in rows]  # fmt: skip
+    head = [
+        "run",
+        "predicted ms",
+        "measured ms",
+        "error",
+        *(["predicted GiB", "measured GiB", "error"] if on_gpu else []),
+    ]
+    cells = [
+        [
+            row.name,
+            f"{1e3 * row.predicted_s:,.0f}",
+            f"{1e3 * row.measured_s:,.0f}",
+            f"{row.error:+.1%}",
+            *(_memory_cells(row) if on_gpu else []),
+        ]
+        for row in rows
+    ]
     figures = summarise(rows)
     mean, worst = (f"mean error {figures['mean_error']:.1%}", f"worst {figures['worst_error']:.1%}")
     if on_gpu:
-        return f"{format_table(head, cells)}\n\n{mean} (asked: {GPU_MEAN_ERROR:.0%}), {worst} (asked: {GPU_WORST_ERROR:.0%})"
+        return (
+            f"{format_table(head, cells)}\n\n{mean} (asked: {GPU_MEAN_ERROR:.0%}), {worst} (asked: "
+            f"{GPU_WORST_ERROR:.0%})"
+        )
     lines = [f"{mean} (asked: {MEAN_ERROR:.0%}), {worst}; Kendall's tau {figures['tau']:.2f} (asked: {TAU})"]
-    lines += [f"the plan chosen for {sweep}: {regret:.1%} slower than the best (asked: {REGRET:.0%})"
-              for sweep, regret in figures["regret"].items()]  # fmt: skip
+    lines += [
+        f"the plan chosen for {sweep}: {regret:.1%} slower than the best (asked: {REGRET:.0%})"
+        for sweep, regret in figures["regret"].items()
+    ]
     legend = "run: model, dp_replicate x dp_shard x tp, activation checkpointing"
     return "\n".join([format_table(head, cells), "", legend, *lines])
 
 
 def _memory_cells(row: Row) -> list[str]:
-    return [f"{row.predicted_gib:.2f}", f"{row.measured_gib:.2f}", f"{row.predicted_gib / row.measured_gib - 1:+.1%}"]
+    return [
+        f"{row.predicted_gib:.2f}",
+        f"{row.measured_gib:.2f}",
+        f"{row.predicted_gib / row.measured_gib - 1:+.1%}",
+    ]

@@ -17,7 +17,15 @@ POLL_S = 0.02  # how often a command that runs is looked at: the resolution of s
 GRACE_S = 10.0  # between asking a command to end and killing it; torchrun wants some to end its workers
 REASON_LINES = 6  # of the output of a command that failed, at most
 CACHE_MODES = ("keep", "cold", "warm")
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 class BenchError(ConfigError):
@@ -25,15 +33,25 @@ class BenchError(ConfigError):
 
 
 def python_command(module: str, processes: int, folder: Path) -> list[str]:
-    """`python -m module`, through torchrun for more than one process; torchrun keeps its files in `folder`."""
+    """`python -m module`, through torchrun for more than one process; torchrun keeps its files in
+    `folder`."""
     if processes == 1:
         return [sys.executable, "-m", module]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--log-dir", str(folder)]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "--log-dir",
+        str(folder),
+    ]
     return [sys.executable, *launcher, "-m", module]
 
 
 def make_environment(threads: int, cache: dict[str, str]) -> dict[str, str]:
-    """This process's environment without a launcher's variables; the CPU threads and compile cache of a run."""
+    """This process's environment without a launcher's variables; the CPU threads and compile cache of a
+    run."""
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
     return {**kept, "OMP_NUM_THREADS": str(threads), **cache}
 
@@ -41,7 +59,8 @@ def make_environment(threads: int, cache: dict[str, str]) -> dict[str, str]:
 def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str, str]:
     """Where a run keeps what it compiles.
 
-    `keep`: wherever the user has it; `cold`: a folder of this turn alone; `warm`: one folder for all turns of `name`.
+    `keep`: wherever the user has it; `cold`: a folder of this turn alone; `warm`: one folder for all turns of
+    `name`.
     """
     if mode == "keep":
         return {}
@@ -49,15 +68,30 @@ def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str
     return {"TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"), "TRITON_CACHE_DIR": str(own / "triton")}
 
 
-def run_to_end(command: Sequence[str] | str, environment: dict[str, str], log: Path, while_running: Callable[[], None],
-               folder: Path | None = None) -> None:  # fmt: skip
-    """Run a command (a string: in a shell), in `folder` if given, with its output in `log`, calling `while_running` every POLL_S.
+def run_to_end(
+    command: Sequence[str] | str,
+    environment: dict[str, str],
+    log: Path,
+    while_running: Callable[[], None],
+    folder: Path | None = None,
+) -> None:
+    """Run a command (a string: in a shell), in `folder` if given, with its output in `log`, calling
+    `while_running` every POLL_S.
 
-    Whatever ends this function early ends the command and its descendants. Raises BenchError if the command fails.
+    Whatever ends this function early ends the command and its descendants. Raises BenchError if the command
+    fails.
     """
     with log.open("wb") as output:
-        process = subprocess.Popen(command, shell=isinstance(command, str), env=environment, stdin=subprocess.DEVNULL, cwd=folder,
-                                   stdout=output, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            shell=isinstance(command, str),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             while process.poll() is None:
                 while_running()
@@ -73,7 +107,11 @@ def run_to_end(command: Sequence[str] | str, environment: dict[str, str], log: P
 def _reason(log: Path) -> str:
     """The first error that a command named, with what is indented below it, or else its last lines."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    named = [i for i, line in enumerate(lines) if re.match(r"(\[\w+\]:\s*)?[\w.]+(Error|Exception|Unsupported): ", line)]
+    named = [
+        i
+        for i, line in enumerate(lines)
+        if re.match(r"(\[\w+\]:\s*)?[\w.]+(Error|Exception|Unsupported): ", line)
+    ]
     if named:
         more = itertools.takewhile(lambda line: line.startswith("  "), lines[named[0] + 1 :])
         lines = [lines[named[0]], *itertools.islice(more, REASON_LINES - 1)]
@@ -81,7 +119,8 @@ def _reason(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a command and its descendants to end, then kill what is left. torchrun's workers have sessions of their own."""
+    """Ask a command and its descendants to end, then kill what is left. torchrun's workers have sessions of
+    their own."""
     family = _family([process.pid])
     try:
         _send(signal.SIGTERM, family)
@@ -106,7 +145,8 @@ def _send(number: signal.Signals, family: dict[int, int]) -> None:
 
 
 def alive(family: Mapping[int, int]) -> list[int]:
-    """Those of processes, with their start times, that still run: the same number with another start time is a stranger."""
+    """Those of processes, with their start times, that still run: the same number with another start time is
+    a stranger."""
     return [pid for pid, start in family.items() if start_times([pid]).get(pid) == start]
 
 
@@ -121,7 +161,9 @@ def _family(roots: Iterable[int]) -> dict[int, int]:
     found = {pid: running[pid][1] for pid in roots if pid in running}
     grown = True
     while grown:
-        more = {pid: start for pid, (parent, start) in running.items() if parent in found and pid not in found}
+        more = {
+            pid: start for pid, (parent, start) in running.items() if parent in found and pid not in found
+        }
         found |= more
         grown = bool(more)
     return found
@@ -143,8 +185,8 @@ def _parent_and_start(pid: int) -> tuple[int, int] | None:
 
 
 def descendant_age_s(words: bytes, not_words: bytes) -> float | None:
-    """Seconds since the first of this process's descendants started that has `words` in its command line and not
-    `not_words`; None while there is none, and on a system without /proc."""
+    """Seconds since the first of this process's descendants started that has `words` in its command line and
+    not `not_words`; None while there is none, and on a system without /proc."""
     ages = []
     for pid, ticks in _family([os.getpid()]).items():
         try:

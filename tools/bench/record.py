@@ -1,4 +1,5 @@
-"""What a measurement leaves behind: date, hardware, versions, configuration and raw figures, and nobody's name."""
+"""What a measurement leaves behind: date, hardware, versions, configuration and raw figures, and nobody's
+name."""
 
 import datetime
 import getpass
@@ -20,11 +21,14 @@ from train import VERSION
 
 RECORDS = Path(__file__).parent / "records"
 _HOME = re.compile(r"""/(?:home|Users)/[^\s'"/,;:=]+""")  # its last part is somebody's name
-# an absolute path or one below a home: its last part is kept; `tok/s`, `./x`, `../x` and `$HOME/x` are not touched
+# an absolute path or one below a home: its last part is kept; `tok/s`, `./x`, `../x` and `$HOME/x` are not
+# touched
 _PATH = re.compile(r"""(?:(?<![\w.~/})-])|(?<=\s-\w))(?:~\w*)?/+(?:[^\s'"/,;:=]+/+)*([^\s'"/,;:=]+)/*""")
 
 
-def make_document(name: str, command: Sequence[str], config: dict[str, Any] | None, figures: dict[str, Any]) -> dict[str, Any]:
+def make_document(
+    name: str, command: Sequence[str], config: dict[str, Any] | None, figures: dict[str, Any]
+) -> dict[str, Any]:
     """One measurement, without absolute paths, host names and user names. Looks at the machine."""
     document = {
         "name": name,
@@ -39,7 +43,8 @@ def make_document(name: str, command: Sequence[str], config: dict[str, Any] | No
 
 
 def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) -> Path:
-    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: a record is never overwritten. Raises BenchError."""
+    """Write DATE-NAME.json, or DATE-NAME-2.json and so on: a record is never overwritten. Raises
+    BenchError."""
     check_name(name)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document, indent=2) + "\n"
@@ -57,14 +62,21 @@ def write_record(document: dict[str, Any], name: str, folder: Path = RECORDS) ->
 def check_name(name: str) -> None:
     """Raises BenchError for what cannot be a record's name."""
     if not re.fullmatch(r"[\w.-]+", name):
-        raise BenchError(f"--record {name}: the name of a record is made of letters, digits, '-', '_' and '.'")
+        raise BenchError(
+            f"--record {name}: the name of a record is made of letters, digits, '-', '_' and '.'"
+        )
 
 
 def find_hardware() -> dict[str, Any]:
     """CPU model, cores that this process may use, and the GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": _cpu_model(), "cores": cores, "gpu": torch.cuda.get_device_name(0) if gpus else None, "gpus": gpus}
+    return {
+        "cpu": _cpu_model(),
+        "cores": cores,
+        "gpu": torch.cuda.get_device_name(0) if gpus else None,
+        "gpus": gpus,
+    }
 
 
 def find_versions() -> dict[str, str | None]:
@@ -80,7 +92,8 @@ def find_versions() -> dict[str, str | None]:
 
 
 def without_names(value: Any) -> Any:
-    """The same data, every string in it (keys aside) without absolute paths, this host's and this user's name."""
+    """The same data, every string in it (keys aside) without absolute paths, this host's and this user's
+    name."""
     if isinstance(value, dict):
         return {key: without_names(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -20,16 +20,25 @@ PROG = "tools.bench"
 WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones
 MFUS = ("mfu", "mfu_causal")  # as metrics.jsonl names them
 STANDARD_SHAPE = (
-    "--model.dim=256", "--model.n_layers=6", "--model.n_heads=16", "--model.n_kv_heads=16", "--model.ffn_dim=768",
-    "--model.vocab_size=2048", "--model.max_seq_len=512", "--train.seq_len=512", "--train.micro_batch_size=4",
-    "--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0",
-)  # fmt: skip
+    "--model.dim=256",
+    "--model.n_layers=6",
+    "--model.n_heads=16",
+    "--model.n_kv_heads=16",
+    "--model.ffn_dim=768",
+    "--model.vocab_size=2048",
+    "--model.max_seq_len=512",
+    "--train.seq_len=512",
+    "--train.micro_batch_size=4",
+    "--data.source=stdlib",
+    "--checkpoint.every=0",
+    "--train.eval_every=0",
+)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run to measure: its processes, the CPU threads of each, the config keys of train.main, and how many steps share a
-    report, which waits for the device."""
+    """A run to measure: its processes, the CPU threads of each, the config keys of train.main, and how many
+    steps share a report, which waits for the device."""
 
     processes: int
     threads: int
@@ -44,12 +53,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run did. Rates are of the reports after the first WARM_UP_STEPS steps (the last report alone in a run as short).
+    """What a run did. Rates are of the reports after the first WARM_UP_STEPS steps (the last report alone in
+    a run as short).
 
-    `startup_s`: wall seconds from starting the command to the first report, which is the end of the first optimizer step
-    where every step is reported. `data_wait_share`: of the step time. `step_times_s`: of a step of every report, the first
-    included. `device`: as the run names it. `spread`: (best - worst rate) / median. `mfu`, `mfu_causal`: median, attention
-    counted in full or half; None where the device has no peak to compare with.
+    `startup_s`: wall seconds from starting the command to the first report, which is the end of the first
+    optimizer step where every step is reported. `data_wait_share`: of the step time. `step_times_s`: of a
+    step of every report, the first included. `device`: as the run names it. `spread`: (best - worst rate) /
+    median. `mfu`, `mfu_causal`: median, attention counted in full or half; None where the device has no peak
+    to compare with.
     """
 
     device: str
@@ -66,7 +77,8 @@ class RunFigures:
 
 
 def resolve(setup: Setup) -> Config:
-    """The config of a run, checked before anything is started; its text is tokenised into the cache if need be.
+    """The config of a run, checked before anything is started; its text is tokenised into the cache if need
+    be.
 
     Raises ConfigError, PlanError and DataError.
     """
@@ -84,15 +96,17 @@ def config_to_record(config: Config) -> dict[str, Any]:
 
 
 def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
-    """Start train.main in a temporary folder, wait for its end and read its figures. Raises BenchError if it fails."""
+    """Start train.main in a temporary folder, wait for its end and read its figures. Raises BenchError if it
+    fails."""
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
         return measure_run_in(Path(name), setup, cache)
 
 
-def measure_run_in(folder: Path, setup: Setup, cache: dict[str, str], while_running: Callable[[], None] = lambda: None
-                   ) -> RunFigures:  # fmt: skip
-    """The same in a folder that stays: FOLDER/run is the run's, FOLDER/log what it printed. `while_running` is called all
-    the time; what it raises ends the run."""
+def measure_run_in(
+    folder: Path, setup: Setup, cache: dict[str, str], while_running: Callable[[], None] = lambda: None
+) -> RunFigures:
+    """The same in a folder that stays: FOLDER/run is the run's, FOLDER/log what it printed. `while_running`
+    is called all the time; what it raises ends the run."""
     metrics, log = folder / "run" / "metrics.jsonl", folder / "log"
     first_report_at = 0.0
 
@@ -125,7 +139,9 @@ def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) 
         raise BenchError("the run ended without a row in metrics.jsonl: it needs at least one optimizer step")
     counted = [row for row in rows if row["step"] > WARM_UP_STEPS] or rows[-1:]
     rates = [row["tokens_per_s_per_gpu"] for row in counted]
-    mfu, mfu_causal = (statistics.median(row[key] for row in counted) if key in counted[0] else None for key in MFUS)
+    mfu, mfu_causal = (
+        statistics.median(row[key] for row in counted) if key in counted[0] else None for key in MFUS
+    )
     return RunFigures(
         device=device,
         tokens_per_s_per_rank=statistics.median(rates),
@@ -133,7 +149,8 @@ def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) 
         startup_s=startup_s,
         peak_memory_gib=rows[-1]["peak_memory_gib"],
         recompiles=rows[-1]["recompiles"],
-        data_wait_share=sum(row["data_wait_s"] for row in counted) / sum(row["step_time_s"] for row in counted),
+        data_wait_share=sum(row["data_wait_s"] for row in counted)
+        / sum(row["step_time_s"] for row in counted),
         step_times_s=[row["step_time_s"] for row in rows],
         spread=spread(rates, statistics.median(rates)),
         mfu=mfu,
@@ -147,5 +164,7 @@ def spread(values: Sequence[float], middle: float) -> float:
 
 
 def _device(log: Path) -> str:
-    match = re.search(r"^device: (.+), \d+ process", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    match = re.search(
+        r"^device: (.+), \d+ process", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+    )
     return match[1] if match else "unknown"

@@ -1,4 +1,5 @@
-"""How runs scale as a picture: MFU above, exposed share below, a column for each model, a colour for each kind of GPU."""
+"""How runs scale as a picture: MFU above, exposed share below, a column for each model, a colour for each
+kind of GPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from parallel.planner.picture import BODY, FAINT, GRID, INK, LARGE, SMALL
 from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
 
 Both = tuple[Mapping[str, Any], Mapping[str, Any]]  # the planner's choice, FSDP alone
-Curves = Sequence[tuple[str, str, Sequence[Both]]]  # model, kind of GPU, and both ways for each number of GPUs
+# model, kind of GPU, and both ways for each number of GPUs
+Curves = Sequence[tuple[str, str, Sequence[Both]]]
 LEGEND_WIDTH, PANEL, GAP, LEFT, TOP, HEIGHT = 900, 350, 44, 52, 112, 190
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of kinds; Okabe and Ito (2008), which colour-blind people can tell apart
+# of kinds; Okabe and Ito (2008), which colour-blind people can tell apart
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 LINE, DOT, DASH = 2.2, 3.4, 7.0  # pixels: width of lines, half a dot, length of a dash
 TITLE = "Predicted: the planner's choice and FSDP alone, from 8 GPUs on"
 WORDS = ("MFU, attention in full", "exposed: share of the step that waits for communication")
@@ -22,7 +25,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Axes:
-    """A panel: its upper left corner, numbers of GPUs from left to right, and shares from 0 at its foot up to `most`."""
+    """A panel: its upper left corner, numbers of GPUs from left to right, and shares from 0 at its foot up to
+    `most`."""
 
     left: float
     top: float
@@ -37,7 +41,10 @@ class Axes:
 
 def draw_scaling(curves: Curves) -> Picture:
     """Two panels for each model, under a title and a legend."""
-    models, kinds = list(dict.fromkeys(model for model, _, _ in curves)), list(dict.fromkeys(kind for _, kind, _ in curves))
+    models, kinds = (
+        list(dict.fromkeys(model for model, _, _ in curves)),
+        list(dict.fromkeys(kind for _, kind, _ in curves)),
+    )
     counts = tuple(sorted({pair[0]["gpus"] for _, _, both in curves for pair in both}))
     tops = [_ceiling(key, curves) for key in KEYS]
     shapes: list[Shape] = [Text(LEFT, 34, TITLE, LARGE, INK, bold=True), *_legend(kinds)]
@@ -53,8 +60,11 @@ def draw_scaling(curves: Curves) -> Picture:
 
 
 def _ceiling(key: str, curves: Curves) -> float:
-    """The first tick that is not below the largest value: ticks are 20% apart, or 10% where all is below 50%."""
-    most = max((cell[key] for _, _, both in curves for pair in both for cell in pair if cell["fits"]), default=0.0)
+    """The first tick that is not below the largest value: ticks are 20% apart, or 10% where all is below
+    50%."""
+    most = max(
+        (cell[key] for _, _, both in curves for pair in both for cell in pair if cell["fits"]), default=0.0
+    )
     return next(tick for tick in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0) if tick >= min(most, 1.0))
 
 
@@ -102,7 +112,9 @@ def _dot(at: Point, color: str, hollow: bool, about: str = "") -> Iterator[Shape
     half = DOT + (1.6 if hollow else 0.0)
     yield rectangle(at[0] - half, at[1] - half, 2 * half, 2 * half, color, about)
     if hollow:
-        yield rectangle(at[0] - half + 1.4, at[1] - half + 1.4, 2 * half - 2.8, 2 * half - 2.8, "#ffffff", about)
+        yield rectangle(
+            at[0] - half + 1.4, at[1] - half + 1.4, 2 * half - 2.8, 2 * half - 2.8, "#ffffff", about
+        )
 
 
 def _line(start: Point, end: Point, color: str, dashed: bool) -> Iterator[Shape]:
@@ -121,5 +133,12 @@ def _stroke(start: Point, end: Point, color: str) -> Polygon:
     x, y = end[0] - start[0], end[1] - start[1]
     scale = LINE / 2 / max(hypot(x, y), 1e-9)
     dx, dy = -y * scale, x * scale
-    return Polygon(((start[0] + dx, start[1] + dy), (end[0] + dx, end[1] + dy), (end[0] - dx, end[1] - dy),
-                    (start[0] - dx, start[1] - dy)), color)  # fmt: skip
+    return Polygon(
+        (
+            (start[0] + dx, start[1] + dy),
+            (end[0] + dx, end[1] + dy),
+            (end[0] - dx, end[1] - dy),
+            (start[0] - dx, start[1] - dy),
+        ),
+        color,
+    )

@@ -9,36 +9,71 @@ from typing import Any
 
 from tools.bench.measurement import KEYS, Result
 from tools.bench.processes import CACHE_MODES, cache_environment
-from tools.bench.run import STANDARD_SHAPE, WARM_UP_STEPS, RunFigures, Setup, config_to_record, measure_run, resolve
+from tools.bench.run import (
+    STANDARD_SHAPE,
+    WARM_UP_STEPS,
+    RunFigures,
+    Setup,
+    config_to_record,
+    measure_run,
+    resolve,
+)
 from tools.command import format_table, positive
 
-SHAPE = ("dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, sequences of 512, 4 of them per process and "
-         "step, data.source=stdlib, no evaluation, no checkpoint")  # fmt: skip
+SHAPE = (
+    "dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, sequences of 512, 4 of them per "
+    "process and "
+    "step, data.source=stdlib, no evaluation, no checkpoint"
+)
 SUMMARY = "one run: speed, memory, start-up"
-DESCRIPTION = (f"Run train.main on the standard shape ({SHAPE}) and report tokens per second of a rank (median and best "
-               f"of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the first step, peak "
-               "memory, recompiles, and the share of time spent waiting for data.")  # fmt: skip
+DESCRIPTION = (
+    f"Run train.main on the standard shape ({SHAPE}) and report tokens per second of a rank (median and best "
+    f"of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the first "
+    f"step, peak "
+    "memory, recompiles, and the share of time spent waiting for data."
+)
 EPILOG = KEYS
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """How the standard shape is run."""
-    parser.add_argument("--processes", type=positive, default=2, metavar="N",
-                        help="processes of the run (default 2); it takes GPUs where it has one for each")  # fmt: skip
-    parser.add_argument("--steps", type=positive, default=24, metavar="N", help="optimizer steps (default 24)")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)")
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="processes of the run (default 2); it takes GPUs where it has one for each",
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=24, metavar="N", help="optimizer steps (default 24)"
+    )
+    parser.add_argument(
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
+    )
     parser.add_argument("--compile", choices=("true", "false"), default="true", help="default true")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                        help="of parameters and computation (default float32); gradients are reduced in float32")  # fmt: skip
-    parser.add_argument("--cache", choices=CACHE_MODES, default="keep",
-                        help="compile cache: as it is (keep, the default), empty for every run (cold), or filled by one more run "
-                             "that does not count (warm)")  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of parameters and computation (default float32); gradients are reduced in float32",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=CACHE_MODES,
+        default="keep",
+        help="compile cache: as it is (keep, the default), empty for every run (cold), or filled by one "
+        "more run "
+        "that does not count (warm)",
+    )
 
 
 def standard_setup(options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
     """The standard shape with the options, then the user's keys."""
-    keys = [f"--train.steps={options.steps}", f"--parallel.compile.enabled={options.compile}",
-            f"--parallel.param_dtype={options.dtype}"]  # fmt: skip
+    keys = [
+        f"--train.steps={options.steps}",
+        f"--parallel.compile.enabled={options.compile}",
+        f"--parallel.param_dtype={options.dtype}",
+    ]
     return Setup(options.processes, options.threads, [*STANDARD_SHAPE, *keys, *overrides])
 
 
@@ -56,7 +91,9 @@ def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> Resu
         if options.cache == "warm":
             measure_run(setup, cache)
         figures = measure_run(setup, cache)
-    return Result(config_to_record(config), with_setup(options, dataclasses.asdict(figures)), train_text(figures))
+    return Result(
+        config_to_record(config), with_setup(options, dataclasses.asdict(figures)), train_text(figures)
+    )
 
 
 def train_text(figures: RunFigures) -> str:

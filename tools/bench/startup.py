@@ -10,7 +10,8 @@ from pathlib import Path
 from tools.bench.processes import descendant_age_s
 from tools.bench.run import Setup, measure_run_in
 
-FIRST_LINE = re.compile(rb"^meshwright \d.*, torch ", re.MULTILINE)  # a run says its versions once its plan is made
+# a run says its versions once its plan is made
+FIRST_LINE = re.compile(rb"^meshwright \d.*, torch ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class Marks:
 
     def look(self) -> None:
         """Called all the time while the run runs."""
-        if not self.worker_at and (age_s := descendant_age_s(b"train.main", b"torch.distributed.run")) is not None:
+        if (
+            not self.worker_at
+            and (age_s := descendant_age_s(b"train.main", b"torch.distributed.run")) is not None
+        ):
             self.worker_at = time.perf_counter() - age_s
         if not self.spoke_at and self.log.exists() and FIRST_LINE.search(self.log.read_bytes()):
             self.spoke_at = time.perf_counter()
@@ -60,8 +64,11 @@ def measure_startup(setup: Setup, cache: dict[str, str]) -> Startup:
     return split_start(figures.startup_s, worker_s, spoke_s, first_s, statistics.median(later or [0.0]))
 
 
-def split_start(total_s: float, worker_s: float | None, spoke_s: float | None, first_s: float, later_s: float) -> Startup:
-    """The parts, from seconds since the command until the worker existed, until it spoke, and of the first and a later step."""
+def split_start(
+    total_s: float, worker_s: float | None, spoke_s: float | None, first_s: float, later_s: float
+) -> Startup:
+    """The parts, from seconds since the command until the worker existed, until it spoke, and of the first
+    and a later step."""
     return Startup(
         launcher_s=None if worker_s is None else max(0.0, worker_s),
         imports_s=None if worker_s is None or spoke_s is None else spoke_s - max(0.0, worker_s),

@@ -1,4 +1,5 @@
-"""How fast text is tokenised into shards, against the tokenizers library alone on the same texts, which is the limit."""
+"""How fast text is tokenised into shards, against the tokenizers library alone on the same texts, which is
+the limit."""
 
 import json
 import os
@@ -32,11 +33,11 @@ print(time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
 
 def measure_tokenising(megabytes: int) -> dict[str, Any]:
-    """MB/s of text: the library alone with 1 and 2 threads, texts in memory, and from a .jsonl file to a prepared folder with
-    1 and 2 workers, start and end of the processes included.
+    """MB/s of text: the library alone with 1 and 2 threads, texts in memory, and from a .jsonl file to a
+    prepared folder with 1 and 2 workers, start and end of the processes included.
 
-    Medians of interleaved rounds, and the ratio of the two with 2. `mb_cpu_s` is MB for each second of one core: other
-    programs on the machine disturb it less.
+    Medians of interleaved rounds, and the ratio of the two with 2. `mb_cpu_s` is MB for each second of one
+    core: other programs on the machine disturb it less.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -60,7 +61,8 @@ def measure_tokenising(megabytes: int) -> dict[str, Any]:
 
 
 def _write_text(path: Path, size_bytes: int) -> int:
-    """The standard library as records of DOCUMENT_BYTES each, again and again up to the size; bytes of text."""
+    """The standard library as records of DOCUMENT_BYTES each, again and again up to the size; bytes of
+    text."""
     texts = [text for _, file in find_files("stdlib") if (text := file.read_bytes().decode(errors="ignore"))]
     whole, written = "".join(texts), 0
     with open(path, "w", encoding="utf-8") as file:
@@ -80,15 +82,20 @@ def _train_tokenizer(folder: Path) -> Path:
         texts = [json.loads(line)["text"] for line, _ in zip(file, range(3000), strict=False)]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<s>", "</s>"], show_progress=False,
-                                             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 
 def _alone_s(folder: Path, threads: int) -> tuple[float, float]:
-    """Seconds, and seconds of a core, of the library, in a process of its own, as it reads the number of threads once."""
+    """Seconds, and seconds of a core, of the library, in a process of its own, as it reads the number of
+    threads once."""
     environment = os.environ | {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     command = [sys.executable, "-c", _ALONE, str(folder / "tokenizer.json"), str(folder / "text.jsonl")]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()

@@ -1,4 +1,5 @@
-"""Our own run under several settings, interleaved: what a mesh, a checkpointing mode or a dtype costs and saves."""
+"""Our own run under several settings, interleaved: what a mesh, a checkpointing mode or a dtype costs and
+saves."""
 
 import argparse
 import re
@@ -7,23 +8,40 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.bench.measurement import KEYS, Result
-from tools.bench.peers import FIGURES, Contender, Figures, contender_of, make_medians, make_spreads, run_rounds, spread_text
+from tools.bench.peers import (
+    FIGURES,
+    Contender,
+    Figures,
+    contender_of,
+    make_medians,
+    make_spreads,
+    run_rounds,
+    spread_text,
+)
 from tools.bench.processes import BenchError
 from tools.bench.run import Setup, config_to_record, resolve
 from tools.bench.standard import SHAPE, add_run_options, standard_setup, with_setup
 from tools.command import format_table, positive
 
 SUMMARY = "ours under several settings, interleaved"
-DESCRIPTION = (f"Run ours on the standard shape ({SHAPE}) under several settings in turn, and print the figures of each and "
-               "their ratios to the first.")  # fmt: skip
+DESCRIPTION = (
+    f"Run ours on the standard shape ({SHAPE}) under several settings in turn, and print the figures of "
+    f"each and "
+    "their ratios to the first."
+)
 EPILOG = KEYS
 
 
 def add_variants_options(parser: argparse.ArgumentParser) -> None:
     """Options of `variants`."""
-    parser.add_argument("--variant", action="append", required=True, metavar="NAME=KEYS",
-                        help="config keys, as full='--parallel.activation_checkpoint=full'; may be none, as plain=''; given "
-                             "several times, the first is what the others are compared with")  # fmt: skip
+    parser.add_argument(
+        "--variant",
+        action="append",
+        required=True,
+        metavar="NAME=KEYS",
+        help="config keys, as full='--parallel.activation_checkpoint=full'; may be none, as plain=''; given "
+        "several times, the first is what the others are compared with",
+    )
     parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
     add_run_options(parser)
 
@@ -44,9 +62,15 @@ def parse_variants(texts: Sequence[str], setup: Setup) -> dict[str, Setup]:
     variants: dict[str, Setup] = {}
     for text in texts:
         name, equals, keys = (part.strip() for part in text.partition("="))
-        if not re.fullmatch(r"\w[\w.-]*", name) or not equals or any(not key.startswith("--") for key in keys.split()):
-            raise BenchError(f"--variant {text!r} must read NAME='--section.key=value ...', as --variant "
-                             "full='--parallel.activation_checkpoint=full'")  # fmt: skip
+        if (
+            not re.fullmatch(r"\w[\w.-]*", name)
+            or not equals
+            or any(not key.startswith("--") for key in keys.split())
+        ):
+            raise BenchError(
+                f"--variant {text!r} must read NAME='--section.key=value ...', as --variant "
+                "full='--parallel.activation_checkpoint=full'"
+            )
         if name in variants:
             raise BenchError(f"--variant {name}: this name is taken. Give every variant a name of its own")
         variants[name] = Setup(setup.processes, setup.threads, [*setup.arguments, *keys.split()])
@@ -63,9 +87,19 @@ def variant_contenders(variants: dict[str, Setup]) -> list[Contender]:
 def variant_figures(rounds: Sequence[dict[str, Figures]]) -> dict[str, Any]:
     """Medians, and every variant against the first: the median of the ratios within each round."""
     first = next(iter(rounds[0]))
-    against = {name: {figure: statistics.median(r[name][figure] / r[first][figure] for r in rounds) for figure in FIGURES}
-               for name in rounds[0]}  # fmt: skip
-    return {"median": make_medians(rounds), "spread": make_spreads(rounds), f"over_{first}": against, "rounds": list(rounds)}
+    against = {
+        name: {
+            figure: statistics.median(r[name][figure] / r[first][figure] for r in rounds)
+            for figure in FIGURES
+        }
+        for name in rounds[0]
+    }
+    return {
+        "median": make_medians(rounds),
+        "spread": make_spreads(rounds),
+        f"over_{first}": against,
+        "rounds": list(rounds),
+    }
 
 
 def variant_rows(rounds: Sequence[dict[str, Figures]]) -> tuple[list[str], list[list[str]]]:
@@ -76,5 +110,11 @@ def variant_rows(rounds: Sequence[dict[str, Figures]]) -> tuple[list[str], list[
     rows = []
     for name in rounds[0]:
         medians, ratios = figures["median"][name], figures[f"over_{first}"][name]
-        rows.append([name, *(f"{medians[figure]:,.2f}" for figure in FIGURES), *(f"{ratios[figure]:.3f}" for figure in FIGURES)])
+        rows.append(
+            [
+                name,
+                *(f"{medians[figure]:,.2f}" for figure in FIGURES),
+                *(f"{ratios[figure]:.3f}" for figure in FIGURES),
+            ]
+        )
     return head, rows

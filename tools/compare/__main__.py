@@ -35,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.picture:
         save_picture(options.picture, comparisons)
     if options.json:
-        print(json.dumps({"same": same, "comparisons": [as_json(comparison) for comparison in comparisons]}, indent=2))
+        print(
+            json.dumps(
+                {"same": same, "comparisons": [as_json(comparison) for comparison in comparisons]}, indent=2
+            )
+        )
     else:
         parts = [summary(comparisons)] if len(comparisons) > 1 else []
         print("\n\n".join([*parts, *map(as_text, comparisons)]))
@@ -47,21 +51,33 @@ def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare",
-        description="Are these runs the same training? Data, loss and gradient norm at the steps that both report, the first "
-        "step that differs and by how much; rate and memory side by side; config and plan in words. Of more than two runs each "
+        description="Are these runs the same training? Data, loss and gradient norm at the steps that both "
+        "report, the first "
+        "step that differs and by how much; rate and memory side by side; config and plan in words. Of more "
+        "than two runs each "
         "is compared with the first.",
-        epilog="exit codes: 0 the same within the band, 1 different, 2 a mistake in what was asked. Bands: bit for bit; within "
-        "float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 of its size: what every mesh is tested to, at each of ten "
-        "steps); and where one of the runs computes or keeps something in bfloat16 or float8, within what that rounds (loss "
-        "0.02, gradient norm 4.2% of its size). Noise grows with the steps, as fast as the training is unstable: --until looks "
+        epilog="exit codes: 0 the same within the band, 1 different, 2 a mistake in what was asked. Bands: "
+        "bit for bit; within "
+        "float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 of its size: what every mesh is tested to, "
+        "at each of ten "
+        "steps); and where one of the runs computes or keeps something in bfloat16 or float8, within what "
+        "that rounds (loss "
+        "0.02, gradient norm 4.2% of its size). Noise grows with the steps, as fast as the training is "
+        "unstable: --until looks "
         "at the first ones only.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, of a run that may still be going")
-    parser.add_argument("--rtol", type=_tolerance, metavar="R", help="a band of your own: this share of the first run's value")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, of a run that may still be going"
+    )
+    parser.add_argument(
+        "--rtol", type=_tolerance, metavar="R", help="a band of your own: this share of the first run's value"
+    )
     parser.add_argument("--atol", type=_tolerance, metavar="A", help="and so much beside, for every curve")
     parser.add_argument("--until", type=positive, metavar="STEP", help="the last step to look at")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw curves and differences, as .svg or .png")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw curves and differences, as .svg or .png"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
@@ -75,7 +91,9 @@ def save_picture(path: Path, comparisons: Sequence[Comparison]) -> None:
     try:
         from parallel.planner.shapes_png import to_png
     except ImportError:
-        raise ConfigError("--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing") from None
+        raise ConfigError(
+            "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"
+        ) from None
     write_whole(path, to_png(picture))
 
 

@@ -41,8 +41,9 @@ def _band(name: str, loss: Tolerance, grad_norm: Tolerance) -> Band:
 BITWISE = _band("bit for bit", Tolerance(0, 0), Tolerance(0, 0))
 # What tests/distributed/test_parity.py holds every mesh to, at every step, against one plain process.
 FLOAT32 = _band("within float32 re-ordering noise", Tolerance(0, 5e-5), Tolerance(1e-5, 0))
-# What parameters and moments kept in bfloat16 may do (tests/distributed/test_bfloat16_state.py: 0.02 nats), of which computing in
-# it alone is a part; and sqrt(2) times what its roundings do to a gradient's norm (2.9%, derived in test_parity.py).
+# What parameters and moments kept in bfloat16 may do (tests/distributed/test_bfloat16_state.py: 0.02 nats),
+# of which computing in it alone is a part; and sqrt(2) times what its roundings do to a gradient's norm
+# (2.9%, derived in test_parity.py).
 BFLOAT16 = _band("within what bfloat16 rounds", Tolerance(0, 0.02), Tolerance(0.042, 0))
 
 
@@ -52,8 +53,8 @@ def own_band(rtol: float, atol: float) -> Band:
 
 
 def bands_for(a: RunFolder, b: RunFolder) -> tuple[Band, ...]:
-    """Bands from the narrowest to the widest that explains a difference between these two: bfloat16's only where one of them
-    computes, keeps or reduces in less than float32."""
+    """Bands from the narrowest to the widest that explains a difference between these two: bfloat16's only
+    where one of them computes, keeps or reduces in less than float32."""
     return (BITWISE, FLOAT32, BFLOAT16) if _rounds(a) or _rounds(b) else (BITWISE, FLOAT32)
 
 
@@ -78,6 +79,8 @@ def _rounds(run: RunFolder) -> bool:
         dtypes = {dtype for unit in run.plan.units for dtype in (unit.param_dtype, unit.reduce_dtype)}
         said = [*dtypes, run.plan.storage_dtype, "float8" if run.plan.float8.linears else ""]
     else:
-        said = [run.config.get(f"parallel.{key}", "") for key in ("param_dtype", "reduce_dtype", "storage_dtype")]
+        said = [
+            run.config.get(f"parallel.{key}", "") for key in ("param_dtype", "reduce_dtype", "storage_dtype")
+        ]
     said.append(run.config.get("optim.state_dtype", ""))
     return any(dtype in REDUCED or dtype == "auto" for dtype in said)

@@ -1,4 +1,5 @@
-"""Two runs beside each other: data, curves, configs and plans, and one sentence that says whether they are the same training."""
+"""Two runs beside each other: data, curves, configs and plans, and one sentence that says whether they are
+the same training."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +43,8 @@ class Comparison:
         band: the narrowest that holds all curves; None: none does, or the data is not the same
         steps: that both report
         missing: curves that one of them has and that were not compared, each with the folders that report it
-        data: in words; `other_data`: the first step at which they read other sequences, None where none is known
+        data: in words; `other_data`: the first step at which they read other sequences, None where none is
+            known
         config, plan, notes: lines
     """
 
@@ -63,19 +65,27 @@ class Comparison:
     notes: tuple[str, ...]
 
 
-def compare_runs(a: RunFolder, b: RunFolder, bands: Sequence[Band] | None = None, until: int | None = None) -> Comparison:
-    """`bands`: from narrow to wide, instead of those that suit the runs' dtypes; `until`: the last step to look at. Raises
-    ConfigError where no step or no curve is in both."""
+def compare_runs(
+    a: RunFolder, b: RunFolder, bands: Sequence[Band] | None = None, until: int | None = None
+) -> Comparison:
+    """`bands`: from narrow to wide, instead of those that suit the runs' dtypes; `until`: the last step to
+    look at. Raises ConfigError where no step or no curve is in both."""
     steps = tuple(step for step in a.steps if step in set(b.steps) and (until is None or step <= until))
     if not steps:
-        raise ConfigError(f"no step is in both: {a.folder} reports {_steps_words(a)}, {b.folder} {_steps_words(b)}. Compare runs "
-                          "whose metrics.every have steps in common")  # fmt: skip
+        raise ConfigError(
+            f"no step is in both: {a.folder} reports {_steps_words(a)}, {b.folder} {_steps_words(b)}. "
+            f"Compare runs "
+            "whose metrics.every have steps in common"
+        )
     bands = tuple(bands or bands_for(a, b))
     other_data, data = _compare_data(a, b, steps)
     pairs = {key: _pairs(a, b, key, until) for key in CURVES}
     pairs = {key: found for key, found in pairs.items() if found}
     if not pairs:
-        raise ConfigError(f"nothing to compare: no step of both {a.folder} and {b.folder} has a number for {', '.join(CURVES)}")
+        raise ConfigError(
+            f"nothing to compare: no step of both {a.folder} and {b.folder} has a number for "
+            f"{', '.join(CURVES)}"
+        )
     missing = _missing(a, b, pairs, until)
     curves = tuple(_difference(key, found, bands[-1].tolerances[key]) for key, found in pairs.items())
     band = narrowest(bands, {key: [(one, other) for _, one, other in found] for key, found in pairs.items()})
@@ -83,21 +93,42 @@ def compare_runs(a: RunFolder, b: RunFolder, bands: Sequence[Band] | None = None
     verdict = _verdict(band, bands[-1], curves, other_data, len(steps), missing)
     untold = (f"{key} is not compared: {words}" for key, words in missing.items())
     notes = (*_grown(curves, steps), *untold, *_notes(a), *_notes(b), *_unshared(a, b, steps))
-    return Comparison(a, b, verdict, same, band if same else None, bands, steps, curves, missing, data, other_data,
-                      (figures_of(a), figures_of(b)), _config_words(a, b), _plan_words(a, b), notes)  # fmt: skip
+    return Comparison(
+        a,
+        b,
+        verdict,
+        same,
+        band if same else None,
+        bands,
+        steps,
+        curves,
+        missing,
+        data,
+        other_data,
+        (figures_of(a), figures_of(b)),
+        _config_words(a, b),
+        _plan_words(a, b),
+        notes,
+    )
 
 
 def _pairs(a: RunFolder, b: RunFolder, key: str, until: int | None) -> list[tuple[int, float, float]]:
     """Step and both values, where both have one."""
     one, other = series(a.rows, key), series(b.rows, key)
-    return [(step, one[step], other[step]) for step in one if step in other and (until is None or step <= until)]
+    return [
+        (step, one[step], other[step]) for step in one if step in other and (until is None or step <= until)
+    ]
 
 
 def _missing(a: RunFolder, b: RunFolder, compared: Iterable[str], until: int | None) -> dict[str, str]:
     """Curves that were not compared although a run has them, and why."""
     why = dict[str, str]()
     for key in CURVES:
-        has = [run.folder for run in (a, b) if any(until is None or step <= until for step in series(run.rows, key))]
+        has = [
+            run.folder
+            for run in (a, b)
+            if any(until is None or step <= until for step in series(run.rows, key))
+        ]
         if has and key not in compared:
             why[key] = f"only {has[0]} reports it" if len(has) == 1 else "no step of both has it"
     return why
@@ -119,11 +150,19 @@ def _compare_data(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> tuple[int
     other = next((step for step, one, two in known if one != two), None)
     if other is None:
         return None, f"the same sequences at all {len(known)} steps that are in both and have a data_hash"
-    return other, f"other sequences at step {other}, by its data_hash" + (" (the first in both)" if other == known[0][0] else "")
+    return other, f"other sequences at step {other}, by its data_hash" + (
+        " (the first in both)" if other == known[0][0] else ""
+    )
 
 
-def _verdict(band: Band | None, widest: Band, curves: Sequence[CurveDifference], other_data: int | None, steps: int,
-             missing: Mapping[str, str]) -> str:  # fmt: skip
+def _verdict(
+    band: Band | None,
+    widest: Band,
+    curves: Sequence[CurveDifference],
+    other_data: int | None,
+    steps: int,
+    missing: Mapping[str, str],
+) -> str:
     if other_data is not None:
         return f"different: they read other data, at step {other_data} at the latest"
     if band is not None:
@@ -133,13 +172,20 @@ def _verdict(band: Band | None, widest: Band, curves: Sequence[CurveDifference],
         untold = "".join(f"; {key} is not compared" for key in missing)
         return f"the same training {band.name}{known}, at {steps} steps{apart}{untold}"
     worst = min((curve for curve in curves if curve.beyond is not None), key=lambda curve: curve.beyond or 0)
-    return (f"different: at step {worst.beyond} {worst.key} is not {widest.name} ({_allowed_words(worst.tolerance)}); "
-            f"{_furthest_words(worst)}")  # fmt: skip
+    return (
+        f"different: at step {worst.beyond} {worst.key} is not {widest.name} "
+        f"({_allowed_words(worst.tolerance)}); "
+        f"{_furthest_words(worst)}"
+    )
 
 
 def _furthest_words(curve: CurveDifference) -> str:
     step, most = curve.largest
-    return f"furthest apart at step {step}: {most:.3g}" if math.isfinite(most) else f"at step {step} only one of them is finite"
+    return (
+        f"furthest apart at step {step}: {most:.3g}"
+        if math.isfinite(most)
+        else f"at step {step} only one of them is finite"
+    )
 
 
 def _grown(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]:
@@ -151,9 +197,12 @@ def _grown(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]
     until = f"until then they are alike, at {len(alike)} steps, up to step {alike[-1]}"
     if not all(math.isfinite(curve.largest[1]) for curve in curves):  # no rounding makes one of two NaN
         return [until]
-    return [f"{until}. Rounding grows so from step to step, as "
-            "fast as the training is unstable; a fault that sets in late looks the same. Runs in float32 tell the two apart: "
-            "their noise begins some thousand times smaller"]  # fmt: skip
+    return [
+        f"{until}. Rounding grows so from step to step, as "
+        "fast as the training is unstable; a fault that sets in late looks the same. Runs in float32 tell "
+        "the two apart: "
+        "their noise begins some thousand times smaller"
+    ]
 
 
 def _allowed_words(tolerance: Tolerance) -> str:
@@ -165,7 +214,11 @@ def _allowed_words(tolerance: Tolerance) -> str:
 
 def _config_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
     changes = changed_keys(a.config, b.config)
-    return tuple(f"{key}: {value_text(one)} -> {value_text(other)}" for key, (one, other) in changes.items() if key != "run.dir")
+    return tuple(
+        f"{key}: {value_text(one)} -> {value_text(other)}"
+        for key, (one, other) in changes.items()
+        if key != "run.dir"
+    )
 
 
 def _plan_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
@@ -175,7 +228,8 @@ def _plan_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
 
 
 def _notes(run: RunFolder) -> list[str]:
-    """What to know of a run: whether it still goes, was resumed, did steps again, or has lines that cannot be read."""
+    """What to know of a run: whether it still goes, was resumed, did steps again, or has lines that cannot be
+    read."""
     notes, name = list[str](), run.folder
     if run.status is None:
         notes.append(f"{name} has no status.json")
@@ -185,8 +239,16 @@ def _notes(run: RunFolder) -> list[str]:
     if run.status is not None and run.status.resumed_from is not None:
         notes.append(f"{name} went on from the checkpoint of step {run.status.resumed_from}")
     if run.redone:
-        other = [step for step, row in run.redone.items() if any(row.get(key) != run.rows[step].get(key) for key in CURVES)]
-        told = f"differently at {len(other)} of them, first at step {other[0]}" if other else "with the same losses and norms"
+        other = [
+            step
+            for step, row in run.redone.items()
+            if any(row.get(key) != run.rows[step].get(key) for key in CURVES)
+        ]
+        told = (
+            f"differently at {len(other)} of them, first at step {other[0]}"
+            if other
+            else "with the same losses and norms"
+        )
         notes.append(f"{name} did {len(run.redone)} reported steps again, {told}")
     if run.unreadable:
         notes.append(f"{name}/metrics.jsonl has {run.unreadable} lines that are no rows, which are left out")
@@ -198,7 +260,10 @@ def _notes(run: RunFolder) -> list[str]:
 def _unshared(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> list[str]:
     """Steps that only one has are not compared."""
     alone = [(run, len(run.steps) - len(steps)) for run in (a, b) if len(run.steps) > len(steps)]
-    return [f"{run.folder} has {count} reported steps that are not compared (it has {_steps_words(run)})" for run, count in alone]
+    return [
+        f"{run.folder} has {count} reported steps that are not compared (it has {_steps_words(run)})"
+        for run, count in alone
+    ]
 
 
 def _steps_words(run: RunFolder) -> str:

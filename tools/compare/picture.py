@@ -1,4 +1,5 @@
-"""Runs beside each other as a picture: the curves with the band around the first, and below how far apart they lie."""
+"""Runs beside each other as a picture: the curves with the band around the first, and below how far apart
+they lie."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,10 @@ def draw_comparisons(comparisons: Sequence[Comparison]) -> Picture:
     """Two columns: loss and gradient norm; the curves above, the differences from the first run below."""
     first, shown = comparisons[0].a, comparisons[:MOST_RUNS]
     runs = [(first, style_of(0)), *((each.b, style_of(number + 1)) for number, each in enumerate(shown))]
-    count = f"{sum(each.same for each in comparisons)} of {len(comparisons)} runs are the same training as the first"
+    count = (
+        f"{sum(each.same for each in comparisons)} of {len(comparisons)} runs are the same training as "
+        f"the first"
+    )
     verdict = comparisons[0].verdict if len(comparisons) == 1 else count
     shapes: list[Shape] = [Text(8, 24, fit_words(verdict, BODY, 2 * WIDTH - 60), BODY, INK, bold=True)]
     for row, (run, style) in enumerate(runs):
@@ -53,7 +57,9 @@ def draw_comparisons(comparisons: Sequence[Comparison]) -> Picture:
     return Picture(2 * WIDTH, top + 2 * HEIGHT, tuple(shapes))
 
 
-def _curves(key: str, runs: Sequence[tuple[RunFolder, Style]], band: Band, left: float, top: float) -> Iterator[Shape]:
+def _curves(
+    key: str, runs: Sequence[tuple[RunFolder, Style]], band: Band, left: float, top: float
+) -> Iterator[Shape]:
     yield Text(left + 8, top + 20, f"{key} (grey: the band around the first)", SMALL, INK, bold=True)
     found = [series(run.rows, key) for run, _ in runs]
     finite = [(step, value) for values in found for step, value in values.items() if math.isfinite(value)]
@@ -75,8 +81,12 @@ def _shade(axes: Axes, values: dict[int, float], band: Band, key: str) -> Iterat
     if len(finite) < 2:
         return
     widths = [band.tolerances[key].width(value) for _, value in finite]
-    above = [_inside(axes, (step, value + width)) for (step, value), width in zip(finite, widths, strict=True)]
-    below = [_inside(axes, (step, value - width)) for (step, value), width in zip(finite, widths, strict=True)]
+    above = [
+        _inside(axes, (step, value + width)) for (step, value), width in zip(finite, widths, strict=True)
+    ]
+    below = [
+        _inside(axes, (step, value - width)) for (step, value), width in zip(finite, widths, strict=True)
+    ]
     yield Polygon((*above, *reversed(below)), SHADE)
 
 
@@ -91,7 +101,13 @@ def _differences(key: str, comparisons: Sequence[Comparison], left: float, top: 
     found = [_distances(comparison, key) for comparison in comparisons]
     sizes = [size for values in found for size in values.values() if 0 < size < math.inf]
     if not sizes:
-        yield Text(left + 8, top + 48, "none at any step that is in both" if any(found) else "no step in both has it", SMALL, INK)
+        yield Text(
+            left + 8,
+            top + 48,
+            "none at any step that is in both" if any(found) else "no step in both has it",
+            SMALL,
+            INK,
+        )
         return
     widest = max(_widest(comparison, key) for comparison in comparisons)
     low = math.floor(math.log10(min(sizes))) - FLOOR_DECADES
@@ -99,13 +115,17 @@ def _differences(key: str, comparisons: Sequence[Comparison], left: float, top: 
     axes = _axes(left, top, max(step for values in found for step in values), (low, high))
     if widest and math.log10(widest) > low:
         y = axes.place((0, math.log10(widest)))[1]
-        yield rectangle(axes.left, y, axes.right - axes.left, axes.bottom - y, SHADE, f"the band: up to {widest:.2g}")
+        yield rectangle(
+            axes.left, y, axes.right - axes.left, axes.bottom - y, SHADE, f"the band: up to {widest:.2g}"
+        )
     every = max(1, math.ceil((high - low) / 6))
     marks = [(float(power), f"1e{power}") for power in range(low + every, high + 1, every)]
     yield from frame(axes, "step", [(float(low), "0"), *marks])
     for number, (comparison, values) in enumerate(zip(comparisons, found, strict=True)):
-        points = [(float(step), math.log10(size) if 0 < size < math.inf else low if size == 0 else math.nan)
-                  for step, size in values.items()]  # fmt: skip
+        points = [
+            (float(step), math.log10(size) if 0 < size < math.inf else low if size == 0 else math.nan)
+            for step, size in values.items()
+        ]
         yield from draw_curve(axes, Curve(str(comparison.b.folder), points, style_of(number + 1)), number)
 
 

@@ -18,14 +18,18 @@ def as_text(comparison: Comparison) -> str:
     lines += [format_table(("", "first", "second", "second / first"), _side_by_side(*comparison.figures)), ""]
     lines += [f"data: {comparison.data}", *(_curve_words(curve) for curve in comparison.curves)]
     for title, found in (("config", comparison.config), ("plan", comparison.plan)):
-        lines += [f"{title}: {'no difference' if not found else ''}".rstrip(), *(f"- {line}" for line in found[:SHOWN])]
+        lines += [
+            f"{title}: {'no difference' if not found else ''}".rstrip(),
+            *(f"- {line}" for line in found[:SHOWN]),
+        ]
         if len(found) > SHOWN:
             lines.append(f"- and {len(found) - SHOWN} more")
     return "\n".join([*lines, *comparison.notes])
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Plain data; null for what was not finite or not measured, and `largest_difference` null where only one is finite."""
+    """Plain data; null for what was not finite or not measured, and `largest_difference` null where only one
+    is finite."""
     return {
         "a": str(comparison.a.folder),
         "b": str(comparison.b.folder),
@@ -36,7 +40,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "data": {"first_step_that_differs": comparison.other_data, "words": comparison.data},
         "curves": {curve.key: _curve_json(curve) for curve in comparison.curves},
         "not_compared": dict(comparison.missing),
-        "figures": {name: _figures_json(figures) for name, figures in zip("ab", comparison.figures, strict=True)},
+        "figures": {
+            name: _figures_json(figures) for name, figures in zip("ab", comparison.figures, strict=True)
+        },
         "config": list(comparison.config),
         "plan": list(comparison.plan),
         "notes": list(comparison.notes),
@@ -49,15 +55,30 @@ def _curve_words(curve: CurveDifference) -> str:
     step, one, other = curve.first
     at, most = curve.largest
     apart = f"by {most:.3g}" if math.isfinite(most) else "where only one is finite"
-    beyond = f"; beyond the band from step {curve.beyond} on" if curve.beyond is not None else "; within the band"
-    return f"{curve.key}: first differs at step {step} ({one:.6g} and {other:.6g}), most at step {at}, {apart}{beyond}"
+    beyond = (
+        f"; beyond the band from step {curve.beyond} on" if curve.beyond is not None else "; within the band"
+    )
+    return (
+        f"{curve.key}: first differs at step {step} ({one:.6g} and {other:.6g}), most at step {at}, "
+        f"{apart}{beyond}"
+    )
 
 
 def _curve_json(curve: CurveDifference) -> dict[str, Any]:
-    first = curve.first and {"step": curve.first[0], "a": _finite(curve.first[1]), "b": _finite(curve.first[2])}
-    return {"steps": curve.steps, "first_difference": first, "largest_step": curve.largest[0],
-            "largest_difference": _finite(curve.largest[1]), "first_step_beyond_band": curve.beyond,
-            "rtol": curve.tolerance.rtol, "atol": curve.tolerance.atol}  # fmt: skip
+    first = curve.first and {
+        "step": curve.first[0],
+        "a": _finite(curve.first[1]),
+        "b": _finite(curve.first[2]),
+    }
+    return {
+        "steps": curve.steps,
+        "first_difference": first,
+        "largest_step": curve.largest[0],
+        "largest_difference": _finite(curve.largest[1]),
+        "first_step_beyond_band": curve.beyond,
+        "rtol": curve.tolerance.rtol,
+        "atol": curve.tolerance.atol,
+    }
 
 
 def _side_by_side(a: Figures, b: Figures) -> list[tuple[str, str, str, str]]:
@@ -70,11 +91,19 @@ def _side_by_side(a: Figures, b: Figures) -> list[tuple[str, str, str, str]]:
         ("peak memory, GiB", lambda f: f.peak_memory_gib, ".2f"),
         ("MFU", lambda f: f.mfu, ".1%"),
     ]
-    return [_beside(words, read(a), read(b), form) for words, read, form in rows if read(a) is not None or read(b) is not None]
+    return [
+        _beside(words, read(a), read(b), form)
+        for words, read, form in rows
+        if read(a) is not None or read(b) is not None
+    ]
 
 
 def _beside(words: str, a: float | None, b: float | None, form: str) -> tuple[str, str, str, str]:
-    ratio = f"{b / a:.3f}" if a and b is not None and math.isfinite(a) and math.isfinite(b) and words != "last step" else ""
+    ratio = (
+        f"{b / a:.3f}"
+        if a and b is not None and math.isfinite(a) and math.isfinite(b) and words != "last step"
+        else ""
+    )
     return words, _number(a, form), _number(b, form), ratio
 
 
@@ -87,9 +116,15 @@ def _median(rate: Rate | None) -> float | None:
 
 
 def _figures_json(figures: Figures) -> dict[str, Any]:
-    return {"step": figures.step, "loss": _finite(figures.loss), "eval_loss": _finite(figures.eval_loss),
-            "tokens_per_s": _median(figures.tokens_per_s), "step_time_s": _median(figures.step_time_s),
-            "peak_memory_gib": figures.peak_memory_gib, "mfu": figures.mfu}  # fmt: skip
+    return {
+        "step": figures.step,
+        "loss": _finite(figures.loss),
+        "eval_loss": _finite(figures.eval_loss),
+        "tokens_per_s": _median(figures.tokens_per_s),
+        "step_time_s": _median(figures.step_time_s),
+        "peak_memory_gib": figures.peak_memory_gib,
+        "mfu": figures.mfu,
+    }
 
 
 def _finite(value: float | None) -> float | None:

@@ -42,12 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.doctor", allow_abbrev=False,
-        description="What this machine has: versions, GPUs, compiler, folders, limits, network, environment; a compiled product "
-                    "and an all-reduce tried for real. Then what of it will fail or be slow, the most important first, and how "
-                    "to mend it. Exit code 0 if nothing will fail, else 1.")  # fmt: skip
-    parser.add_argument("--run_dir", default="runs", metavar="FOLDER",
-                        help="where runs go (default runs); its disk is tried with a file of 256 MB")
+        prog="python -m tools.doctor",
+        allow_abbrev=False,
+        description="What this machine has: versions, GPUs, compiler, folders, limits, network, environment; "
+        "a compiled product "
+        "and an all-reduce tried for real. Then what of it will fail or be slow, the most important first, "
+        "and how "
+        "to mend it. Exit code 0 if nothing will fail, else 1.",
+    )
+    parser.add_argument(
+        "--run_dir",
+        default="runs",
+        metavar="FOLDER",
+        help="where runs go (default runs); its disk is tried with a file of 256 MB",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the tables")
     return parser
 
@@ -60,8 +68,10 @@ def _run_dir(text: str) -> Path:
 
 
 def look(run_dir: Path) -> Facts:
-    """Everything. The compiler works while the rest is looked at; the all-reduce has the machine for itself."""
-    environment, cache = choose_shown(os.environ), cache_folder(CompileConfig())  # before torch's compiler adds its own
+    """Everything. The compiler works while the rest is looked at; the all-reduce has the machine for
+    itself."""
+    # before torch's compiler adds its own
+    environment, cache = choose_shown(os.environ), cache_folder(CompileConfig())
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         compiling = try_compile(Path(folder))
         software, machine = look_at_software(), look_at_machine()

@@ -1,4 +1,5 @@
-"""`python -m tools.doctor.check_worker compile|all_reduce`: one process of a check. Prints one line of JSON."""
+"""`python -m tools.doctor.check_worker compile|all_reduce`: one process of a check. Prints one line of
+JSON."""
 
 import json
 import os
@@ -39,7 +40,10 @@ def try_compile() -> str:
     compiling_s = time.perf_counter() - start_s
     step_s = _median_s(lambda: compiled().sum().item())
     rate = 2 * SIZE**3 / step_s / 1e9
-    return f"{compiling_s:.1f} s to compile; a product of {SIZE} runs at {rate:.0f} GFLOP/s, float32, {device.type}"
+    return (
+        f"{compiling_s:.1f} s to compile; a product of {SIZE} runs at {rate:.0f} GFLOP/s, float32, "
+        f"{device.type}"
+    )
 
 
 def try_all_reduce() -> str:
@@ -59,7 +63,9 @@ def try_all_reduce() -> str:
 
     seconds = _median_s(reduce)
     dist.destroy_process_group()
-    return f"16 MiB over two processes: {REDUCED_BYTES / seconds / 1e9:.2f} GB/s, {'nccl' if nccl else 'gloo'}"
+    return (
+        f"16 MiB over two processes: {REDUCED_BYTES / seconds / 1e9:.2f} GB/s, {'nccl' if nccl else 'gloo'}"
+    )
 
 
 def _median_s(work: Callable[[], object]) -> float:

@@ -24,7 +24,13 @@ class Trial:
         self._outputs, self._errors = ([_scratch() for _ in environments] for _ in range(2))
         command = [sys.executable, "-m", MODULE, kind]
         self._processes = [
-            subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+            subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+            )
             for environment, output, errors in zip(environments, self._outputs, self._errors, strict=True)
         ]
 
@@ -58,8 +64,11 @@ def read_said(output: str) -> Check:
 
 def try_compile(folder: Path) -> Trial:
     """A small product, compiled anew: its compiler's files go into `folder`."""
-    anew = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
+    anew = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
     return Trial("compile", [anew])
 
 
@@ -85,5 +94,7 @@ def _read(output: IO[str]) -> str:
 def _last_words(text: str) -> str:
     """The last line that names an error, or the last at all."""
     lines = [line for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "InvalidCxxCompiler"))]
+    named = [
+        line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "InvalidCxxCompiler"))
+    ]
     return one_line((named or lines or [""])[-1], 300)

@@ -1,4 +1,5 @@
-"""What is known of a machine: plain data, so that the rules about it can be tried on machines that are not there."""
+"""What is known of a machine: plain data, so that the rules about it can be tried on machines that are not
+there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ def find(look: Callable[[], T]) -> T | Unknown:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver sees it; what it does not tell is None. Clocks: now, and the most it can. Power: the limit set, and
-    the one it came with."""
+    """One GPU as the driver sees it; what it does not tell is None. Clocks: now, and the most it can. Power:
+    the limit set, and the one it came with."""
 
     name: str
     memory_gib: float | None = None
@@ -44,8 +45,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in use. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in it. `problem`: why it is not
-    writable, where more is known than that."""
+    """A folder in use. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in it. `problem`: why it
+    is not writable, where more is known than that."""
 
     path: str
     writable: bool = True
@@ -58,7 +59,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class Software:
-    """Versions by name, "" for what is not installed; what torch can use; which cuDNN is in memory; how code is compiled."""
+    """Versions by name, "" for what is not installed; what torch can use; which cuDNN is in memory; how code
+    is compiled."""
 
     versions: Mapping[str, str | Unknown] = field(default_factory=dict)
     missing_packages: tuple[str, ...] = ()
@@ -73,8 +75,8 @@ class Software:
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory in GiB, cores, limits. memlock_kib, open_files and most_open_files, to which a run raises it: None is unlimited;
-    cgroup_gib: None is no limit."""
+    """Memory in GiB, cores, limits. memlock_kib, open_files and most_open_files, to which a run raises it:
+    None is unlimited; cgroup_gib: None is no limit."""
 
     memory_gib: float | Unknown = 64.0
     available_gib: float | Unknown = 64.0

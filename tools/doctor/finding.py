@@ -6,7 +6,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """What is so, with its value, and how to mend it. kind: a run will fail; will be slow; or it may matter."""
+    """What is so, with its value, and how to mend it. kind: a run will fail; will be slow; or it may
+    matter."""
 
     kind: Literal["fails", "slow", "note"]
     what: str

@@ -35,7 +35,11 @@ def look_at_machine() -> Machine:
         most_open_files=find(lambda: min(limit(resource.RLIMIT_NOFILE, HARD) or ENOUGH, ENOUGH)),
         shm_gib=find(lambda: shutil.disk_usage("/dev/shm").free / GIB),
         hostname=socket.gethostname(),
-        addresses=find(lambda: tuple(sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}))),
+        addresses=find(
+            lambda: tuple(
+                sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)})
+            )
+        ),
         interfaces=find(look_at_interfaces),
         infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
@@ -95,15 +99,17 @@ def look_at_cache_folder(asked: Path) -> Folder:
 def _folder(asked: Path, writable: bool = True, size: bool = False) -> Folder:
     here, plain = nearest_existing(asked), Folder(str(asked))
     return Folder(
-        str(asked), writable,
+        str(asked),
+        writable,
         free_gib=find(lambda: shutil.disk_usage(here).free / GIB),
         filesystem=find(lambda: find_filesystem(here)),
         size_gib=find(lambda: folder_bytes(asked) / GIB) if size else plain.size_gib,
-    )  # fmt: skip
+    )
 
 
 def nearest_existing(path: Path) -> Path:
-    """The folder itself, or the first above it that exists: on the same disk, with the same rights to make it."""
+    """The folder itself, or the first above it that exists: on the same disk, with the same rights to make
+    it."""
     path = path.expanduser().absolute()
     while not os.path.isdir(path):
         path = path.parent
@@ -119,9 +125,14 @@ def _first_there(path: Path) -> Path:
 
 
 def find_filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Type of the file system it is on: that of the longest mount point above it. Raises OSError without /proc."""
+    """Type of the file system it is on: that of the longest mount point above it. Raises OSError without
+    /proc."""
     lines = (line.split() for line in mounts.read_text(encoding="utf-8").splitlines())
-    above = [(len(point), kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(unescaped(point))]
+    above = [
+        (len(point), kind)
+        for _, point, kind, *_ in lines
+        if folder.resolve().is_relative_to(unescaped(point))
+    ]
     return max(above, key=lambda one: one[0])[1]  # of several at one point the first is found: they are rare
 
 
@@ -132,7 +143,8 @@ def folder_bytes(folder: Path) -> int:
 
 def measure_write(folder: Path) -> float:
     """10^6 bytes per second of a file of 256 MiB, flushed to the disk. Raises OSError."""
-    path, block = folder / f".doctor-{secrets.token_hex(8)}", os.urandom(2**22)  # a disk may compress what repeats in small
+    # a disk may compress what repeats in small
+    path, block = folder / f".doctor-{secrets.token_hex(8)}", os.urandom(2**22)
     start_s = time.perf_counter()
     try:
         with path.open("wb") as file:

@@ -18,7 +18,15 @@ from train.best_dtype import describe_dtype
 
 OPTIONAL = ("transformers", "datasets", "torchao")
 PACKAGES = ("torch", "triton", "torchao", "tensorboard", "numpy", "safetensors", "tokenizers")
-QUERY = ("name", "memory.total", "ecc.mode.current", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit")
+QUERY = (
+    "name",
+    "memory.total",
+    "ecc.mode.current",
+    "clocks.sm",
+    "clocks.max.sm",
+    "power.limit",
+    "power.default_limit",
+)
 DRIVER_S = 20.0  # nvidia-smi hangs where a GPU has fallen off the bus
 
 
@@ -41,10 +49,16 @@ def look_at_software() -> Software:
 
 def find_versions(gpu: bool) -> dict[str, str | Unknown]:
     """By name; "" for what is not there."""
-    found: dict[str, str | Unknown] = {"meshwright": VERSION, "python": platform.python_version(), "system": platform.platform()}
+    found: dict[str, str | Unknown] = {
+        "meshwright": VERSION,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
     found |= {name: find_version(name) for name in PACKAGES}
     found["CUDA of torch"] = torch.version.cuda or ""
-    found["driver"] = find(lambda: ask_driver("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0])
+    found["driver"] = find(
+        lambda: ask_driver("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+    )
     if gpu:
         found["NCCL"] = find(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
         found["cuDNN"] = find(lambda: str(torch.backends.cudnn.version()))
@@ -60,8 +74,8 @@ def find_version(package: str) -> str:
 
 
 def find_compiler() -> str:
-    """The C++ compiler that inductor takes; "" where there is none, or $CXX names something that cannot be run. Raises what it
-    raises for any other reason."""
+    """The C++ compiler that inductor takes; "" where there is none, or $CXX names something that cannot be
+    run. Raises what it raises for any other reason."""
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -100,7 +114,8 @@ def look_at_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Of nvidia-smi's table, one line a GPU, values by commas; what it does not know it calls [N/A] and the like."""
+    """Of nvidia-smi's table, one line a GPU, values by commas; what it does not know it calls [N/A] and the
+    like."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -122,10 +137,13 @@ def strip_colours(text: str) -> str:
 
 
 def ask_driver(*arguments: str) -> str:
-    """What nvidia-smi prints. Raises OSError without one, RuntimeError where it fails, TimeoutExpired where it hangs."""
+    """What nvidia-smi prints. Raises OSError without one, RuntimeError where it fails, TimeoutExpired where
+    it hangs."""
     if not shutil.which("nvidia-smi"):
         raise OSError("no nvidia-smi: no NVIDIA driver")
-    done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=DRIVER_S, check=False)
+    done = subprocess.run(
+        ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=DRIVER_S, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"nvidia-smi: {(done.stdout or done.stderr).strip()}")
     return done.stdout

@@ -12,9 +12,14 @@ HEADINGS = {"fails": "FAILS", "slow": "SLOW", "note": "NOTE"}
 def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
     """Grouped facts, then what will be slow or fail, and how to mend it."""
     groups: dict[str, Sequence[tuple[str, object]]] = {
-        "versions": versions(facts), "GPUs": gpus(facts), "compiling": compiling(facts), "machine": machine(facts),
-        "folders": folders(facts), "environment": list(facts.environment.items()),
-        "tried": [("torch.compile", facts.compiled), ("all-reduce", facts.all_reduce)]}  # fmt: skip
+        "versions": versions(facts),
+        "GPUs": gpus(facts),
+        "compiling": compiling(facts),
+        "machine": machine(facts),
+        "folders": folders(facts),
+        "environment": list(facts.environment.items()),
+        "tried": [("torch.compile", facts.compiled), ("all-reduce", facts.all_reduce)],
+    }
     blocks = ["\n".join([name, *_lines(rows)]) for name, rows in groups.items() if rows]
     return "\n\n".join([*blocks, format_findings(findings)])
 
@@ -42,7 +47,9 @@ def gpus(facts: Facts) -> list[tuple[str, object]]:
     if software.cudnn_loaded:
         rows.append(("cuDNN in use", software.cudnn_loaded))
     if facts.topology:
-        rows.append(("links", f"\n{facts.topology.rstrip()}" if isinstance(facts.topology, str) else facts.topology))
+        rows.append(
+            ("links", f"\n{facts.topology.rstrip()}" if isinstance(facts.topology, str) else facts.topology)
+        )
     return rows
 
 
@@ -63,26 +70,45 @@ def describe_gpu(gpu: Gpu) -> str:
 def compiling(facts: Facts) -> list[tuple[str, object]]:
     """What inductor needs."""
     software = facts.software
-    return [("C++ compiler", software.compiler or "none"), ("Python.h", "there" if software.python_headers else "missing")]
+    return [
+        ("C++ compiler", software.compiler or "none"),
+        ("Python.h", "there" if software.python_headers else "missing"),
+    ]
 
 
 def machine(facts: Facts) -> list[tuple[str, object]]:
     """Memory, cores, limits, network."""
     have = facts.machine
-    return [("memory", f"{_gib(have.memory_gib)}, available {_gib(have.available_gib)}, cgroup limit {_gib(have.cgroup_gib)}"),
-            ("cores", f"{have.cores} usable, {have.threads} hardware threads"),
-            ("ulimit -l, -n", f"{_kib(have.memlock_kib)}, {_files(have.open_files)} (a run has {_files(have.most_open_files)})"),
-            ("/dev/shm", f"{_gib(have.shm_gib)} free"),
-            ("name", f"{have.hostname}: {_joined(have.addresses)}"),
-            ("interfaces", _joined(have.interfaces)),
-            ("InfiniBand", _joined(have.infiniband))]  # fmt: skip
+    return [
+        (
+            "memory",
+            f"{_gib(have.memory_gib)}, available {_gib(have.available_gib)}, cgroup limit "
+            f"{_gib(have.cgroup_gib)}",
+        ),
+        ("cores", f"{have.cores} usable, {have.threads} hardware threads"),
+        (
+            "ulimit -l, -n",
+            f"{_kib(have.memlock_kib)}, {_files(have.open_files)} (a run has {_files(have.most_open_files)})",
+        ),
+        ("/dev/shm", f"{_gib(have.shm_gib)} free"),
+        ("name", f"{have.hostname}: {_joined(have.addresses)}"),
+        ("interfaces", _joined(have.interfaces)),
+        ("InfiniBand", _joined(have.infiniband)),
+    ]
 
 
 def folders(facts: Facts) -> list[tuple[str, object]]:
     """Runs and compiled graphs."""
     run, cache = facts.run_folder, facts.cache_folder
-    rate = f"{run.write_mb_s:.0f} MB/s flushed" if isinstance(run.write_mb_s, float) else f"write rate {run.write_mb_s}"
-    return [("runs", f"{_place(run)}, {rate}"), ("compile cache", f"{_place(cache)}, holds {_gib(cache.size_gib)}")]
+    rate = (
+        f"{run.write_mb_s:.0f} MB/s flushed"
+        if isinstance(run.write_mb_s, float)
+        else f"write rate {run.write_mb_s}"
+    )
+    return [
+        ("runs", f"{_place(run)}, {rate}"),
+        ("compile cache", f"{_place(cache)}, holds {_gib(cache.size_gib)}"),
+    ]
 
 
 def _place(folder: Folder) -> str:

@@ -1,6 +1,8 @@
-"""`python -m tools.import_accelerate FSDP.yaml`: an accelerate config, or torchtitan's settings, as a config of ours.
+"""`python -m tools.import_accelerate FSDP.yaml`: an accelerate config, or torchtitan's settings, as a config
+of ours.
 
-YAML on stdout (or in the file of --out), the report on stderr: every key of theirs mapped, dropped with the reason, or refused.
+YAML on stdout (or in the file of --out), the report on stderr: every key of theirs mapped, dropped with the
+reason, or refused.
 """
 
 import argparse
@@ -30,7 +32,7 @@ EPILOG = """examples:
 
 The model and the data are not in such files: launch with a config that has them before the imported one, as in
   torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
-"""
+"""  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,22 +60,37 @@ def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.import_accelerate",
-        description="A config of ours from an accelerate FSDP config or from torchtitan's Llama settings. Every key is mapped, "
+        description="A config of ours from an accelerate FSDP config or from torchtitan's Llama settings. "
+        "Every key is mapped, "
         "dropped with the reason, or refused; the report is on stderr.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("file", nargs="?", metavar="FILE", help="accelerate's YAML, or torchtitan's settings if it ends in .toml")
-    parser.add_argument("--flags", metavar="FLAGS", help="torchtitan's flags, in one quoted text, instead of or beside its .toml")
-    parser.add_argument("--out", metavar="CONFIG.yaml", help="write the config into this file instead of printing it")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="accelerate's YAML, or torchtitan's settings if it ends in .toml",
+    )
+    parser.add_argument(
+        "--flags",
+        metavar="FLAGS",
+        help="torchtitan's flags, in one quoted text, instead of or beside its .toml",
+    )
+    parser.add_argument(
+        "--out", metavar="CONFIG.yaml", help="write the config into this file instead of printing it"
+    )
     parser.add_argument("--force", action="store_true", help="let --out replace a file that is there")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: config, mapped, dropped, notes, launch")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document: config, mapped, dropped, notes, launch"
+    )
     return parser
 
 
 def _join_flags(arguments: Sequence[str]) -> list[str]:
-    """`--flags TEXT` as `--flags=TEXT`: argparse takes a text that starts with a dash for an option of its own."""
+    """`--flags TEXT` as `--flags=TEXT`: argparse takes a text that starts with a dash for an option of its
+    own."""
     joined: list[str] = []
     for argument in arguments:
         if joined[-1:] == ["--flags"]:
@@ -87,7 +104,9 @@ def judge(file: str | None, flags: str | None) -> list[Item]:
     """What becomes of every key of the file and the flags. Raises ConfigError."""
     if file is not None and not file.endswith(".toml"):
         if flags is not None:
-            raise ConfigError(f"--flags are torchtitan's, and {file} is no .toml file of torchtitan's: leave one out")
+            raise ConfigError(
+                f"--flags are torchtitan's, and {file} is no .toml file of torchtitan's: leave one out"
+            )
         return judge_accelerate(read_yaml(Path(file)))
     try:
         words = shlex.split(flags or "")

@@ -1,7 +1,7 @@
 """An accelerate config (`accelerate config`, versions 0.x to 1.15) as settings of ours, key by key.
 
-Names and meanings read in accelerate 1.15.0: commands/config/config_args.py (the keys of a file), commands/launch.py (how
-they become arguments), utils/launch.py (how the processes are spread).
+Names and meanings read in accelerate 1.15.0: commands/config/config_args.py (the keys of a file),
+commands/launch.py (how they become arguments), utils/launch.py (how the processes are spread).
 """
 
 import re
@@ -35,10 +35,26 @@ from tools.import_accelerate.verdict import (
     unknown_key,
 )
 
-PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "parallelism_config": "parallelism_config_", "fp8_config": "fp8_"}
+PREFIXES = {
+    "fsdp_config": "fsdp_",
+    "dynamo_config": "dynamo_",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+}
 TYPES = ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO")
-OTHER_TYPES = ("DEEPSPEED", "MEGATRON_LM", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-               "MULTI_NEURON", "XLA", "TPU")  # fmt: skip
+OTHER_TYPES = (
+    "DEEPSPEED",
+    "MEGATRON_LM",
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_HPU",
+    "MULTI_NEURON",
+    "XLA",
+    "TPU",
+)
 NO_FP8 = "float8 is not in this version: take fp8_config out and use mixed_precision: bf16"
 
 
@@ -71,7 +87,9 @@ def _flatten(config: Mapping[Any, Any]) -> tuple[list[tuple[str, str, Any]], lis
             for inner, leaf in value.items():
                 entries.append((f"{key}.{inner}", _with_prefix(str(inner), prefix), leaf))
         elif value is not None:
-            items.append(Item(str(key), value, refused("it is a section and needs a mapping of keys to values")))
+            items.append(
+                Item(str(key), value, refused("it is a section and needs a mapping of keys to values"))
+            )
         if prefix and value in (None, {}):
             items.append(Item(str(key), value, dropped("the section is empty")))
     return entries, items
@@ -99,7 +117,11 @@ def _rule(key: str, name: str, given: Given) -> Rule:
 
 def known_keys() -> list[str]:
     """Every key, with its section."""
-    sections = {"fsdp_config": FSDP_RULES, "parallelism_config": PARALLELISM_RULES, "dynamo_config": DYNAMO_RULES}
+    sections = {
+        "fsdp_config": FSDP_RULES,
+        "parallelism_config": PARALLELISM_RULES,
+        "dynamo_config": DYNAMO_RULES,
+    }
     inner = [f"{section}.{name}" for section, rules in sections.items() for name in rules]
     return [*TOP_RULES, *PREFIXES, *inner]
 
@@ -108,14 +130,31 @@ def _missing(given: Given) -> list[Item]:
     """What must be there and is not; and accelerate's default where ours is another: it does not compile."""
     items = []
     if given.get("distributed_type") is None:
-        items.append(Item("distributed_type", None, refused(f"the file must have it: one of {', '.join(TYPES)}")))
+        items.append(
+            Item("distributed_type", None, refused(f"the file must have it: one of {', '.join(TYPES)}"))
+        )
     if given.get("num_processes") is None and not _is_single(given):
-        items.append(Item("num_processes", None, refused("the file must say how many processes there are, over all machines")))
+        items.append(
+            Item(
+                "num_processes",
+                None,
+                refused("the file must say how many processes there are, over all machines"),
+            )
+        )
     for mistake in size_mistakes(given):
         items.append(Item("parallelism_config", None, refused(mistake.removeprefix("parallelism_config: "))))
     if given.get("dynamo_backend") is None:
-        note = "nothing is compiled, as accelerate does by default; --parallel.compile.enabled=true compiles every block"
-        items.append(Item("dynamo_backend", None, mapped("accelerate's default", {"parallel.compile.enabled": False}, note)))
+        note = (
+            "nothing is compiled, as accelerate does by default; --parallel.compile.enabled=true "
+            "compiles every block"
+        )
+        items.append(
+            Item(
+                "dynamo_backend",
+                None,
+                mapped("accelerate's default", {"parallel.compile.enabled": False}, note),
+            )
+        )
     return items
 
 
@@ -158,8 +197,8 @@ def _main_process(value: Any, given: Given) -> Verdict:
 
 
 def _meeting_point(given: Given) -> str:
-    """Address and port in one, as torchrun wants them; a port that is left out is accelerate's own default. ValueError for what
-    would be more than a word of the command line."""
+    """Address and port in one, as torchrun wants them; a port that is left out is accelerate's own default.
+    ValueError for what would be more than a word of the command line."""
     point = f"{given.get('main_process_ip') or 'HOST'}:{given.get('main_process_port') or 29500}"
     if not re.fullmatch(r"[\w.:\[\]-]+", point, re.ASCII):
         raise ValueError("address and port must be such as 10.0.0.1 and 29500")
@@ -180,9 +219,12 @@ def _accumulation(value: Any, given: Given) -> Verdict:
         return dropped("1 is the default")
     data_parallel = process_count(given) // axis_sizes(given).get("tp", 1)
     settings = {"train.micro_batch_size": 1, "train.global_batch_size": steps * data_parallel}
-    return mapped(f"{steps} micro batches on each of {data_parallel} data-parallel ranks", settings,
-                  "the batch size is not in the file, so a micro batch is 1 sequence here: for B, set "
-                  f"train.micro_batch_size to B and train.global_batch_size to B x {steps * data_parallel}")  # fmt: skip
+    return mapped(
+        f"{steps} micro batches on each of {data_parallel} data-parallel ranks",
+        settings,
+        "the batch size is not in the file, so a micro batch is 1 sequence here: for B, set "
+        f"train.micro_batch_size to B and train.global_batch_size to B x {steps * data_parallel}",
+    )
 
 
 def _environment(value: Any, given: Given) -> Verdict:
@@ -198,7 +240,16 @@ def _use_cpu(value: Any, given: Given) -> Verdict:
 
 
 TORCHRUN = "torchrun's business: "
-TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env")
+TPU_KEYS = (
+    "tpu_name",
+    "tpu_zone",
+    "tpu_use_cluster",
+    "tpu_use_sudo",
+    "command_file",
+    "commands",
+    "tpu_vm",
+    "tpu_env",
+)
 TPU = "TPUs are not supported"
 TOP_RULES: dict[str, Rule] = {
     "distributed_type": _distributed_type,
@@ -218,9 +269,13 @@ TOP_RULES: dict[str, Rule] = {
     "same_network": drops(TORCHRUN + "rendezvous c10d needs only an address that all reach"),
     "main_training_function": drops("the program is train.main"),
     "debug": drops("shapes are checked when the plan is made"),
-    "enable_cpu_affinity": drops("processes are not pinned to cores; run.threads shares the cores among them"),
+    "enable_cpu_affinity": drops(
+        "processes are not pinned to cores; run.threads shares the cores among them"
+    ),
     "downcast_bf16": refuses_any(TPU),
-    "deepspeed_config": refuses_any("DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op, ZeRO 3 full_shard"),
+    "deepspeed_config": refuses_any(
+        "DeepSpeed is not supported: ZeRO 2 is parallel.strategy shard_grad_op, ZeRO 3 full_shard"
+    ),
     "megatron_lm_config": refuses_any("Megatron-LM is not supported: its tp_degree is parallel.tp here"),
     "mpirun_config": refuses_any("mpirun does not start this trainer: torchrun does"),
     **{name: refuses_any(TPU) for name in TPU_KEYS},

@@ -1,7 +1,7 @@
 """Rules for what accelerate computes in, and compiles: `mixed_precision` and `dynamo_config`.
 
-Read in accelerate 1.15.0: state.py (precision of FSDP, TF32), utils/dataclasses.py (DynamoBackend, TorchDynamoPlugin),
-utils/constants.py (TORCH_DYNAMO_MODES).
+Read in accelerate 1.15.0: state.py (precision of FSDP, TF32), utils/dataclasses.py (DynamoBackend,
+TorchDynamoPlugin), utils/constants.py (TORCH_DYNAMO_MODES).
 """
 
 from typing import Any
@@ -13,15 +13,22 @@ MODES = ("default", "reduce-overhead", "max-autotune")  # accelerate's TORCH_DYN
 
 
 def mixed_precision(value: Any, given: Given) -> Verdict:
-    """accelerate's FSDP reduces in the dtype that it computes in; its DistributedDataParallel reduces float32 gradients."""
+    """accelerate's FSDP reduces in the dtype that it computes in; its DistributedDataParallel reduces float32
+    gradients."""
     precision = as_choice(value, ("no", "fp16", "bf16", "fp8"))
     if precision == "fp16":
-        return refused("float16 needs a gradient scaler, which this trainer does not have: use bf16, which has float32's range")
+        return refused(
+            "float16 needs a gradient scaler, which this trainer does not have: use bf16, which has "
+            "float32's range"
+        )
     if precision == "fp8":
         return refused("float8 is not in this version: use bf16")
     param = "bfloat16" if precision == "bf16" else "float32"
     if precision == "bf16" and str(given.get("distributed_type")).upper() == "FSDP":
-        note = "accelerate also reduces gradients in bfloat16 with FSDP; --parallel.reduce_dtype=float32 is the safer choice"
+        note = (
+            "accelerate also reduces gradients in bfloat16 with FSDP; --parallel.reduce_dtype=float32 is "
+            "the safer choice"
+        )
         settings = {"parallel.param_dtype": param, "parallel.reduce_dtype": "bfloat16"}
         return mapped("computation and reduction in bfloat16, weights kept in float32", settings, note)
     settings = {"parallel.param_dtype": param, "parallel.reduce_dtype": "float32"}
@@ -44,8 +51,12 @@ def dynamo_backend(value: Any, given: Given) -> Verdict:
     settings = {"parallel.compile.enabled": True, "parallel.compile.backend": backend}
     if str(given.get("mixed_precision", "no")).lower() in ("no", "false"):
         settings["parallel.compile.float32_matmul_precision"] = "high"
-        return mapped("blocks and head are compiled", settings, "accelerate allows TF32 when it compiles without mixed "
-                      "precision, so float32_matmul_precision is high")  # fmt: skip
+        return mapped(
+            "blocks and head are compiled",
+            settings,
+            "accelerate allows TF32 when it compiles without mixed "
+            "precision, so float32_matmul_precision is high",
+        )
     return mapped("blocks and head are compiled", settings)
 
 
@@ -56,7 +67,11 @@ def _dynamo_mode(value: Any, given: Given) -> Verdict:
         return dropped("nothing is compiled")
     if mode != "default" and backend != "inductor":
         return refused(f"mode {mode} is for backend inductor, not {backend}: use default")
-    notes = [f"{mode} may use CUDA graphs; max-autotune-no-cudagraphs is the mode without them"] if mode != "default" else []
+    notes = (
+        [f"{mode} may use CUDA graphs; max-autotune-no-cudagraphs is the mode without them"]
+        if mode != "default"
+        else []
+    )
     return mapped("the same", {"parallel.compile.mode": mode}, *notes)
 
 
@@ -65,11 +80,17 @@ def _dynamo_dynamic(value: Any, given: Given) -> Verdict:
 
 
 def _whole_graph(value: Any, given: Given) -> Verdict:
-    return dropped("true is what is done" if as_bool(value) else "blocks are always compiled without graph breaks")
+    return dropped(
+        "true is what is done" if as_bool(value) else "blocks are always compiled without graph breaks"
+    )
 
 
 def _regional(value: Any, given: Given) -> Verdict:
-    return dropped("true is what is done" if as_bool(value) else "blocks are always compiled one by one, never the whole model")
+    return dropped(
+        "true is what is done"
+        if as_bool(value)
+        else "blocks are always compiled one by one, never the whole model"
+    )
 
 
 DYNAMO_RULES: dict[str, Rule] = {

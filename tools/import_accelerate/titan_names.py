@@ -1,4 +1,5 @@
-"""Names that torchtitan had in other versions, sections that are not about the parallelisation, and its defaults."""
+"""Names that torchtitan had in other versions, sections that are not about the parallelisation, and its
+defaults."""
 
 from typing import Any
 
@@ -24,13 +25,26 @@ ALIASES = {
     "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
-    **{f"{section}.{name}": f"parallelism.{name}"
-       for section, names in {"training": ("data_parallel_replicate_degree", "data_parallel_shard_degree",
-                                           "tensor_parallel_degree", "enable_loss_parallel", "disable_loss_parallel"),
-                              "experimental": ("context_parallel_degree", "pipeline_parallel_degree",
-                                               "enable_async_tensor_parallel", "enable_compiled_autograd"),
-                              }.items() for name in names},
-}  # fmt: skip
+    **{
+        f"{section}.{name}": f"parallelism.{name}"
+        for section, names in {
+            "training": (
+                "data_parallel_replicate_degree",
+                "data_parallel_shard_degree",
+                "tensor_parallel_degree",
+                "enable_loss_parallel",
+                "disable_loss_parallel",
+            ),
+            "experimental": (
+                "context_parallel_degree",
+                "pipeline_parallel_degree",
+                "enable_async_tensor_parallel",
+                "enable_compiled_autograd",
+            ),
+        }.items()
+        for name in names
+    },
+}
 # Sections that say nothing about the parallelisation, and what here has their place.
 SECTIONS = {
     "job": "run.dir names the run's folder",

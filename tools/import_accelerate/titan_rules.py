@@ -20,7 +20,8 @@ from tools.import_accelerate.verdict import (
 )
 
 AC_MODES = ("none", "full", "selective", "memory_budget")
-FLAVORS = {"8B": "llama_8b", "70B": "llama_70b", "405B": "llama_405b"}  # torchtitan's Llama 3.1 shapes, and our configs
+# torchtitan's Llama 3.1 shapes, and our configs
+FLAVORS = {"8B": "llama_8b", "70B": "llama_70b", "405B": "llama_405b"}
 DTYPES = ("bfloat16", "float32")
 DEFAULT_BETAS = (0.9, 0.95)
 
@@ -36,14 +37,22 @@ def _shard_degree(value: Any, given: Given) -> Verdict:
 
 def _no_degree(name: str) -> Rule:
     def rule(value: Any, given: Given) -> Verdict:
-        return dropped("1 is off") if as_int(value) == 1 else refused(f"{name} is not in this version: set it to 1")
+        return (
+            dropped("1 is off")
+            if as_int(value) == 1
+            else refused(f"{name} is not in this version: set it to 1")
+        )
 
     return rule
 
 
 def _reshard(value: Any, given: Given) -> Verdict:
     policy = as_choice(value, ("default", "always", "never"))
-    notes = ["the last unit of the forward stays gathered, as the backward needs it first"] if policy == "always" else []
+    notes = (
+        ["the last unit of the forward stays gathered, as the backward needs it first"]
+        if policy == "always"
+        else []
+    )
     why = "default is always where there is no pipeline" if policy == "default" else "the same, per FSDP unit"
     return mapped(why, {"parallel.reshard_after_forward": policy != "never"}, *notes)
 
@@ -63,12 +72,17 @@ def _count(key: str, why: str, least: int = 1) -> Rule:
 
 def _global_batch(value: Any, given: Given) -> Verdict:
     size = -1 if str(value) == "-1" else as_int(value)
-    return mapped("sequences per optimizer step; -1 is one micro batch per rank", {"train.global_batch_size": size})
+    return mapped(
+        "sequences per optimizer step; -1 is one micro batch per rank", {"train.global_batch_size": size}
+    )
 
 
 def _seq_len(value: Any, given: Given) -> Verdict:
     length = as_int(value)
-    return mapped("tokens per sequence; position tables are as long", {"train.seq_len": length, "model.max_seq_len": length})
+    return mapped(
+        "tokens per sequence; position tables are as long",
+        {"train.seq_len": length, "model.max_seq_len": length},
+    )
 
 
 def _dtype(key: str) -> Rule:
@@ -83,16 +97,25 @@ def _dtype(key: str) -> Rule:
 def _training_dtype(value: Any, given: Given) -> Verdict:
     if as_choice(value, DTYPES) == "float32":
         return dropped("weights and optimizer state are float32 here")
-    return refused("weights and optimizer state are float32 here: use float32, and mixed_precision_param for the computation")
+    return refused(
+        "weights and optimizer state are float32 here: use float32, and mixed_precision_param for the "
+        "computation"
+    )
 
 
 def _ac_mode(value: Any, given: Given) -> Verdict:
     mode = as_choice(value, AC_MODES)
-    settings: dict[str, Any] = {"parallel.activation_checkpoint": "budget" if mode == "memory_budget" else mode}
+    settings: dict[str, Any] = {
+        "parallel.activation_checkpoint": "budget" if mode == "memory_budget" else mode
+    }
     if mode == "selective":
-        settings["parallel.selective_policy"] = _policy(given.get("activation_checkpoint.selective_ac_option", 2))
+        settings["parallel.selective_policy"] = _policy(
+            given.get("activation_checkpoint.selective_ac_option", 2)
+        )
     if mode == "memory_budget":
-        settings["parallel.activation_budget"] = as_float(given.get("activation_checkpoint.memory_budget", 0.5))
+        settings["parallel.activation_budget"] = as_float(
+            given.get("activation_checkpoint.memory_budget", 0.5)
+        )
     return mapped("activation checkpointing of each block", settings)
 
 
@@ -106,7 +129,10 @@ def _ac_option(value: Any, given: Given) -> Verdict:
         raise ValueError("it must be op, or a number of blocks")
     if given.get("activation_checkpoint.mode", "selective") != "selective":
         return dropped("it counts with mode selective only")
-    return mapped("op is every second matrix product, a number every N-th block", {"parallel.selective_policy": _policy(value)})
+    return mapped(
+        "op is every second matrix product, a number every N-th block",
+        {"parallel.selective_policy": _policy(value)},
+    )
 
 
 def _ac_budget(value: Any, given: Given) -> Verdict:
@@ -143,7 +169,10 @@ def _compile_components(value: Any, given: Given) -> Verdict:
 def _flavor(value: Any, given: Given) -> Verdict:
     if str(value) in FLAVORS:
         return launched("the same shape", {"--config": FLAVORS[str(value)]})
-    return dropped("no config has this name", f"{value} is not one of the shapes in configs/: give it in the section model")
+    return dropped(
+        "no config has this name",
+        f"{value} is not one of the shapes in configs/: give it in the section model",
+    )
 
 
 def _registered(value: Any, given: Given) -> Verdict:
@@ -152,11 +181,17 @@ def _registered(value: Any, given: Given) -> Verdict:
 
 
 def _model_name(value: Any, given: Given) -> Verdict:
-    return dropped("a Llama is what is trained") if value == "llama3" else refused("only llama3 is the model here")
+    return (
+        dropped("a Llama is what is trained")
+        if value == "llama3"
+        else refused("only llama3 is the model here")
+    )
 
 
 def _betas(value: Any, given: Given) -> Verdict:
-    betas = [as_float(given.get(f"optimizer.beta{i}", default)) for i, default in enumerate(DEFAULT_BETAS, start=1)]
+    betas = [
+        as_float(given.get(f"optimizer.beta{i}", default)) for i, default in enumerate(DEFAULT_BETAS, start=1)
+    ]
     return mapped("both in one key", {"optim.betas": betas})
 
 
@@ -184,14 +219,24 @@ def _total_steps(value: Any, given: Given) -> Verdict:
 def _async_tp(value: Any, given: Given) -> Verdict:
     if not as_bool(value):
         return dropped("it is off")
-    return dropped("not in this version: the same results, with tp's communication not hidden behind its products",
-                   "asynchronous tensor parallelism is not in this version: steps with tp may be slower")  # fmt: skip
+    return dropped(
+        "not in this version: the same results, with tp's communication not hidden behind its products",
+        "asynchronous tensor parallelism is not in this version: steps with tp may be slower",
+    )
 
 
 NO_PP, NO_CP = drops("it counts with a pipeline only"), drops("it counts with context parallelism only")
 NO_EXPERTS = drops("it counts for mixtures of experts only")
-PIPELINE = ("split_points", "first_stage_less_layers", "last_stage_less_layers", "layers_per_stage", "schedule", "schedule_csv",
-            "microbatch_size", "expert_parallel_overlap")  # fmt: skip
+PIPELINE = (
+    "split_points",
+    "first_stage_less_layers",
+    "last_stage_less_layers",
+    "layers_per_stage",
+    "schedule",
+    "schedule_csv",
+    "microbatch_size",
+    "expert_parallel_overlap",
+)
 RULES: dict[str, Rule] = {
     "parallelism.data_parallel_replicate_degree": _degree("dp_replicate"),
     "parallelism.data_parallel_shard_degree": _shard_degree,
@@ -205,7 +250,9 @@ RULES: dict[str, Rule] = {
     "parallelism.disable_loss_parallel": _truth("parallel.loss_parallel", "the opposite", turned=True),
     "parallelism.enable_loss_parallel": _truth("parallel.loss_parallel", "the same"),
     "parallelism.enable_async_tensor_parallel": _async_tp,
-    "parallelism.enable_compiled_autograd": drops("compiled autograd is not used: blocks are compiled with their backward"),
+    "parallelism.enable_compiled_autograd": drops(
+        "compiled autograd is not used: blocks are compiled with their backward"
+    ),
     "parallelism.enable_fsdp_symm_mem": drops("symmetric memory is not in this version: the same results"),
     "parallelism.spmd_backend": drops("torchtitan's own way to DTensor"),
     "parallelism.module_fqns_per_model_part": NO_PP,
@@ -214,7 +261,9 @@ RULES: dict[str, Rule] = {
     "parallelism.context_parallel_ptrr_mask_key": NO_CP,
     "parallelism.expert_parallel_comm_backend": NO_EXPERTS,
     **{f"parallelism.pipeline_parallel_{name}": NO_PP for name in PIPELINE},
-    "training.local_batch_size": _count("train.micro_batch_size", "sequences per rank in one forward and backward"),
+    "training.local_batch_size": _count(
+        "train.micro_batch_size", "sequences per rank in one forward and backward"
+    ),
     "training.global_batch_size": _global_batch,
     "training.seq_len": _seq_len,
     "training.steps": _count("train.steps", "optimizer steps"),
@@ -225,16 +274,36 @@ RULES: dict[str, Rule] = {
     "training.mixed_precision_reduce": _dtype("parallel.reduce_dtype"),
     "training.dtype": _training_dtype,
     "training.deterministic": drops("the same order of data and the same weights come from run.seed"),
-    **{f"training.{name}": drops("data.source and data.tokenizer say what is read") for name in ("dataset", "dataset_path")},
-    **{f"training.{name}": drops("the loop here keeps its own house") for name in ("gc_freq", "gc_debug", "disable_cuda_graphs")},
-    **{f"training.dataloader.{name}": drops("the loader here needs no such settings")
-       for name in ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")},
+    **{
+        f"training.{name}": drops("data.source and data.tokenizer say what is read")
+        for name in ("dataset", "dataset_path")
+    },
+    **{
+        f"training.{name}": drops("the loop here keeps its own house")
+        for name in ("gc_freq", "gc_debug", "disable_cuda_graphs")
+    },
+    **{
+        f"training.dataloader.{name}": drops("the loader here needs no such settings")
+        for name in ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
+    },
     "activation_checkpoint.mode": _ac_mode,
     "activation_checkpoint.selective_ac_option": _ac_option,
     "activation_checkpoint.memory_budget": _ac_budget,
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": drops("no shapes are excepted from the policy here"),
-    **{f"activation_checkpoint.{name}": drops("the forward here draws no random numbers, and recomputing is what torch does")
-       for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug", "visualize_memory_budget_pareto")},
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": drops(
+        "no shapes are excepted from the policy here"
+    ),
+    **{
+        f"activation_checkpoint.{name}": drops(
+            "the forward here draws no random numbers, and recomputing is what torch does"
+        )
+        for name in (
+            "early_stop",
+            "preserve_rng_state",
+            "determinism_check",
+            "debug",
+            "visualize_memory_budget_pareto",
+        )
+    },
     "compile.enable": _compile,
     "compile.components": _compile_components,
     "compile.backend": _backend,
@@ -243,9 +312,13 @@ RULES: dict[str, Rule] = {
     "model.flavor": _flavor,
     "module": _model_name,
     "config": _registered,
-    "model.converters": refuses_any("float8 and other converters are not in this version: leave the list empty"),
-    **{f"model.{name}": drops("data.tokenizer and checkpoint.init_from say what is read")
-       for name in ("tokenizer_path", "hf_assets_path")},
+    "model.converters": refuses_any(
+        "float8 and other converters are not in this version: leave the list empty"
+    ),
+    **{
+        f"model.{name}": drops("data.tokenizer and checkpoint.init_from say what is read")
+        for name in ("tokenizer_path", "hf_assets_path")
+    },
     "model.print_after_conversion": drops("nothing is converted"),
     "optimizer.name": _optimizer,
     "optimizer.lr": _number("optim.lr"),
@@ -254,7 +327,9 @@ RULES: dict[str, Rule] = {
     "optimizer.eps": _number("optim.eps"),
     "optimizer.weight_decay": _number("optim.weight_decay", "the same, of matrices only"),
     "optimizer.implementation": drops("fused is what is used"),
-    "optimizer.early_step_in_backward": refuses_any("the optimizer steps after the backward here: set it to false"),
+    "optimizer.early_step_in_backward": refuses_any(
+        "the optimizer steps after the backward here: set it to false"
+    ),
     "lr_scheduler.warmup_steps": _count("optim.warmup_steps", "the same", least=0),
     "lr_scheduler.decay_type": _decay_type,
     "lr_scheduler.decay_ratio": _decay_ratio,
@@ -265,4 +340,4 @@ RULES: dict[str, Rule] = {
     "experimental.custom_import": refuses_any("code of other projects is not imported"),
     "experimental.custom_args_module": refuses_any("code of other projects is not imported"),
     "job.custom_config_module": refuses_any("code of other projects is not imported"),
-}  # fmt: skip
+}

@@ -1,11 +1,13 @@
-"""What becomes of one key of another trainer's config, and the readers of its values that every rule shares."""
+"""What becomes of one key of another trainer's config, and the readers of its values that every rule
+shares."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # as accelerate's str_to_bool
+# as accelerate's str_to_bool
+TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
 
 LARGEST = 2**63 - 1  # what torch counts with
 
@@ -14,8 +16,9 @@ LARGEST = 2**63 - 1  # what torch counts with
 class Verdict:
     """What becomes of a key, and why.
 
-    `settings`: our dotted keys and their values. `launch`: options of torchrun, and environment variables, by name. A key
-    is mapped where it has either, or where ours does what it asks for in any case. `notes`: what the user should know.
+    `settings`: our dotted keys and their values. `launch`: options of torchrun, and environment variables, by
+    name. A key is mapped where it has either, or where ours does what it asks for in any case. `notes`: what
+    the user should know.
     """
 
     kind: Literal["mapped", "dropped", "refused"]
@@ -34,7 +37,8 @@ class Item:
     verdict: Verdict
 
 
-# A rule decides about one key, from its value and from all that was given, by plain name. ValueError: a wrong value.
+# A rule decides about one key, from its value and from all that was given, by plain name. ValueError: a wrong
+# value.
 Given = Mapping[str, Any]
 Rule = Callable[[Any, Given], Verdict]
 

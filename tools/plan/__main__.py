@@ -1,8 +1,9 @@
-"""`python -m tools.plan --config X --gpus N`: the plan of a run, its memory and its speed, without a GPU or a process group.
+"""`python -m tools.plan --config X --gpus N`: the plan of a run, its memory and its speed, without a GPU or a
+process group.
 
-With `--parallel.plan=auto` the planner chooses it. `--min-gpus` and `--sweep` ask for the number of GPUs, `--check` has the
-real code confirm the prediction. `--compare` puts DDP, FSDP and HSDP of the same training side by side.
-`python -m tools.plan diff A.yaml B.yaml` says what differs between two plan files.
+With `--parallel.plan=auto` the planner chooses it. `--min-gpus` and `--sweep` ask for the number of GPUs,
+`--check` has the real code confirm the prediction. `--compare` puts DDP, FSDP and HSDP of the same training
+side by side. `python -m tools.plan diff A.yaml B.yaml` says what differs between two plan files.
 """
 
 import argparse
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show_plan(options: argparse.Namespace, config: Config) -> None:
-    """Print the answer, and write the files asked for. A plan that does not fit is an answer, not an error."""
+    """Print the answer, and write the files asked for. A plan that does not fit is an answer, not an
+    error."""
     targets = _targets(options)
     hardware = find_gpu(options.gpu) if options.gpu else None
     gpus = options.gpus or find_fewest(config, options.gpus_per_node, hardware)
@@ -65,7 +67,11 @@ def show_plan(options: argparse.Namespace, config: Config) -> None:
 def show_sweep(options: argparse.Namespace, config: Config) -> None:
     """Print a row for each number of GPUs."""
     swept = sweep(config, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
-    print(json.dumps(sweep_json(swept, options.tokens), indent=2) if options.json else sweep_text(swept, options.tokens))
+    print(
+        json.dumps(sweep_json(swept, options.tokens), indent=2)
+        if options.json
+        else sweep_text(swept, options.tokens)
+    )
 
 
 def show_comparison(options: argparse.Namespace, config: Config) -> None:
@@ -87,12 +93,15 @@ def compare_files(options: argparse.Namespace) -> None:
 
 
 def _targets(options: argparse.Namespace) -> dict[str, Path]:
-    """The files to write, by option, each of them possible. A plan may be in use, and is never overwritten."""
+    """The files to write, by option, each of them possible. A plan may be in use, and is never
+    overwritten."""
     targets = {}
     if options.save:
         targets["save"] = check_target("--save", Path(options.save), PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
-        targets["timeline"] = check_target("--timeline", Path(options.timeline), tuple(TIMELINES), overwrites=True)
+        targets["timeline"] = check_target(
+            "--timeline", Path(options.timeline), tuple(TIMELINES), overwrites=True
+        )
     return targets
 
 

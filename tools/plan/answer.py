@@ -58,7 +58,8 @@ class Answer:
         too_much: why the plan does not fit, and what would; "" if it does, or if nobody knows
         choice: what the search found, with parallel.plan=auto
         reasons: for what was chosen, a sentence each
-        advice: what makes little sense in a plan that was asked for, a sentence each: the planner weighs it itself
+        advice: what makes little sense in a plan that was asked for, a sentence each: the planner weighs it
+            itself
     """
 
     config: Config
@@ -76,11 +77,13 @@ def find_gpu(name: str) -> Hardware:
     """A kind of GPU from configs/hardware. ConfigError names the nearest."""
     kinds = load_hardware()
     if name not in kinds:
-        near = sorted((kind for kind in kinds if kind.startswith(name)), key=len) or difflib.get_close_matches(
-            name, kinds, n=1, cutoff=0.3
-        )
+        near = sorted(
+            (kind for kind in kinds if kind.startswith(name)), key=len
+        ) or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
         hint = f"Did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"--gpu={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}")
+        raise ConfigError(
+            f"--gpu={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}"
+        )
     return kinds[name]
 
 
@@ -100,7 +103,17 @@ def answer(config: Config, place: Place) -> Answer:
         check_attention(config, plan, "cpu" if place.hardware.cores else "cuda")
     prediction = predict(config, plan, place.hardware, place.gpus_per_node) if place.hardware else None
     memory = prediction.memory if prediction else predict_memory(config, plan)
-    return Answer(config, place, plan, memory, prediction, _too_much(config, place, plan), choice, tuple(reasons), tuple(advice))
+    return Answer(
+        config,
+        place,
+        plan,
+        memory,
+        prediction,
+        _too_much(config, place, plan),
+        choice,
+        tuple(reasons),
+        tuple(advice),
+    )
 
 
 def strategy_words(asked: Answer) -> str:
@@ -110,19 +123,23 @@ def strategy_words(asked: Answer) -> str:
 
 
 def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -> int:
-    """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as the config says.
-    Raises PlanError if none does."""
+    """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as
+    the config says. Raises PlanError if none does."""
     machines = Place(gpus_per_node, gpus_per_node, hardware).machines()
     if config.parallel.plan == "auto":
         found = fewest_gpus(config, machines)
     else:
         counts = (2**n for n in range(MAX_PROCESSES.bit_length()))
-        found = next((gpus for gpus in counts if _fits(config, Place(gpus, min(gpus, gpus_per_node), hardware))), 0)
+        found = next(
+            (gpus for gpus in counts if _fits(config, Place(gpus, min(gpus, gpus_per_node), hardware))), 0
+        )
     if not found:
         words = "no plan fits" if config.parallel.plan == "auto" else "this plan does not fit"
-        raise PlanError(f"--min-gpus: {words} on 1 to {MAX_PROCESSES} {machines.hardware.name} with sequences of "
-                        f"{config.train.seq_len} tokens. Shorten train.seq_len, or leave more keys at auto, with "
-                        "--parallel.plan=auto")  # fmt: skip
+        raise PlanError(
+            f"--min-gpus: {words} on 1 to {MAX_PROCESSES} {machines.hardware.name} with sequences of "
+            f"{config.train.seq_len} tokens. Shorten train.seq_len, or leave more keys at auto, with "
+            "--parallel.plan=auto"
+        )
     return found
 
 
@@ -132,7 +149,9 @@ def _fits(config: Config, place: Place) -> bool:
     except PlanError:
         return False
     machines = place.machines()
-    return predict_memory(config, plan).peak_bytes <= usable_bytes(machines.available_bytes, machines.hardware)
+    return predict_memory(config, plan).peak_bytes <= usable_bytes(
+        machines.available_bytes, machines.hardware
+    )
 
 
 def _too_much(config: Config, place: Place, plan: Plan) -> str:
@@ -141,7 +160,9 @@ def _too_much(config: Config, place: Place, plan: Plan) -> str:
         return ""
     try:
         usable = usable_bytes(place.machines().available_bytes, place.hardware)
-        check_fits(config, plan, usable, f"{place.hardware.name}, without what the allocator and the process take,")
+        check_fits(
+            config, plan, usable, f"{place.hardware.name}, without what the allocator and the process take,"
+        )
     except PlanError as error:
         return str(error)
     return ""
@@ -150,14 +171,23 @@ def _too_much(config: Config, place: Place, plan: Plan) -> str:
 def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str, float]:
     """Of so many tokens, without what checkpoints, evaluation and failures take."""
     seconds = tokens / (prediction.tokens_per_s_per_gpu * gpus)
-    return {"tokens": tokens, "days": seconds / DAY_S, "gpu_days": gpus * seconds / DAY_S, "gpu_hours": gpus * seconds / HOUR_S}
+    return {
+        "tokens": tokens,
+        "days": seconds / DAY_S,
+        "gpu_days": gpus * seconds / DAY_S,
+        "gpu_hours": gpus * seconds / HOUR_S,
+    }
 
 
 def as_json(asked: Answer) -> dict[str, Any]:
-    """Plain data: plan, reasons, advice, predicted; if the planner chose, the candidates in order, and those that were not
-    timed because they are slower at best."""
-    document: dict[str, Any] = {"plan": plan_to_dict(asked.plan), "reasons": list(asked.reasons), "advice": list(asked.advice),
-                                "predicted": _predicted(asked)}  # fmt: skip
+    """Plain data: plan, reasons, advice, predicted; if the planner chose, the candidates in order, and those
+    that were not timed because they are slower at best."""
+    document: dict[str, Any] = {
+        "plan": plan_to_dict(asked.plan),
+        "reasons": list(asked.reasons),
+        "advice": list(asked.advice),
+        "predicted": _predicted(asked),
+    }
     if asked.choice:
         document["candidates"] = list(_candidates(asked, asked.choice))
         document["slower"] = [_slower(asked.choice.best, candidate) for candidate in asked.choice.slower]
@@ -198,7 +228,11 @@ def _candidates(asked: Answer, choice: Choice) -> Iterator[dict[str, Any]]:
             "tokens_per_s_per_gpu": timeline and token_rate(asked.config, candidate),
             "exposed_share": timeline and timeline.exposed_share,
         }
-        yield row if timeline else row | {"reason": f"needs {needed_words(candidate)} of {available_gib:.1f} GiB"}
+        yield (
+            row
+            if timeline
+            else row | {"reason": f"needs {needed_words(candidate)} of {available_gib:.1f} GiB"}
+        )
 
 
 def _slower(best: Candidate, candidate: Candidate) -> dict[str, Any]:
@@ -217,7 +251,9 @@ def needed_words(candidate: Candidate) -> str:
     return f"{'' if candidate.memory else 'at least '}{candidate.needed_bytes / GIB:.1f}"
 
 
-def distinct(candidates: Sequence[Candidate], besides: Sequence[Mapping[str, Any]] = ()) -> Iterator[Candidate]:
+def distinct(
+    candidates: Sequence[Candidate], besides: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[Candidate]:
     """Candidates, the first of those that differ only in how far ahead they gather."""
     seen = {_without_prefetch(choices) for choices in besides}
     for candidate in candidates:

@@ -1,7 +1,8 @@
-"""`python -m tools.plan --check`: what the planner says of a plan's collectives and memory, beside what the real code does on
-a fake process group.
+"""`python -m tools.plan --check`: what the planner says of a plan's collectives and memory, beside what the
+real code does on a fake process group.
 
-Both sides are eager, as the simulation is. What sends almost nothing is shown, not judged: the loss's and the norm's.
+Both sides are eager, as the simulation is. What sends almost nothing is shown, not judged: the loss's and the
+norm's.
 """
 
 import dataclasses
@@ -37,7 +38,8 @@ Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> how many, an
 
 @dataclass(frozen=True)
 class Compared:
-    """One quantity, predicted and simulated. `limit`: the share by which they may differ; None where it is not judged."""
+    """One quantity, predicted and simulated. `limit`: the share by which they may differ; None where it is
+    not judged."""
 
     name: str
     predicted: float
@@ -98,15 +100,21 @@ def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[C
 
 
 def predict_traffic(config: Config, plan: Plan) -> Traffic:
-    """The collectives of one optimizer step of rank 0, by what the plan says of each unit and the compiler of each module;
-    not those of the loss and of the gradient norm, which belong to no unit."""
+    """The collectives of one optimizer step of rank 0, by what the plan says of each unit and the compiler of
+    each module; not those of the loss and of the gradient norm, which belong to no unit."""
     work = trace_run(config, plan)
     model = _one_rank(config, plan)
     idle = {name for name in plan.modules if not work.has_backward((name,))}
     again = _gathered_again(plan, idle)
     of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
-    return _count([*chain.from_iterable(of_units), *_of_modules(plan, work, idle), *_of_norms(plan, model),
-                   *_of_copies(plan, model)])  # fmt: skip
+    return _count(
+        [
+            *chain.from_iterable(of_units),
+            *_of_modules(plan, work, idle),
+            *_of_norms(plan, model),
+            *_of_copies(plan, model),
+        ]
+    )
 
 
 def _gathered_again(plan: Plan, idle: set[str]) -> set[str]:
@@ -116,11 +124,16 @@ def _gathered_again(plan: Plan, idle: set[str]) -> set[str]:
     return {unit.name for needing in needed for unit in (needing, *ahead[needing.name]) if regathered(unit)}
 
 
-def _of_unit(unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], again: bool) -> Iterator[tuple[str, str, float]]:
-    """Gathers and reductions of a unit: every micro batch gathers and scatters, the last one all-reduces (train.step)."""
+def _of_unit(
+    unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], again: bool
+) -> Iterator[tuple[str, str, float]]:
+    """Gathers and reductions of a unit: every micro batch gathers and scatters, the last one all-reduces
+    (train.step)."""
     mesh = plan.mesh
     whole = sum(_padded(parameter, mesh.dp_shard) for parameter in parameters) * DTYPE_BYTES[unit.param_dtype]
-    trained = sum(_padded(p, mesh.dp_shard) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
+    trained = (
+        sum(_padded(p, mesh.dp_shard) for p in parameters if p.requires_grad) * DTYPE_BYTES[unit.reduce_dtype]
+    )
     for _ in range(plan.accumulation):
         if mesh.dp_shard > 1:
             yield from [("all_gather", "dp_shard", whole)] * (1 + again)
@@ -131,29 +144,43 @@ def _of_unit(unit: UnitPlan, plan: Plan, parameters: Sequence[nn.Parameter], aga
 
 
 def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """With sequence parallelism each tp rank has its tokens' part of a norm's gradient: FSDP2 sums them, in param_dtype."""
+    """With sequence parallelism each tp rank has its tokens' part of a norm's gradient: FSDP2 sums them, in
+    param_dtype."""
     if not plan.tensor.sequence_parallel:
         return
     for unit in plan.units:
-        for name, parameter in chain.from_iterable(model.get_submodule(m).named_parameters(m) for m in unit.modules):
-            if find_style(plan.tensor, name.rpartition(".")[0]) in SEQUENCE_STYLES and parameter.requires_grad:
+        for name, parameter in chain.from_iterable(
+            model.get_submodule(m).named_parameters(m) for m in unit.modules
+        ):
+            if (
+                find_style(plan.tensor, name.rpartition(".")[0]) in SEQUENCE_STYLES
+                and parameter.requires_grad
+            ):
                 size = parameter.numel() * DTYPE_BYTES[unit.param_dtype]
                 yield from [("all_reduce", "tp", size)] * plan.accumulation
 
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """Where a part is left whole, the gradients of all weights that tp ranks hold alike (parallel.tensor.share_copies)."""
-    styles = {name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()}
+    """Where a part is left whole, the gradients of all weights that tp ranks hold alike
+    (parallel.tensor.share_copies)."""
+    styles = {
+        name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()
+    }
     copies = [p for name, p in model.named_parameters() if styles[name].startswith(("whole_", "sequence"))]
     if all(p.dim() == 1 for p in copies):
         return
     for parameter in (p for p in copies if p.requires_grad):
         rows = -(-parameter.shape[0] // plan.mesh.dp_shard)  # of rank 0
-        yield "all_reduce", "tp", rows * (parameter.numel() // parameter.shape[0]) * DTYPE_BYTES[plan.storage_dtype]
+        yield (
+            "all_reduce",
+            "tp",
+            rows * (parameter.numel() // parameter.shape[0]) * DTYPE_BYTES[plan.storage_dtype],
+        )
 
 
 def _padded(parameter: nn.Parameter, shards: int) -> int:
-    """Numbers that are sent: FSDP2 cuts the first dim, and fills it up so that every rank has as many rows."""
+    """Numbers that are sent: FSDP2 cuts the first dim, and fills it up so that every rank has as many
+    rows."""
     rows = parameter.shape[0]
     return parameter.numel() // rows * (-(-rows // shards) * shards)
 
@@ -195,14 +222,22 @@ def check_text(check: Check) -> str:
     """Both tables, and the verdict."""
     judged = [row for row in check.collectives if row.limit is not None]
     apart = [row for row in check.collectives if row.limit is None]
-    parts = ["the same plan with nothing compiled, as planned and as the real code runs on a fake process group:"]
+    parts = [
+        "the same plan with nothing compiled, as planned and as the real code runs on a fake process group:"
+    ]
     head = ("collectives", "predicted", "simulated", "difference")
-    parts.append(format_table(head, [_cells(row, GIB if "bytes" in row.name else 1) for row in judged]) if judged
-                 else "no collectives of size")  # fmt: skip
+    parts.append(
+        format_table(head, [_cells(row, GIB if "bytes" in row.name else 1) for row in judged])
+        if judged
+        else "no collectives of size"
+    )
     parts.append(format_table(("memory", *head[1:]), [_cells(row, GIB) for row in check.memory]))
     if apart:
-        small = [f"{row.name.removesuffix(', count')} {row.predicted:g}, really {row.simulated:g}"
-                 for row in apart if row.name.endswith("count")]  # fmt: skip
+        small = [
+            f"{row.name.removesuffix(', count')} {row.predicted:g}, really {row.simulated:g}"
+            for row in apart
+            if row.name.endswith("count")
+        ]
         parts.append("under 0.1% of what is sent, and not judged: " + "; ".join(small))
     return "\n\n".join([*parts, _verdict(check)])
 
@@ -210,8 +245,11 @@ def check_text(check: Check) -> str:
 def _verdict(check: Check) -> str:
     wrong = [row for row in (*check.collectives, *check.memory) if not row.agrees]
     if not wrong:
-        return (f"check passed: {', '.join(EXACT_KINDS)} and collectives within {EXACT:.0%}, peak within {ABOUT:.0%} "
-                f"({check.memory[-1].difference:+.1%})")  # fmt: skip
+        return (
+            f"check passed: {', '.join(EXACT_KINDS)} and collectives within {EXACT:.0%}, peak within "
+            f"{ABOUT:.0%} "
+            f"({check.memory[-1].difference:+.1%})"
+        )
     return "check failed: " + "; ".join(f"{row.name} differs by {row.difference:+.1%}" for row in wrong)
 
 
@@ -225,8 +263,11 @@ def _cells(row: Compared, unit: int) -> tuple[str, ...]:
 
 def check_json(check: Check) -> dict[str, Any]:
     """Plain data: counts, and bytes."""
-    return {"agrees": check.agrees, "collectives": [_plain(row) for row in check.collectives],
-            "memory": [_plain(row) for row in check.memory]}  # fmt: skip
+    return {
+        "agrees": check.agrees,
+        "collectives": [_plain(row) for row in check.collectives],
+        "memory": [_plain(row) for row in check.memory],
+    }
 
 
 def _plain(row: Compared) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ ONLY = "unit"  # the key of units that only one plan has
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference: where it is, which key, and its two values. With the key "unit" one of them is None: only the
-    other plan has these units."""
+    """One difference: where it is, which key, and its two values. With the key "unit" one of them is None:
+    only the other plan has these units."""
 
     where: str
     key: str
@@ -23,12 +23,20 @@ class Difference:
 
 
 def diff_plans(a: Plan, b: Plan) -> list[Difference]:
-    """Every difference from `a` to `b`: mesh, batch, what holds for all units, then units in the order of the forward.
-    Empty if equal."""
+    """Every difference from `a` to `b`: mesh, batch, what holds for all units, then units in the order of the
+    forward. Empty if equal."""
     differences = _diff_fields("mesh", a.mesh, b.mesh)
-    for where, key in (("batch", "micro_batch_size"), ("batch", "accumulation"), ("batch", "global_batch_size"),
-                       ("plan", "cpu_offload"), ("plan", "storage_dtype"), ("plan", "attention"),
-                       ("plan", "loss_chunk_tokens"), ("plan", "fused_projections"), ("plan", "async_tp")):  # fmt: skip
+    for where, key in (
+        ("batch", "micro_batch_size"),
+        ("batch", "accumulation"),
+        ("batch", "global_batch_size"),
+        ("plan", "cpu_offload"),
+        ("plan", "storage_dtype"),
+        ("plan", "attention"),
+        ("plan", "loss_chunk_tokens"),
+        ("plan", "fused_projections"),
+        ("plan", "async_tp"),
+    ):
         if _differ(both := (getattr(a, key), getattr(b, key))):
             differences.append(Difference(where, key, *both))
     differences += _diff_fields("float8", a.float8, b.float8)
@@ -59,7 +67,10 @@ def _diff_tensor(a: Plan, b: Plan) -> list[Difference]:
     one, other = a.tensor.styles, b.tensor.styles
     if not (one and other):
         return _diff_fields("tensor", a.tensor, b.tensor)
-    pairs = [(pattern, one.get(pattern, "no style"), other.get(pattern, "no style")) for pattern in {**one, **other}]
+    pairs = [
+        (pattern, one.get(pattern, "no style"), other.get(pattern, "no style"))
+        for pattern in {**one, **other}
+    ]
     changed = [Difference("tensor", *pair) for pair in pairs if pair[1] != pair[2]]
     same_styles = dataclasses.replace(a.tensor, styles=other)
     return _diff_fields("tensor", same_styles, b.tensor) + changed
@@ -71,7 +82,8 @@ def _diff_fields(where: str, a: Any, b: Any) -> list[Difference]:
 
 
 def _diff_units(a: Plan, b: Plan) -> list[Difference]:
-    """Differences between units of the same name, neighbours that differ alike as one; then units of one plan only."""
+    """Differences between units of the same name, neighbours that differ alike as one; then units of one plan
+    only."""
     in_a, in_b = {unit.name: unit for unit in a.units}, {unit.name: unit for unit in b.units}
     shared = [name for name in in_a if name in in_b]
     differences = []

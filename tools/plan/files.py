@@ -1,4 +1,5 @@
-"""What `tools.plan` writes: the plan file, and the step as a picture or a trace. Either a whole file or none."""
+"""What `tools.plan` writes: the plan file, and the step as a picture or a trace. Either a whole file or
+none."""
 
 import contextlib
 import json
@@ -25,7 +26,9 @@ def check_target(option: str, path: Path, suffixes: Sequence[str], overwrites: b
     if not path.parent.is_dir():
         raise ConfigError(f"{place}: there is no folder {path.parent}: make it first")
     if path.exists() and not overwrites:
-        raise ConfigError(f"{place} is there already, and is not overwritten: take another name, or remove it")
+        raise ConfigError(
+            f"{place} is there already, and is not overwritten: take another name, or remove it"
+        )
     return path
 
 
@@ -56,7 +59,9 @@ def _png(timeline: Timeline, title: str) -> bytes:
     try:
         from parallel.planner.shapes_png import to_png
     except ImportError:
-        raise ConfigError("--timeline: a PNG needs Pillow (pip install pillow); an SVG needs nothing") from None
+        raise ConfigError(
+            "--timeline: a PNG needs Pillow (pip install pillow); an SVG needs nothing"
+        ) from None
     return to_png(draw_timeline(timeline, title))
 
 

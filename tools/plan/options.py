@@ -35,7 +35,7 @@ examples:
     python -m tools.plan --config llama_405b.yaml --gpus 4096 --gpu h100-sxm --parallel.plan=auto --check
   what differs between the plans of two runs:
     python -m tools.plan diff runs/a/plan.yaml runs/b/plan.yaml
-"""
+"""  # noqa: E501
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,54 +47,114 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Options of planning; every key of the config is accepted besides."""
-    usage = [f"--gpus N [--gpu KIND] [--tokens T] [--check] [--save F] [--timeline F] {KEYS}", f"--gpu KIND --min-gpus {KEYS}",
-             f"--gpu KIND --sweep gpus=8..4096 {KEYS}", f"--gpus N --compare {KEYS}"]  # fmt: skip
-    lines = [*(f"python -m {PROG} --config X {words}" for words in usage), f"python -m {PROG} diff A.yaml B.yaml [--json]"]
+    usage = [
+        f"--gpus N [--gpu KIND] [--tokens T] [--check] [--save F] [--timeline F] {KEYS}",
+        f"--gpu KIND --min-gpus {KEYS}",
+        f"--gpu KIND --sweep gpus=8..4096 {KEYS}",
+        f"--gpus N --compare {KEYS}",
+    ]
+    lines = [
+        *(f"python -m {PROG} --config X {words}" for words in usage),
+        f"python -m {PROG} diff A.yaml B.yaml [--json]",
+    ]
     parser = _Parser(
         prog=f"python -m {PROG}",
         usage="\n       ".join(lines),
-        description="Print the plan of a run, advice where it makes little sense, the memory it is predicted to need per GPU,\n"
-        "and for a kind of GPU whether it fits and how fast it will be. Needs no GPU and starts no processes.",
+        description="Print the plan of a run, advice where it makes little sense, the memory it is predicted "
+        "to need per GPU,\n"
+        "and for a kind of GPU whether it fits and how fast it will be. Needs no GPU and starts no "
+        "processes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add, flag = parser.add_argument, "store_true"
-    add("--config", required=True, metavar="X", help="YAML file: a path, or a name in configs/, as llama_8b.yaml")
+    add(
+        "--config",
+        required=True,
+        metavar="X",
+        help="YAML file: a path, or a name in configs/, as llama_8b.yaml",
+    )
     add("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
-    add("--gpus-per-node", type=positive, default=8, metavar="N", help="GPUs that share a node: 8 unless given, and never more "
-        "than there are")  # fmt: skip
-    add("--gpu", metavar="KIND", help=f"kind of GPU, for time and whether it fits: {', '.join(load_hardware())}")
-    add("--tokens", type=_tokens, metavar="T", help="say how long training on so many tokens takes, as 1e12 (needs --gpu)")
+    add(
+        "--gpus-per-node",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="GPUs that share a node: 8 unless given, and never more than there are",
+    )
+    add(
+        "--gpu",
+        metavar="KIND",
+        help=f"kind of GPU, for time and whether it fits: {', '.join(load_hardware())}",
+    )
+    add(
+        "--tokens",
+        type=_tokens,
+        metavar="T",
+        help="say how long training on so many tokens takes, as 1e12 (needs --gpu)",
+    )
     add("--save", metavar="FILE.yaml", help="write the plan to a new file, for --parallel.plan=FILE.yaml")
-    add("--timeline", metavar="FILE", help="write a step as a picture (.svg, .png) or as a trace for ui.perfetto.dev (.json); "
-        "needs --gpu")  # fmt: skip
-    add("--check", action=flag, help="run a step of one rank with the real code on a fake process group, and compare collectives "
-        "and memory; exit code 1 if they differ too much")  # fmt: skip
-    add("--min-gpus", action=flag, help="find the fewest GPUs that will do, a power of two, and plan for them (needs --gpu)")
-    add("--sweep", metavar="gpus=A..B", help="plan for A GPUs, twice as many, and so on: how the run scales (needs --gpu)")
-    add("--compare", action=flag, help="instead, put DDP, FSDP and HSDP of this training side by side: memory by kind, predicted "
-        "and measured in a simulation")  # fmt: skip
-    add("--json", action=flag, help="print one JSON document: plan, reasons, advice, predicted {peak_memory_gib, reserved_gib, "
-        "memory and memory_at_peak by kind in GiB, step_time_s, compute_s, exposed_comm_s, tokens_per_s_per_gpu, mfu, "
-        "mfu_causal, fits; null what needs --gpu}, with plan=auto candidates, and what was asked for: time_to_train, min_gpus, "
-        "sweep, check")  # fmt: skip
+    add(
+        "--timeline",
+        metavar="FILE",
+        help="write a step as a picture (.svg, .png) or as a trace for ui.perfetto.dev (.json); needs --gpu",
+    )
+    add(
+        "--check",
+        action=flag,
+        help="run a step of one rank with the real code on a fake process group, and compare collectives "
+        "and memory; exit code 1 if they differ too much",
+    )
+    add(
+        "--min-gpus",
+        action=flag,
+        help="find the fewest GPUs that will do, a power of two, and plan for them (needs --gpu)",
+    )
+    add(
+        "--sweep",
+        metavar="gpus=A..B",
+        help="plan for A GPUs, twice as many, and so on: how the run scales (needs --gpu)",
+    )
+    add(
+        "--compare",
+        action=flag,
+        help="instead, put DDP, FSDP and HSDP of this training side by side: memory by kind, predicted "
+        "and measured in a simulation",
+    )
+    add(
+        "--json",
+        action=flag,
+        help="print one JSON document: plan, reasons, advice, predicted {peak_memory_gib, reserved_gib, "
+        "memory and memory_at_peak by kind in GiB, step_time_s, compute_s, exposed_comm_s, "
+        "tokens_per_s_per_gpu, mfu, "
+        "mfu_causal, fits; null what needs --gpu}, with plan=auto candidates, and what was asked for: "
+        "time_to_train, min_gpus, "
+        "sweep, check",
+    )
     return parser
 
 
 def make_diff_parser() -> argparse.ArgumentParser:
     """Options of comparing."""
     parser = _Parser(
-        prog=f"python -m {PROG} diff", description="Say in words what differs between two plan files.", allow_abbrev=False
+        prog=f"python -m {PROG} diff",
+        description="Say in words what differs between two plan files.",
+        allow_abbrev=False,
     )
     parser.add_argument("a", metavar="A.yaml", help="a plan file, such as plan.yaml of a run")
     parser.add_argument("b", metavar="B.yaml", help="another")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: same, and differences {where, key, a, b}")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document: same, and differences {where, key, a, b}",
+    )
     return parser
 
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Options and config of a command line. Raises ConfigError for what does not exist or does not go together."""
+    """Options and config of a command line. Raises ConfigError for what does not exist or does not go
+    together."""
     options, config_arguments = make_parser().parse_known_args(arguments)
     _check_names(config_arguments)
     config = parse_config([f"--config={options.config}", *config_arguments], PROG)
@@ -109,7 +169,9 @@ def _check_names(config_arguments: Sequence[str]) -> None:
         name = argument.split("=")[0]
         if name.startswith("--") and "." not in name and name != "--print_config":
             near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"unknown option {name}. {f'Did you mean {near[0]}?' if near else 'See -h for all of them.'}")
+            raise ConfigError(
+                f"unknown option {name}. {f'Did you mean {near[0]}?' if near else 'See -h for all of them.'}"
+            )
 
 
 def _check_together(options: argparse.Namespace, config: Config) -> None:
@@ -117,11 +179,17 @@ def _check_together(options: argparse.Namespace, config: Config) -> None:
     given = [name for name in ("gpus", "min_gpus", "sweep") if getattr(options, name)]
     if len(given) != 1:
         words = " and ".join(map(_option, given))
-        raise ConfigError(f"{words}: give one of them only" if words else "say how many GPUs, with --gpus N, --min-gpus or "
-                          "--sweep gpus=A..B")  # fmt: skip
+        raise ConfigError(
+            f"{words}: give one of them only"
+            if words
+            else "say how many GPUs, with --gpus N, --min-gpus or --sweep gpus=A..B"
+        )
     if options.compare:
-        _refuse(options, ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN), "--compare says what each strategy needs, not "
-                "whether it fits or how fast it is")  # fmt: skip
+        _refuse(
+            options,
+            ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
+            "--compare says what each strategy needs, not whether it fits or how fast it is",
+        )
         return
     if options.sweep:
         _refuse(options, OF_ONE_PLAN, "--sweep makes many plans: ask for one with --gpus")
@@ -132,13 +200,18 @@ def _check_together(options: argparse.Namespace, config: Config) -> None:
         if getattr(options, name):
             raise ConfigError(f"{_option(name)} needs --gpu KIND: {', '.join(load_hardware())}")
     if config.parallel.plan == "auto":
-        raise ConfigError("parallel.plan=auto needs --gpu KIND, to know memory and speed: " + ", ".join(load_hardware()))
+        raise ConfigError(
+            "parallel.plan=auto needs --gpu KIND, to know memory and speed: " + ", ".join(load_hardware())
+        )
 
 
 def _check_file(options: argparse.Namespace, config: Config) -> None:
     if config.parallel.plan not in ("auto", "manual") and (options.min_gpus or options.sweep):
         name = "--min-gpus" if options.min_gpus else "--sweep"
-        raise ConfigError(f"{name}: parallel.plan={config.parallel.plan} is a plan for one number of GPUs: use auto or manual")
+        raise ConfigError(
+            f"{name}: parallel.plan={config.parallel.plan} is a plan for one number of GPUs: use auto or "
+            f"manual"
+        )
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> None:

@@ -14,9 +14,16 @@ from train.predict import Prediction
 
 RUNNERS_UP = 5
 TOO_LARGE = 3
-CHOICES = {"tp": "tp", "dp_replicate": "dp_replicate", "dp_shard": "dp_shard", "activation_checkpoint": "checkpointing",
-           "checkpointed_blocks": "blocks",
-           "reshard_after_forward": "reshard", "prefetch": "prefetch", "micro_batch_size": "micro batch"}  # fmt: skip
+CHOICES = {
+    "tp": "tp",
+    "dp_replicate": "dp_replicate",
+    "dp_shard": "dp_shard",
+    "activation_checkpoint": "checkpointing",
+    "checkpointed_blocks": "blocks",
+    "reshard_after_forward": "reshard",
+    "prefetch": "prefetch",
+    "micro_batch_size": "micro batch",
+}
 
 
 def as_text(asked: Answer, tokens: float | None = None) -> str:
@@ -37,7 +44,10 @@ def memory_table(memory: StepMemory) -> str:
     """The most of each kind, and each at the moment when all together are most."""
     digits = 2 if memory.peak_bytes >= GIB else 4
     at_peak = memory.at_peak.gib()
-    rows = [(kind, f"{gib:8.{digits}f}", f"{at_peak[kind]:8.{digits}f}") for kind, gib in memory.memory.gib().items()]
+    rows = [
+        (kind, f"{gib:8.{digits}f}", f"{at_peak[kind]:8.{digits}f}")
+        for kind, gib in memory.memory.gib().items()
+    ]
     total = ("total", "", f"{memory.peak_bytes / GIB:8.{digits}f}")
     return format_table(("memory", "most GiB", "GiB at the peak"), [*rows, total])
 
@@ -45,18 +55,29 @@ def memory_table(memory: StepMemory) -> str:
 def _figures(asked: Answer, prediction: Prediction, tokens: float | None) -> str:
     timeline, gpus, place = prediction.timeline, asked.plan.mesh.world_size, asked.place
     name = place.hardware.name if place.hardware else ""
-    rows = [("step", seconds(timeline.step_s)),
-            ("tokens/s per GPU", f"{prediction.tokens_per_s_per_gpu:,.0f}"),
-            ("tokens/s", f"{prediction.tokens_per_s_per_gpu * gpus:,.0f}"),
-            ("MFU, full attention", _percent(prediction.mfu)),
-            ("MFU, causal attention", _percent(prediction.mfu_causal)),
-            ("computing", seconds(timeline.compute_s)),
-            ("exposed", f"{seconds(timeline.exposed_s)}, {timeline.exposed_share:.1%} of the step")]  # fmt: skip
-    rows += [(f"  for {ROWS[lane]}", seconds(waited)) for lane, waited in timeline.exposed_by_lane.items() if waited]
+    rows = [
+        ("step", seconds(timeline.step_s)),
+        ("tokens/s per GPU", f"{prediction.tokens_per_s_per_gpu:,.0f}"),
+        ("tokens/s", f"{prediction.tokens_per_s_per_gpu * gpus:,.0f}"),
+        ("MFU, full attention", _percent(prediction.mfu)),
+        ("MFU, causal attention", _percent(prediction.mfu_causal)),
+        ("computing", seconds(timeline.compute_s)),
+        ("exposed", f"{seconds(timeline.exposed_s)}, {timeline.exposed_share:.1%} of the step"),
+    ]
+    rows += [
+        (f"  for {ROWS[lane]}", seconds(waited))
+        for lane, waited in timeline.exposed_by_lane.items()
+        if waited
+    ]
     if tokens:
         time = time_to_train(prediction, gpus, tokens)
-        rows.append((f"{tokens:.3g} tokens", f"{time['days']:,.1f} days: {time['gpu_days']:,.0f} GPU days, "
-                                             f"{time['gpu_hours']:,.0f} GPU hours"))  # fmt: skip
+        rows.append(
+            (
+                f"{tokens:.3g} tokens",
+                f"{time['days']:,.1f} days: {time['gpu_days']:,.0f} GPU days, "
+                f"{time['gpu_hours']:,.0f} GPU hours",
+            )
+        )
     plural = "s" if gpus > 1 else ""
     return format_table(("predicted", f"on {gpus} {name}, {place.gpus_per_node} GPU{plural} a node"), rows)
 
@@ -65,8 +86,11 @@ def _verdict(asked: Answer, prediction: Prediction) -> str:
     if asked.too_much:
         return f"does not fit: {asked.too_much}"
     machines = asked.place.machines()
-    return (f"fits {machines.hardware.name}: {prediction.reserved_bytes / GIB:.1f} of {machines.available_bytes / GIB:.1f} GiB, "
-            "with what the allocator and the process take")  # fmt: skip
+    return (
+        f"fits {machines.hardware.name}: {prediction.reserved_bytes / GIB:.1f} of "
+        f"{machines.available_bytes / GIB:.1f} GiB, "
+        "with what the allocator and the process take"
+    )
 
 
 def _others(config: Config, choice: Choice, machines: Machines) -> Iterator[str]:
@@ -78,8 +102,10 @@ def _others(config: Config, choice: Choice, machines: Machines) -> Iterator[str]
     large = list(islice(distinct(choice.too_large), TOO_LARGE))
     if large:
         rows = [_row(config, candidate) for candidate in large]
-        yield (f"nearest that do not fit, of {len(choice.too_large)}, into {machines.available_bytes / GIB:.1f} GiB:\n"
-               + format_table(head[: len(CHOICES) + 1], rows))  # fmt: skip
+        yield (
+            f"nearest that do not fit, of {len(choice.too_large)}, into {machines.available_bytes / GIB:.1f} "
+            f"GiB:\n" + format_table(head[: len(CHOICES) + 1], rows)
+        )
 
 
 def _row(config: Config, candidate: Candidate) -> Sequence[str]:
@@ -87,7 +113,11 @@ def _row(config: Config, candidate: Candidate) -> Sequence[str]:
     timeline = candidate.timeline
     if timeline is None:
         return [*cells, needed_words(candidate)]
-    times = (seconds(timeline.step_s), f"{token_rate(config, candidate):,.0f}", f"{timeline.exposed_share:.1%}")
+    times = (
+        seconds(timeline.step_s),
+        f"{token_rate(config, candidate):,.0f}",
+        f"{timeline.exposed_share:.1%}",
+    )
     return [*cells, needed_words(candidate), *times]
 
 

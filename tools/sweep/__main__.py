@@ -1,4 +1,5 @@
-"""`python -m tools.sweep SPEC.yaml`: runs that differ in a few keys, one after another, and a page that compares them."""
+"""`python -m tools.sweep SPEC.yaml`: runs that differ in a few keys, one after another, and a page that
+compares them."""
 
 import argparse
 import json
@@ -29,7 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     path = find_spec(options.spec)
     given = {key: getattr(options, key) for key in ("config", "processes", "nodes", "folder")}
-    spec = read_spec(path, {key: value for key, value in given.items() if value is not None}, read_overrides(options.override))
+    spec = read_spec(
+        path,
+        {key: value for key, value in given.items() if value is not None},
+        read_overrides(options.override),
+    )
     refuse_other_owner(spec.folder, path.stem)
     printing = options.slurm or options.dry_run
     planned = check_sweep(spec, here=not (printing or options.report))
@@ -56,25 +61,51 @@ def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.sweep",
-        description="Run a list or grid of overrides one after another on this machine, each in a folder of its own, and compare "
-        "them in one HTML page. The same command goes on where it stopped: finished runs stay, a stopped or killed one goes on "
-        "from its checkpoint, a failed one stays as it is unless --retry-failed. Ctrl-C: the run at hand saves and stops.",
-        epilog="exit codes: 0 every run has finished or its plan is refused, 1 not so, 2 a mistake in the spec, 130 interrupted. "
+        description="Run a list or grid of overrides one after another on this machine, each in a folder of "
+        "its own, and compare "
+        "them in one HTML page. The same command goes on where it stopped: finished runs stay, a stopped or "
+        "killed one goes on "
+        "from its checkpoint, a failed one stays as it is unless --retry-failed. Ctrl-C: the run at hand "
+        "saves and stops.",
+        epilog="exit codes: 0 every run has finished or its plan is refused, 1 not so, 2 a mistake in the "
+        "spec, 130 interrupted. "
         f"The spec's keys: docs/experiments.md. Studies that come with the project: {', '.join(_studies())}.",
         allow_abbrev=False,
     )
-    parser.add_argument("spec", metavar="SPEC.yaml", help="the sweep: a path, or a name in configs/experiments/")
-    parser.add_argument("--config", metavar="NAME_OR_PATH", help="instead of the spec's config, in a folder of its own")
-    parser.add_argument("--processes", type=positive, metavar="N", help="of a node, for runs that do not say their own")
-    parser.add_argument("--nodes", type=positive, metavar="N", help="of runs that do not say their own; for --slurm")
-    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of all runs; may be repeated")
-    parser.add_argument("--folder", metavar="DIR", help="where runs and report go (default: sweeps/ and the spec's name)")
-    parser.add_argument("--retry-failed", action="store_true", help="start failed runs again, from their checkpoints")
+    parser.add_argument(
+        "spec", metavar="SPEC.yaml", help="the sweep: a path, or a name in configs/experiments/"
+    )
+    parser.add_argument(
+        "--config", metavar="NAME_OR_PATH", help="instead of the spec's config, in a folder of its own"
+    )
+    parser.add_argument(
+        "--processes", type=positive, metavar="N", help="of a node, for runs that do not say their own"
+    )
+    parser.add_argument(
+        "--nodes", type=positive, metavar="N", help="of runs that do not say their own; for --slurm"
+    )
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="KEY=VALUE", help="of all runs; may be repeated"
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", help="where runs and report go (default: sweeps/ and the spec's name)"
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="start failed runs again, from their checkpoints"
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--report", action="store_true", help="start nothing: make report.html and report.json anew")
+    what.add_argument(
+        "--report", action="store_true", help="start nothing: make report.html and report.json anew"
+    )
     what.add_argument("--dry-run", action="store_true", help="start nothing: print the commands")
-    what.add_argument("--slurm", action="store_true", help="start nothing: print a Slurm job for each run that is left to do")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON document; progress goes to stderr")
+    what.add_argument(
+        "--slurm",
+        action="store_true",
+        help="start nothing: print a Slurm job for each run that is left to do",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as one JSON document; progress goes to stderr"
+    )
     return parser
 
 
@@ -83,24 +114,35 @@ def find_spec(name: str) -> Path:
     for path in (Path(name), STUDIES / name, STUDIES / f"{name}.yaml"):
         if path.is_file():
             return path
-    raise ConfigError(f"{name}: no such file, here or in configs/experiments, where there are {', '.join(_studies())}")
+    raise ConfigError(
+        f"{name}: no such file, here or in configs/experiments, where there are {', '.join(_studies())}"
+    )
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, str]:
-    """Of --override, values as they were written: the config's parser knows their types. Raises ConfigError."""
+    """Of --override, values as they were written: the config's parser knows their types. Raises
+    ConfigError."""
     overrides = dict[str, str]()
     for text in texts:
         key, is_given, value = text.removeprefix("--").partition("=")
         if not is_given:
-            raise ConfigError(f"--override {text} must be as train.steps=100: a key of a config and its value")
+            raise ConfigError(
+                f"--override {text} must be as train.steps=100: a key of a config and its value"
+            )
         if key not in known_keys():
             raise ConfigError(f"--override {text}: unknown key {one_line(key, 80)}. {near_key(key)}")
         overrides[key] = value
     return overrides
 
 
-def run_all(name: str, spec: Spec, planned: Sequence[Planned], retry_failed: bool, interrupts: Interrupts, screen: SweepScreen
-            ) -> None:  # fmt: skip
+def run_all(
+    name: str,
+    spec: Spec,
+    planned: Sequence[Planned],
+    retry_failed: bool,
+    interrupts: Interrupts,
+    screen: SweepScreen,
+) -> None:
     """Every run that is left to do, with the report made anew after each."""
     for number, one in enumerate(planned):
         state, reason = state_of(one.folder)
@@ -130,14 +172,20 @@ def print_commands(planned: Sequence[Planned], slurm: bool, retry_failed: bool) 
         elif state == "failed" and not retry_failed:
             print(f"# {one.cell.name}: failed: {one_line(reason, 200)} (--retry-failed prints it)")
         elif state == "running" and slurm:
-            print(f"# {one.cell.name}: running, by its status.json. If it was killed: {as_lines([slurm_command(one)])}")
+            print(
+                f"# {one.cell.name}: running, by its status.json. If it was killed: "
+                f"{as_lines([slurm_command(one)])}"
+            )
         elif state != "finished":
             left.append(one)
     print(as_lines((slurm_command if slurm else run_command)(one) for one in left))
 
 
-def write_report(name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]) -> SweepReport:
-    """report.html and report.json, of the runs as they are now. Raises ConfigError where they cannot be written."""
+def write_report(
+    name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]
+) -> SweepReport:
+    """report.html and report.json, of the runs as they are now. Raises ConfigError where they cannot be
+    written."""
     report = read_sweep(name, spec, planned, changed)
     make_folder(spec.folder)
     note_owner(spec.folder, name)
@@ -149,7 +197,9 @@ def write_report(name: str, spec: Spec, planned: Sequence[Planned], changed: Map
 def _conclude(report: SweepReport, spec: Spec, interrupts: Interrupts, screen: SweepScreen) -> int:
     """Last words; the exit code."""
     states = [row.state for row in report.rows]
-    screen.line(f"{', '.join(f'{states.count(state)} {state}' for state in dict.fromkeys(states))}. {_where(spec)}")
+    screen.line(
+        f"{', '.join(f'{states.count(state)} {state}' for state in dict.fromkeys(states))}. {_where(spec)}"
+    )
     if interrupts.count:
         screen.line("interrupted: the same command goes on")
         return EXIT_INTERRUPTED

@@ -1,4 +1,5 @@
-"""What a sweep notes of each run, beside what the run itself leaves: how it was started, and how that ended."""
+"""What a sweep notes of each run, beside what the run itself leaves: how it was started, and how that
+ended."""
 
 import json
 import re
@@ -17,8 +18,11 @@ NAME, OUTPUT = "attempt.json", "output.txt"
 LIMIT_BYTES = 1 << 20
 TAIL_BYTES = 1 << 18  # of an output, searched for a reason
 REASON_LETTERS = 600
-# An error's name at the start of a line, as rank 0 prints it; torchrun's own report comes later, and has none so.
-_ERROR = re.compile(r"^(?:\[\w+\]:\s*)?(?:rank \d+: )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Unsupported|Interrupt): .*)$")
+# An error's name at the start of a line, as rank 0 prints it; torchrun's own report comes later, and has none
+# so.
+_ERROR = re.compile(
+    r"^(?:\[\w+\]:\s*)?(?:rank \d+: )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Unsupported|Interrupt): .*)$"
+)
 _DEVICE = re.compile(r"^device: (.+), \d+ process", re.MULTILINE)
 Ended = Literal["waiting", "running", "finished", "stopped", "failed", "refused"]
 
@@ -57,8 +61,8 @@ def read_attempt(folder: Path) -> Attempt:
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> float:
-    """By one rename. Returns when, by the clock of the folder's disk, which may be another machine's. Raises ConfigError where
-    the folder cannot be written."""
+    """By one rename. Returns when, by the clock of the folder's disk, which may be another machine's. Raises
+    ConfigError where the folder cannot be written."""
     write_whole(folder / NAME, (json.dumps(asdict(attempt), indent=2) + "\n").encode())
     return (folder / NAME).stat().st_mtime
 
@@ -71,8 +75,9 @@ def launched_with(folder: Path) -> dict[str, int]:
 
 
 def state_of(folder: Path) -> tuple[Ended, str]:
-    """How a run stands and why: by the sweep's note, and where others started it (Slurm) by its own status. Whether its plan is
-    refused is found anew each time: one that was refused before, and no longer is, waits."""
+    """How a run stands and why: by the sweep's note, and where others started it (Slurm) by its own status.
+    Whether its plan is refused is found anew each time: one that was refused before, and no longer is,
+    waits."""
     attempt, status = read_attempt(folder), read_status(folder)
     if attempt.state in ("waiting", "running", "refused") and status is not None:
         return status.state, status.reason
@@ -80,8 +85,8 @@ def state_of(folder: Path) -> tuple[Ended, str]:
 
 
 def judge(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[Ended, str]:
-    """What has become of a run that was started at `began_s`, as `write_attempt` says it, and has ended: its own word, where it
-    has left one since, else what it printed."""
+    """What has become of a run that was started at `began_s`, as `write_attempt` says it, and has ended: its
+    own word, where it has left one since, else what it printed."""
     status = read_status(folder)
     if status is not None and _written_since(folder / "status.json", began_s):
         if status.state in ("stopped", "finished") and (exit_code == 0 or status.state == "stopped"):
@@ -95,11 +100,14 @@ def judge(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[En
 def has_last_word(folder: Path, began_s: float) -> bool:
     """Whether a run that was started at `began_s` has said itself how it has ended."""
     status = read_status(folder)
-    return status is not None and status.state != "running" and _written_since(folder / "status.json", began_s)
+    return (
+        status is not None and status.state != "running" and _written_since(folder / "status.json", began_s)
+    )
 
 
 def find_reason(output: str) -> str:
-    """The first error that is named in an output, with what is indented below it; else its last line; "" of nothing."""
+    """The first error that is named in an output, with what is indented below it; else its last line; "" of
+    nothing."""
     lines = [line for line in output.splitlines() if line.strip()]
     for i, line in enumerate(lines):
         if match := _ERROR.match(line):
@@ -139,4 +147,3 @@ def _written_since(path: Path, began_s: float) -> bool:
 def now_s() -> float:
     """Seconds of Unix time, as files have it."""
     return time.time()
-

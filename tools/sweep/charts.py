@@ -36,14 +36,23 @@ def draw_charts(rows: Sequence[ReportRow]) -> list[Picture]:
     """All of them, in the order in which one asks."""
     styles = [style_of(number) for number in range(len(rows))]
     pairs = list(zip(rows, styles, strict=True))
-    by_tokens, by_time = ([_loss_curve(row, style, place) for row, style in pairs] for place in (_tokens, _seconds))
+    by_tokens, by_time = (
+        [_loss_curve(row, style, place) for row, style in pairs] for place in (_tokens, _seconds)
+    )
     charts = [
         draw_curves("Loss against tokens", "tokens", by_tokens),
         draw_curves("Loss against time", "seconds of training steps", by_time),
-        draw_bars("Tokens/s, of all processes: median and quartiles", [_rate_bar(row, style) for row, style in pairs]),
+        draw_bars(
+            "Tokens/s, of all processes: median and quartiles",
+            [_rate_bar(row, style) for row, style in pairs],
+        ),
         draw_bars("Peak memory per process, GiB", [_memory_bar(row, style) for row, style in pairs]),
     ]
-    predicted = [row for row in rows if row.figures and any(row.figures.error_of(name) is not None for name in PREDICTED)]
+    predicted = [
+        row
+        for row in rows
+        if row.figures and any(row.figures.error_of(name) is not None for name in PREDICTED)
+    ]
     return [*charts, draw_errors(predicted)] if predicted else charts
 
 
@@ -114,7 +123,9 @@ def _rate_bar(row: ReportRow, style: Style) -> Bar:
     rate = row.figures.tokens_per_s if row.figures else None
     if rate is None:
         return Bar(row.name, None, "no figure", style)
-    return Bar(row.name, rate.median, f"{rate.median:,.0f} ± {rate.spread / 2:.0%}", style, rate.low, rate.high)
+    return Bar(
+        row.name, rate.median, f"{rate.median:,.0f} ± {rate.spread / 2:.0%}", style, rate.low, rate.high
+    )
 
 
 def _memory_bar(row: ReportRow, style: Style) -> Bar:

@@ -9,8 +9,17 @@ from tools.sweep.planned import Planned
 from train.config import ConfigError
 
 SLURM_SCRIPT = "configs/launch/slurm.sh"
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-            "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 
 
 def run_command(planned: Planned) -> list[str]:
@@ -18,12 +27,19 @@ def run_command(planned: Planned) -> list[str]:
     main = ["-m", "train.main", *planned.arguments]
     if planned.world_size == 1:
         return [sys.executable, *main]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={planned.cell.processes}", *main]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={planned.cell.processes}",
+        *main,
+    ]
 
 
 def run_environment(planned: Planned) -> dict[str, str]:
-    """This process's, without what a launcher of its own has put there. torchrun (from torch 2.13 on) leaves the workers as long
-    to save in as they allow themselves, instead of 30 s."""
+    """This process's, without what a launcher of its own has put there. torchrun (from torch 2.13 on) leaves
+    the workers as long to save in as they allow themselves, instead of 30 s."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(planned.config.run.grace_s)), **kept}
 
@@ -31,7 +47,12 @@ def run_environment(planned: Planned) -> dict[str, str]:
 def slurm_command(planned: Planned) -> list[str]:
     """The run as a Slurm job of its own."""
     cell, (config, *arguments) = planned.cell, planned.arguments
-    place = [f"--job-name={cell.name}", f"--nodes={cell.nodes}", "--ntasks-per-node=1", f"--gpus-per-node={cell.processes}"]
+    place = [
+        f"--job-name={cell.name}",
+        f"--nodes={cell.nodes}",
+        "--ntasks-per-node=1",
+        f"--gpus-per-node={cell.processes}",
+    ]
     return ["sbatch", *place, SLURM_SCRIPT, config.removeprefix("--config="), *arguments]
 
 
@@ -43,5 +64,8 @@ def as_lines(commands: Iterable[Sequence[str]]) -> str:
 def refuse_nodes(planned: Sequence[Planned]) -> None:
     """ConfigError for runs on several nodes, which nobody can start from one."""
     if names := [one.cell.name for one in planned if one.cell.nodes > 1]:
-        raise ConfigError(f"nodes is more than 1 for {', '.join(names[:3])}: a sweep starts processes on this machine only. "
-                          "Use --slurm, which prints a job for each run")  # fmt: skip
+        raise ConfigError(
+            f"nodes is more than 1 for {', '.join(names[:3])}: a sweep starts processes on this machine "
+            f"only. "
+            "Use --slurm, which prints a job for each run"
+        )

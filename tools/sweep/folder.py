@@ -42,10 +42,13 @@ def note_owner(folder: Path, name: str) -> None:
 
 
 def refuse_other_owner(folder: Path, name: str) -> None:
-    """ConfigError where the folder belongs to the spec of another name; nothing where no spec has been noted."""
+    """ConfigError where the folder belongs to the spec of another name; nothing where no spec has been
+    noted."""
     try:
         owner = read_json(folder / NOTE, LIMIT_BYTES).get("spec", name)
     except (OSError, ValueError):
         return
     if owner != name:
-        raise ConfigError(f"{folder} has the runs of the sweep {one_line(owner, 80)}, not of {name}: take another --folder")
+        raise ConfigError(
+            f"{folder} has the runs of the sweep {one_line(owner, 80)}, not of {name}: take another --folder"
+        )

@@ -21,12 +21,14 @@ from train.lock import LockError, lock_folder
 
 POLL_S = 0.2
 LAST_S = 10.0  # that workers may take to end when their launcher has; then they are killed
-TAKEN_ADVICE = ": end that run, or use another run.dir"  # a run's own, in train/lock.py: a sweep's runs have their folders
+# a run's own, in train/lock.py: a sweep's runs have their folders
+TAKEN_ADVICE = ": end that run, or use another run.dir"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """How often this process was asked to end. The first asks the run to save and stop, the second ends it at once."""
+    """How often this process was asked to end. The first asks the run to save and stop, the second ends it at
+    once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -38,10 +40,12 @@ class Interrupts:
 
 @contextmanager
 def hear_interrupts() -> Iterator[Interrupts]:
-    """Signals are counted and not obeyed, until the block ends; what nohup has set to be ignored stays so. In the main thread
-    only."""
+    """Signals are counted and not obeyed, until the block ends; what nohup has set to be ignored stays so. In
+    the main thread only."""
     interrupts = Interrupts()
-    wanted = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [
+        number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, interrupts.hear) for number in wanted}
     try:
         yield interrupts
@@ -51,10 +55,11 @@ def hear_interrupts() -> Iterator[Interrupts]:
 
 
 def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]) -> Attempt:
-    """Start the run, or go on with it, and wait for its end; how that was stands in its folder too. `watch` is called again and
-    again.
+    """Start the run, or go on with it, and wait for its end; how that was stands in its folder too. `watch`
+    is called again and again.
 
-    Raises LockError where the run is still going, as after a sweep that was killed; ConfigError for a folder that cannot be used.
+    Raises LockError where the run is still going, as after a sweep that was killed; ConfigError for a folder
+    that cannot be used.
     """
     folder = planned.folder
     try:
@@ -65,14 +70,27 @@ def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]
     with output:
         _refuse_taken(planned)
         cell = planned.cell
-        attempt = Attempt("running", cell.processes, cell.nodes, planned.arguments, began_s=now_s(), predicted=_predict(planned))
+        attempt = Attempt(
+            "running",
+            cell.processes,
+            cell.nodes,
+            planned.arguments,
+            began_s=now_s(),
+            predicted=_predict(planned),
+        )
         began_s = write_attempt(folder, attempt)
         command = run_command(planned)
         output.write(f"+ {shlex.join(command)}\n".encode())
         output.flush()
         offset = output.tell()
-        process = subprocess.Popen(command, env=run_environment(planned), stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            env=run_environment(planned),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         _wait(process, interrupts, watch)
     state, reason = judge(folder, process.returncode, began_s, output_since(folder, offset))
     if interrupts.count and not has_last_word(folder, began_s):
@@ -89,7 +107,8 @@ def _refuse_taken(planned: Planned) -> None:
     except LockError as error:
         taken = str(error).removesuffix(TAKEN_ADVICE)
         raise LockError(
-            f"{planned.cell.name} still trains, as after a sweep that was killed: {taken}. Wait for its end, or kill that "
+            f"{planned.cell.name} still trains, as after a sweep that was killed: {taken}. Wait for its end, "
+            f"or kill that "
             "process (SIGTERM: it saves, and all of the run stops); then the same command goes on"
         ) from None
 
@@ -103,8 +122,10 @@ def _predict(planned: Planned) -> dict[str, float]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Callable[[], None]) -> None:
-    """Until the run has ended. Whatever ends this early, or the launcher alone, leaves nothing of it behind."""
-    told, workers = 0, dict[int, int]()  # with their start times: hours later a number may be another program's
+    """Until the run has ended. Whatever ends this early, or the launcher alone, leaves nothing of it
+    behind."""
+    # with their start times: hours later a number may be another program's
+    told, workers = 0, dict[int, int]()
     try:
         while process.poll() is None:
             workers |= start_times(children(process.pid))
@@ -122,7 +143,8 @@ def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Cal
 
 
 def _ask_to_end(process: "subprocess.Popen[bytes]", first: bool) -> None:
-    """torchrun passes the first signal on; the second goes to the workers themselves, for torchrun would leave them behind."""
+    """torchrun passes the first signal on; the second goes to the workers themselves, for torchrun would
+    leave them behind."""
     pids = [process.pid] if first else children(process.pid) or [process.pid]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -133,4 +155,3 @@ def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-

@@ -11,7 +11,8 @@ from tools.run_figures import Figures, Rate
 from tools.sweep.charts import draw_charts
 from tools.sweep.rows import ReportRow, SweepReport
 
-# Pictures are painted in fixed colours; what is ink on paper there follows the page, whose colours are variables.
+# Pictures are painted in fixed colours; what is ink on paper there follows the page, whose colours are
+# variables.
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --faint: #595959; --grid: #e3e3e3; --paper: #ffffff; --card: #ffffff;
   --back: #f4f4f4; --bad: #a63a00; --good: #00664b; }
@@ -46,7 +47,7 @@ ul.legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.1rem; list-style: none
 .sign { width: 15px; height: 15px; vertical-align: -2px; margin-right: 0.35rem; }
 svg [fill="#1a1a1a"] { fill: var(--ink); } svg [fill="#595959"] { fill: var(--faint); }
 svg [fill="#e3e3e3"] { fill: var(--grid); } svg [fill="#ffffff"] { fill: var(--paper); }
-"""
+"""  # noqa: E501
 assert all(color in _STYLE for color in (INK, FAINT, GRID, PAPER)), "what pictures are painted with"
 _NOTHING = Figures(0, None, None, None, None, None, None, {})
 _GOOD, _BAD = ("finished",), ("failed", "refused")
@@ -56,18 +57,44 @@ _NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'  # which SVG within HTML has 
 
 def make_page(report: SweepReport) -> str:
     """The whole document."""
-    counts = {state: sum(row.state == state for row in report.rows) for state in dict.fromkeys(row.state for row in report.rows)}
+    counts = {
+        state: sum(row.state == state for row in report.rows)
+        for state in dict.fromkeys(row.state for row in report.rows)
+    }
     told = ", ".join(f"{count} {state}" for state, count in counts.items())
     name = escape(report.name)
-    return "\n".join([
-        "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<title>{name}: {len(report.rows)} runs</title>",
-        f"<style>{_STYLE}</style>", "</head>", "<body>", "<main>", f"<h1>{name}</h1>",
-        f"<p>{len(report.rows)} runs of {escape(report.config)}: {told}.</p>",
-        f'<p class="faint">What differs: {escape(", ".join(report.keys) or "nothing but chance")}. Devices: '
-        f"{escape(', '.join(_devices(report)) or 'not known yet')}.</p>",
-        "<h2>Runs</h2>", _table(report), _reasons(report), "<h2>Charts</h2>", _legend(report),
-        '<div class="charts">', *_figures(report), "</div>", _notes(), "</main>", "</body>", "</html>", ""])  # fmt: skip
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{name}: {len(report.rows)} runs</title>",
+            f"<style>{_STYLE}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            f"<h1>{name}</h1>",
+            f"<p>{len(report.rows)} runs of {escape(report.config)}: {told}.</p>",
+            f'<p class="faint">What differs: {escape(", ".join(report.keys) or "nothing but chance")}. '
+            f"Devices: "
+            f"{escape(', '.join(_devices(report)) or 'not known yet')}.</p>",
+            "<h2>Runs</h2>",
+            _table(report),
+            _reasons(report),
+            "<h2>Charts</h2>",
+            _legend(report),
+            '<div class="charts">',
+            *_figures(report),
+            "</div>",
+            _notes(),
+            "</main>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
 
 
 def _devices(report: SweepReport) -> list[str]:
@@ -76,14 +103,26 @@ def _devices(report: SweepReport) -> list[str]:
 
 def _table(report: SweepReport) -> str:
     exposed = any(row.exposed_share is not None for row in report.rows)
-    head = [("run", ""), *((key, "") for key in report.keys), ("state", ""), ("step", "number"), ("loss", "number"),
-            ("eval loss", "number"), ("tokens/s", "number"), ("step time, s", "number"), ("peak memory, GiB", "number"),
-            *([("exposed", "number")] if exposed else [])]  # fmt: skip
+    head = [
+        ("run", ""),
+        *((key, "") for key in report.keys),
+        ("state", ""),
+        ("step", "number"),
+        ("loss", "number"),
+        ("eval loss", "number"),
+        ("tokens/s", "number"),
+        ("step time, s", "number"),
+        ("peak memory, GiB", "number"),
+        *([("exposed", "number")] if exposed else []),
+    ]
     cells = "".join(f'<th scope="col"{_class(kind)}>{_breakable(words)}</th>' for words, kind in head)
     rows = "\n".join(_table_row(number, row, report, exposed) for number, row in enumerate(report.rows))
-    return (f'<div class="card scroll" role="region" aria-label="Table of runs" tabindex="0">\n<table>\n'
-            "<caption>Rates and times: median after the warm-up, ± half of the distance between the quartiles.</caption>\n"
-            f"<thead><tr>{cells}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>")  # fmt: skip
+    return (
+        f'<div class="card scroll" role="region" aria-label="Table of runs" tabindex="0">\n<table>\n'
+        "<caption>Rates and times: median after the warm-up, ± half of the distance between the "
+        "quartiles.</caption>\n"
+        f"<thead><tr>{cells}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+    )
 
 
 def _table_row(number: int, row: ReportRow, report: SweepReport, exposed: bool) -> str:
@@ -93,7 +132,9 @@ def _table_row(number: int, row: ReportRow, report: SweepReport, exposed: bool) 
     cells += [_cell(_state_words(row)), _cell(step, "number")]
     cells += [_cell(_loss_words(value), "number") for value in (figures.loss, figures.eval_loss)]
     cells.append(_cell(_rate_words(figures.tokens_per_s, 0), "number"))
-    cells.append(_cell(_rate_words(figures.step_time_s, 3) + _predicted_words(figures, "step_time_s"), "number"))
+    cells.append(
+        _cell(_rate_words(figures.step_time_s, 3) + _predicted_words(figures, "step_time_s"), "number")
+    )
     memory = "" if figures.peak_memory_gib is None else f"{figures.peak_memory_gib:,.2f}"
     cells.append(_cell(memory + _predicted_words(figures, "peak_memory_gib"), "number"))
     if exposed:
@@ -143,8 +184,11 @@ def _predicted_words(figures: Figures, name: str) -> str:
 
 def _reasons(report: SweepReport) -> str:
     """Why runs have not finished, in full; "" where all have."""
-    items = [f"<li><strong>{escape(row.name)}</strong> {_state_words(row)}: {escape(row.reason)}</li>"
-             for row in report.rows if row.reason]  # fmt: skip
+    items = [
+        f"<li><strong>{escape(row.name)}</strong> {_state_words(row)}: {escape(row.reason)}</li>"
+        for row in report.rows
+        if row.reason
+    ]
     return f'<ul class="reasons">{"".join(items)}</ul>' if items else ""
 
 
@@ -168,6 +212,10 @@ def _figures(report: SweepReport) -> Iterator[str]:
 
 
 def _notes() -> str:
-    return ('<p class="faint">Loss against time counts the steps themselves, without start, evaluations and checkpoints. '
-            "Predicted: by the planner; figures for tiny or eager models on a CPU are outside what it is fitted for. A cross "
-            "above a curve is a step whose loss was not finite.</p>")  # fmt: skip
+    return (
+        '<p class="faint">Loss against time counts the steps themselves, without start, evaluations and '
+        "checkpoints. "
+        "Predicted: by the planner; figures for tiny or eager models on a CPU are outside what it is fitted "
+        "for. A cross "
+        "above a curve is a step whose loss was not finite.</p>"
+    )

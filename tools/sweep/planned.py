@@ -1,4 +1,5 @@
-"""Every run of a sweep is checked before the first is started: its config, its plan, and that it goes on with what it began."""
+"""Every run of a sweep is checked before the first is started: its config, its plan, and that it goes on with
+what it began."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,8 @@ class Planned:
 
 
 def check_sweep(spec: Spec, here: bool) -> list[Planned]:
-    """All runs, planned. `here`: for this machine's devices; else only for their number, as of a cluster that is elsewhere.
+    """All runs, planned. `here`: for this machine's devices; else only for their number, as of a cluster that
+    is elsewhere.
 
     Raises ConfigError with the mistakes of all runs; a plan that is refused is none, unless all are.
     """
@@ -68,25 +70,39 @@ def check_sweep(spec: Spec, here: bool) -> list[Planned]:
         except (ConfigError, DataError) as error:
             mistakes.setdefault(str(error), []).append(cell.name)
     if mistakes:
-        raise ConfigError("\n".join(["nothing was started:", *(f"  {_some(names, len(cells))}: {error}"
-                                                               for error, names in mistakes.items())]))  # fmt: skip
+        raise ConfigError(
+            "\n".join(
+                [
+                    "nothing was started:",
+                    *(f"  {_some(names, len(cells))}: {error}" for error, names in mistakes.items()),
+                ]
+            )
+        )
     if all(one.refused for one in planned):
         reasons = (f"  {one.cell.name}: {one.refused}" for one in planned)
         raise PlanError("\n".join(["the plan of every run is refused:", *reasons]))
     return planned
 
 
-def changed_runs(planned: Sequence[Planned], launched: Callable[[Path], Mapping[str, int]]) -> dict[str, list[str]]:
-    """Runs whose folder was begun with other keys than the spec says now, each with what differs. `launched`: processes and
-    nodes that a folder's run was started with, where that is known."""
+def changed_runs(
+    planned: Sequence[Planned], launched: Callable[[Path], Mapping[str, int]]
+) -> dict[str, list[str]]:
+    """Runs whose folder was begun with other keys than the spec says now, each with what differs. `launched`:
+    processes and nodes that a folder's run was started with, where that is known."""
     found = dict[str, list[str]]()
     for one in planned:
         old = read_config(one.folder)
         new = flat_config(one.config)
         changes = {key: both for key, both in changed_keys(old, new).items() if key != "run.dir"}
-        changes |= {key: (count, now) for key, count in launched(one.folder).items() if count != (now := getattr(one.cell, key))}
+        changes |= {
+            key: (count, now)
+            for key, count in launched(one.folder).items()
+            if count != (now := getattr(one.cell, key))
+        }
         if changes:
-            found[one.cell.name] = [f"{key}: {value_text(a)} -> {value_text(b)}" for key, (a, b) in changes.items()]
+            found[one.cell.name] = [
+                f"{key}: {value_text(a)} -> {value_text(b)}" for key, (a, b) in changes.items()
+            ]
     return found
 
 
@@ -99,14 +115,25 @@ def refuse_changed(changed: Mapping[str, Sequence[str]], folder: Path) -> None:
     """ConfigError where runs were begun with other keys."""
     if not changed:
         return
-    lines = [f"  {name}: {', '.join([*keys[:SHOWN], *(['...'] if len(keys) > SHOWN else [])])}" for name, keys in changed.items()]
-    raise ConfigError("\n".join([f"{len(changed)} runs in {folder} were begun with other keys than the spec has now:", *lines,
-                                 "Take another --folder, or remove these runs' folders to start them anew"]))  # fmt: skip
+    lines = [
+        f"  {name}: {', '.join([*keys[:SHOWN], *(['...'] if len(keys) > SHOWN else [])])}"
+        for name, keys in changed.items()
+    ]
+    raise ConfigError(
+        "\n".join(
+            [
+                f"{len(changed)} runs in {folder} were begun with other keys than the spec has now:",
+                *lines,
+                "Take another --folder, or remove these runs' folders to start them anew",
+            ]
+        )
+    )
 
 
 def predict_here(planned: Planned) -> dict[str, float]:
-    """Step time and peak memory that are predicted for a run on this machine, by the names that its rows have; {} for a kind of
-    device that is not known, and under parallel.plan=auto, where the run itself says it."""
+    """Step time and peak memory that are predicted for a run on this machine, by the names that its rows
+    have; {} for a kind of device that is not known, and under parallel.plan=auto, where the run itself says
+    it."""
     config, processes = planned.config, planned.cell.processes
     place = _place(planned.cell)
     device, name = choose_device(config.run, place)
@@ -114,7 +141,9 @@ def predict_here(planned: Planned) -> dict[str, float]:
     if config.parallel.plan == "auto" or kind is None:
         return {}
     if kind.cores:  # its rates are of one core
-        kind = dataclasses.replace(kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes)))
+        kind = dataclasses.replace(
+            kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes))
+        )
     plan = plan_here(config, place, device, name)
     figures = predict(config, plan, kind, processes)
     peak = figures.memory.peak_bytes if device.type == "cuda" else figures.reserved_bytes
@@ -123,8 +152,11 @@ def predict_here(planned: Planned) -> dict[str, float]:
 
 def _plan(parser: ArgumentParser, spec: Spec, cell: Cell, here: bool) -> Planned:
     folder = spec.folder / cell.name
-    arguments = [f"--config={spec.config}", *(override_text(key, value) for key, value in cell.overrides.items()),
-                 f"--run.dir={folder}"]  # fmt: skip
+    arguments = [
+        f"--config={spec.config}",
+        *(override_text(key, value) for key, value in cell.overrides.items()),
+        f"--run.dir={folder}",
+    ]
     config = config_from(parser, parser_arguments(parser, arguments))
     refused = ""
     try:

@@ -48,21 +48,31 @@ class SweepReport:
     rows: tuple[ReportRow, ...]
 
 
-def read_sweep(name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]) -> SweepReport:
-    """Every run as its folder has it now. `changed`: runs that were begun with other keys than the spec has, with these."""
+def read_sweep(
+    name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]
+) -> SweepReport:
+    """Every run as its folder has it now. `changed`: runs that were begun with other keys than the spec has,
+    with these."""
     configs = [flat_config(one.config) for one in planned]
     keys = _keys_that_differ(planned, configs)
     rows = []
     for one, config in zip(planned, configs, strict=True):
-        values = {key: value_text(getattr(one.cell, key) if key in LAUNCH else config.get(key)) for key in keys}
+        values = {
+            key: value_text(getattr(one.cell, key) if key in LAUNCH else config.get(key)) for key in keys
+        }
         rows.append(_read_row(one, values, changed.get(one.cell.name, ())))
     return SweepReport(name, spec.config, str(spec.folder), tuple(keys), tuple(rows))
 
 
 def report_json(report: SweepReport) -> dict[str, Any]:
     """Plain data; what was not finite is null."""
-    return {"sweep": report.name, "config": report.config, "folder": report.folder, "varied": list(report.keys),
-            "runs": [_row_json(row) for row in report.rows]}  # fmt: skip
+    return {
+        "sweep": report.name,
+        "config": report.config,
+        "folder": report.folder,
+        "varied": list(report.keys),
+        "runs": [_row_json(row) for row in report.rows],
+    }
 
 
 def _keys_that_differ(planned: Sequence[Planned], configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -78,28 +88,57 @@ def _read_row(one: Planned, varied: Mapping[str, str], changed: Sequence[str]) -
     if one.refused and state in ("waiting", "refused"):
         state, reason = "refused", one.refused
     if changed:
-        reason = "; ".join(filter(None, (f"begun with other keys than the spec has now ({', '.join(changed)})", reason)))
+        reason = "; ".join(
+            filter(None, (f"begun with other keys than the spec has now ({', '.join(changed)})", reason))
+        )
     figures = figures_of(run, read_attempt(one.folder).predicted) if run else None
-    return ReportRow(one.cell.name, varied, state, reason, one.world_size, run, figures, read_exposed(one.folder),
-                     device_of(one.folder), 0 if one.config.train.epochs else one.config.train.steps)  # fmt: skip
+    return ReportRow(
+        one.cell.name,
+        varied,
+        state,
+        reason,
+        one.world_size,
+        run,
+        figures,
+        read_exposed(one.folder),
+        device_of(one.folder),
+        0 if one.config.train.epochs else one.config.train.steps,
+    )
 
 
 def _row_json(row: ReportRow) -> dict[str, Any]:
-    document: dict[str, Any] = {"name": row.name, "varied": dict(row.varied), "state": row.state, "reason": row.reason,
-                                "processes": row.processes, "device": row.device}  # fmt: skip
+    document: dict[str, Any] = {
+        "name": row.name,
+        "varied": dict(row.varied),
+        "state": row.state,
+        "reason": row.reason,
+        "processes": row.processes,
+        "device": row.device,
+    }
     if (figures := row.figures) is None:
         return document | {"step": 0}
     document |= {"step": figures.step, "loss": _finite(figures.loss), "eval_loss": _finite(figures.eval_loss)}
     for key, rate in (("tokens_per_s", figures.tokens_per_s), ("step_time_s", figures.step_time_s)):
         document[key] = _rate_json(rate)
-    document |= {"peak_memory_gib": figures.peak_memory_gib, "mfu": figures.mfu, "exposed_share": row.exposed_share}
-    document["predicted"] = {name: {"value": figures.predicted[name], "error": _finite(figures.error_of(name))}
-                             for name in PREDICTED if name in figures.predicted}  # fmt: skip
+    document |= {
+        "peak_memory_gib": figures.peak_memory_gib,
+        "mfu": figures.mfu,
+        "exposed_share": row.exposed_share,
+    }
+    document["predicted"] = {
+        name: {"value": figures.predicted[name], "error": _finite(figures.error_of(name))}
+        for name in PREDICTED
+        if name in figures.predicted
+    }
     return document
 
 
 def _rate_json(rate: Rate | None) -> dict[str, float] | None:
-    return None if rate is None else {"median": rate.median, "low": rate.low, "high": rate.high, "reports": rate.reports}
+    return (
+        None
+        if rate is None
+        else {"median": rate.median, "low": rate.low, "high": rate.high, "reports": rate.reports}
+    )
 
 
 def _finite(value: float | None) -> float | None:

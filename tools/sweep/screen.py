@@ -21,7 +21,8 @@ REASON_LETTERS = 240
 
 
 class SweepScreen:
-    """Lines on standard output, or on standard error where that is for JSON. Without a terminal there is no live line."""
+    """Lines on standard output, or on standard error where that is for JSON. Without a terminal there is no
+    live line."""
 
     def __init__(self, runs: int, to_stderr: bool = False) -> None:
         self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
@@ -62,10 +63,15 @@ class LiveLine:
         if self._console.is_terminal:
             self._live.start()
         else:
-            self._console.print(Text(f"{self._name} started, its output is in {self._planned.folder / OUTPUT}"), soft_wrap=True)
+            self._console.print(
+                Text(f"{self._name} started, its output is in {self._planned.folder / OUTPUT}"),
+                soft_wrap=True,
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._console.is_terminal:
             self._live.stop()
 
@@ -73,8 +79,13 @@ class LiveLine:
         """Show how far the run is."""
         if self._console.is_terminal:
             seconds = time.monotonic() - self._began_s
-            self._live.update(Text(f"{self._name} {progress_words(self._planned)}, {seconds:.0f} s", overflow="ellipsis",
-                                   no_wrap=True))  # fmt: skip
+            self._live.update(
+                Text(
+                    f"{self._name} {progress_words(self._planned)}, {seconds:.0f} s",
+                    overflow="ellipsis",
+                    no_wrap=True,
+                )
+            )
 
 
 def progress_words(planned: Planned) -> str:
@@ -82,7 +93,11 @@ def progress_words(planned: Planned) -> str:
     row = last_row(planned.folder / "metrics.jsonl")
     total = 0 if planned.config.train.epochs else planned.config.train.steps
     words = [f"step {row.get('step', 0)}" + (f" of {total}" if total else "")]
-    for key, form in (("loss", "loss {:.4f}"), ("tokens_per_s", "{:,.0f} tokens/s"), ("peak_memory_gib", "{:.2f} GiB")):
+    for key, form in (
+        ("loss", "loss {:.4f}"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+        ("peak_memory_gib", "{:.2f} GiB"),
+    ):
         if (value := value_of(row, key)) is not None:
             words.append(form.format(value))
     return ", ".join(words)

@@ -51,7 +51,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its name, where it runs, and its config keys; `own` are those that the sweep varies."""
+    """One run of a sweep: its name, where it runs, and its config keys; `own` are those that the sweep
+    varies."""
 
     name: str
     processes: int
@@ -61,8 +62,8 @@ class Cell:
 
 
 def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> Spec:
-    """The file's sweep. `changes`: keys of the spec that the command line gives instead; `overrides`: config keys likewise.
-    Raises ConfigError with all mistakes of the file."""
+    """The file's sweep. `changes`: keys of the spec that the command line gives instead; `overrides`: config
+    keys likewise. Raises ConfigError with all mistakes of the file."""
     try:
         data = load_mapping(path)
     except YamlError as error:
@@ -71,41 +72,69 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
     data = {**data, **changes}
     known = known_keys()
     maps = {key: data.get(key) or {} for key in ("overrides", "grid", "runs")}
-    problems += [f"{key} must be a mapping of keys to values" for key, value in maps.items() if not isinstance(value, dict)]
+    problems += [
+        f"{key} must be a mapping of keys to values"
+        for key, value in maps.items()
+        if not isinstance(value, dict)
+    ]
     if problems:
         raise ConfigError(_report(path, problems))
     maps["overrides"] = {**flatten(maps["overrides"], whole=known), **overrides}
     maps["grid"] = flatten(maps["grid"], whole=known)
     problems += _wrong_values(data, maps)
-    maps["runs"] = {str(name): flatten(keys or {}, whole=known) for name, keys in maps["runs"].items()
-                    if isinstance(keys, dict | None)}  # fmt: skip
+    maps["runs"] = {
+        str(name): flatten(keys or {}, whole=known)
+        for name, keys in maps["runs"].items()
+        if isinstance(keys, dict | None)
+    }
     problems += _wrong_config_keys(maps, overrides, bool(data.get("seeds")))
     if problems:
         raise ConfigError(_report(path, problems))
     given = str(changes.get("config", ""))
     folder = data.get("folder") or Path("sweeps", "-".join(filter(None, (path.stem, Path(given).stem))))
-    return Spec(data["config"], data.get("processes", 1), data.get("nodes", 1), maps["overrides"], maps["grid"], maps["runs"],
-                tuple(data.get("seeds") or ()), data.get("repeat", 1), Path(folder).expanduser())  # fmt: skip
+    return Spec(
+        data["config"],
+        data.get("processes", 1),
+        data.get("nodes", 1),
+        maps["overrides"],
+        maps["grid"],
+        maps["runs"],
+        tuple(data.get("seeds") or ()),
+        data.get("repeat", 1),
+        Path(folder).expanduser(),
+    )
 
 
 def make_cells(spec: Spec) -> list[Cell]:
-    """Every run of the sweep, in the order of the file: named runs, the grid with its last key fastest, seeds, repeats. Raises
-    ConfigError for more than MAX_RUNS, before any is made."""
+    """Every run of the sweep, in the order of the file: named runs, the grid with its last key fastest,
+    seeds, repeats. Raises ConfigError for more than MAX_RUNS, before any is made."""
     count = math.prod([len(spec.runs) or 1, *map(len, spec.grid.values()), len(spec.seeds) or 1, spec.repeat])
     if count > MAX_RUNS:
-        raise ConfigError(f"this sweep comes to {count} runs, more than {MAX_RUNS}: take values out of its grid, or lower repeat")
+        raise ConfigError(
+            f"this sweep comes to {count} runs, more than {MAX_RUNS}: take values out of its grid, or lower "
+            f"repeat"
+        )
     cells = []
     for name, keys in spec.runs.items() or [("", {})]:
         for values in itertools.product(*spec.grid.values()):
             grid = dict(zip(spec.grid, values, strict=True))
             for seed, turn in itertools.product(spec.seeds or (None,), range(spec.repeat)):
                 own = {**keys, **grid, **({} if seed is None else {"run.seed": seed})}
-                words = [name, *(f"{_short(key, spec.grid)}={_value_words(value)}" for key, value in grid.items())]
+                words = [
+                    name,
+                    *(f"{_short(key, spec.grid)}={_value_words(value)}" for key, value in grid.items()),
+                ]
                 words += [f"seed={seed}"] if len(spec.seeds) > 1 else []
                 words += [f"turn={turn + 1}"] if spec.repeat > 1 else []
                 place = {key: own.pop(key, getattr(spec, key)) for key in LAUNCH}
-                cells.append(Cell(_folder_name(" ".join(filter(None, words)) or "run"), **place,
-                                  overrides={**spec.overrides, **own}, own=own))  # fmt: skip
+                cells.append(
+                    Cell(
+                        _folder_name(" ".join(filter(None, words)) or "run"),
+                        **place,
+                        overrides={**spec.overrides, **own},
+                        own=own,
+                    )
+                )
     return list(_with_own_names(cells))
 
 
@@ -141,7 +170,13 @@ def _wrong_keys(data: Mapping[str, Any]) -> Iterator[str]:
         if key not in KEYS:
             near = difflib.get_close_matches(str(key), KEYS, n=1)
             in_config = any(known == key or known.startswith(f"{key}.") for known in known_keys())
-            hint = "put it under overrides" if in_config else f"did you mean {near[0]}?" if near else f"known: {', '.join(KEYS)}"
+            hint = (
+                "put it under overrides"
+                if in_config
+                else f"did you mean {near[0]}?"
+                if near
+                else f"known: {', '.join(KEYS)}"
+            )
             yield f"unknown key {one_line(key, 80)}: {hint}"
 
 
@@ -153,7 +188,11 @@ def _wrong_values(data: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]
         if not _is_count(data.get(key, 1)):
             yield f"{key}={one_line(data[key], 80)} must be a whole number of at least 1"
     seeds = data.get("seeds") or []
-    if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds) or len(set(seeds)) < len(seeds):
+    if (
+        not isinstance(seeds, list)
+        or not all(type(seed) is int for seed in seeds)
+        or len(set(seeds)) < len(seeds)
+    ):
         yield f"seeds={one_line(seeds, 80)} must be a list of different whole numbers"
     for key, values in maps["grid"].items():
         if not isinstance(values, list) or not values:
@@ -176,9 +215,11 @@ def _wrong_folder(folder: Any) -> Iterator[str]:
         yield f"folder={one_line(folder, 80)}: there is no such user, so no home folder of theirs"
 
 
-def _wrong_config_keys(maps: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], seeds: bool) -> Iterator[str]:
-    """Keys that no config has, that the sweep says itself, that two places would say, counts that are none, and values that
-    no config can have. `given`: --override's; `seeds`: whether there are any."""
+def _wrong_config_keys(
+    maps: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], seeds: bool
+) -> Iterator[str]:
+    """Keys that no config has, that the sweep says itself, that two places would say, counts that are none,
+    and values that no config can have. `given`: --override's; `seeds`: whether there are any."""
     known = known_keys()
     runs = {f"runs: {name}": keys for name, keys in maps["runs"].items()}
     places = {"overrides": maps["overrides"], "grid": maps["grid"], **runs}
@@ -187,15 +228,27 @@ def _wrong_config_keys(maps: Mapping[str, Mapping[str, Any]], given: Mapping[str
             varied = place != "overrides"
             if varied and key in LAUNCH:
                 wrong = [count for count in (value if place == "grid" else [value]) if not _is_count(count)]
-                yield from (f"{place}: {key}={one_line(count, 80)} must be a whole number of at least 1" for count in wrong)
+                yield from (
+                    f"{place}: {key}={one_line(count, 80)} must be a whole number of at least 1"
+                    for count in wrong
+                )
             elif key in FIXED:
-                yield f"{place}: {key} is not for a run of a sweep: each has a folder of its own, and all have one config"
+                yield (
+                    f"{place}: {key} is not for a run of a sweep: each has a folder of its own, and all "
+                    f"have one config"
+                )
             elif key not in known:
                 yield f"{place}: unknown key {one_line(key, 80)}. {near_key(key)}"
             elif not _is_plain(value):
-                yield f"{place}: {key}={one_line(value, 80)} is a date to YAML, which no key takes: put it in quotes"
+                yield (
+                    f"{place}: {key}={one_line(value, 80)} is a date to YAML, which no key takes: put it "
+                    f"in quotes"
+                )
             elif key == "run.seed" and seeds:
-                yield f"{'--override' if key in given else place}: run.seed is what seeds says. Leave one of the two out"
+                yield (
+                    f"{'--override' if key in given else place}: run.seed is what seeds says. Leave one "
+                    f"of the two out"
+                )
             elif varied and key in given:
                 yield f"--override {key}: {place} varies this key. Leave one of the two out"
             elif place.startswith("runs") and key in maps["grid"]:
@@ -223,7 +276,8 @@ def _folder_name(words: str) -> str:
 
 
 def _with_own_names(cells: Sequence[Cell]) -> Iterator[Cell]:
-    """Where names came out alike, as of values that are the same but for letters no folder can have, they are numbered."""
+    """Where names came out alike, as of values that are the same but for letters no folder can have, they are
+    numbered."""
     taken = set(RESERVED)
     for cell in cells:
         names = itertools.chain([cell.name], (f"{cell.name}-{number}" for number in itertools.count(2)))
@@ -233,4 +287,8 @@ def _with_own_names(cells: Sequence[Cell]) -> Iterator[Cell]:
 
 
 def _report(path: Path, problems: Sequence[str]) -> str:
-    return f"{path}: {problems[0]}" if len(problems) == 1 else f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems)
+    return (
+        f"{path}: {problems[0]}"
+        if len(problems) == 1
+        else f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems)
+    )

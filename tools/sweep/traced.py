@@ -11,8 +11,8 @@ EXPOSED = "exposed"  # of tools.trace.shares.KINDS
 
 
 def read_exposed(folder: Path) -> float | None:
-    """Share of the median profiled step in which computing waits for communication, on the run's first profiled rank; None
-    where nothing was profiled, or the trace cannot be read."""
+    """Share of the median profiled step in which computing waits for communication, on the run's first
+    profiled rank; None where nothing was profiled, or the trace cannot be read."""
     profiles = list((folder / "profile").rglob("*.json*"))
     return _read(folder, max(path.stat().st_mtime for path in profiles)) if profiles else None
 

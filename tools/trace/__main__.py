@@ -32,7 +32,7 @@ examples:
   python -m tools.trace runs/NAME                     the newest profile of a run
   python -m tools.trace runs/NAME --picture step.svg  beside the step that the plan predicted
   python -m tools.trace trace.json.gz --json          any trace of torch's profiler with ProfilerStep annotations
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ class AgainstPlan:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read, judge, print. Raises ConfigError and DataError."""
     options = make_parser().parse_args(arguments)
-    picture = check_target("--picture", Path(options.picture), (".svg", ".png"), overwrites=True) if options.picture else None
+    picture = (
+        check_target("--picture", Path(options.picture), (".svg", ".png"), overwrites=True)
+        if options.picture
+        else None
+    )
     traces = find_traces(Path(options.path), options.step)
     found = answer(traces, next(iter(traces)) if options.rank is None else options.rank)
     measured = to_timeline(found.step)
@@ -66,16 +70,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.trace", allow_abbrev=False, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Say what a profiled step did with its time: computing, waiting for communication, for the host; which "
-                    "all-gathers came late,\nwhich units and ranks are slow, how fast the kernels were, and how it compares with "
-                    "the plan. See docs/profiling.md.")  # fmt: skip
+        prog="python -m tools.trace",
+        allow_abbrev=False,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Say what a profiled step did with its time: computing, waiting for communication, for "
+        "the host; which "
+        "all-gathers came late,\nwhich units and ranks are slow, how fast the kernels were, and how it "
+        "compares with "
+        "the plan. See docs/profiling.md.",
+    )
     add = parser.add_argument
-    add("path", metavar="RUN", help="folder of a run (run.dir), of a profile in it, or one trace (.json, .json.gz)")
+    add(
+        "path",
+        metavar="RUN",
+        help="folder of a run (run.dir), of a profile in it, or one trace (.json, .json.gz)",
+    )
     add("--step", type=natural, metavar="N", help="the profile that began at step N (default: the newest)")
-    add("--rank", type=natural, metavar="R", help="the rank whose step is looked into (default: the first profiled)")
+    add(
+        "--rank",
+        type=natural,
+        metavar="R",
+        help="the rank whose step is looked into (default: the first profiled)",
+    )
     add("--json", action="store_true", help="print one JSON document")
-    add("--picture", metavar="FILE", help="draw the step, beside the plan's where there is one (.svg or .png)")
+    add(
+        "--picture", metavar="FILE", help="draw the step, beside the plan's where there is one (.svg or .png)"
+    )
     return parser
 
 
@@ -93,7 +114,9 @@ def compare_with_plan(found: Answer, measured: Timeline) -> AgainstPlan:
 
 def draw(path: Path, found: Answer, measured: Timeline, predicted: Timeline | None) -> None:
     """The step, below the predicted one if there is one."""
-    title = f"{found.run.name if found.run else found.trace.name}: step {found.step.number}, rank {found.rank}"
+    title = (
+        f"{found.run.name if found.run else found.trace.name}: step {found.step.number}, rank {found.rank}"
+    )
     drawn = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
     write_whole(path, to_svg(drawn).encode(errors="replace") if path.suffix == ".svg" else _png(drawn))
 
@@ -102,7 +125,9 @@ def _png(picture: Picture) -> bytes:
     try:
         from parallel.planner.shapes_png import to_png
     except ImportError:
-        raise ConfigError("--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing") from None
+        raise ConfigError(
+            "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"
+        ) from None
     return to_png(picture)
 
 
@@ -122,9 +147,18 @@ def _document(found: Answer, kernels: Sequence[KernelRow], plan: AgainstPlan) ->
 def _kernel_text(kernels: Sequence[KernelRow]) -> list[str]:
     if not kernels:
         return []
-    rows = [(f"{row.share:.1%}", ms(row.seconds_per_step * 1e9), f"{row.calls_per_step:g}", _figure(row.tflops, "TF/s"),
-             _figure(row.gb_s, "GB/s"), "-" if row.roof_share is None else f"{row.roof_share:.0%}", row.name)
-            for row in kernels]  # fmt: skip
+    rows = [
+        (
+            f"{row.share:.1%}",
+            ms(row.seconds_per_step * 1e9),
+            f"{row.calls_per_step:g}",
+            _figure(row.tflops, "TF/s"),
+            _figure(row.gb_s, "GB/s"),
+            "-" if row.roof_share is None else f"{row.roof_share:.0%}",
+            row.name,
+        )
+        for row in kernels
+    ]
     head = ("share", "a step", "calls", "achieved", "achieved", "of roof", "kernel or operator")
     return ["Top kernels\n" + format_table(head, rows)]
 
@@ -136,8 +170,15 @@ def _figure(value: float | None, unit: str) -> str:
 def _plan_text(plan: AgainstPlan) -> str:
     if plan.predicted is None:
         return f"Plan against measured: not compared, {plan.why_not}"
-    rows = [(row.lane, ms(row.predicted_s * 1e9), ms(row.measured_s * 1e9), "-" if row.ratio is None else f"{row.ratio:.2f}")
-            for row in plan.lanes]  # fmt: skip
+    rows = [
+        (
+            row.lane,
+            ms(row.predicted_s * 1e9),
+            ms(row.measured_s * 1e9),
+            "-" if row.ratio is None else f"{row.ratio:.2f}",
+        )
+        for row in plan.lanes
+    ]
     return "Plan against measured\n" + format_table(("lane", "predicted", "measured", "ratio"), rows)
 
 

@@ -22,7 +22,14 @@ class Advice:
 
 def advise(found: Answer) -> list[Advice]:
     """At most MOST."""
-    every = [*_slow_units(found), *_prefetch(found), *_stragglers(found), *_link(found), *_host(found), *_early(found)]
+    every = [
+        *_slow_units(found),
+        *_prefetch(found),
+        *_stragglers(found),
+        *_link(found),
+        *_host(found),
+        *_early(found),
+    ]
     return sorted(every, key=lambda advice: -advice.ns)[:MOST]
 
 
@@ -36,7 +43,10 @@ def _slow_units(found: Answer) -> Iterator[Advice]:
     for slow in found.slow_units:
         if slow.ns - slow.equals_ns > WORTH * found.step.length_ns:
             equals = f"its {slow.equals} equals {ms(slow.equals_ns)} (median; spread {ms(slow.spread_ns)})"
-            text = f"{slow.unit} {slow.phase} takes {ms(slow.ns)} on rank {slow.rank}, {equals}: what does it that they do not?"
+            text = (
+                f"{slow.unit} {slow.phase} takes {ms(slow.ns)} on rank {slow.rank}, {equals}: what does "
+                f"it that they do not?"
+            )
             yield Advice(slow.ns - slow.equals_ns, text)
 
 
@@ -53,62 +63,104 @@ def _prefetch(found: Answer) -> Iterator[Advice]:
 
 def _prefetch_text(phase: str, parts: list[Prefetch], saving_ns: int) -> str:
     depth, used = max(part.best for part in parts), parts[0].used
-    late = sorted((g for part in parts for g in part.gathers if g.late and not g.first), key=lambda gather: -gather.waited_ns)
+    late = sorted(
+        (g for part in parts for g in part.gathers if g.late and not g.first),
+        key=lambda gather: -gather.waited_ns,
+    )
     names = ", ".join(dict.fromkeys(gather.unit for gather in late[:3]))
-    odd = {gather.unit: gather.ahead for gather in late if gather.ahead is not None and gather.ahead < min(used, depth)}
+    odd = {
+        gather.unit: gather.ahead
+        for gather in late
+        if gather.ahead is not None and gather.ahead < min(used, depth)
+    }
     start = f"set parallel.{phase}_prefetch={depth}: saves about {ms(saving_ns)} a step"
     if odd and depth <= used:
-        who = ", ".join(f"{unit} ({ahead} units ahead, the others {used})" for unit, ahead in list(odd.items())[:3])
+        who = ", ".join(
+            f"{unit} ({ahead} units ahead, the others {used})" for unit, ahead in list(odd.items())[:3]
+        )
         return f"{start}; launched late in the {phase}: {who}"
     return f"{start}; now {used}, and all-gathers of the {phase} come late, most of all {names}"
 
 
 def _stragglers(found: Answer) -> Iterator[Advice]:
     for rank in found.stragglers[:1]:
-        if rank.last_share * len(found.stragglers) > ODD and rank.others_waited_ns > LARGE_SHARE / 2 * found.step.length_ns:
-            yield Advice(rank.others_waited_ns,
-                         f"rank {rank.rank} comes last to {rank.last_share:.0%} of the collectives, and the others wait "
-                         f"{ms(rank.others_waited_ns)} a step for it: compare its machine and its data with theirs")  # fmt: skip
+        if (
+            rank.last_share * len(found.stragglers) > ODD
+            and rank.others_waited_ns > LARGE_SHARE / 2 * found.step.length_ns
+        ):
+            yield Advice(
+                rank.others_waited_ns,
+                f"rank {rank.rank} comes last to {rank.last_share:.0%} of the collectives, and the "
+                f"others wait "
+                f"{ms(rank.others_waited_ns)} a step for it: compare its machine and its data with theirs",
+            )
 
 
 def _link(found: Answer) -> Iterator[Advice]:
     """What no depth hides, and is no waiting for another rank."""
     waited_ns = sum(rank.waited_ns for rank in found.stragglers if rank.rank == found.rank)
-    exposed_ns = found.shares.ns["exposed"] - sum(prefetch.saving_ns for prefetch in found.prefetch) - waited_ns
+    exposed_ns = (
+        found.shares.ns["exposed"] - sum(prefetch.saving_ns for prefetch in found.prefetch) - waited_ns
+    )
     if exposed_ns < LARGE_SHARE * found.step.length_ns or not found.communication:
         return
     rows = sorted(found.communication, key=lambda row: row.hidden_ns - row.ns)
     parts = [f"{row.lane} {ms(row.ns - row.hidden_ns)}" for row in rows[:3] if row.ns > row.hidden_ns]
-    each = f" (in flight while nothing computes, waits for other ranks included: {', '.join(parts)})" if parts else ""
-    yield Advice(exposed_ns, f"{ms(exposed_ns)} of communication stay exposed{each}: {_mend_link(found, rows[0].axis)}")
+    each = (
+        f" (in flight while nothing computes, waits for other ranks included: {', '.join(parts)})"
+        if parts
+        else ""
+    )
+    yield Advice(
+        exposed_ns, f"{ms(exposed_ns)} of communication stay exposed{each}: {_mend_link(found, rows[0].axis)}"
+    )
 
 
 def _mend_link(found: Answer, axis: str) -> str:
     """For communication that is most of all on this axis."""
     if axis == "tp":
-        beside = "" if found.device_type == "cpu" else "parallel.async_tp=true, if it is off, runs it beside the products; "
+        beside = (
+            ""
+            if found.device_type == "cpu"
+            else "parallel.async_tp=true, if it is off, runs it beside the products; "
+        )
         return f"{beside}a smaller parallel.tp makes less of it"
     if any(prefetch.blocking for prefetch in found.prefetch):
-        return "each launch waits for its end (gloo on a CPU does), so no prefetch depth hides any of it; fewer bytes do"
+        return (
+            "each launch waits for its end (gloo on a CPU does), so no prefetch depth hides any of it; "
+            "fewer bytes do"
+        )
     if axis == "dp_shard":
-        return ("more computing per byte hides it: a larger micro batch, HSDP (parallel.dp_replicate), "
-                "parallel.reduce_dtype=bfloat16")  # fmt: skip
+        return (
+            "more computing per byte hides it: a larger micro batch, HSDP (parallel.dp_replicate), "
+            "parallel.reduce_dtype=bfloat16"
+        )
     return "more computing per byte hides it: a larger micro batch"
 
 
 def _host(found: Answer) -> Iterator[Advice]:
     host_ns = found.shares.ns["host"]
     if host_ns >= LARGE_SHARE * found.step.length_ns:
-        means = ("what runs between the operators is Python" if found.device_type == "cpu"
-                 else "the GPU stands because the CPU has not launched the next kernel")  # fmt: skip
-        mend = "a larger micro batch, and parallel.compile.enabled=true if it is off, make fewer and longer kernels"
+        means = (
+            "what runs between the operators is Python"
+            if found.device_type == "cpu"
+            else "the GPU stands because the CPU has not launched the next kernel"
+        )
+        mend = (
+            "a larger micro batch, and parallel.compile.enabled=true if it is off, make fewer and longer "
+            "kernels"
+        )
         yield Advice(host_ns, f"{ms(host_ns)} are host-bound: {means}; {mend}")
 
 
 def _early(found: Answer) -> Iterator[Advice]:
     """Saves memory, no time."""
     for phase in ("forward", "backward"):
-        parts = [part for part in found.prefetch if part.phase == phase and not part.blocking and part.best < part.used]
+        parts = [
+            part
+            for part in found.prefetch
+            if part.phase == phase and not part.blocking and part.best < part.used
+        ]
         held = max((gather.held_units for part in parts for gather in part.gathers), default=0)
         if held >= EARLY_UNITS:
             depth = max(part.best for part in parts)

@@ -1,4 +1,5 @@
-"""The step that the plan promised against the one that was measured: lane under lane in a picture, and in figures."""
+"""The step that the plan promised against the one that was measured: lane under lane in a picture, and in
+figures."""
 
 import dataclasses
 from collections import Counter
@@ -35,7 +36,8 @@ from train.config import Config, load_config
 from train.data.config import DataError
 from train.predict import predict
 
-WORDS_HEIGHT, PHASES_HEIGHT = 24, 24  # pixels over a panel for its line of figures, and for the names of phases
+# pixels over a panel for its line of figures, and for the names of phases
+WORDS_HEIGHT, PHASES_HEIGHT = 24, 24
 COMPUTE_KINDS = ("forward", "backward", "copies", "optimizer")
 LINK_LANES = ("tp", "all_gather", "reduce_scatter", "all_reduce", "offload")
 SIDES = ("predicted", "measured")
@@ -43,9 +45,9 @@ SIDES = ("predicted", "measured")
 
 @dataclass(frozen=True)
 class LaneRow:
-    """Seconds of a step. `lane`: step; compute and, of it, forward, backward, copies and optimizer; exposed; and how long
-    each link lane (tp, all_gather, ...) has something in flight. `ratio`: measured / predicted, None where nothing was
-    predicted."""
+    """Seconds of a step. `lane`: step; compute and, of it, forward, backward, copies and optimizer; exposed;
+    and how long each link lane (tp, all_gather, ...) has something in flight. `ratio`: measured / predicted,
+    None where nothing was predicted."""
 
     lane: str
     predicted_s: float
@@ -56,7 +58,8 @@ class LaneRow:
 def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timeline:
     """A step of the run in this folder as the planner expects it, by its config.yaml and plan.yaml.
 
-    `device_name`: what torch calls the device that it ran on. Raises DataError that says why nothing can be predicted.
+    `device_name`: what torch calls the device that it ran on. Raises DataError that says why nothing can be
+    predicted.
     """
     config, plan = _read_run(run)
     hardware = _hardware_of(device_name, config, plan, run)
@@ -69,7 +72,9 @@ def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timelin
 def _read_run(run: Path) -> tuple[Config, Plan]:
     for name in ("config.yaml", "plan.yaml"):
         if not (run / name).is_file():
-            raise DataError(f"{run} has no {name}, so its step cannot be predicted: give the folder of a run (run.dir)")
+            raise DataError(
+                f"{run} has no {name}, so its step cannot be predicted: give the folder of a run (run.dir)"
+            )
     try:
         return load_config(run / "config.yaml"), load_plan(run / "plan.yaml")
     except ValueError as error:
@@ -81,8 +86,11 @@ def _hardware_of(device_name: str, config: Config, plan: Plan, run: Path) -> Har
     kinds = load_hardware()
     hardware = find_hardware(device_name) or (kinds["cpu"] if device_name.startswith("CPU") else None)
     if hardware is None:
-        raise DataError(f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}. Measure "
-                        "it: python -m tools.bench calibrate -h")  # fmt: skip
+        raise DataError(
+            f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}. "
+            f"Measure "
+            "it: python -m tools.bench calibrate -h"
+        )
     if not hardware.cores or not config.run.threads:
         return hardware
     return dataclasses.replace(hardware, cores=min(hardware.cores, config.run.threads * plan.mesh.world_size))
@@ -94,7 +102,9 @@ def compare_lanes(predicted: Timeline, measured: Timeline) -> list[LaneRow]:
     before, after = (_lane_seconds(timeline) for timeline in (predicted, measured))
     for lane in ("step", "compute", *COMPUTE_KINDS, EXPOSED, *LINK_LANES):
         if before[lane] or after[lane]:
-            rows.append(LaneRow(lane, before[lane], after[lane], after[lane] / before[lane] if before[lane] else None))
+            rows.append(
+                LaneRow(lane, before[lane], after[lane], after[lane] / before[lane] if before[lane] else None)
+            )
     return rows
 
 
@@ -119,14 +129,22 @@ def _covered(events: Iterable[Event]) -> float:
 
 
 def draw_against(predicted: Timeline, measured: Timeline, title: str) -> Picture:
-    """Both steps from their starts on, lane under lane on one axis; below, on another, a few units of both backwards."""
+    """Both steps from their starts on, lane under lane on one axis; below, on another, a few units of both
+    backwards."""
     both = (predicted, measured)
     assert min(timeline.step_s for timeline in both) > 0, "a step that takes no time has no picture"
-    rows = [row for row in dict.fromkeys(ROWS.values()) if any(ROWS[e.lane] == row for step in both for e in step.events)]
+    rows = [
+        row
+        for row in dict.fromkeys(ROWS.values())
+        if any(ROWS[e.lane] == row for step in both for e in step.events)
+    ]
     spans = [backward_spans(timeline) for timeline in both]
     units = middle_units([unit for unit in spans[0] if unit in spans[1]])
     windows = _windows([join_spans(each, units) for each in spans]) if units else []
-    shapes: list[Shape] = [one_line(34, title, LARGE, bold=True), *legend([e for step in both for e in step.events], 52)]
+    shapes: list[Shape] = [
+        one_line(34, title, LARGE, bold=True),
+        *legend([e for step in both for e in step.events], 52),
+    ]
     top, longest_s = 84.0, max(timeline.step_s for timeline in both)
     for number, timeline in enumerate(both):
         panel = Panel(top + WORDS_HEIGHT + PHASES_HEIGHT, 0.0, longest_s, rows)
@@ -136,8 +154,13 @@ def draw_against(predicted: Timeline, measured: Timeline, title: str) -> Picture
         top = panel.bottom + AXIS_HEIGHT + 14
     for number, window in enumerate(windows):
         panel = Panel(top + WORDS_HEIGHT + PHASES_HEIGHT, *window, rows)
-        shapes.append(one_line(top + 14, _backward_facts(spans[number], spans[0], units, SIDES[number]), BODY + 1))
-        shapes += [*name_stretches(_within(spans[number], window), panel), *_paint(both[number], panel, named=True)]
+        shapes.append(
+            one_line(top + 14, _backward_facts(spans[number], spans[0], units, SIDES[number]), BODY + 1)
+        )
+        shapes += [
+            *name_stretches(_within(spans[number], window), panel),
+            *_paint(both[number], panel, named=True),
+        ]
         top = panel.bottom + AXIS_HEIGHT + 14
     return Picture(WIDTH, round(top + 4), tuple(shapes))
 
@@ -151,7 +174,9 @@ def _windows(spans: Sequence[Span]) -> list[Span]:
 
 def _within(spans: Mapping[str, Span], window: Span) -> list[tuple[str, float, float]]:
     """The parts of them that the window shows."""
-    parts = ((unit, max(start_s, window[0]), min(end_s, window[1])) for unit, (start_s, end_s) in spans.items())
+    parts = (
+        (unit, max(start_s, window[0]), min(end_s, window[1])) for unit, (start_s, end_s) in spans.items()
+    )
     return [part for part in parts if part[1] < part[2]]
 
 
@@ -161,14 +186,19 @@ def _facts(timeline: Timeline, predicted: Timeline, side: str) -> str:
     parts = [
         f"{side.capitalize()}: step {_with_change(timeline.step_s, predicted.step_s, side)}",
         f"computing {_with_change(timeline.compute_s, predicted.compute_s, side)}",
-        f"exposed {_with_change(timeline.exposed_s, predicted.exposed_s, side)}, {timeline.exposed_share:.1%} of the step",
+        f"exposed {_with_change(timeline.exposed_s, predicted.exposed_s, side)}, "
+        f"{timeline.exposed_share:.1%} of the step",
         *([f"doing neither {in_ms(neither_s)}"] if neither_s > 1e-3 * timeline.step_s else []),
     ]
     return "; ".join(parts)
 
 
-def _backward_facts(spans: Mapping[str, Span], predicted: Mapping[str, Span], units: Sequence[str], side: str) -> str:
-    seconds, predicted_s = (end_s - start_s for start_s, end_s in (join_spans(each, units) for each in (spans, predicted)))
+def _backward_facts(
+    spans: Mapping[str, Span], predicted: Mapping[str, Span], units: Sequence[str], side: str
+) -> str:
+    seconds, predicted_s = (
+        end_s - start_s for start_s, end_s in (join_spans(each, units) for each in (spans, predicted))
+    )
     return f"{side.capitalize()} backward of {units_words(units)}: {_with_change(seconds, predicted_s, side)}"
 
 

@@ -56,7 +56,8 @@ class _Rank:
 
 
 def answer(traces: Mapping[int, Path], shown: int) -> Answer:
-    """Read the traces, one after the other, and judge; `shown` is the rank whose step is looked into. Raises DataError."""
+    """Read the traces, one after the other, and judge; `shown` is the rank whose step is looked into. Raises
+    DataError."""
     if shown not in traces:
         raise DataError(f"--rank={shown} was not profiled: there are {', '.join(map(str, traces))}")
     store = load_store(traces[shown])
@@ -73,27 +74,51 @@ def answer(traces: Mapping[int, Path], shown: int) -> Answer:
     ranks, step = dict(sorted(ranks.items())), median_step(steps)
     mesh = find_mesh(traces[shown])
     stragglers, clock = _compare(ranks, device_type != "cpu", mesh) if len(ranks) > 1 else ([], "")
-    slow = sorted((unit for each in ranks.values() for unit in each.slow_units), key=lambda unit: unit.equals_ns - unit.ns)
-    return Answer(traces[shown], run_of(traces[shown]), facts, device_type, rank, tuple(ranks), steps, step, split_step(step),
-                  sum_communication(step), judge_prefetch(step), slow, stragglers, clock, left_out)  # fmt: skip
+    slow = sorted(
+        (unit for each in ranks.values() for unit in each.slow_units),
+        key=lambda unit: unit.equals_ns - unit.ns,
+    )
+    return Answer(
+        traces[shown],
+        run_of(traces[shown]),
+        facts,
+        device_type,
+        rank,
+        tuple(ranks),
+        steps,
+        step,
+        split_step(step),
+        sum_communication(step),
+        judge_prefetch(step),
+        slow,
+        stragglers,
+        clock,
+        left_out,
+    )
 
 
 def _of_rank(store: Store, steps: Sequence[Step]) -> _Rank:
     return _Rank([_sent_only(step) for step in steps], _clock(store), find_slow_units(steps))
 
 
-def _compare(ranks: Mapping[int, _Rank], on_device: bool, mesh: MeshPlan | None) -> tuple[list[Straggler], str]:
+def _compare(
+    ranks: Mapping[int, _Rank], on_device: bool, mesh: MeshPlan | None
+) -> tuple[list[Straggler], str]:
     steps = {rank: each.steps for rank, each in ranks.items()}
     return find_stragglers(steps, {rank: each.clock for rank, each in ranks.items()}, on_device, mesh)
 
 
 def find_steps(store: Store) -> list[Step]:
-    """The profiled steps of one rank, on whatever device it ran. Raises DataError for one that takes no time."""
+    """The profiled steps of one rank, on whatever device it ran. Raises DataError for one that takes no
+    time."""
     mesh = find_mesh(store.path)
     steps = cpu_steps(store, mesh) if store.device_type == "cpu" else cuda_steps(store, mesh)
     for step in steps:
         if step.length_ns <= 0:
-            raise DataError(f"{store.path}: step {step.number} takes no time, so there is nothing to share out. Profile again")
+            raise DataError(
+                f"{store.path}: step {step.number} takes no time, so there is nothing to share out. "
+                f"Profile again"
+            )
     return steps
 
 

@@ -7,8 +7,13 @@ from tools.trace.labels import ROOT_END
 from tools.trace.places import Place
 from tools.trace.store import Store
 
-AXIS_OF_LANE: Mapping[str, str] = {"all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
-FSDP_LAUNCHES = frozenset({"all_gather", "post_backward_reduce"})  # labels in which FSDP2 launches its collectives
+AXIS_OF_LANE: Mapping[str, str] = {
+    "all_gather": "dp_shard",
+    "reduce_scatter": "dp_shard",
+    "all_reduce": "dp_replicate",
+}
+# labels in which FSDP2 launches its collectives
+FSDP_LAUNCHES = frozenset({"all_gather", "post_backward_reduce"})
 MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
 
 
@@ -18,10 +23,12 @@ def find_lane(collective: str) -> str:
 
 
 def find_axis(collective: str, place: Place, mesh: MeshPlan | None) -> str:
-    """By the label in which it was launched; `mesh`: the run's, None where that is not known. "" for what is of no axis that can
-    be told: the number of tokens and the norm of the gradients, before all units and behind them.
+    """By the label in which it was launched; `mesh`: the run's, None where that is not known. "" for what is
+    of no axis that can be told: the number of tokens and the norm of the gradients, before all units and
+    behind them.
 
-    FSDP2 launches in labels of its own only. The rest of a forward or backward is tensor parallelism's, if there is any.
+    FSDP2 launches in labels of its own only. The rest of a forward or backward is tensor parallelism's, if
+    there is any.
     """
     if place.kind in FSDP_LAUNCHES:
         axis = AXIS_OF_LANE[find_lane(collective)]
@@ -36,5 +43,8 @@ def find_axis(collective: str, place: Place, mesh: MeshPlan | None) -> str:
 def group_axes(store: Store) -> dict[str, str]:
     """Name of a process group -> axis of the mesh, where the group is one's and the trace lists it (NCCL)."""
     groups = (store.header.get("distributedInfo") or {}).get("pg_config") or []
-    return {str(group.get("pg_name", "")): str(group["pg_desc"]).removeprefix(MESH)
-            for group in groups if str(group.get("pg_desc", "")).startswith(MESH)}  # fmt: skip
+    return {
+        str(group.get("pg_name", "")): str(group["pg_desc"]).removeprefix(MESH)
+        for group in groups
+        if str(group.get("pg_desc", "")).startswith(MESH)
+    }

@@ -25,15 +25,28 @@ def cpu_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
     transfers = sorted(_transfers(store, places, mesh), key=lambda transfer: transfer.start_ns)
     runs, needs = list(unit_runs(store.labels, places)), list(_needs(store.labels, places))
     launching = union((launch.start_ns, launch.end_ns) for launch in store.launches)
-    return [_with_host(Step(number, store.rank, start_ns, end_ns, _within(works, start_ns, end_ns),
-                            _within(transfers, start_ns, end_ns), _within(runs, start_ns, end_ns),
-                            [need for need in needs if start_ns <= need.needed_ns < end_ns], (),
-                            clip(launching, start_ns, end_ns)))
-            for number, start_ns, end_ns in store.steps]  # fmt: skip
+    return [
+        _with_host(
+            Step(
+                number,
+                store.rank,
+                start_ns,
+                end_ns,
+                _within(works, start_ns, end_ns),
+                _within(transfers, start_ns, end_ns),
+                _within(runs, start_ns, end_ns),
+                [need for need in needs if start_ns <= need.needed_ns < end_ns],
+                (),
+                clip(launching, start_ns, end_ns),
+            )
+        )
+        for number, start_ns, end_ns in store.steps
+    ]
 
 
 def _with_host(step: Step) -> Step:
-    """The device is the host: what neither computes nor waits for something that was launched is Python between operators."""
+    """The device is the host: what neither computes nor waits for something that was launched is Python
+    between operators."""
     queued = union((t.issued_ns, t.start_ns) for t in step.transfers)
     rest = subtract(subtract([(step.start_ns, step.end_ns)], step.computing), step.in_flight)
     return replace(step, host=subtract(rest, queued))
@@ -67,21 +80,32 @@ def _without(pieces: list[Interval], waits: Sequence[Interval]) -> list[Interval
 
 
 def _transfers(store: Store, places: Places, mesh: MeshPlan | None) -> Iterator[Transfer]:
-    """gloo's spans, each with the launch that it carries out; one that was launched before the profile began is left out."""
+    """gloo's spans, each with the launch that it carries out; one that was launched before the profile began
+    is left out."""
     around = _launch_labels(store.labels)
     for launch, carried in match_launches(store.launches, store.carried):
         place = places.at(launch.thread, launch.start_ns)
         axis = find_axis(launch.collective, place, mesh)
         lane = "tp" if axis == "tp" else find_lane(launch.collective)
         inside: Label | None = _around(around.get(launch.thread, []), launch.start_ns)
-        yield Transfer(lane, axis, place.unit if axis else "", place.phase, place.micro_batch, launch.start_ns,
-                       carried.start_ns, carried.end_ns, bool(inside and inside.end_ns >= carried.end_ns), 0,
-                       places.hook(launch.thread, launch.start_ns))  # fmt: skip
+        yield Transfer(
+            lane,
+            axis,
+            place.unit if axis else "",
+            place.phase,
+            place.micro_batch,
+            launch.start_ns,
+            carried.start_ns,
+            carried.end_ns,
+            bool(inside and inside.end_ns >= carried.end_ns),
+            0,
+            places.hook(launch.thread, launch.start_ns),
+        )
 
 
 def match_launches(launches: Sequence[Launch], carried: Sequence[Launch]) -> Iterator[tuple[Launch, Launch]]:
-    """Launches in order, each with the first span of its collective not yet taken that began after it: groups work in the
-    order of their launches. gloo carries some reduce-scatters out as all-reduces, and says so."""
+    """Launches in order, each with the first span of its collective not yet taken that began after it: groups
+    work in the order of their launches. gloo carries some reduce-scatters out as all-reduces, and says so."""
     waiting = defaultdict[str, list[Launch]](list)
     for span in sorted(carried, key=lambda span: span.start_ns, reverse=True):
         waiting[span.collective].append(span)
@@ -110,8 +134,8 @@ def _around(labels: Sequence[Label], time_ns: int) -> Label | None:
 
 
 def unit_runs(labels: Sequence[Label], places: Places) -> Iterator[UnitRun]:
-    """By the labels of each unit's own work; without them, as in a trace that train.profiling did not make, from the end of
-    FSDP2's hook before it to the start of the one behind it."""
+    """By the labels of each unit's own work; without them, as in a trace that train.profiling did not make,
+    from the end of FSDP2's hook before it to the start of the one behind it."""
     ordered = sorted(labels, key=lambda label: label.start_ns)
     named = [label for label in ordered if label.kind in ("forward", "backward")]
     for label in named or list(_between_hooks(ordered)):
@@ -120,26 +144,41 @@ def unit_runs(labels: Sequence[Label], places: Places) -> Iterator[UnitRun]:
 
 
 def _between_hooks(ordered: Sequence[Label]) -> Iterator[Label]:
-    hooks = {"pre_forward": "forward", "post_forward": "forward", "pre_backward": "backward",
-             "post_backward_accumulate": "backward"}  # fmt: skip
+    hooks = {
+        "pre_forward": "forward",
+        "post_forward": "forward",
+        "pre_backward": "backward",
+        "post_backward_accumulate": "backward",
+    }
     by_unit = defaultdict[tuple[str, str], list[Label]](list)
     for label in ordered:
         if label.kind in hooks:
             by_unit[label.unit, hooks[label.kind]].append(label)
-    made = [Label(before.thread, phase, unit, before.end_ns, after.start_ns)
-            for (unit, phase), labels in by_unit.items()
-            for before, after in pairwise(labels)
-            if before.kind.startswith("pre") and after.kind.startswith("post")]  # fmt: skip
+    made = [
+        Label(before.thread, phase, unit, before.end_ns, after.start_ns)
+        for (unit, phase), labels in by_unit.items()
+        for before, after in pairwise(labels)
+        if before.kind.startswith("pre") and after.kind.startswith("post")
+    ]
     return iter(sorted(made, key=lambda label: label.start_ns))
 
 
 def _needs(labels: Sequence[Label], places: Places) -> Iterator[Need]:
-    """From the start of FSDP2's hook before a unit to the end of the copy out of what was gathered, which waits for it."""
+    """From the start of FSDP2's hook before a unit to the end of the copy out of what was gathered, which
+    waits for it."""
     hooks = [label for label in labels if label.kind in ("pre_forward", "pre_backward")]
     by_unit = defaultdict[str, list[Label]](list)
     for hook in sorted(hooks, key=lambda label: label.start_ns):
         by_unit[hook.unit].append(hook)
-    for copy in sorted((label for label in labels if label.kind == "all_gather_copy_out"), key=lambda label: label.start_ns):
+    for copy in sorted(
+        (label for label in labels if label.kind == "all_gather_copy_out"), key=lambda label: label.start_ns
+    ):
         place = places.at(copy.thread, copy.start_ns)
         before = _around(by_unit[copy.unit], copy.start_ns)
-        yield Need(copy.unit, place.phase, place.micro_batch, before.start_ns if before else copy.start_ns, copy.end_ns)
+        yield Need(
+            copy.unit,
+            place.phase,
+            place.micro_batch,
+            before.start_ns if before else copy.start_ns,
+            copy.end_ns,
+        )

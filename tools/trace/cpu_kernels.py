@@ -1,5 +1,5 @@
-"""Operators of a CPU with the time that each takes itself, read in the order in which the profiler writes them: every thread's
-by their starts, callers before what they call."""
+"""Operators of a CPU with the time that each takes itself, read in the order in which the profiler writes
+them: every thread's by their starts, callers before what they call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,7 +116,12 @@ def _name_graphs(tallies: Mapping[str, Tally], threads: list[_Thread]) -> None:
     names: dict[str, list[tuple[str, Tally]]] = {}
     for name, tally in tallies.items():
         if found := COMPILED.fullmatch(name):
-            places = {place for thread in threads if name in thread.operators for place in thread.operators[name].places}
+            places = {
+                place
+                for thread in threads
+                if name in thread.operators
+                for place in thread.operators[name].places
+            }
             names.setdefault(graph_name(found[1], places), []).append((found[1], tally))
     for name, graphs in names.items():
         for graph, tally in graphs:

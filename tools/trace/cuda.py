@@ -1,4 +1,5 @@
-"""A trace of a run on a GPU as steps: kernels on their streams, each with the launch that its correlation names."""
+"""A trace of a run on a GPU as steps: kernels on their streams, each with the launch that its correlation
+names."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -16,18 +17,24 @@ Call = tuple[int, int, int]  # start, end, thread
 
 
 def cuda_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
-    """Every profiled step. It begins with its first kernel on the GPU and ends where the next one begins; the first one begins,
-    and the last one ends, no later and no sooner than on the CPU. `mesh`: the run's, where it is known."""
+    """Every profiled step. It begins with its first kernel on the GPU and ends where the next one begins; the
+    first one begins, and the last one ends, no later and no sooner than on the CPU. `mesh`: the run's, where
+    it is known."""
     device = _Device(store, mesh)
     starts = [start_ns for _, start_ns, _ in store.steps]
     parts = [[i for i in range(len(device.order)) if device.step_of[i] == k] for k in range(len(starts))]
     bounds = _bounds(store, device, parts)
-    return [device.step(number, window, part)
-            for (number, _, _), window, part in zip(store.steps, bounds, parts, strict=True)]  # fmt: skip
+    return [
+        device.step(number, window, part)
+        for (number, _, _), window, part in zip(store.steps, bounds, parts, strict=True)
+    ]
 
 
 def _bounds(store: Store, device: "_Device", parts: Sequence[Sequence[int]]) -> list[Interval]:
-    begins = [device.start_ns(part[0]) if part else start_ns for part, (_, start_ns, _) in zip(parts, store.steps, strict=True)]
+    begins = [
+        device.start_ns(part[0]) if part else start_ns
+        for part, (_, start_ns, _) in zip(parts, store.steps, strict=True)
+    ]
     begins[0] = min(begins[0], store.steps[0][1])
     last_ns = max([store.steps[-1][2], *(device.end_ns(i) for part in parts for i in part)])
     return list(zip(begins, [*begins[1:], last_ns], strict=True))
@@ -94,17 +101,34 @@ class _Device:
         lane, axis, size = "offload", "", 0
         if self._kernels.kind[at] == COLLECTIVE:
             sent = self._kernels.sent[at]
-            axis, size = self._axes.get(sent.group) or find_axis(sent.collective, place, self._mesh), sent.bytes
+            axis, size = (
+                self._axes.get(sent.group) or find_axis(sent.collective, place, self._mesh),
+                sent.bytes,
+            )
             lane, unit = "tp" if axis == "tp" else find_lane(sent.collective), place.unit if axis else ""
-        return Transfer(lane, axis, unit, place.phase, place.micro_batch, issued_ns, self.start_ns(i), self.end_ns(i),
-                        blocking=False, bytes=size, during=self._places.hook(self.call(i)[2], issued_ns))  # fmt: skip
+        return Transfer(
+            lane,
+            axis,
+            unit,
+            place.phase,
+            place.micro_batch,
+            issued_ns,
+            self.start_ns(i),
+            self.end_ns(i),
+            blocking=False,
+            bytes=size,
+            during=self._places.hook(self.call(i)[2], issued_ns),
+        )
 
     def _needs(self, part: Sequence[int]) -> Iterator[Need]:
-        """On the main stream, between the kernel before a unit's copying out and that; not before the copy was launched, as
-        until then the GPU stood for the CPU."""
+        """On the main stream, between the kernel before a unit's copying out and that; not before the copy
+        was launched, as until then the GPU stood for the CPU."""
         before_ns, last = 0, None
         for i in part:
-            if self._kernels.stream[self.order[i]] != self._main_stream or self._kernels.kind[self.order[i]] != KERNEL:
+            if (
+                self._kernels.stream[self.order[i]] != self._main_stream
+                or self._kernels.kind[self.order[i]] != KERNEL
+            ):
                 continue
             place = self.places[i]
             copies = place.unit, place.phase, place.micro_batch
@@ -114,8 +138,11 @@ class _Device:
             before_ns = max(before_ns, self.end_ns(i))
 
     def _host(self, step: Step) -> Iterator[Interval]:
-        """Of each gap in which nothing ran, the part until what ended it had been launched; all of one that nothing ended."""
-        for start_ns, end_ns in subtract(subtract([(step.start_ns, step.end_ns)], step.computing), step.in_flight):
+        """Of each gap in which nothing ran, the part until what ended it had been launched; all of one that
+        nothing ended."""
+        for start_ns, end_ns in subtract(
+            subtract([(step.start_ns, step.end_ns)], step.computing), step.in_flight
+        ):
             until_ns = min(self._launched.get(end_ns, end_ns), end_ns)
             if until_ns > start_ns:
                 yield start_ns, until_ns

@@ -12,8 +12,8 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def find_traces(path: Path, step: int | None) -> dict[int, Path]:
-    """The trace of each profiled rank, by rank: of a run's newest profile, or the one that begins at `step`; of a profile's
-    folder; or one file, as rank 0. Raises DataError."""
+    """The trace of each profiled rank, by rank: of a run's newest profile, or the one that begins at `step`;
+    of a profile's folder; or one file, as rank 0. Raises DataError."""
     if path.is_file():
         return {0: path}
     if not path.is_dir():
@@ -22,11 +22,17 @@ def find_traces(path: Path, step: int | None) -> dict[int, Path]:
 
 
 def _of_run(run: Path, step: int | None) -> dict[int, Path]:
-    folders = {int(named[1]): folder for folder in run.glob("profile/step-*") if (named := _STEP.fullmatch(folder.name))}
+    folders = {
+        int(named[1]): folder
+        for folder in run.glob("profile/step-*")
+        if (named := _STEP.fullmatch(folder.name))
+    }
     found = {first: traces for first, folder in folders.items() if (traces := _in_folder(folder))}
     if not found:
-        raise DataError(f"{run}: no profile in it. A run makes one with --profile.start=STEP, and with "
-                        "--profile.all_ranks=true one of every rank")  # fmt: skip
+        raise DataError(
+            f"{run}: no profile in it. A run makes one with --profile.start=STEP, and with "
+            "--profile.all_ranks=true one of every rank"
+        )
     if step is not None and step not in found:
         there = ", ".join(map(str, sorted(found)))
         raise DataError(f"{run}: no profile that begins at --step={step}; there is one from step {there}")

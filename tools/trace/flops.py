@@ -1,4 +1,5 @@
-"""What an operator of a trace does, by the shapes that the profiler noted (record_shapes): operations and bytes.
+"""What an operator of a trace does, by the shapes that the profiler noted (record_shapes): operations and
+bytes.
 
 Only what its arguments tell is counted. Everything else is None: no guess.
 """
@@ -14,19 +15,38 @@ from typing import Any
 import torch
 
 DTYPES = {  # "Input type" -> name as in configs/hardware, bytes of an element
-    "float": ("float32", 4), "c10::BFloat16": ("bfloat16", 2), "c10::Half": ("float16", 2), "double": ("float64", 8),
-    "c10::Float8_e4m3fn": ("float8", 1), "c10::Float8_e5m2": ("float8", 1), "bool": ("bool", 1),
-    "unsigned char": ("uint8", 1), "signed char": ("int8", 1), "short": ("int16", 2), "short int": ("int16", 2),
-    "int": ("int32", 4), "long": ("int64", 8), "long int": ("int64", 8),
-}  # fmt: skip
+    "float": ("float32", 4),
+    "c10::BFloat16": ("bfloat16", 2),
+    "c10::Half": ("float16", 2),
+    "double": ("float64", 8),
+    "c10::Float8_e4m3fn": ("float8", 1),
+    "c10::Float8_e5m2": ("float8", 1),
+    "bool": ("bool", 1),
+    "unsigned char": ("uint8", 1),
+    "signed char": ("int8", 1),
+    "short": ("int16", 2),
+    "short int": ("int16", 2),
+    "int": ("int32", 4),
+    "long": ("int64", 8),
+    "long int": ("int64", 8),
+}
 PRODUCTS = {  # operator -> the places of its two factors
-    "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::_scaled_mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2),
-    "aten::baddbmm": (1, 2), "aten::baddbmm_": (1, 2),
-}  # fmt: skip
-ATTENTION = re.compile(r"aten::(_(?:scaled_dot_product_(?:flash|cudnn|efficient)|flash|cudnn|efficient)_attention\w*)")
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::_scaled_mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::addmm_": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::baddbmm_": (1, 2),
+}
+ATTENTION = re.compile(
+    r"aten::(_(?:scaled_dot_product_(?:flash|cudnn|efficient)|flash|cudnn|efficient)_attention\w*)"
+)
 TOKENS_FIRST = ("_flash_attention", "_efficient_attention")  # q[B, T, N, H]; the others q[B, N, T, H]
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of T x T per head; the backward's with the scores once more (arXiv 2205.14135)
-CAUSAL_MASKS = ("1", "2")  # custom_mask_type of _efficient_attention_forward (ATen/native/transformers/cuda/sdp_utils.h)
+# of T x T per head; the backward's with the scores once more (arXiv 2205.14135)
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+# custom_mask_type of _efficient_attention_forward (ATen/native/transformers/cuda/sdp_utils.h)
+CAUSAL_MASKS = ("1", "2")
 POINTWISE = re.compile(  # one result as large as the arguments are together when broadcast
     r"aten::(add|sub|mul|div|silu|silu_backward|sigmoid|tanh|exp|exp2|neg|sqrt|rsqrt|abs|relu|gelu)(_?)"
 )
@@ -36,8 +56,8 @@ PARTLY = re.compile(r"embedding|gather|scatter|index|slice|select|split|narrow|c
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating-point operations, of numbers of `dtype` ("" without operations), and bytes read and written, each once.
-    `halved`: attention is causal, and half of its operations are counted."""
+    """Floating-point operations, of numbers of `dtype` ("" without operations), and bytes read and written,
+    each once. `halved`: attention is causal, and half of its operations are counted."""
 
     flops: float | None
     bytes: float | None
@@ -81,7 +101,11 @@ def _tensor(args: Mapping[str, Any], place: int) -> _Tensor | None:
     dims, kinds, strides = args["Input Dims"], args.get("Input type") or [], args.get("Input Strides") or []
     if place >= min(len(dims), len(kinds)) or kinds[place] not in DTYPES:
         return None
-    steps = strides[place] if place < len(strides) and len(strides[place]) == len(dims[place]) else [1] * len(dims[place])
+    steps = (
+        strides[place]
+        if place < len(strides) and len(strides[place]) == len(dims[place])
+        else [1] * len(dims[place])
+    )
     stored = prod(size for size, step in zip(dims[place], steps, strict=True) if step)
     return _Tensor(tuple(dims[place]), stored, *DTYPES[kinds[place]])
 
@@ -91,27 +115,32 @@ def _tensors(args: Mapping[str, Any]) -> list[_Tensor]:
 
 
 def _product(name: str, args: Mapping[str, Any]) -> Work | None:
-    """x[..., M, K] · y[..., K, N]: a multiplication and an addition each. What it is added to is read too; the result of a
-    scaled product has a dtype that is not noted."""
+    """x[..., M, K] · y[..., K, N]: a multiplication and an addition each. What it is added to is read too;
+    the result of a scaled product has a dtype that is not noted."""
     x, y = (_tensor(args, place) for place in PRODUCTS[name])
     if not x or not y or len(x.dims) < 2 or x.dims[-1] != y.dims[-2]:
         return None
     result = prod(x.dims[:-1]) * y.dims[-1]
     added = _tensor(args, 0) if PRODUCTS[name][0] else None
-    moved = None if name == "aten::_scaled_mm" else float(x.bytes + y.bytes + result * x.width + (added.bytes if added else 0))
+    moved = (
+        None
+        if name == "aten::_scaled_mm"
+        else float(x.bytes + y.bytes + result * x.width + (added.bytes if added else 0))
+    )
     return Work(2.0 * result * x.dims[-1], moved, x.dtype)
 
 
 @cache
 def _places(operator: str) -> dict[str, int]:
-    """Name of an argument of an operator of aten -> its place, by its schema; empty if this torch does not have it."""
+    """Name of an argument of an operator of aten -> its place, by its schema; empty if this torch does not
+    have it."""
     packet = getattr(torch.ops.aten, operator, None)
     return {argument.name: i for i, argument in enumerate(packet.default._schema.arguments)} if packet else {}
 
 
 def _attention(operator: str, args: Mapping[str, Any]) -> Work | None:
-    """q · k^T and its product with v, and what their backward multiplies, half of it if causal. Of sequences packed into one
-    (three dims) the lengths are not noted."""
+    """q · k^T and its product with v, and what their backward multiplies, half of it if causal. Of sequences
+    packed into one (three dims) the lengths are not noted."""
     places = _places(operator)
     q, k = (_tensor(args, places[name]) if name in places else None for name in ("query", "key"))
     if not q or not k or len(q.dims) != 4:
@@ -126,7 +155,8 @@ def _attention(operator: str, args: Mapping[str, Any]) -> Work | None:
 
 
 def _is_causal(places: Mapping[str, int], concrete: Sequence[str]) -> bool | None:
-    """None where the trace does not say; an argument that was left out has its default, which is not causal."""
+    """None where the trace does not say; an argument that was left out has its default, which is not
+    causal."""
     place = places.get("is_causal", places.get("custom_mask_type"))
     if place is None or not concrete:
         return None
@@ -134,7 +164,8 @@ def _is_causal(places: Mapping[str, int], concrete: Sequence[str]) -> bool | Non
 
 
 def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> Work | None:
-    """Reads its arguments and writes a result; of several dtypes the result's is not noted. Single numbers do not count."""
+    """Reads its arguments and writes a result; of several dtypes the result's is not noted. Single numbers do
+    not count."""
     large = [tensor for tensor in tensors if tensor.dims]
     if not large or len({tensor.dtype for tensor in large}) > 1:
         return None
@@ -144,8 +175,9 @@ def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> Work | None:
 
 
 def _fused(name: str, args: Mapping[str, Any]) -> Work | None:
-    """A kernel of Triton's that torch.compile launched: what it says of itself (with inductor's config.benchmark_kernel), else
-    every tensor that it gets, once. One that it reads and then overwrites moves twice that."""
+    """A kernel of Triton's that torch.compile launched: what it says of itself (with inductor's
+    config.benchmark_kernel), else every tensor that it gets, once. One that it reads and then overwrites
+    moves twice that."""
     flops, gb = args.get("kernel_flop"), args.get("kernel_num_gb")
     moved = float(gb) * 1e9 if gb else None
     if moved is None and "Input Dims" in args and not PARTLY.search(name):

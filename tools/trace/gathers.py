@@ -1,4 +1,5 @@
-"""When each unit's parameters were gathered and when they were needed: in time, late, far too early, and what would mend it."""
+"""When each unit's parameters were gathered and when they were needed: in time, late, far too early, and what
+would mend it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from tools.trace.shares import standing
 from tools.trace.steps import Need, Step, Transfer, UnitRun, is_gather
 
 LATE_SHARE, LATE_NS = 0.001, 20_000  # of the step, and at least: a shorter wait is none
-EARLY_UNITS = 2  # other units that pass between a gather's end and its need: with a depth of 1 it ends within the one before
+# other units that pass between a gather's end and its need: with a depth of 1 it ends within the one before
+EARLY_UNITS = 2
 LINK_LIMIT = "no depth helps: the link is the limit"
 WORTH = 0.005  # of the step: what another depth must save to be named
 
@@ -25,7 +27,8 @@ class Gather:
         held_units: how many other units passed between its end and its need
         first: of its phase
         blocking: whoever launched it stood until it was over
-        depth: the least prefetch depth with which it would have ended in time; None if none does, or if it was in time
+        depth: the least prefetch depth with which it would have ended in time; None if none does, or if it
+            was in time
     """
 
     unit: str
@@ -53,12 +56,17 @@ class Gather:
         if self.late:
             mend = f"depth {self.depth} mends it" if self.depth is not None else LINK_LIMIT
             return f"late by {self.waited_ns / 1e6:.2f} ms ({mend})"
-        return f"far too early: held for {self.held_units} units" if self.held_units >= EARLY_UNITS else "in time"
+        return (
+            f"far too early: held for {self.held_units} units"
+            if self.held_units >= EARLY_UNITS
+            else "in time"
+        )
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What a unit takes in a phase: its all-gather and its reduce-scatter on the link, its computing. 0 where it has none."""
+    """What a unit takes in a phase: its all-gather and its reduce-scatter on the link, its computing. 0 where
+    it has none."""
 
     gather_ns: int
     compute_ns: int
@@ -94,7 +102,9 @@ class Prefetch:
 
 def judge_prefetch(step: Step) -> list[Prefetch]:
     """Each phase in which anything was gathered."""
-    keys = dict.fromkeys((n.phase, n.micro_batch) for n in sorted(step.needs, key=lambda need: need.needed_ns))
+    keys = dict.fromkeys(
+        (n.phase, n.micro_batch) for n in sorted(step.needs, key=lambda need: need.needed_ns)
+    )
     judged = (_judge_phase(step, phase, micro_batch) for phase, micro_batch in keys)
     return [prefetch for prefetch in judged if prefetch is not None]
 
@@ -110,13 +120,21 @@ def _judge_phase(step: Step, phase: str, micro_batch: int) -> Prefetch | None:
     waits = [waits_with_depth(costs, depth) for depth in range(len(runs) + 1)]
     late_ns = max(LATE_NS, round(LATE_SHARE * step.length_ns))
     order = {run.unit: i for i, run in enumerate(runs)}
-    gathers = [_judge(step, runs, needs[unit], sent[unit], [w[order[unit]] for w in waits], late_ns) for unit in gathered]
+    gathers = [
+        _judge(step, runs, needs[unit], sent[unit], [w[order[unit]] for w in waits], late_ns)
+        for unit in gathered
+    ]
     totals = tuple(sum(each) for each in waits)
     blocking = sum(sent[unit].blocking for unit in gathered) > 0.9 * len(gathered)
-    best = next(depth for depth, waited in enumerate(totals) if waited <= min(totals) + WORTH * step.length_ns / 2)
-    ahead = [gather.ahead for gather in gathers[1:] if gather.ahead is not None]  # nothing comes before the first
+    best = next(
+        depth for depth, waited in enumerate(totals) if waited <= min(totals) + WORTH * step.length_ns / 2
+    )
+    # nothing comes before the first
+    ahead = [gather.ahead for gather in gathers[1:] if gather.ahead is not None]
     used = mode(ahead) if ahead else 0
-    return Prefetch(phase, micro_batch, used, sum(g.waited_ns for g in gathers), totals, best, blocking, tuple(gathers))
+    return Prefetch(
+        phase, micro_batch, used, sum(g.waited_ns for g in gathers), totals, best, blocking, tuple(gathers)
+    )
 
 
 def _first_of_each(runs: Sequence[UnitRun]) -> list[UnitRun]:
@@ -124,7 +142,9 @@ def _first_of_each(runs: Sequence[UnitRun]) -> list[UnitRun]:
     return sorted({run.unit: run for run in reversed(runs)}.values(), key=lambda run: run.start_ns)
 
 
-def _costs(step: Step, runs: Sequence[UnitRun], sent: dict[str, Transfer], here: tuple[str, int]) -> list[UnitCost]:
+def _costs(
+    step: Step, runs: Sequence[UnitRun], sent: dict[str, Transfer], here: tuple[str, int]
+) -> list[UnitCost]:
     """From unit to unit: what passes between their starts without what computing stood for communication."""
     scatters = defaultdict[str, int](int)
     for t in step.transfers:
@@ -136,20 +156,25 @@ def _costs(step: Step, runs: Sequence[UnitRun], sent: dict[str, Transfer], here:
     for run, (start_ns, next_ns) in zip(runs, pairwise(starts), strict=True):
         gather = sent.get(run.unit)
         gather_ns = gather.end_ns - gather.start_ns if gather else 0
-        costs.append(UnitCost(gather_ns, next_ns - start_ns - standing(step, start_ns, next_ns), scatters[run.unit]))
+        costs.append(
+            UnitCost(gather_ns, next_ns - start_ns - standing(step, start_ns, next_ns), scatters[run.unit])
+        )
     return costs
 
 
 def waits_with_depth(costs: Sequence[UnitCost], depth: int) -> list[int]:
-    """How long each unit would wait for its all-gather if each started those of the next `depth` units when it starts itself.
-    The link runs one collective at a time, in the order of launching; a unit reduces behind its backward."""
+    """How long each unit would wait for its all-gather if each started those of the next `depth` units when
+    it starts itself. The link runs one collective at a time, in the order of launching; a unit reduces behind
+    its backward."""
     now_ns, link_ns, ends, waits = 0, 0, dict[int, int](), []
     for i, cost in enumerate(costs):
         for j in range(i, min(i + depth + 1, len(costs))):
             if j not in ends:
                 if j > i:
                     now_ns = max(now_ns, ends[i])  # the next ones are launched once this one is there
-                link_ns = ends[j] = max(link_ns, now_ns) + costs[j].gather_ns if costs[j].gather_ns else now_ns
+                link_ns = ends[j] = (
+                    max(link_ns, now_ns) + costs[j].gather_ns if costs[j].gather_ns else now_ns
+                )
             if j == i:
                 waits.append(max(ends[i] - now_ns, 0))
                 now_ns = max(now_ns, ends[i])
@@ -159,7 +184,9 @@ def waits_with_depth(costs: Sequence[UnitCost], depth: int) -> list[int]:
     return waits
 
 
-def _judge(step: Step, runs: Sequence[UnitRun], need: Need, sent: Transfer, waits: Sequence[int], late_ns: int) -> Gather:
+def _judge(
+    step: Step, runs: Sequence[UnitRun], need: Need, sent: Transfer, waits: Sequence[int], late_ns: int
+) -> Gather:
     waited_ns = max(min(sent.end_ns, need.served_ns) - need.needed_ns, 0)
     if sent.blocking:
         waited_ns = standing(step, sent.start_ns, sent.end_ns)
@@ -168,5 +195,19 @@ def _judge(step: Step, runs: Sequence[UnitRun], need: Need, sent: Transfer, wait
     ahead = order.index(need.unit) - order.index(sent.during) if sent.during in order else None
     held = sum(sent.end_ns <= run.start_ns and run.end_ns <= need.needed_ns for run in runs)
     depth = next((d for d, wait in enumerate(waits) if wait <= late_ns), None) if late else None
-    return Gather(need.unit, need.phase, need.micro_batch, sent.issued_ns, sent.start_ns, sent.end_ns, need.needed_ns,
-                  waited_ns, ahead, held, late, order[0] == need.unit, sent.blocking, depth)  # fmt: skip
+    return Gather(
+        need.unit,
+        need.phase,
+        need.micro_batch,
+        sent.issued_ns,
+        sent.start_ns,
+        sent.end_ns,
+        need.needed_ns,
+        waited_ns,
+        ahead,
+        held,
+        late,
+        order[0] == need.unit,
+        sent.blocking,
+        depth,
+    )

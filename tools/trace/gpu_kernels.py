@@ -27,7 +27,8 @@ class GpuTable:
         self._works: list[Work] = []
         self._places: dict[Work, int] = {}  # of a work in `_works`
         self._done_by: dict[int, int] = {}  # external id of an operator -> its work's place
-        self._row, self._caller, self._seconds = array("l"), array("q"), array("d")  # of each kernel that was launched here
+        # of each kernel that was launched here
+        self._row, self._caller, self._seconds = array("l"), array("q"), array("d")
 
     def __bool__(self) -> bool:
         return bool(self._tallies)
@@ -64,8 +65,8 @@ class GpuTable:
         return self._tallies[row], row
 
     def tallies(self, roof: Roof | None) -> list[Tally]:
-        """Once, after the last event: of the kernels that an operator launched, the longest did its work, and of the others (that
-        sum up its parts, say) nothing is known."""
+        """Once, after the last event: of the kernels that an operator launched, the longest did its work, and
+        of the others (that sum up its parts, say) nothing is known."""
         longest: dict[int, int] = {}
         for i, caller in enumerate(self._caller):
             if caller not in longest or self._seconds[i] > self._seconds[longest[caller]]:
@@ -79,21 +80,30 @@ class GpuTable:
 
 def _collective_name(kernel: str, args: Mapping[str, Any]) -> str:
     """As "NCCL all_gather over dp_shard"."""
-    collective = find_collective(str(args.get("Collective name", ""))) or find_collective(kernel) or short_name(kernel)
+    collective = (
+        find_collective(str(args.get("Collective name", ""))) or find_collective(kernel) or short_name(kernel)
+    )
     group = str(args.get("Process Group Description", ""))
     return f"NCCL {collective}" + (f" over {group.removeprefix(MESH)}" if group.startswith(MESH) else "")
 
 
 def _bus_bytes(args: Mapping[str, Any]) -> float | None:
     """None where the kernel does not say what it carries, in a group of how many."""
-    collective, members = find_collective(str(args.get("Collective name", ""))), int(args.get("Group size", 0))
+    collective, members = (
+        find_collective(str(args.get("Collective name", ""))),
+        int(args.get("Group size", 0)),
+    )
     larger = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
     width = WIDTHS.get(str(args.get("dtype", "")), 0)
     if not larger * width:
         return None
     if collective in WHOLE:
         return float(larger * width)
-    return larger * width * BUS_SHARE[collective] * (members - 1) / members if collective in BUS_SHARE and members else None
+    return (
+        larger * width * BUS_SHARE[collective] * (members - 1) / members
+        if collective in BUS_SHARE and members
+        else None
+    )
 
 
 def _add_copy(tally: Tally, name: str, args: Mapping[str, Any], seconds: float, roof: Roof | None) -> None:

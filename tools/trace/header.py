@@ -32,11 +32,15 @@ def _check_count(path: Path, name: str, part: Mapping[str, Any]) -> None:
 
 
 def _wrong(path: Path, name: str, value: object, kind: str) -> DataError:
-    return DataError(f"{path}: {name} is {str(value)[:80]!r} in place of {kind}, as torch's profiler writes it. Profile again")
+    return DataError(
+        f"{path}: {name} is {str(value)[:80]!r} in place of {kind}, as torch's profiler writes it. "
+        f"Profile again"
+    )
 
 
 def why_apart(facts: Mapping[str, Any], rank: int, shown: Mapping[str, Any]) -> str:
-    """Why a rank's trace is not of the same profile as the one shown, by what train.profiling says of both; "" if it is."""
+    """Why a rank's trace is not of the same profile as the one shown, by what train.profiling says of both;
+    "" if it is."""
     for name in SAME:
         if facts.get(name) != shown.get(name):
             return f"{name} {facts.get(name)}, not {shown.get(name)}"

@@ -17,9 +17,10 @@ class KernelRow:
         seconds_per_step: how long, all calls together
         share: of the seconds of all kernels of its sort: that compute, or that communicate
         tflops: 10^12 operations per second; None where those of a call are not known
-        gb_s: 10^9 bytes read or written per second, or, of a collective, the bus bandwidth as nccl-tests count it; None likewise,
-            and where they are more than the device's memory can have moved
-        roof_share: the time that it would take at the device's roof / the time that it took; None where that is not known
+        gb_s: 10^9 bytes read or written per second, or, of a collective, the bus bandwidth as nccl-tests
+            count it; None likewise, and where they are more than the device's memory can have moved
+        roof_share: the time that it would take at the device's roof / the time that it took; None where that
+            is not known
         communication: whether it is a collective
     """
 
@@ -35,7 +36,8 @@ class KernelRow:
 
 @dataclass(slots=True)
 class Known:
-    """Of some calls, how much is known of them and in how many seconds they did it; `missing`: calls of which it is not."""
+    """Of some calls, how much is known of them and in how many seconds they did it; `missing`: calls of which
+    it is not."""
 
     amount: float = 0.0
     seconds: float = 0.0
@@ -80,7 +82,11 @@ class Tally:
         self.calls += other.calls
         self.seconds += other.seconds
         self.halved |= other.halved
-        for mine, its in ((self.flops, other.flops), (self.bytes, other.bytes), (self.least_s, other.least_s)):
+        for mine, its in (
+            (self.flops, other.flops),
+            (self.bytes, other.bytes),
+            (self.least_s, other.least_s),
+        ):
             mine.join(its)
 
     def row(self, steps: int, all_seconds: float) -> KernelRow:

@@ -1,14 +1,23 @@
-"""What the annotations and operators of a trace mean: names given by train.profiling, FSDP2, c10d, gloo and torch.compile."""
+"""What the annotations and operators of a trace mean: names given by train.profiling, FSDP2, c10d, gloo and
+torch.compile."""
 
 import re
 from dataclasses import dataclass
 
 ROOT_END = "root_post_backward_callback"
 FORWARD_KINDS = frozenset({"forward", "pre_forward", "post_forward", "forward_prefetch", "root_pre_forward"})
-BACKWARD_KINDS = frozenset({
-    "backward", "pre_backward", "backward_prefetch", "post_backward_accumulate", "post_backward_reshard",
-    "post_backward_rs_wait", "post_backward_reduce", ROOT_END,
-})  # fmt: skip
+BACKWARD_KINDS = frozenset(
+    {
+        "backward",
+        "pre_backward",
+        "backward_prefetch",
+        "post_backward_accumulate",
+        "post_backward_reshard",
+        "post_backward_rs_wait",
+        "post_backward_reduce",
+        ROOT_END,
+    }
+)
 WORK_OF = {  # kind of label -> what the compute lane does in it
     "forward": "forward",
     "backward": "backward",
@@ -26,21 +35,37 @@ _UNIT_WORK = re.compile(r"(\S+) (forward|backward)")
 _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\)| for (.*))?")
 _COMPILED = "## Call CompiledFxGraph"
 # Not computing itself, and looked into: what autograd and c10d wrap around operators.
-_WRAPPERS = ("autograd::engine::", "torch::autograd::", "c10d::", "c10d_functional::", "_c10d_functional::", "symm_mem::")
+_WRAPPERS = (
+    "autograd::engine::",
+    "torch::autograd::",
+    "c10d::",
+    "c10d_functional::",
+    "_c10d_functional::",
+    "symm_mem::",
+)
 COLLECTIVES = {  # part of a name of c10d, gloo or NCCL, the first that is found -> collective
-    "reduce_scatter": "reduce_scatter", "reducescatter": "reduce_scatter",
-    "all_gather": "all_gather", "allgather": "all_gather",
-    "all_reduce": "all_reduce", "allreduce": "all_reduce",
-    "alltoall": "all_to_all", "all_to_all": "all_to_all",
-    "broadcast": "broadcast", "barrier": "barrier", "send": "send", "recv": "recv", "gather": "gather", "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reducescatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+    "gather": "gather",
+    "scatter": "scatter",
     "reduce": "reduce",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """An annotation on a CPU thread. `kind`: forward, backward, optimizer, or FSDP2's own, as in "FSDP::pre_forward"; `unit` as
-    in plan.yaml, "" where there is none."""
+    """An annotation on a CPU thread. `kind`: forward, backward, optimizer, or FSDP2's own, as in
+    "FSDP::pre_forward"; `unit` as in plan.yaml, "" where there is none."""
 
     thread: int
     kind: str
@@ -66,7 +91,8 @@ def parse_label(name: str) -> tuple[str, str] | None:
 
 
 def counts_as_compute(name: str) -> bool:
-    """Whether a CPU operator is work as a whole: a kernel's or a compiled graph, not what only wraps others."""
+    """Whether a CPU operator is work as a whole: a kernel's or a compiled graph, not what only wraps
+    others."""
     return name.startswith(_COMPILED) or ("::" in name and not name.startswith(_WRAPPERS))
 
 

@@ -10,8 +10,8 @@ from tools.trace.labels import BACKWARD_KINDS, FORWARD_KINDS, ROOT_END, WORK_OF,
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`kind`: of the innermost label, "" outside all; `work`: what computing there is; `unit`: of the label, or of the one
-    before it in the same phase."""
+    """`kind`: of the innermost label, "" outside all; `work`: what computing there is; `unit`: of the label,
+    or of the one before it in the same phase."""
 
     kind: str
     work: str
@@ -28,9 +28,13 @@ class Places:
         self._phases = [change for step in steps for change in _phase_changes(step, ordered)]
         self._phase_starts = [change[0] for change in self._phases]
         self._segments = {thread: list(_segments(own)) for thread, own in _by_thread(ordered).items()}
-        self._hooks = {thread: [label for label in own if label.kind in ("pre_forward", "pre_backward")]
-                       for thread, own in _by_thread(ordered).items()}  # fmt: skip
-        self._starts = {thread: [segment[0] for segment in segments] for thread, segments in self._segments.items()}
+        self._hooks = {
+            thread: [label for label in own if label.kind in ("pre_forward", "pre_backward")]
+            for thread, own in _by_thread(ordered).items()
+        }
+        self._starts = {
+            thread: [segment[0] for segment in segments] for thread, segments in self._segments.items()
+        }
 
     @property
     def threads(self) -> set[int]:
@@ -38,7 +42,8 @@ class Places:
         return set(self._segments)
 
     def hook(self, thread: int, time_ns: int) -> str:
-        """The unit whose turn it is: the last one that FSDP2's hook before its forward or backward was called for."""
+        """The unit whose turn it is: the last one that FSDP2's hook before its forward or backward was called
+        for."""
         hooks = self._hooks.get(thread, [])
         found = bisect_right(hooks, time_ns, key=lambda label: label.start_ns) - 1
         return hooks[found].unit if found >= 0 else ""
@@ -65,7 +70,8 @@ def _by_thread(labels: Sequence[Label]) -> dict[int, list[Label]]:
 
 
 def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Iterator[tuple[int, str, int]]:
-    """Time, phase and micro batch that begin then. Labels of the forward in a backward are of its recomputation."""
+    """Time, phase and micro batch that begin then. Labels of the forward in a backward are of its
+    recomputation."""
     _, start_ns, end_ns = step
     phase, micro_batch, over_ns = "forward", 0, start_ns
     yield start_ns, phase, micro_batch
@@ -85,9 +91,12 @@ def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Itera
 
 
 def _segments(labels: Sequence[Label]) -> Iterator[tuple[int, str, str, int]]:
-    """Start, kind of the innermost label, unit, and until when a label says so, each until the next. The innermost is the last
-    one begun of those open; the unit is that of the innermost that has one, or the last one that had."""
-    marks = [(label.end_ns, 0, i) for i, label in enumerate(labels)] + [(label.start_ns, 1, i) for i, label in enumerate(labels)]
+    """Start, kind of the innermost label, unit, and until when a label says so, each until the next. The
+    innermost is the last one begun of those open; the unit is that of the innermost that has one, or the last
+    one that had."""
+    marks = [(label.end_ns, 0, i) for i, label in enumerate(labels)] + [
+        (label.start_ns, 1, i) for i, label in enumerate(labels)
+    ]
     opened, unit, named_ns = list[int](), "", 0
     for time_ns, begins, i in sorted(marks):
         if begins:

@@ -11,15 +11,16 @@ from tools.trace.spans import clip, intersect, total, union
 from tools.trace.steps import Step, Transfer
 
 EQUALS = 3  # units of one shape at least, or there is no telling which of them is slow
-# By how much a unit must exceed the median of its equals: a factor, and a multiple of their spread. The spread is the median
-# absolute deviation times 1.4826, the standard deviation where they are normally distributed.
+# By how much a unit must exceed the median of its equals: a factor, and a multiple of their spread. The
+# spread is the median absolute deviation times 1.4826, the standard deviation where they are normally
+# distributed.
 SLOW_FACTOR, SLOW_SPREADS, NORMAL = 1.25, 4.0, 1.4826
 
 
 @dataclass(frozen=True)
 class SlowUnit:
-    """A unit's own work in a phase, in the profiled step in which it was fastest (what slows it now and then is not its own),
-    against that of its equals on the same rank: their median and spread."""
+    """A unit's own work in a phase, in the profiled step in which it was fastest (what slows it now and then
+    is not its own), against that of its equals on the same rank: their median and spread."""
 
     rank: int
     unit: str
@@ -36,7 +37,8 @@ class Straggler:
 
     Args:
         last_share: of the collectives, those that it came to last
-        others_waited_ns: the mean of the other ranks' waits for it, where it was last; of a step, the median of all
+        others_waited_ns: the mean of the other ranks' waits for it, where it was last; of a step, the median
+            of all
         waited_ns: what it waited for whoever was last; of a step, the median of all
     """
 
@@ -71,7 +73,8 @@ def _family(unit: str) -> str:
 
 
 def _own_work(step: Step) -> dict[tuple[str, str], int]:
-    """By unit and phase, without what it stood for tensor-parallel collectives; all micro batches together."""
+    """By unit and phase, without what it stood for tensor-parallel collectives; all micro batches
+    together."""
     stood = intersect(step.exposed, union((t.start_ns, t.end_ns) for t in step.transfers if t.lane == "tp"))
     times = defaultdict[tuple[str, str], int](int)
     for run in step.runs:
@@ -96,8 +99,9 @@ def _slow_of(rank: int, phase: str, units: Mapping[str, Sequence[int]]) -> list[
 def find_stragglers(
     ranks: Mapping[int, Sequence[Step]], clocks: Mapping[int, Clock], on_device: bool, mesh: MeshPlan | None
 ) -> tuple[list[Straggler], str]:
-    """Every rank, the one most waited for first; and which clock. `on_device`: a collective's kernel starts when the rank has
-    come to it; else it comes when it launches it. `mesh`: who meets whom in a collective; None: all meet all."""
+    """Every rank, the one most waited for first; and which clock. `on_device`: a collective's kernel starts
+    when the rank has come to it; else it comes when it launches it. `mesh`: who meets whom in a collective;
+    None: all meet all."""
     arrivals, ends = dict[int, dict[Key, int]](), dict[int, dict[Key, int]]()
     for rank, steps in ranks.items():
         found = list(_numbered(steps))
@@ -125,8 +129,11 @@ def _group(rank: int, axis: str, mesh: MeshPlan | None) -> tuple[int, ...]:
     """What is the same for all ranks that meet in a collective on this axis: their places on the others."""
     if mesh is None or axis not in AXES:
         return ()
-    places = {"dp_replicate": rank // (mesh.dp_shard * mesh.tp), "dp_shard": rank // mesh.tp % mesh.dp_shard,
-              "tp": rank % mesh.tp}  # fmt: skip
+    places = {
+        "dp_replicate": rank // (mesh.dp_shard * mesh.tp),
+        "dp_shard": rank // mesh.tp % mesh.dp_shard,
+        "tp": rank % mesh.tp,
+    }
     return tuple(place for name, place in places.items() if name != axis)
 
 
@@ -141,11 +148,14 @@ def _numbered(steps: Iterable[Step]) -> Iterable[tuple[Key, Transfer]]:
 
 
 def _shifts(clocks: Mapping[int, Clock], ends: Mapping[int, Mapping[Key, int]]) -> tuple[dict[int, int], str]:
-    """What to add to each rank's times so that they are on one clock. A collective ends everywhere at nearly one time."""
+    """What to add to each rank's times so that they are on one clock. A collective ends everywhere at nearly
+    one time."""
     hosts = {clock.host for clock in clocks.values()}
     first = min(clocks)
     if len(hosts) == 1 and hosts != {""}:
-        return {rank: clock.base_ns - clocks[first].base_ns for rank, clock in clocks.items()}, "one host's clock"
+        return {
+            rank: clock.base_ns - clocks[first].base_ns for rank, clock in clocks.items()
+        }, "one host's clock"
     shifts = {}
     for rank, mine in ends.items():
         apart = [ends[first][key] - end for key, end in mine.items() if key in ends[first]]
@@ -163,6 +173,8 @@ def _straggler(rank: int, by_step: Sequence[Sequence[Mapping[int, int]]]) -> Str
     for came in met:
         mine = [times for times in came if times[rank] == max(times.values()) > min(times.values())]
         last += len(mine)
-        others_waited.append(sum(mean(times[rank] - time for other, time in times.items() if other != rank) for times in mine))
+        others_waited.append(
+            sum(mean(times[rank] - time for other, time in times.items() if other != rank) for times in mine)
+        )
         waited.append(sum(max(times.values()) - times[rank] for times in came))
     return Straggler(rank, count, last / count, round(median(others_waited)), round(median(waited)))

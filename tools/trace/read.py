@@ -1,4 +1,5 @@
-"""A Chrome trace as torch's profiler writes it, read as a stream: a file of any size in a few megabytes of memory.
+"""A Chrome trace as torch's profiler writes it, read as a stream: a file of any size in a few megabytes of
+memory.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -18,17 +19,20 @@ EVENTS = "traceEvents"
 CHUNK_CHARS = 1 << 20
 LONGEST_CHARS = 1 << 26  # of one event or of one key's value: what is longer is no trace
 GZIP_MAGIC = b"\x1f\x8b"
-_DECODER = json.JSONDecoder(strict=False)  # names of kernels have been seen with raw control characters in them
+# names of kernels have been seen with raw control characters in them
+_DECODER = json.JSONDecoder(strict=False)
 _BETWEEN = re.compile(r"[\s,]*")
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Its events in the order of the file. Raises DataError, also in the middle of a file that is cut off there."""
+    """Its events in the order of the file. Raises DataError, also in the middle of a file that is cut off
+    there."""
     return Trace(path).events()
 
 
 class Trace:
-    """One pass over a trace: `header` has what has been passed so far, so all of it once `events` is at its end."""
+    """One pass over a trace: `header` has what has been passed so far, so all of it once `events` is at its
+    end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +79,9 @@ class Trace:
 
     def _broken(self, why: str) -> DataError:
         place = f"after {self._events:,} events"
-        return DataError(f"{self.path}: not a whole trace, {why} ({place}). Profile again, or give another file")
+        return DataError(
+            f"{self.path}: not a whole trace, {why} ({place}). Profile again, or give another file"
+        )
 
 
 class _BrokenError(Exception):
@@ -115,7 +121,8 @@ class _Window:
         self.back()
 
     def value(self) -> Any:
-        """The value that begins here. Reads on until it is whole: one that ends with the window may be the start of another."""
+        """The value that begins here. Reads on until it is whole: one that ends with the window may be the
+        start of another."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
@@ -130,7 +137,8 @@ class _Window:
                 return value
 
     def _more(self) -> bool:
-        """Read on, as much as is there and still needed again, so that a long value costs a few readings; False at the end."""
+        """Read on, as much as is there and still needed again, so that a long value costs a few readings;
+        False at the end."""
         kept = self._text[self._at :]
         chunk = self._file.read(max(CHUNK_CHARS, len(kept)))
         self._before += self._at

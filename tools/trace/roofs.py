@@ -24,8 +24,8 @@ class Roof:
     peaks_tflops: Mapping[str, float]
 
     def least_s(self, work: Work) -> float | None:
-        """The time that the work takes at the roof: its operations or its bytes, whichever takes longer. None where neither is
-        known, or where there are operations of a dtype without a peak."""
+        """The time that the work takes at the roof: its operations or its bytes, whichever takes longer. None
+        where neither is known, or where there are operations of a dtype without a peak."""
         parts = []
         if work.flops is not None:
             if not self.peaks_tflops.get(work.dtype):
@@ -37,8 +37,8 @@ class Roof:
 
 
 def find_roof(device_name: str, dtype: str) -> Roof | None:
-    """The roof of the device that torch calls so. None for one that no file in configs/hardware describes, such as a CPU, and
-    for a dtype that it has no peak of."""
+    """The roof of the device that torch calls so. None for one that no file in configs/hardware describes,
+    such as a CPU, and for a dtype that it has no peak of."""
     hardware = find_hardware(device_name)
     if hardware is None or not hardware.peak_tflops.get(dtype):
         return None

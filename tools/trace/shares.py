@@ -1,4 +1,5 @@
-"""Where a step's time went, in shares that sum to exactly 1; and of each kind of communication, how much was hidden."""
+"""Where a step's time went, in shares that sum to exactly 1; and of each kind of communication, how much was
+hidden."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -50,7 +51,10 @@ def split_step(step: Step) -> Shares:
     compute, exposed = total(step.computing) - overlapped, total(step.exposed)
     idle = step.length_ns - compute - overlapped - exposed - host
     assert idle >= 0, "the host's part lies where nothing else does"
-    return Shares(step.length_ns, {"compute": compute, "overlapped": overlapped, "exposed": exposed, "host": host, "idle": idle})
+    return Shares(
+        step.length_ns,
+        {"compute": compute, "overlapped": overlapped, "exposed": exposed, "host": host, "idle": idle},
+    )
 
 
 def sum_communication(step: Step) -> list[Communication]:
@@ -62,7 +66,9 @@ def sum_communication(step: Step) -> list[Communication]:
     for (lane, axis), sent in found.items():
         spans = union(clip(((start_ns, end_ns) for start_ns, end_ns, _ in sent), step.start_ns, step.end_ns))
         hidden_ns = total(intersect(spans, step.computing))
-        rows.append(Communication(lane, axis, len(sent), total(spans), hidden_ns, sum(size for _, _, size in sent)))
+        rows.append(
+            Communication(lane, axis, len(sent), total(spans), hidden_ns, sum(size for _, _, size in sent))
+        )
     return sorted(rows, key=lambda row: -row.ns)
 
 

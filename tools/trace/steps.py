@@ -1,4 +1,5 @@
-"""A profiled step of one rank as what computed, what was in flight, and what was waited for; alike for CPU and GPU.
+"""A profiled step of one rank as what computed, what was in flight, and what was waited for; alike for CPU
+and GPU.
 
 Times are whole nanoseconds of the trace's own clock.
 """

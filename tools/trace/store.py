@@ -1,6 +1,6 @@
-"""What is needed of a trace, in compact columns: one pass over a file of any size. In memory it takes, by tracemalloc, 17
-bytes an operator that lies in no other, about 35 a call that launches or a kernel (180 one of NCCL's), 140 a collective's launch
-or gloo's span, and 265 an annotation.
+"""What is needed of a trace, in compact columns: one pass over a file of any size. In memory it takes, by
+tracemalloc, 17 bytes an operator that lies in no other, about 35 a call that launches or a kernel (180 one of
+NCCL's), 140 a collective's launch or gloo's span, and 265 an annotation.
 """
 
 from array import array
@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from tools.trace.header import check_header
-from tools.trace.labels import Label, counts_as_compute, find_collective, is_wait, launched_collective, parse_label, step_number
+from tools.trace.labels import (
+    Label,
+    counts_as_compute,
+    find_collective,
+    is_wait,
+    launched_collective,
+    parse_label,
+    step_number,
+)
 from tools.trace.read import Trace
 from tools.trace.spans import Interval
 from train.data.config import DataError
@@ -20,9 +28,18 @@ LAUNCHING = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
 LAUNCHES = ("Launch", "Memcpy", "Memset")  # parts of the names of calls that put something on a stream
 KERNEL, COLLECTIVE, HOST_COPY = range(3)
 WIDTHS = {  # bytes of an element, by the name that c10d gives a dtype
-    "Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Byte": 1, "Char": 1, "Bool": 1, "Int": 4, "Long": 8,
-    "Float8_e4m3fn": 1, "Float8_e5m2": 1,
-}  # fmt: skip
+    "Float": 4,
+    "BFloat16": 2,
+    "Half": 2,
+    "Double": 8,
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Int": 4,
+    "Long": 8,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +80,8 @@ class Columns:
 
 
 class Kernels(Columns):
-    """What ran on a GPU: besides when, on which stream, launched by which call (`correlation`), and KERNEL, COLLECTIVE or
-    HOST_COPY."""
+    """What ran on a GPU: besides when, on which stream, launched by which call (`correlation`), and KERNEL,
+    COLLECTIVE or HOST_COPY."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +110,8 @@ class Store:
     labels: list[Label] = field(default_factory=list)
     operators: dict[int, Columns] = field(default_factory=dict)
     waits: dict[int, Columns] = field(default_factory=dict)
-    step_threads: set[int] = field(default_factory=set)  # on which steps are annotated: they train, with labels or without
+    # on which steps are annotated: they train, with labels or without
+    step_threads: set[int] = field(default_factory=set)
     launches: list[Launch] = field(default_factory=list)
     carried: list[Launch] = field(default_factory=list)  # gloo's
     kernels: Kernels = field(default_factory=Kernels)
@@ -122,13 +140,17 @@ def load_store(path: Path) -> Store:
             try:
                 _add(store, event, str(event.get("cat", "")))
             except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-                raise DataError(f"{path}: an event of no kind that torch's profiler writes: {str(event)[:200]}") from None
+                raise DataError(
+                    f"{path}: an event of no kind that torch's profiler writes: {str(event)[:200]}"
+                ) from None
     store.header = trace.header
     check_header(path, store.header)
     store.steps.sort(key=lambda step: step[1])
     if not store.steps:
-        raise DataError(f'{path}: no step in it: there is no annotation "ProfilerStep#N", as train.main makes with '
-                        "--profile.start=N")  # fmt: skip
+        raise DataError(
+            f'{path}: no step in it: there is no annotation "ProfilerStep#N", as train.main makes with '
+            "--profile.start=N"
+        )
     return store
 
 
@@ -193,5 +215,11 @@ def _add_kernel(kernels: Kernels, event: dict[str, Any], category: str) -> None:
 
 def _sent(name: str, args: dict[str, Any]) -> Sent:
     elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-    collective = find_collective(str(args.get("Collective name", ""))) or find_collective(name) or "all_reduce"
-    return Sent(collective, str(args.get("Process Group Name", "")), elements * WIDTHS.get(str(args.get("dtype", "")), 0))
+    collective = (
+        find_collective(str(args.get("Collective name", ""))) or find_collective(name) or "all_reduce"
+    )
+    return Sent(
+        collective,
+        str(args.get("Process Group Name", "")),
+        elements * WIDTHS.get(str(args.get("dtype", "")), 0),
+    )

@@ -41,8 +41,12 @@ def percents(shares: Mapping[str, float]) -> dict[str, float]:
 def _first_lines(found: Answer) -> Iterator[str]:
     part = percents(found.shares.of_step())
     under = f" ({part['overlapped']:.1f}% with communication under it)" if part["overlapped"] else ""
-    words = [f"{part['compute'] + part['overlapped']:.1f}% computing{under}", f"{part['exposed']:.1f}% exposed communication",
-             f"{part['host']:.1f}% host-bound", f"{part['idle']:.1f}% idle"]  # fmt: skip
+    words = [
+        f"{part['compute'] + part['overlapped']:.1f}% computing{under}",
+        f"{part['exposed']:.1f}% exposed communication",
+        f"{part['host']:.1f}% host-bound",
+        f"{part['idle']:.1f}% idle",
+    ]
     yield f"step {found.step.number}: {ms(found.step.length_ns)}: {', '.join(words)}"
     others = [f"step {step.number} {ms(step.length_ns)}" for step in found.steps if step is not found.step]
     beside = f"; beside it {', '.join(others)}" if others else ""
@@ -68,8 +72,17 @@ def _share_rows(found: Answer) -> list[tuple[str, str, str]]:
 
 
 def _communication(found: Answer) -> str:
-    rows = [(ROWS.get(c.lane, c.lane), c.axis or "-", str(c.count), ms(c.ns), f"{c.hidden_ns / c.ns:.0%}" if c.ns else "-",
-             ms(c.ns - c.hidden_ns)) for c in found.communication]  # fmt: skip
+    rows = [
+        (
+            ROWS.get(c.lane, c.lane),
+            c.axis or "-",
+            str(c.count),
+            ms(c.ns),
+            f"{c.hidden_ns / c.ns:.0%}" if c.ns else "-",
+            ms(c.ns - c.hidden_ns),
+        )
+        for c in found.communication
+    ]
     return format_table(("collective", "axis", "times", "in flight", "hidden", "exposed"), rows)
 
 
@@ -83,7 +96,11 @@ def _prefetch(found: Answer) -> Iterator[str]:
     head = ("unit", "phase", "issued", "started", "finished", "needed", "waited", "ahead", "verdict")
     start_ns = found.step.start_ns
     rows = [_gather_row(gather, start_ns) for gather in _worst(gathers)]
-    left = f" (the {len(rows)} that waited longest of {len(gathers)}; all with --json)" if len(rows) < len(gathers) else ""
+    left = (
+        f" (the {len(rows)} that waited longest of {len(gathers)}; all with --json)"
+        if len(rows) < len(gathers)
+        else ""
+    )
     title = f"All-gathers, ms from the start of the step{left}; ahead: units before its own"
     yield "\n".join([title, format_table(head, rows), *map(_depths, shown)])
 
@@ -97,8 +114,14 @@ def _worst(gathers: Sequence[Gather]) -> list[Gather]:
 def _gather_row(gather: Gather, start_ns: int) -> tuple[str, ...]:
     times = (gather.issued_ns, gather.started_ns, gather.finished_ns, gather.needed_ns)
     ahead = "-" if gather.ahead is None else str(gather.ahead)
-    return (gather.unit, gather.phase, *(f"{(time - start_ns) / 1e6:.2f}" for time in times), f"{gather.waited_ns / 1e6:.2f}",
-            ahead, gather.verdict)  # fmt: skip
+    return (
+        gather.unit,
+        gather.phase,
+        *(f"{(time - start_ns) / 1e6:.2f}" for time in times),
+        f"{gather.waited_ns / 1e6:.2f}",
+        ahead,
+        gather.verdict,
+    )
 
 
 def _depths(prefetch: Prefetch) -> str:
@@ -108,9 +131,15 @@ def _depths(prefetch: Prefetch) -> str:
         return f"{waited}, each launch for its own end: no depth hides any here"
     tried = ", ".join(f"{depth}: {ms(ns)}" for depth, ns in enumerate(prefetch.waits_ns[:5]))
     key = f"parallel.{prefetch.phase}_prefetch={prefetch.best}"
-    return f"{waited} with depth {prefetch.used}; about so much by depth: {tried}. Least depth as good as any: {key}"
+    return (
+        f"{waited} with depth {prefetch.used}; about so much by depth: {tried}. Least depth as good as "
+        f"any: {key}"
+    )
 
 
 def _stragglers(found: Answer) -> str:
-    rows = [(str(r.rank), f"{r.last_share:.0%}", ms(r.others_waited_ns), ms(r.waited_ns)) for r in found.stragglers]
+    rows = [
+        (str(r.rank), f"{r.last_share:.0%}", ms(r.others_waited_ns), ms(r.waited_ns))
+        for r in found.stragglers
+    ]
     return format_table(("rank", "comes last", "others wait for it", "waits for others"), rows)

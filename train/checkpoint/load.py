@@ -17,13 +17,18 @@ from train.checkpoint.manifest import Manifest, SavedTensor, describe_tensor, dt
 from train.checkpoint.shards import random_state, training_tensors
 from train.hf_folder import FilesReader
 
-UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, AssertionError, CheckpointException)  # what torch's reader raises
+# what torch's reader raises
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, AssertionError, CheckpointException)
 
 
-def load_checkpoint(checkpoint: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call it.
+def load_checkpoint(
+    checkpoint: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call
+    it.
 
-    The random state comes back where as many ranks load as saved. Raises CheckpointError if names, shapes or dtypes differ.
+    The random state comes back where as many ranks load as saved. Raises CheckpointError if names, shapes or
+    dtypes differ.
     """
     tensors = training_tensors(model, optimizer)
     saved = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith("random.")}
@@ -37,8 +42,9 @@ def load_checkpoint(checkpoint: Path, manifest: Manifest, model: nn.Module, opti
 
 
 def _count_steps_alike(optimizer: torch.optim.Optimizer) -> None:
-    """Every parameter has made as many steps as the others. Checkpoints made before 23 November 2026 with bfloat16 moments or
-    parameters may say fewer for some: what was counted by a rank that had no row of them."""
+    """Every parameter has made as many steps as the others. Checkpoints made before 23 November 2026 with
+    bfloat16 moments or parameters may say fewer for some: what was counted by a rank that had no row of
+    them."""
     steps = [state["step"] for state in optimizer.state.values()]
     if steps:
         torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
@@ -52,16 +58,25 @@ def open_reader(checkpoint: Path, manifest: Manifest) -> FilesReader:
         raise _unreadable(checkpoint, error) from None
 
 
-def read_tensors(checkpoint: Path, manifest: Manifest, into: Mapping[str, Tensor], alone: bool = False,
-                 reader: FilesReader | None = None) -> None:  # fmt: skip
-    """Read saved tensors by name into tensors of the same shape and dtype, whole or sharded. `alone`: in this process, without
-    the other ranks. `reader`: an open one, for who reads several times. Raises CheckpointError."""
+def read_tensors(
+    checkpoint: Path,
+    manifest: Manifest,
+    into: Mapping[str, Tensor],
+    alone: bool = False,
+    reader: FilesReader | None = None,
+) -> None:
+    """Read saved tensors by name into tensors of the same shape and dtype, whole or sharded. `alone`: in this
+    process, without the other ranks. `reader`: an open one, for who reads several times. Raises
+    CheckpointError."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = reader or open_reader(checkpoint, manifest)
     stored = reader.read_metadata().state_dict_metadata
-    headers = {name: SavedTensor(tuple(meta.size), dtype_word(meta.properties.dtype))
-               for name in into if isinstance(meta := stored.get(name), TensorStorageMetadata)}  # fmt: skip
+    headers = {
+        name: SavedTensor(tuple(meta.size), dtype_word(meta.properties.dtype))
+        for name in into
+        if isinstance(meta := stored.get(name), TensorStorageMetadata)
+    }
     refuse_different(checkpoint, {name: manifest.tensors[name] for name in into}, headers)
     try:
         with warnings.catch_warnings():
@@ -76,22 +91,35 @@ def _unreadable(checkpoint: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"{checkpoint} cannot be read ({error}): use another checkpoint")
 
 
-def refuse_different(checkpoint: Path, here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> None:
+def refuse_different(
+    checkpoint: Path, here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]
+) -> None:
     """CheckpointError with the first differences of names, shapes and dtypes, if there are any."""
-    different = [f"{name}: here {here.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
-                 for name in sorted(here.keys() | saved.keys()) if here.get(name) != saved.get(name)]  # fmt: skip
+    different = [
+        f"{name}: here {here.get(name, 'missing')}, saved {saved.get(name, 'missing')}"
+        for name in sorted(here.keys() | saved.keys())
+        if here.get(name) != saved.get(name)
+    ]
     if different:
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
         what = _dtype_keys(here, saved) or "another model"
-        raise CheckpointError(f"{checkpoint} is of {what}: {'; '.join(different[:3])}{more}. Use its config, another "
-                              "run.dir, or for its weights alone checkpoint.init_from")  # fmt: skip
+        raise CheckpointError(
+            f"{checkpoint} is of {what}: {'; '.join(different[:3])}{more}. Use its config, another "
+            "run.dir, or for its weights alone checkpoint.init_from"
+        )
 
 
 def _dtype_keys(here: Mapping[str, SavedTensor], saved: Mapping[str, SavedTensor]) -> str:
     """The keys that make the difference, where it is one of dtypes alone; else nothing."""
-    if {name: tensor.shape for name, tensor in here.items()} != {name: tensor.shape for name, tensor in saved.items()}:
+    if {name: tensor.shape for name, tensor in here.items()} != {
+        name: tensor.shape for name, tensor in saved.items()
+    }:
         return ""
     keys = {"model.": "parallel.storage_dtype", "optim.": "optim.state_dtype"}
-    found = {f"{key}={saved[name].dtype}" for name in here for prefix, key in keys.items()
-             if name.startswith(prefix) and here[name].dtype != saved[name].dtype}  # fmt: skip
+    found = {
+        f"{key}={saved[name].dtype}"
+        for name in here
+        for prefix, key in keys.items()
+        if name.startswith(prefix) and here[name].dtype != saved[name].dtype
+    }
     return " and ".join(sorted(found))

@@ -24,8 +24,8 @@ LIMIT_BYTES = 64 * 2**20  # of a manifest; that of a 405B model saved by 16,384 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps done, samples of the data order used; and what that order and the random state hang on:
-    seed, tokens per sequence, the number of processes, and the fingerprint of the data."""
+    """How far a run is: steps done, samples of the data order used; and what that order and the random state
+    hang on: seed, tokens per sequence, the number of processes, and the fingerprint of the data."""
 
     step: int = 0
     samples: int = 0
@@ -70,34 +70,39 @@ def dtype_word(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint consists of: its files but for the manifest by name, and its tensors, `model.FQN`,
-    `optim.FQN.MOMENT` and `random.DEVICE.RANK`; and with which versions it was written."""
+    """All that a checkpoint consists of: its files but for the manifest by name, and its tensors,
+    `model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`; and with which versions it was written."""
 
     position: Position
     files: Mapping[str, SavedFile]
     tensors: Mapping[str, SavedTensor]
-    code: Mapping[str, str] = field(default_factory=lambda: {"meshwright": VERSION, "torch": str(torch.__version__)})
+    code: Mapping[str, str] = field(
+        default_factory=lambda: {"meshwright": VERSION, "torch": str(torch.__version__)}
+    )
 
 
 def manifest_to_text(manifest: Manifest) -> str:
-    """The file's text, the only one there is for this manifest: its last key is the hash of all that stands before."""
+    """The file's text, the only one there is for this manifest: its last key is the hash of all that stands
+    before."""
     tensors = {name: str(tensor) for name, tensor in manifest.tensors.items()}
     body = json.dumps({"format": FORMAT, **asdict(manifest), "tensors": tensors}, indent=1)
     return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """A checkpoint's manifest. Raises CheckpointError unless it is there and exactly as it was written, UnreadableError if
-    nobody can tell."""
+    """A checkpoint's manifest. Raises CheckpointError unless it is there and exactly as it was written,
+    UnreadableError if nobody can tell."""
     path = checkpoint / MANIFEST
     try:
         if path.is_symlink():
             raise ValueError("it is a link, which may lead anywhere")
         content = read_bounded(path, LIMIT_BYTES)
     except (*GONE, ValueError) as error:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint: it has no {MANIFEST} that can be read "
-                              f"({getattr(error, 'strerror', None) or error}). Name a folder such as "
-                              "runs/NAME/checkpoints/step-00000100") from None  # fmt: skip
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint: it has no {MANIFEST} that can be read "
+            f"({getattr(error, 'strerror', None) or error}). Name a folder such as "
+            "runs/NAME/checkpoints/step-00000100"
+        ) from None
     except OSError as error:
         raise make_unreadable(path, error) from None
     try:
@@ -119,7 +124,9 @@ def _manifest_from(content: bytes) -> Manifest:
         {name: _tensor_from(text) for name, text in data["tensors"].items()},
         {name: str(version) for name, version in data["code"].items()},
     )
-    if sum(t.size_bytes for t in manifest.tensors.values()) > sum(file.size_bytes for file in manifest.files.values()):
+    if sum(t.size_bytes for t in manifest.tensors.values()) > sum(
+        file.size_bytes for file in manifest.files.values()
+    ):
         raise ValueError("the files cannot hold the tensors")  # nobody allocates what is not there
     return manifest
 

@@ -29,9 +29,10 @@ class Start:
 def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
     """The checkpoint to go on from; every rank calls it, and all find the same.
 
-    Under `auto` it is the newest in `folder` that verifies; those passed over are renamed, so that they no longer count.
-    Raises CheckpointError if one is named that is not there or does not verify, and if there are some of which none verifies:
-    never a silent start from step 0. UnreadableError if one cannot be read now: it may be whole, and is not passed over.
+    Under `auto` it is the newest in `folder` that verifies; those passed over are renamed, so that they no
+    longer count. Raises CheckpointError if one is named that is not there or does not verify, and if there
+    are some of which none verifies: never a silent start from step 0. UnreadableError if one cannot be read
+    now: it may be whole, and is not passed over.
     """
     if config.resume == "none":
         return Start()
@@ -49,11 +50,16 @@ def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
             damaged.append((path, str(error)))
             continue
         aside = from_main(place, lambda: [put_aside(one) for one, _ in damaged])
-        said = [f"checkpoint: passed over: {why}. It is now {new}" for (_, why), new in zip(damaged, aside, strict=True)]
+        said = [
+            f"checkpoint: passed over: {why}. It is now {new}"
+            for (_, why), new in zip(damaged, aside, strict=True)
+        ]
         return Start(path, manifest, tuple(said))
     if damaged:
-        raise CheckpointError(f"none of the {len(damaged)} checkpoints in {folder} verifies: {damaged[0][1]}. Mend or delete "
-                              "them, or use another run.dir")  # fmt: skip
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {folder} verifies: {damaged[0][1]}. Mend or delete "
+            "them, or use another run.dir"
+        )
     return Start()
 
 

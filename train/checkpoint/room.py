@@ -1,4 +1,5 @@
-"""Host memory for the copies that a save is written from: whether all machines have enough for their ranks."""
+"""Host memory for the copies that a save is written from: whether all machines have enough for their
+ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from parallel.memory_by_kind import GIB
 
 @dataclass(frozen=True)
 class RoomAsked:
-    """What one rank asks for. `machine`: a number that the ranks of a machine share; `left_bytes`: what that machine had left,
-    for all its ranks together, before any of them took its part."""
+    """What one rank asks for. `machine`: a number that the ranks of a machine share; `left_bytes`: what that
+    machine had left, for all its ranks together, before any of them took its part."""
 
     machine: int
     needed_bytes: int
@@ -19,9 +20,11 @@ class RoomAsked:
 
 
 def copy_bytes(tensors: Iterable[Tensor]) -> int:
-    """Host memory that copies take: those of a GPU's tensors are pinned, and torch's allocator of pinned memory rounds each up to
-    a power of two (ATen/core/CachingHostAllocator.h)."""
-    return sum(tensor.nbytes if tensor.device.type == "cpu" else round_up(tensor.nbytes) for tensor in tensors)
+    """Host memory that copies take: those of a GPU's tensors are pinned, and torch's allocator of pinned
+    memory rounds each up to a power of two (ATen/core/CachingHostAllocator.h)."""
+    return sum(
+        tensor.nbytes if tensor.device.type == "cpu" else round_up(tensor.nbytes) for tensor in tensors
+    )
 
 
 def round_up(size_bytes: int) -> int:
@@ -39,6 +42,10 @@ def describe_missing(asked: Sequence[RoomAsked]) -> str:
     worst = max(needs, key=lambda machine: needs[machine] - left[machine])
     if (missing := needs[worst] - left[worst]) <= 0:
         return ""
-    return (f"copies of the training state need {needs[worst] / GIB:.2f} GiB of host memory on the machine of rank {worst}, "
-            f"for {len(machines[worst])} processes; {left[worst] / GIB:.2f} GiB are left there, {missing / GIB:.2f} GiB are "
-            "missing")  # fmt: skip
+    return (
+        f"copies of the training state need {needs[worst] / GIB:.2f} GiB of host memory on the machine of "
+        f"rank {worst}, "
+        f"for {len(machines[worst])} processes; {left[worst] / GIB:.2f} GiB are left there, "
+        f"{missing / GIB:.2f} GiB are "
+        "missing"
+    )

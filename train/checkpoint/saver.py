@@ -1,7 +1,7 @@
 """A save: copied while the training waits, written and committed beside it by a thread on every rank.
 
-The threads of all ranks agree over a process group of their own: rank 0 makes room, everybody writes and hashes a file, rank 0
-commits. Either the checkpoint is there on the word of every rank, or nothing of it is.
+The threads of all ranks agree over a process group of their own: rank 0 makes room, everybody writes and
+hashes a file, rank 0 commits. Either the checkpoint is there on the word of every rank, or nothing of it is.
 """
 
 import queue
@@ -32,8 +32,8 @@ _MANIFEST_BYTES = 2**20  # of room asked for beyond the ranks' files: manifest, 
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save: the checkpoint, or the `error` that left nothing of it; and seconds, those for which the training
-    stood still and those until it was committed."""
+    """What became of a save: the checkpoint, or the `error` that left nothing of it; and seconds, those for
+    which the training stood still and those until it was committed."""
 
     step: int
     path: Path | None
@@ -44,8 +44,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Job:
-    """A save under way. `limits`: least and largest value of each of this rank's parts, in the order of `shards`; `problem`: why
-    there are none."""
+    """A save under way. `limits`: least and largest value of each of this rank's parts, in the order of
+    `shards`; `problem`: why there are none."""
 
     position: Position
     shards: dict[str, Shard]
@@ -58,19 +58,30 @@ class _Job:
 
 
 class Saver:
-    """Saves a run's model, optimizer and random state into `folder`, with some `texts` beside them, by file name. Every rank
-    makes one, and calls it at the same steps; a save never overlaps the one before."""
+    """Saves a run's model, optimizer and random state into `folder`, with some `texts` beside them, by file
+    name. Every rank makes one, and calls it at the same steps; a save never overlaps the one before."""
 
-    def __init__(self, config: CheckpointConfig, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
-                 mesh: DeviceMesh, texts: Mapping[str, str], host_bytes: Callable[[], int],
-                 machine: int = 0) -> None:  # fmt: skip
-        """`host_bytes`: how much host memory this machine has left; `machine`: a number that the ranks on it share."""
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: DeviceMesh,
+        texts: Mapping[str, str],
+        host_bytes: Callable[[], int],
+        machine: int = 0,
+    ) -> None:
+        """`host_bytes`: how much host memory this machine has left; `machine`: a number that the ranks on it
+        share."""
         self._config, self._folder, self._texts = config, folder, dict(texts)
         self._host_bytes, self._machine = host_bytes, machine
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
-        # Writing takes its time; a rank that is gone is an error at once, one that is stuck is the watchdog's.
+        # Writing takes its time; a rank that is gone is an error at once, one that is stuck is the
+        # watchdog's.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        # Of the whole model: what is alike on all ranks, of which one may have nothing to write but its random state.
+        # Of the whole model: what is alike on all ranks, of which one may have nothing to write but its
+        # random state.
         self._on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         self._room = False  # whether all machines have enough host memory for the copies, as far as was asked
         self._copies: dict[str, Tensor] = {}
@@ -81,8 +92,9 @@ class Saver:
         self.cut_off = ""  # why the ranks no longer hear each other: nothing is saved from then on
 
     def save(self, position: Position) -> None:
-        """Start a save; with `checkpoint.asynchronous` training may go on at once, as soon as the copy is made. It fails
-        at once, with the same words, after one that was cut off: who knows which of its messages are still on their way."""
+        """Start a save; with `checkpoint.asynchronous` training may go on at once, as soon as the copy is
+        made. It fails at once, with the same words, after one that was cut off: who knows which of its
+        messages are still on their way."""
         self.wait()
         if self.cut_off:
             self._news.put(Saved(position.step, None, self.cut_off, 0.0, 0.0))
@@ -100,7 +112,9 @@ class Saver:
             self._news.put(Saved(position.step, None, self.cut_off, 0.0, time.perf_counter() - start_s))
             return
         copies = {} if problem else self._copy(shards)
-        job = _Job(position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem)
+        job = _Job(
+            position, copies, limits.cpu(), described, needed, start_s, time.perf_counter() - start_s, problem
+        )
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-saver", daemon=True)
         self._thread.start()
         if not self._asynchronous:
@@ -117,8 +131,9 @@ class Saver:
         return [self._news.get() for _ in range(self._news.qsize())]
 
     def make_room(self) -> str:
-        """On GPUs take the host memory for the copies, which saves need, already now; every rank calls it. Returns why there is
-        not enough, the same on all ranks, or "". On a CPU nothing is taken ahead: without room the training waits for saves."""
+        """On GPUs take the host memory for the copies, which saves need, already now; every rank calls it.
+        Returns why there is not enough, the same on all ranks, or "". On a CPU nothing is taken ahead:
+        without room the training waits for saves."""
         if self._on_cpu:
             return ""
         problems = [""] * dist.get_world_size()
@@ -131,7 +146,8 @@ class Saver:
         return own_shards(tensors, self._mesh) | states
 
     def _take_room(self, shards: Mapping[str, Shard]) -> str:
-        """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits instead."""
+        """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits
+        instead."""
         if self._on_cpu and not self._config.asynchronous:
             return ""
         values = {name: shard.values for name, shard in shards.items()}
@@ -140,14 +156,19 @@ class Saver:
             return "" if self._on_cpu else missing
         self._room, self._asynchronous = True, self._config.asynchronous
         try:
-            self._copies = self._copies or {name: torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
-                                            for name, value in values.items()}  # fmt: skip
+            self._copies = self._copies or {
+                name: torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
+                for name, value in values.items()
+            }
         except RuntimeError as error:  # as torch says that the system refuses, for whatever reason
-            return f"host memory for copies of the training state cannot be taken ({one_line(str(error), 200)})"
+            return (
+                f"host memory for copies of the training state cannot be taken ({one_line(str(error), 200)})"
+            )
         return ""
 
     def _ask_room(self, values: Iterable[Tensor]) -> str:
-        """What is missing for the copies of all ranks, or "": all of them ask, before any takes its part, and hear the same."""
+        """What is missing for the copies of all ranks, or "": all of them ask, before any takes its part, and
+        hear the same."""
         asked: list[Any] = [None] * dist.get_world_size()
         mine = RoomAsked(self._machine, copy_bytes(values), self._host_bytes())
         dist.all_gather_object(asked, mine, group=self._group)
@@ -157,8 +178,10 @@ class Saver:
         """The shards in host memory, where the training does not change them, if it goes on."""
         if not self._asynchronous and self._on_cpu:
             return shards
-        copied = {name: Shard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
-                  for name, shard in shards.items()}  # fmt: skip
+        copied = {
+            name: Shard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
+            for name, shard in shards.items()
+        }
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return copied
@@ -185,9 +208,16 @@ class Saver:
         step, main = job.position.step, dist.get_rank() == 0
         partial = self._folder / f".step-{step:08d}.partial"
         try:
-            self._agree((step, "room"), _attempt(lambda: begin_save(self._folder, step, job.needed_bytes)) if main else None)
+            self._agree(
+                (step, "room"),
+                _attempt(lambda: begin_save(self._folder, step, job.needed_bytes)) if main else None,
+            )
             parts = self._gather((step, "part"), _attempt(lambda: self._write_part(partial, job)))
-            return Path(self._agree((step, "commit"), _attempt(lambda: self._commit(partial, job, parts)) if main else None))
+            return Path(
+                self._agree(
+                    (step, "commit"), _attempt(lambda: self._commit(partial, job, parts)) if main else None
+                )
+            )
         except SaveError:
             if main:
                 abandon(self._folder, step)
@@ -198,10 +228,17 @@ class Saver:
         if job.problem:
             raise SaveError(job.problem)
         rank = dist.get_rank()
-        bad = [name for name, finite in zip(job.shards, job.limits.isfinite().all(1).tolist(), strict=False) if not finite]
+        bad = [
+            name
+            for name, finite in zip(job.shards, job.limits.isfinite().all(1).tolist(), strict=False)
+            if not finite
+        ]
         if bad:
-            raise SaveError(f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''} is not finite on rank {rank}, "
-                            "and nothing that is not finite is committed")  # fmt: skip
+            raise SaveError(
+                f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''} is not finite on rank "
+                f"{rank}, "
+                "and nothing that is not finite is committed"
+            )
         name = f"rank-{rank:05d}.safetensors"
         try:
             file = write_shard_file(partial / name, job.shards)
@@ -209,7 +246,9 @@ class Saver:
             raise SaveError(f"{partial / name} cannot be written ({error.strerror})") from None
         return name, file, {key: tensor for key, tensor in job.tensors.items() if key.startswith("random.")}
 
-    def _commit(self, partial: Path, job: _Job, parts: list[tuple[str, SavedFile, dict[str, SavedTensor]]]) -> Path:
+    def _commit(
+        self, partial: Path, job: _Job, parts: list[tuple[str, SavedFile, dict[str, SavedTensor]]]
+    ) -> Path:
         tensors = {name: tensor for name, tensor in job.tensors.items() if not name.startswith("random.")}
         files = {name: file for name, file, _ in parts}
         for _, _, random in parts:
@@ -237,11 +276,16 @@ class Saver:
         return [self._unless_error(stage, *each) for each in outcomes]
 
     def _unless_error(self, stage: tuple[int, str], theirs: tuple[int, str], outcome: Any) -> Any:
-        """What a rank has sent, if it is no error and of this stage: after a call that has failed on one rank alone, the ranks
-        would take one thing for another. That is the end of saving, as if it had been cut off."""
+        """What a rank has sent, if it is no error and of this stage: after a call that has failed on one rank
+        alone, the ranks would take one thing for another. That is the end of saving, as if it had been cut
+        off."""
         if theirs != stage:
             here, there = f"{stage[1]} of step {stage[0]}", f"{theirs[1]} of step {theirs[0]}"
-            self.cut_off = f"the save of step {stage[0]} was cut off: processes are out of step ({here} here, {there} there)"
+            self.cut_off = (
+                f"the save of step {stage[0]} was cut off: processes are out of step ({here} "
+                f"here, "
+                f"{there} there)"
+            )
             raise SaveError(self.cut_off)
         if isinstance(outcome, SaveError):
             raise outcome
@@ -259,6 +303,7 @@ def _attempt(work: Any) -> Any:
 
 
 def _limits(shards: Iterable[Shard]) -> Tensor:
-    """limits[shards, 2]: least and largest value of each, where they lie; both NaN where one is. One pass over the memory."""
+    """limits[shards, 2]: least and largest value of each, where they lie; both NaN where one is. One pass
+    over the memory."""
     limits = [limit.float() for shard in shards for limit in shard.values.aminmax()]
     return torch.stack(limits).reshape(-1, 2) if limits else torch.zeros(0, 2)

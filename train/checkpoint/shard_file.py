@@ -1,7 +1,9 @@
-"""One rank's file: safetensors, with the offsets of its shards in the words of torch's distributed checkpoint.
+"""One rank's file: safetensors, with the offsets of its shards in the words of torch's distributed
+checkpoint.
 
-It is written straight from the tensors' memory and hashed by a second thread meanwhile; torch's own writer puts the whole file
-together in memory first. torch.distributed.checkpoint.HuggingFaceStorageReader reads it, onto any mesh.
+It is written straight from the tensors' memory and hashed by a second thread meanwhile; torch's own writer
+puts the whole file together in memory first. torch.distributed.checkpoint.HuggingFaceStorageReader reads it,
+onto any mesh.
 """
 
 import hashlib
@@ -17,13 +19,22 @@ from torch import Tensor
 from train.checkpoint.manifest import SavedFile
 from train.checkpoint.shards import Shard
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-           torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _PIECE_BYTES = 16 * 2**20  # written and hashed at a time
 
 
 def write_shard_file(path: Path, shards: Mapping[str, Shard]) -> SavedFile:
-    """Write shards that lie in host memory into a new file, and wait until the disk has it. OSError if that fails."""
+    """Write shards that lie in host memory into a new file, and wait until the disk has it. OSError if that
+    fails."""
     # The largest elements first, so that every tensor begins at a multiple of its element's size.
     ordered = dict(sorted(shards.items(), key=lambda item: -item[1].values.itemsize))
     digest, size_bytes = hashlib.sha256(), 0
@@ -55,7 +66,11 @@ def _header(shards: Mapping[str, Shard]) -> bytes:
     end = 0
     for name, shard in shards.items():
         start, end = end, end + shard.values.nbytes
-        header[name] = {"dtype": _DTYPES[shard.values.dtype], "shape": list(shard.values.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _DTYPES[shard.values.dtype],
+            "shape": list(shard.values.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

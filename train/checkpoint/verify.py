@@ -19,8 +19,8 @@ _READ_BYTES = 16 * 2**20
 
 
 def verify_alone(checkpoint: Path, mode: VerifyMode = "full") -> Manifest:
-    """The manifest of a checkpoint of which every file has been compared with it by this process. Raises CheckpointError,
-    UnreadableError where something cannot be read."""
+    """The manifest of a checkpoint of which every file has been compared with it by this process. Raises
+    CheckpointError, UnreadableError where something cannot be read."""
     manifest = read_manifest(checkpoint)
     raise_damage(checkpoint, find_damage(checkpoint, manifest, mode, list(manifest.files)))
     return manifest
@@ -33,7 +33,9 @@ def verify_together(checkpoint: Path, mode: VerifyMode) -> Manifest:
     try:
         manifest = read_manifest(checkpoint)
         by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)  # type: ignore[union-attr]
-        problems = [("damaged", text) for text in find_damage(checkpoint, manifest, mode, by_size[rank::world_size])]
+        problems = [
+            ("damaged", text) for text in find_damage(checkpoint, manifest, mode, by_size[rank::world_size])
+        ]
     except CheckpointError as error:
         problems = [("unreadable" if isinstance(error, UnreadableError) else "damaged", str(error))]
     found: list[list[tuple[str, str]]] = [[] for _ in range(world_size)]
@@ -48,24 +50,33 @@ def verify_together(checkpoint: Path, mode: VerifyMode) -> Manifest:
 
 def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
     """CheckpointError if there are any problems."""
-    if len(problems) == 1 and problems[0].startswith(str(checkpoint)):  # of the manifest, and a whole sentence
+    # of the manifest, and a whole sentence
+    if len(problems) == 1 and problems[0].startswith(str(checkpoint)):
         raise CheckpointError(problems[0])
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems[:3])}{more}; use another checkpoint")
+        raise CheckpointError(
+            f"{checkpoint} is damaged: {'; '.join(problems[:3])}{more}; use another checkpoint"
+        )
 
 
 def find_damage(checkpoint: Path, manifest: Manifest, mode: VerifyMode, names: Sequence[str]) -> list[str]:
-    """What differs from the manifest: of the files called `names`, size and (`full`) every byte; of the folder, its files.
-    Raises UnreadableError where that cannot be told: only what has been found to differ is a difference."""
+    """What differs from the manifest: of the files called `names`, size and (`full`) every byte; of the
+    folder, its files. Raises UnreadableError where that cannot be told: only what has been found to differ is
+    a difference."""
     problems, named = list[str](), re.fullmatch(r"step-(\d+)", checkpoint.resolve().name)
     if named and int(named[1]) != manifest.position.step:
         problems.append(f"its manifest is that of step {manifest.position.step}")
-    problems += [f"{one_line(name, 100)} is not in the manifest" for name in _list(checkpoint)
-                 if name != MANIFEST and name not in manifest.files]  # fmt: skip
+    problems += [
+        f"{one_line(name, 100)} is not in the manifest"
+        for name in _list(checkpoint)
+        if name != MANIFEST and name not in manifest.files
+    ]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         checks = [pool.submit(_differs, checkpoint / name, manifest.files[name], mode) for name in names]
-        problems += [f"{name} {check.result()}" for name, check in zip(names, checks, strict=True) if check.result()]
+        problems += [
+            f"{name} {check.result()}" for name, check in zip(names, checks, strict=True) if check.result()
+        ]
     return problems
 
 
@@ -73,7 +84,9 @@ def _list(checkpoint: Path) -> list[str]:
     try:
         return sorted(os.listdir(checkpoint))
     except GONE as error:
-        raise CheckpointError(f"{checkpoint} cannot be listed ({error.strerror}): use another checkpoint") from None
+        raise CheckpointError(
+            f"{checkpoint} cannot be listed ({error.strerror}): use another checkpoint"
+        ) from None
     except OSError as error:
         raise make_unreadable(checkpoint, error) from None
 

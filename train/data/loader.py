@@ -20,12 +20,14 @@ from train.data.to_device import await_copies, copy_beside
 from train.data.tokens import Source
 from train.step import Batch
 
-_Ready = tuple[list[Batch], int, torch.cuda.Event | None]  # a step's batches, their hash, and when they are on the GPU
+# a step's batches, their hash, and when they are on the GPU
+_Ready = tuple[list[Batch], int, torch.cuda.Event | None]
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a global batch is cut: `data_rank` of `data_parallel` takes `accumulation` micro batches of [B, T]."""
+    """How a global batch is cut: `data_rank` of `data_parallel` takes `accumulation` micro batches of [B,
+    T]."""
 
     micro_batch_size: int
     accumulation: int
@@ -43,7 +45,8 @@ class StepData:
 
     Args:
         micro_batches: on the device
-        data_hash: of this rank's tokens and their positions in the order; summed over the ranks the same on every mesh
+        data_hash: of this rank's tokens and their positions in the order; summed over the ranks the same on
+            every mesh
         wait_s: how long the step had to wait for them, in seconds
     """
 
@@ -58,13 +61,18 @@ class SampleOrder:
     def __init__(self, sources: tuple[Source, ...], shape: SequenceShape, seed: int) -> None:
         self.splits, self.seed = [source.split for source in sources], seed
         self.sizes = [count_sequences(split, shape) for split in self.splits]
-        self.names, self.weights = [source.name for source in sources], tuple(source.weight for source in sources)
+        self.names, self.weights = (
+            [source.name for source in sources],
+            tuple(source.weight for source in sources),
+        )
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
         """rows[count] = (source, index) of positions first .. first + count - 1."""
         positions = np.arange(first, first + count, dtype=np.int64)
         if len(self.sizes) == 1:
-            return np.stack((np.zeros_like(positions), sample_indices(positions, self.sizes[0], self.seed)), axis=1)
+            return np.stack(
+                (np.zeros_like(positions), sample_indices(positions, self.sizes[0], self.seed)), axis=1
+            )
         sources, places = draw(first, count, self.weights, self.seed)
         rows = np.stack((sources, places), axis=1)
         for source, size in enumerate(self.sizes):
@@ -74,20 +82,29 @@ class SampleOrder:
 
 
 class TrainLoader:
-    """Micro batches of this rank for every optimizer step from `first_sample` on, endless; at most `ahead` are there beforehand.
+    """Micro batches of this rank for every optimizer step from `first_sample` on, endless; at most `ahead`
+    are there beforehand.
 
-    A global batch is G consecutive positions of the order, of which each rank takes a contiguous part, so no two ranks ever
-    see the same sample, and the order is the same on every mesh.
+    A global batch is G consecutive positions of the order, of which each rank takes a contiguous part, so no
+    two ranks ever see the same sample, and the order is the same on every mesh.
     """
 
     def __init__(
-        self, order: SampleOrder, sequences: SequenceShape, shape: BatchShape, first_sample: int, device: torch.device, ahead: int
+        self,
+        order: SampleOrder,
+        sequences: SequenceShape,
+        shape: BatchShape,
+        first_sample: int,
+        device: torch.device,
+        ahead: int,
     ) -> None:
         self._order, self._sequences, self._shape = order, sequences, shape
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._room, self._closed = threading.Semaphore(ahead), threading.Event()
         self._ready: queue.SimpleQueue[_Ready | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._fill, args=(first_sample,), name="train-loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._fill, args=(first_sample,), name="train-loader", daemon=True
+        )
         self._thread.start()
 
     def next(self) -> StepData:
@@ -124,9 +141,16 @@ class TrainLoader:
         shape, stream = self._shape, self._stream
         per_rank = shape.micro_batch_size * shape.accumulation
         first = first_sample + shape.data_rank * per_rank
-        micro_batches = self._order.rows(first, per_rank).reshape(shape.accumulation, shape.micro_batch_size, 2)
-        batches = [read_batch(self._order.splits, rows, self._sequences, stream is not None) for rows in micro_batches]
-        data_hash = sum(hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens))
+        micro_batches = self._order.rows(first, per_rank).reshape(
+            shape.accumulation, shape.micro_batch_size, 2
+        )
+        batches = [
+            read_batch(self._order.splits, rows, self._sequences, stream is not None)
+            for rows in micro_batches
+        ]
+        data_hash = sum(
+            hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens)
+        )
         batches, copied = copy_beside(batches, stream) if stream else (batches, None)
         return batches, data_hash, copied
 

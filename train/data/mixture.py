@@ -7,12 +7,13 @@ from numpy.typing import NDArray
 
 from train.data.order import permute
 
-CYCLE = 10_000  # positions after which every source has had its share exactly: weights count to a ten-thousandth
+# positions after which every source has had its share exactly: weights count to a ten-thousandth
+CYCLE = 10_000
 
 
 def shares(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Positions of each source in a cycle: proportional to its weight, the remainder to the largest fractions, none
-    without any."""
+    """Positions of each source in a cycle: proportional to its weight, the remainder to the largest
+    fractions, none without any."""
     exact = np.array(weights) / sum(weights) * CYCLE
     counts = np.maximum(np.floor(exact), 1).astype(np.int64)
     missing = CYCLE - int(counts.sum())
@@ -23,8 +24,11 @@ def shares(weights: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(counts.tolist())
 
 
-def draw(first: int, count: int, weights: tuple[float, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For positions first .. first + count - 1 the source each draws from, and how many before it drew from the same."""
+def draw(
+    first: int, count: int, weights: tuple[float, ...], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For positions first .. first + count - 1 the source each draws from, and how many before it drew from
+    the same."""
     sources, places = np.empty(count, np.int64), np.empty(count, np.int64)
     per_cycle, done = np.array(shares(weights)), 0
     while done < count:
@@ -48,7 +52,8 @@ def drawn(position: int, weights: tuple[float, ...], seed: int) -> list[int]:
 @functools.lru_cache(maxsize=4)
 def _cycle(weights: tuple[float, ...], seed: int, cycle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Source of each position of a cycle, and how many positions of the cycle before it have the same."""
-    slots = permute(np.arange(CYCLE), CYCLE, np.random.SeedSequence([seed, cycle, 1]))  # 1: apart from every epoch's order
+    # 1: apart from every epoch's order
+    slots = permute(np.arange(CYCLE), CYCLE, np.random.SeedSequence([seed, cycle, 1]))
     order = np.searchsorted(np.cumsum(shares(weights)), slots, side="right").astype(np.int64)
     before = np.empty(CYCLE, np.int64)
     for source in range(len(weights)):

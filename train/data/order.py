@@ -7,8 +7,8 @@ _ROUNDS = 4  # of a Feistel network: four make a pseudo-random permutation (Luby
 
 
 def sample_indices(positions: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
-    """Which of `n` samples stand at these positions of the endless order: each epoch, n positions, is a permutation of
-    all samples of its own."""
+    """Which of `n` samples stand at these positions of the endless order: each epoch, n positions, is a
+    permutation of all samples of its own."""
     epochs, places = np.divmod(positions, n)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
@@ -18,8 +18,8 @@ def sample_indices(positions: NDArray[np.int64], n: int, seed: int) -> NDArray[n
 
 
 def permute(values: NDArray[np.int64], n: int, seed: np.random.SeedSequence) -> NDArray[np.int64]:
-    """Pseudo-random permutation of 0 .. n-1: a Feistel network on the next even number of bits, walked until the
-    value lies below n again (cycle walking; less than 4 walks on average)."""
+    """Pseudo-random permutation of 0 .. n-1: a Feistel network on the next even number of bits, walked until
+    the value lies below n again (cycle walking; less than 4 walks on average)."""
     half_bits = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     keys = seed.generate_state(_ROUNDS, np.uint64)

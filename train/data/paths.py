@@ -11,8 +11,8 @@ _SHOWN = 80  # letters of a name that a message repeats
 def user_path(name: str, key: str, error: type[ValueError] = DataError) -> Path:
     """The path that a name means, ~ and ~user expanded; nothing need be there.
 
-    Raises `error`, which says that it is `key`, where no path is meant (no such user) or the system refuses to look it up (too
-    long, a folder that may not be entered).
+    Raises `error`, which says that it is `key`, where no path is meant (no such user) or the system refuses
+    to look it up (too long, a folder that may not be entered).
     """
     if not name:
         raise error(f"{key} is empty: name a path")

@@ -33,21 +33,26 @@ class SequenceShape:
     vocab_size: int
 
 
-def make_sequence_shape(config: DataConfig, tokenizer: TokenizerInfo, seq_len: int, vocab_size: int) -> SequenceShape:
+def make_sequence_shape(
+    config: DataConfig, tokenizer: TokenizerInfo, seq_len: int, vocab_size: int
+) -> SequenceShape:
     """What `data.packing` and `data.document_mask` ask for."""
     start_id = tokenizer.eos if tokenizer.bos is None else None
     return SequenceShape(seq_len, config.packing, config.document_mask, start_id, vocab_size)
 
 
 def count_sequences(split: Split, shape: SequenceShape) -> int:
-    """How many whole sequences a split has. Packed, each has T inputs and shares its last target with the next."""
+    """How many whole sequences a split has. Packed, each has T inputs and shares its last target with the
+    next."""
     return max(0, split.tokens - 1) // shape.seq_len if shape.packing else split.documents
 
 
-def read_batch(splits: list[Split], rows: NDArray[np.int64], shape: SequenceShape, pinned: bool = False) -> Batch:
-    """The sequences rows[B] = (split, index) on the host, copied from the mapped file straight into the batch. An index of -1 is
-    padding, which counts for nothing; so does what follows the last token. Raises DataError for an id that the model does not
-    have."""
+def read_batch(
+    splits: list[Split], rows: NDArray[np.int64], shape: SequenceShape, pinned: bool = False
+) -> Batch:
+    """The sequences rows[B] = (split, index) on the host, copied from the mapped file straight into the
+    batch. An index of -1 is padding, which counts for nothing; so does what follows the last token. Raises
+    DataError for an id that the model does not have."""
     size = (len(rows), shape.seq_len)
     tokens, targets = (torch.empty(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
     first = torch.zeros(size, dtype=torch.int64, pin_memory=pinned) if shape.document_mask else None
@@ -59,7 +64,10 @@ def read_batch(splits: list[Split], rows: NDArray[np.int64], shape: SequenceShap
         else:
             begin, end = split.document(max(index, 0))
             if not begin < end <= split.tokens:
-                raise DataError(f"{split.place(0)}: document {index:,} does not end after it begins: prepare the data again")
+                raise DataError(
+                    f"{split.place(0)}: document {index:,} does not end after it begins: prepare the "
+                    f"data again"
+                )
         _read_row(split, begin, end, shape, inputs, outputs)
         if first is not None:
             part_documents(split, begin, end, outputs, first[b].numpy())
@@ -69,10 +77,15 @@ def read_batch(splits: list[Split], rows: NDArray[np.int64], shape: SequenceShap
 
 
 def _read_row(
-    split: Split, begin: int, end: int, shape: SequenceShape, inputs: NDArray[np.int64], outputs: NDArray[np.int64]
+    split: Split,
+    begin: int,
+    end: int,
+    shape: SequenceShape,
+    inputs: NDArray[np.int64],
+    outputs: NDArray[np.int64],
 ) -> None:
-    """Tokens begin .. end - 1 as inputs[T], after a start id if there is one, and one position on as outputs[T]: clipped, or
-    filled up with the last token and targets that count for nothing."""
+    """Tokens begin .. end - 1 as inputs[T], after a start id if there is one, and one position on as
+    outputs[T]: clipped, or filled up with the last token and targets that count for nothing."""
     start = 0 if shape.packing or shape.start_id is None else 1
     inputs[:start] = shape.start_id or 0
     known, wanted = min(end - begin + start, len(inputs)), min(end - begin + start - 1, len(outputs))
@@ -88,5 +101,7 @@ def _check_ids(ids: NDArray[np.int64], split: Split, begin: int, vocab_size: int
     if ids.max(initial=0) < vocab_size:
         return
     bad = int((ids >= vocab_size).argmax())
-    raise DataError(f"token id {ids[bad]} is beyond model.vocab_size={vocab_size}: {split.place(begin + bad)}. "
-                    "Prepare the data again, with this model's tokenizer")  # fmt: skip
+    raise DataError(
+        f"token id {ids[bad]} is beyond model.vocab_size={vocab_size}: {split.place(begin + bad)}. "
+        "Prepare the data again, with this model's tokenizer"
+    )

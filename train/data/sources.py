@@ -12,13 +12,39 @@ from train.data.config import DataError
 from train.data.paths import user_path
 from train.data.store import MANIFEST
 
-TEXT_SUFFIXES = {".txt", ".md", ".py", ".rst", ".json", ".csv", ".html", ".xml", ".tex", ".c", ".h", ".cpp", ".cc",
-                 ".js", ".ts", ".java", ".go", ".rs", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".ini"}  # fmt: skip
+TEXT_SUFFIXES = {
+    ".txt",
+    ".md",
+    ".py",
+    ".rst",
+    ".json",
+    ".csv",
+    ".html",
+    ".xml",
+    ".tex",
+    ".c",
+    ".h",
+    ".cpp",
+    ".cc",
+    ".js",
+    ".ts",
+    ".java",
+    ".go",
+    ".rs",
+    ".sh",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".cfg",
+    ".ini",
+}
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 PACKED_SUFFIXES = {".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".7z"}
 HF_PREFIX = "hf:"
-TEXT = "text"  # the kind of a file that is one document; the others are the suffixes of records without their dot
-_HF_FILES = {"dataset_info.json", "state.json"}  # of Dataset.save_to_disk, which puts them beside its .arrow files
+# the kind of a file that is one document; the others are the suffixes of records without their dot
+TEXT = "text"
+# of Dataset.save_to_disk, which puts them beside its .arrow files
+_HF_FILES = {"dataset_info.json", "state.json"}
 _SAMPLE_BYTES = 2**20
 
 
@@ -28,8 +54,10 @@ def find_files(source: str) -> list[tuple[str, Path]]:
     Names are relative to the source, so they do not change when it moves. Raises DataError if there is none.
     """
     if source.startswith(HF_PREFIX):
-        raise DataError(f"data.source={source} is a Hugging Face dataset, which must be tokenised first: run "
-                        f"`python -m tools.prepare_data {source} FOLDER` and use data.source=FOLDER")  # fmt: skip
+        raise DataError(
+            f"data.source={source} is a Hugging Face dataset, which must be tokenised first: run "
+            f"`python -m tools.prepare_data {source} FOLDER` and use data.source=FOLDER"
+        )
     source = str(user_path(source, "data.source"))
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -75,15 +103,21 @@ def _check_file(source: str) -> None:
     if path.stat().st_size == 0:
         raise DataError(f"data.source={source} is an empty file and holds no text: name one with text")
     if kind_of(path) == TEXT and path.suffix in PACKED_SUFFIXES:
-        raise DataError(f"data.source={source} is packed text, and only {' and '.join(RECORD_SUFFIXES[1:3])} are unpacked "
-                        "while reading: unpack it first")  # fmt: skip
+        raise DataError(
+            f"data.source={source} is packed text, and only {' and '.join(RECORD_SUFFIXES[1:3])} are "
+            f"unpacked "
+            "while reading: unpack it first"
+        )
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file below `root`, but installed packages, which are no part of a standard library, and prepared data."""
+    """Every file below `root`, but installed packages, which are no part of a standard library, and prepared
+    data."""
     for folder, subfolders, names in os.walk(root):
         packages = ("site-packages", "dist-packages")
-        subfolders[:] = [name for name in subfolders if not (name in packages or re.fullmatch(r"\..*\.partial", name))]
+        subfolders[:] = [
+            name for name in subfolders if not (name in packages or re.fullmatch(r"\..*\.partial", name))
+        ]
         of_dataset = any(name.endswith(".arrow") for name in names)
         if not (MANIFEST in names and any(name.endswith(".ends") for name in names)):
             yield from (Path(folder, name) for name in names if not (of_dataset and name in _HF_FILES))

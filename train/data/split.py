@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from train.data.config import DataError
 from train.open_files import open_files_limit
 
-# Files that stay mapped after they were read: each is an open file, and a map, of which Linux gives a process 65,530.
+# Files that stay mapped after they were read: each is an open file, and a map, of which Linux gives a process
+# 65,530.
 MOST_MAPPED = 4096
 
 
@@ -26,8 +27,8 @@ class _TooManyOpenFiles(Exception):
 
 @dataclass(eq=False)
 class MappedFile:
-    """Numbers in a file, mapped into memory when they are read. `modified_ns`: the file's time stamp; where that is another one,
-    `sha256` says whether it is still the same file."""
+    """Numbers in a file, mapped into memory when they are read. `modified_ns`: the file's time stamp; where
+    that is another one, `sha256` says whether it is still the same file."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -42,13 +43,17 @@ class MappedFile:
         """numbers[length]. Raises DataError if the file cannot be opened, or is not the one that it was."""
         try:
             return _maps()(self)
-        except _TooManyOpenFiles:  # others of this process have taken what was free: close all of these, and begin again
+        # others of this process have taken what was free: close all of these, and begin again
+        except _TooManyOpenFiles:
             _maps.cache_clear()
         try:
             return _maps()(self)
         except _TooManyOpenFiles as error:
-            raise DataError(f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} files open "
-                            "(ulimit -n), and all are taken: allow it more") from None  # fmt: skip
+            raise DataError(
+                f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} "
+                f"files open "
+                "(ulimit -n), and all are taken: allow it more"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Split:
         return begin + (int(ends[within - 1]) if within else 0), begin + int(ends[within])
 
     def ends_between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Where documents end (one after their last token), of those that end after `first` and at or before `last`."""
+        """Where documents end (one after their last token), of those that end after `first` and at or before
+        `last`."""
         found = []
         shard = self._find(first)[0]
         while shard < len(self._shards) and self._tokens[shard] < last:
@@ -117,7 +123,8 @@ class Split:
 
 @functools.cache
 def _maps() -> Callable[[MappedFile], NDArray[Any]]:
-    """`_map`, of which the latest are kept: for all data of this process at most a quarter of the files that it may open."""
+    """`_map`, of which the latest are kept: for all data of this process at most a quarter of the files that
+    it may open."""
     return functools.lru_cache(maxsize=min(open_files_limit() // 4, MOST_MAPPED))(_map)
 
 
@@ -130,12 +137,15 @@ def _map(file: MappedFile) -> NDArray[Any]:
         if error.errno == errno.EMFILE:
             raise _TooManyOpenFiles(error.strerror) from None
         if error.errno in (errno.ENOENT, errno.EACCES):
-            raise DataError(f"{file.path} cannot be opened ({error.strerror}): a run reads its data until its end") from None
+            raise DataError(
+                f"{file.path} cannot be opened ({error.strerror}): a run reads its data until its end"
+            ) from None
         raise  # a fault of the disk or of the network: no mistake of the user
 
 
 def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
-    """DataError where the file is another one than at the start of the run: its tokens would be of other documents."""
+    """DataError where the file is another one than at the start of the run: its tokens would be of other
+    documents."""
     status = os.fstat(opened.fileno())
     same_size = status.st_size == file.length * file.dtype.itemsize
     if same_size and status.st_mtime_ns == file.modified_ns:

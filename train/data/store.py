@@ -1,13 +1,13 @@
 """Tokenised text on disk: a folder of shards, and a manifest that says what they hold.
 
-    manifest.json        tokenizer, dtype, sources with their fingerprints, and every shard with its counts and checksums
+    manifest.json        tokenizer, dtype, sources with fingerprints, and every shard with counts and checksums
     tokenizer.json       where the tokenizer has one
-    train-00000.bin      token ids, little-endian uint16 or uint32: documents one after another, [BOS] ids EOS each
+    train-00000.bin      token ids, little-endian uint16 or uint32: document after document, [BOS] ids EOS each
     train-00000.ends     little-endian uint64: where each document of the shard ends, in tokens
     held_out-00000.bin   the same of the documents kept for evaluation
 
 A folder with a manifest is complete: whoever writes one gives it its name by one rename at the end.
-"""
+"""  # noqa: E501
 
 import json
 import os
@@ -59,7 +59,8 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that was tokenised: its name within the source, its size, and a hash of its beginning, end and size."""
+    """A file that was tokenised: its name within the source, its size, and a hash of its beginning, end and
+    size."""
 
     name: str
     size_bytes: int
@@ -87,8 +88,12 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"format {plain['format']!r}, this version reads {FORMAT}")
         if plain["dtype"] not in DTYPES:
             raise ValueError(f"dtype {plain['dtype']!r} is not one of {', '.join(DTYPES)}")
-        splits = {split: tuple(build(ShardInfo, shard) for shard in plain["splits"][split]) for split in SPLITS}
-        if twice := [name for name, n in Counter(s.name for split in SPLITS for s in splits[split]).items() if n > 1]:
+        splits = {
+            split: tuple(build(ShardInfo, shard) for shard in plain["splits"][split]) for split in SPLITS
+        }
+        if twice := [
+            name for name, n in Counter(s.name for split in SPLITS for s in splits[split]).items() if n > 1
+        ]:
             raise ValueError(f"the shard {twice[0]} stands twice")
         return Manifest(
             tokenizer=build(TokenizerInfo, plain["tokenizer"]),
@@ -103,8 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def build(kind: type[T], plain: dict[str, Any]) -> T:
-    """One of the dataclasses above. TypeError or ValueError for a value that cannot be: of another type, a count below 0, a name
-    that leads out of the folder, BOS or EOS that is no id."""
+    """One of the dataclasses above. TypeError or ValueError for a value that cannot be: of another type, a
+    count below 0, a name that leads out of the folder, BOS or EOS that is no id."""
     built = kind(**plain)
     for item in fields(kind):  # type: ignore[arg-type]
         value, wanted = getattr(built, item.name), item.type
@@ -113,11 +118,18 @@ def build(kind: type[T], plain: dict[str, Any]) -> T:
         if isinstance(value, int) and not 0 <= value < 2**62:
             raise ValueError(f"{item.name} is {value}")
     if isinstance(built, ShardInfo) and not (
-        re.fullmatch(r"[\w-]{1,100}", built.name, re.ASCII) and built.tokens and built.documents and built.text_bytes
-        and all(re.fullmatch(r"[0-9a-f]{64}", hash) for hash in (built.sha256, built.ends_sha256))):  # fmt: skip
+        re.fullmatch(r"[\w-]{1,100}", built.name, re.ASCII)
+        and built.tokens
+        and built.documents
+        and built.text_bytes
+        and all(re.fullmatch(r"[0-9a-f]{64}", hash) for hash in (built.sha256, built.ends_sha256))
+    ):
         raise ValueError(f"the shard {built.name} is described by impossible values")
     if isinstance(built, TokenizerInfo) and not max(built.eos, built.bos or 0) < built.vocab_size:
-        raise ValueError(f"the tokenizer's bos {built.bos} and eos {built.eos} are not below its vocab_size {built.vocab_size}")
+        raise ValueError(
+            f"the tokenizer's bos {built.bos} and eos {built.eos} are not below its vocab_size "
+            f"{built.vocab_size}"
+        )
     return built
 
 
@@ -127,8 +139,9 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def open_split(folder: Path, manifest: Manifest, *splits: str) -> Split:
-    """Splits as one. Raises DataError where a file is not there, has another size than the manifest says, or is a link that leads
-    out of the folder. No file stays open: there may be more of them than a process may open."""
+    """Splits as one. Raises DataError where a file is not there, has another size than the manifest says, or
+    is a link that leads out of the folder. No file stays open: there may be more of them than a process may
+    open."""
     infos = [info for split in splits for info in manifest.splits[split]]
     shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
     return Split(shards, sum(info.text_bytes for info in infos))
@@ -149,7 +162,9 @@ def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> Shard:
     ids = _open_file(folder / f"{info.name}.bin", dtype.newbyteorder("<"), info.tokens, info.sha256)
     ends = _open_file(folder / f"{info.name}.ends", np.dtype("<u8"), info.documents, info.ends_sha256)
     if (last := ends.numbers()[-1]) != info.tokens:
-        raise DataError(f"{ends.path}: the last document ends at token {last} of {info.tokens}: prepare the data again")
+        raise DataError(
+            f"{ends.path}: the last document ends at token {last} of {info.tokens}: prepare the data again"
+        )
     return Shard(ids, ends)
 
 
@@ -158,8 +173,8 @@ def _open_file(path: Path, dtype: np.dtype, length: int, sha256: str) -> MappedF
 
 
 def check_size(path: Path, size_bytes: int) -> os.stat_result:
-    """What the system says of a file. DataError unless there is such a file of this size, and in this folder: no link that leads
-    elsewhere, or nowhere."""
+    """What the system says of a file. DataError unless there is such a file of this size, and in this folder:
+    no link that leads elsewhere, or nowhere."""
     if path.is_symlink():
         real = os.path.realpath(path)  # Path.resolve raises RuntimeError where links lead in a circle
         if os.path.dirname(real) != os.path.realpath(path.parent):
@@ -171,5 +186,7 @@ def check_size(path: Path, size_bytes: int) -> os.stat_result:
     if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
         missing = "a link to no file" if path.is_symlink() else "no such file"
         here = f"{status.st_size:,} bytes" if status and stat.S_ISREG(status.st_mode) else missing
-        raise DataError(f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again")
+        raise DataError(
+            f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again"
+        )
     return status

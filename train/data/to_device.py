@@ -8,18 +8,21 @@ from train.step import Batch
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on its way to the device; what is enqueued on the current stream finds it there."""
     first = None if batch.first is None else batch.first.to(device, non_blocking=True)
-    return Batch(batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), first)
+    return Batch(
+        batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), first
+    )
 
 
 def copy_beside(batches: list[Batch], stream: torch.cuda.Stream) -> tuple[list[Batch], torch.cuda.Event]:
-    """Batches on their way to a GPU on a stream of their own, beside whatever it computes, and the event after which they are
-    there. The memory belongs to that stream: `await_copies` before they are used."""
+    """Batches on their way to a GPU on a stream of their own, beside whatever it computes, and the event
+    after which they are there. The memory belongs to that stream: `await_copies` before they are used."""
     with torch.cuda.stream(stream):
         return [to_device(batch, stream.device) for batch in batches], stream.record_event()
 
 
 def await_copies(batches: list[Batch], copied: torch.cuda.Event) -> None:
-    """Let what is enqueued from now on wait for the copies, and their memory be used for others only when it is done."""
+    """Let what is enqueued from now on wait for the copies, and their memory be used for others only when it
+    is done."""
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
     for batch in batches:

@@ -11,8 +11,8 @@ from train.place import Place
 
 
 def load_together(config: DataConfig, place: Place, resume_from: Path | None) -> Corpus:
-    """One process per node writes the cache and compares checksums, the others wait. A DataError reaches all alike, also where
-    ranks see different text or checkpoints."""
+    """One process per node writes the cache and compares checksums, the others wait. A DataError reaches all
+    alike, also where ranks see different text or checkpoints."""
     corpus, problem = None, ""
     if place.local_rank == 0:
         try:
@@ -28,6 +28,8 @@ def load_together(config: DataConfig, place: Place, resume_from: Path | None) ->
     sizes = {name: split.tokens for name, split in {**corpus.held_out, **corpus.validation}.items()}
     dist.all_gather_object(seen, (corpus.fingerprint, sizes, resume_from and resume_from.name))
     if any(what != seen[0] for what in seen):
-        raise DataError(f"the processes see different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "
-                        f"{sorted(set(map(str, seen)))}. data.source and run.dir must be the same on every node")  # fmt: skip
+        raise DataError(
+            f"the processes see different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "
+            f"{sorted(set(map(str, seen)))}. data.source and run.dir must be the same on every node"
+        )
     return corpus

@@ -76,11 +76,14 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
-    `bos` and `eos` are as in DataConfig. With auto the tokenizer_config.json beside counts, then names that are known; where its
-    add_bos_token is false there is no BOS. Its add_eos_token does not count: EOS separates documents, so each one has it.
+    `bos` and `eos` are as in DataConfig. With auto the tokenizer_config.json beside counts, then names that
+    are known; where its add_bos_token is false there is no BOS. Its add_eos_token does not count: EOS
+    separates documents, so each one has it.
     """
 
-    def __init__(self, path: Path, bos: str = "auto", eos: str = "auto", info: TokenizerInfo | None = None) -> None:
+    def __init__(
+        self, path: Path, bos: str = "auto", eos: str = "auto", info: TokenizerInfo | None = None
+    ) -> None:
         """`info`: of data made with it, which then need not be found out. Raises DataError."""
         import tokenizers
 
@@ -91,11 +94,15 @@ class JsonTokenizer:
         except BaseException as error:
             if not _is_refusal(error):
                 raise
-            raise DataError(f"data.tokenizer={path}: {self.path} is not a tokenizer.json that the tokenizers library reads "
-                            f"({one_line(error, 300)}): name such a file, its folder, or bytes") from None  # fmt: skip
+            raise DataError(
+                f"data.tokenizer={path}: {self.path} is not a tokenizer.json that the tokenizers library "
+                f"reads "
+                f"({one_line(error, 300)}): name such a file, its folder, or bytes"
+            ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # of a text that spells one out: it must not end a document
+        # of a text that spells one out: it must not end a document
+        self._tokenizer.encode_special_tokens = True
         self.info = info or self._find_info(hashlib.sha256(content).hexdigest(), bos, eos)
         self._ends = [token for token in (self.info.bos, self.info.eos) if token is not None]
         spelled = [token for end in self._ends if (token := self._tokenizer.id_to_token(end))]
@@ -110,8 +117,11 @@ class JsonTokenizer:
         eos_id = _find_token(ids, "eos", eos, said.get("eos_token"), EOS_NAMES, self.path)
         if eos_id is None:
             special = ", ".join(_special(self._tokenizer)[:4])
-            raise DataError(f"data.tokenizer={self.path} has none of {', '.join(EOS_NAMES)} to end a document with: name its "
-                            f"token with data.eos{f', such as one of {special}' if special else ''}")  # fmt: skip
+            raise DataError(
+                f"data.tokenizer={self.path} has none of {', '.join(EOS_NAMES)} to end a document with: "
+                f"name its "
+                f"token with data.eos{f', such as one of {special}' if special else ''}"
+            )
         return TokenizerInfo(self.path.resolve().parent.name, sha256, max(ids.values()) + 1, bos_id, eos_id)
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
@@ -119,7 +129,10 @@ class JsonTokenizer:
         found = self._ids_of(words)
         if not self._has_ends(found):
             return found
-        return [self._take_apart(text) if self._has_ends([ids]) else ids for text, ids in zip(words, found, strict=True)]
+        return [
+            self._take_apart(text) if self._has_ends([ids]) else ids
+            for text, ids in zip(words, found, strict=True)
+        ]
 
     def _ids_of(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         try:
@@ -127,8 +140,11 @@ class JsonTokenizer:
         except BaseException as error:
             if not _is_refusal(error):
                 raise
-            raise DataError(f"data.tokenizer={self.path} cannot encode a text ({one_line(error, 300)}): use a tokenizer that "
-                            "has an id for every text") from None  # fmt: skip
+            raise DataError(
+                f"data.tokenizer={self.path} cannot encode a text ({one_line(error, 300)}): use a "
+                f"tokenizer that "
+                "has an id for every text"
+            ) from None
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def _has_ends(self, found: list[NDArray[np.uint32]]) -> bool:
@@ -137,11 +153,15 @@ class JsonTokenizer:
         return any(bool((ids == end).any()) for end in self._ends)
 
     def _take_apart(self, text: str) -> NDArray[np.uint32]:
-        """Ids of a text with BOS or EOS spelled out in it, where the tokenizer knows that as a word: it is cut in two there."""
+        """Ids of a text with BOS or EOS spelled out in it, where the tokenizer knows that as a word: it is
+        cut in two there."""
         ids = np.concatenate(self._ids_of(self._apart.split(text)))
         if self._has_ends([ids]):
-            raise DataError(f"data.tokenizer={self.path} gives the id of BOS or EOS ({' or '.join(map(str, self._ends))}) for a "
-                            "text: name other tokens with data.bos and data.eos")  # fmt: skip
+            raise DataError(
+                f"data.tokenizer={self.path} gives the id of BOS or EOS "
+                f"({' or '.join(map(str, self._ends))}) for a "
+                "text: name other tokens with data.bos and data.eos"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -153,12 +173,16 @@ def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer
     if name not in ("auto", "bytes"):
         return JsonTokenizer(user_path(name, "data.tokenizer"), bos, eos)
     if (bos, eos) not in (("auto", "auto"), ("none", "auto")):
-        raise DataError(f"data.bos={bos} and data.eos={eos} name tokens, but data.tokenizer=bytes has none: leave them at auto")
+        raise DataError(
+            f"data.bos={bos} and data.eos={eos} name tokens, but data.tokenizer=bytes has none: leave them "
+            f"at auto"
+        )
     return ByteTokenizer()
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """The next multiple, which tensor parallelism of every usual degree divides, and which suits GPU matrix products."""
+    """The next multiple, which tensor parallelism of every usual degree divides, and which suits GPU matrix
+    products."""
     return -(-vocab_size // multiple) * multiple
 
 
@@ -166,19 +190,23 @@ def check_vocabulary(tokenizer: TokenizerInfo, vocab_size: int) -> None:
     """DataError if the model has fewer ids than the tokenizer."""
     if vocab_size < tokenizer.vocab_size:
         padded = padded_vocab_size(tokenizer.vocab_size)
-        raise DataError(f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of the tokenizer "
-                        f"{tokenizer.name}: use {tokenizer.vocab_size} or more, best {padded}, a multiple of 128, which every "
-                        "parallel.tp up to 128 that is a power of two divides")  # fmt: skip
+        raise DataError(
+            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of the tokenizer "
+            f"{tokenizer.name}: use {tokenizer.vocab_size} or more, best {padded}, a multiple of 128, which "
+            f"every "
+            "parallel.tp up to 128 that is a power of two divides"
+        )
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the tokenizers library cannot use a file or a text: it raises Exception itself, as for a word without an id, and
-    where its Rust code gives up, an error that is no Exception and has no public name."""
+    """Whether the tokenizers library cannot use a file or a text: it raises Exception itself, as for a word
+    without an id, and where its Rust code gives up, an error that is no Exception and has no public name."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _said_beside(path: Path) -> dict[str, Any]:
-    """bos_token, eos_token and add_bos_token of the tokenizer_config.json that Hugging Face puts beside; {} without one.
+    """bos_token, eos_token and add_bos_token of the tokenizer_config.json that Hugging Face puts beside; {}
+    without one.
 
     Raises DataError.
     """
@@ -188,16 +216,23 @@ def _said_beside(path: Path) -> dict[str, Any]:
     try:
         plain = read_json(config, CONFIG_BYTES)
         kinds = {"bos_token": str, "eos_token": str, "add_bos_token": bool}
-        return {key: _checked(key, plain[key], kind) for key, kind in kinds.items() if plain.get(key) is not None}
+        return {
+            key: _checked(key, plain[key], kind) for key, kind in kinds.items() if plain.get(key) is not None
+        }
     except (OSError, ValueError) as error:
-        raise DataError(f"{config} cannot be read ({error}): mend it, or move it away and name data.bos and data.eos") from None
+        raise DataError(
+            f"{config} cannot be read ({error}): mend it, or move it away and name data.bos and data.eos"
+        ) from None
 
 
 def _checked(key: str, value: Any, kind: type) -> Any:
-    """A token, also where Hugging Face has it as {"content": ...}, or true or false. ValueError where it is no such thing."""
+    """A token, also where Hugging Face has it as {"content": ...}, or true or false. ValueError where it is
+    no such thing."""
     found = value.get("content") if isinstance(value, dict) and kind is str else value
     if not isinstance(found, kind):
-        raise ValueError(one_line(f"{key}={value}", 80) + f" is no {'token' if kind is str else 'true or false'}")
+        raise ValueError(
+            one_line(f"{key}={value}", 80) + f" is no {'token' if kind is str else 'true or false'}"
+        )
     return found
 
 
@@ -210,7 +245,8 @@ def _after_first_letter(tokens: Sequence[str]) -> re.Pattern[str]:
 def _find_token(
     ids: dict[str, int], key: str, asked: str, said: str | None, names: Sequence[str], path: Path
 ) -> int | None:
-    """Id of the token asked for; with auto of what tokenizer_config.json says, else of the first known name, else None."""
+    """Id of the token asked for; with auto of what tokenizer_config.json says, else of the first known name,
+    else None."""
     token = asked if asked != "auto" else said or next((name for name in names if name in ids), None)
     if token is not None and token not in ids:
         raise DataError(f"data.{key}={one_line(token, 80)} is no token of {path}: name one of its vocabulary")

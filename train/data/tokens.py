@@ -1,4 +1,5 @@
-"""The tokens a run trains on and is evaluated with: prepared data as it is, any other text tokenised into a cache first."""
+"""The tokens a run trains on and is evaluated with: prepared data as it is, any other text tokenised into a
+cache first."""
 
 import dataclasses
 import hashlib
@@ -49,30 +50,48 @@ class Corpus:
 def load_corpus(config: DataConfig) -> Corpus:
     """The data that a config names. Raises DataError where it cannot be used."""
     folders = {source: find_folder(source, config) for source in trained_on(config)}
-    validation = {name: find_folder(source, config, held_out=0.0) for name, source in config.validation.items()}
+    validation = {
+        name: find_folder(source, config, held_out=0.0) for name, source in config.validation.items()
+    }
     manifests = {folder: read_manifest(folder) for folder in (*folders.values(), *validation.values())}
     tokenizer = _one_tokenizer({folder: manifest.tokenizer for folder, manifest in manifests.items()}, config)
     for folder in manifests if config.verify == "full" else ():
         verify_once(folder, cache_root(config) / "verified")
-    # In an order of their own, so that neither their names nor who comes first in the config decide what is drawn when.
-    hashes = {source: [shard.sha256 for shard in manifests[folder].splits["train"]] for source, folder in folders.items()}
+    # In an order of their own, so that neither their names nor who comes first in the config decide what is
+    # drawn when.
+    hashes = {
+        source: [shard.sha256 for shard in manifests[folder].splits["train"]]
+        for source, folder in folders.items()
+    }
     folders = {source: folders[source] for source in sorted(folders, key=lambda source: hashes[source])}
     names = _short_names(list(folders))
-    held_out = {names[source] if config.mixture else "held_out": open_split(folder, manifests[folder], "held_out")
-                for source, folder in folders.items() if manifests[folder].splits["held_out"]}  # fmt: skip
+    held_out = {
+        names[source] if config.mixture else "held_out": open_split(folder, manifests[folder], "held_out")
+        for source, folder in folders.items()
+        if manifests[folder].splits["held_out"]
+    }
     if twice := held_out.keys() & validation.keys():
-        raise DataError(f"data.validation.{min(twice)} is also the name of what is held out of the data: name it otherwise")
+        raise DataError(
+            f"data.validation.{min(twice)} is also the name of what is held out of the data: name it "
+            f"otherwise"
+        )
     weights = [config.mixture.get(source, 1.0) for source in folders]
     order = json.dumps([[hashes[source] for source in folders], shares(tuple(weights)), config.packing])
     return Corpus(
-        sources=tuple(Source(names[source], weight, open_split(folder, manifests[folder], "train"))
-                      for (source, folder), weight in zip(folders.items(), weights, strict=True)),
+        sources=tuple(
+            Source(names[source], weight, open_split(folder, manifests[folder], "train"))
+            for (source, folder), weight in zip(folders.items(), weights, strict=True)
+        ),
         held_out=held_out,
-        validation={name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()},
+        validation={
+            name: open_split(folder, manifests[folder], *SPLITS) for name, folder in validation.items()
+        },
         tokenizer=tokenizer,
-        description="; ".join(_describe(source, folder, manifests[folder]) for source, folder in folders.items()),
+        description="; ".join(
+            _describe(source, folder, manifests[folder]) for source, folder in folders.items()
+        ),
         fingerprint=hashlib.sha256(order.encode()).hexdigest()[:16],
-    )  # fmt: skip
+    )
 
 
 def trained_on(config: DataConfig) -> list[str]:
@@ -102,7 +121,8 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
 
 
 def find_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer of a config's data: the one data.tokenizer names, else that of the prepared data. Raises DataError."""
+    """The tokenizer of a config's data: the one data.tokenizer names, else that of the prepared data. Raises
+    DataError."""
     source = next(iter(config.mixture), config.source)
     if config.tokenizer != "auto" or not is_prepared(source):
         return load_tokenizer(config.tokenizer, config.bos, config.eos)
@@ -118,21 +138,31 @@ def is_prepared(source: str) -> bool:
 
 def cache_root(config: DataConfig) -> Path:
     """Where tokenised text is kept."""
-    return user_path(config.cache_dir, "data.cache_dir") if config.cache_dir else Path.home() / ".cache" / "meshwright"
+    return (
+        user_path(config.cache_dir, "data.cache_dir")
+        if config.cache_dir
+        else Path.home() / ".cache" / "meshwright"
+    )
 
 
 def _one_tokenizer(of: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
-    """The tokenizer of all sources. DataError where they have several, or another than data.tokenizer says."""
+    """The tokenizer of all sources. DataError where they have several, or another than data.tokenizer
+    says."""
     (first, tokenizer), *others = of.items()
     for source, other in others:
         if not _same(tokenizer, other):
-            raise DataError(f"{first} was made with the tokenizer {_in_words(tokenizer)}, {source} with {_in_words(other)}: "
-                            "prepare one of them again")  # fmt: skip
+            raise DataError(
+                f"{first} was made with the tokenizer {_in_words(tokenizer)}, {source} with "
+                f"{_in_words(other)}: "
+                "prepare one of them again"
+            )
     if config.tokenizer != "auto":
         asked = load_tokenizer(config.tokenizer, config.bos, config.eos).info
         if not _same(asked, tokenizer):
-            raise DataError(f"data.tokenizer={config.tokenizer} is {_in_words(asked)}, but {first} was made with "
-                            f"{_in_words(tokenizer)}: prepare it again, or leave data.tokenizer at auto")  # fmt: skip
+            raise DataError(
+                f"data.tokenizer={config.tokenizer} is {_in_words(asked)}, but {first} was made with "
+                f"{_in_words(tokenizer)}: prepare it again, or leave data.tokenizer at auto"
+            )
     return tokenizer
 
 
@@ -156,4 +186,7 @@ def _describe(source: str, folder: Path, manifest: Manifest) -> str:
     documents = sum(shard.documents for shard in (*train, *held_out))
     counts = [sum(shard.tokens for shard in split) for split in (train, held_out)]
     unit = "byte tokens" if manifest.tokenizer.name == "bytes" else f"tokens of {manifest.tokenizer.name}"
-    return f"{source}: {documents:,} documents, {counts[0]:,} training and {counts[1]:,} held-out {unit} in {folder}"
+    return (
+        f"{source}: {documents:,} documents, {counts[0]:,} training and {counts[1]:,} held-out {unit} in "
+        f"{folder}"
+    )

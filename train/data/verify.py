@@ -1,4 +1,5 @@
-"""Whether prepared shards are still what their manifest says, read once and remembered until a file changes."""
+"""Whether prepared shards are still what their manifest says, read once and remembered until a file
+changes."""
 
 import contextlib
 import hashlib
@@ -17,8 +18,9 @@ THREADS = 4  # hashing lets go of the interpreter
 
 
 def verify_once(folder: Path, remembered: Path) -> None:
-    """Compare every file of a prepared folder with its checksum, unless that was done before and no file has another size or
-    time since; `remembered` is the folder where that is noted. Raises DataError naming the file."""
+    """Compare every file of a prepared folder with its checksum, unless that was done before and no file has
+    another size or time since; `remembered` is the folder where that is noted. Raises DataError naming the
+    file."""
     names = [MANIFEST, *(name for name, _ in _checksums(read_manifest(folder)))]
     seen = json.dumps({name: _stamp(folder / name) for name in names}).encode()
     note = remembered / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
@@ -37,15 +39,20 @@ def verify(folder: Path) -> None:
     """Compare every file of a prepared folder with its checksum. Raises DataError naming the file."""
     manifest = read_manifest(folder)
     wanted = dict(_checksums(manifest))
-    for name, size_bytes in sizes(manifest).items():  # first: what is no file, or leads elsewhere, is not read at all
+    # first: what is no file, or leads elsewhere, is not read at all
+    for name, size_bytes in sizes(manifest).items():
         check_size(folder / name, size_bytes)
     with ThreadPoolExecutor(THREADS) as pool:
         for name, found in zip(wanted, pool.map(lambda name: hash_file(folder / name), wanted), strict=True):
             if found != wanted[name]:
-                raise DataError(f"{folder / name} has changed since it was prepared: its sha256 is {found[:16]}..., "
-                                f"{folder / MANIFEST} says {wanted[name][:16]}...: prepare the data again")  # fmt: skip
+                raise DataError(
+                    f"{folder / name} has changed since it was prepared: its sha256 is {found[:16]}..., "
+                    f"{folder / MANIFEST} says {wanted[name][:16]}...: prepare the data again"
+                )
             if name.endswith(".ends") and (np.diff(np.fromfile(folder / name, "<i8"), prepend=0) <= 0).any():
-                raise DataError(f"{folder / name} does not list documents one after another: prepare the data again")
+                raise DataError(
+                    f"{folder / name} does not list documents one after another: prepare the data again"
+                )
 
 
 def hash_file(path: Path) -> str:
@@ -68,6 +75,9 @@ def _stamp(path: Path) -> tuple[int, ...]:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}, but {path.parent / MANIFEST} lists it: prepare the data again") from None
-    # The last two are others in a copy that was given the file's time, as on another node's disk under the same path.
+        raise DataError(
+            f"{path}: {error.strerror}, but {path.parent / MANIFEST} lists it: prepare the data again"
+        ) from None
+    # The last two are others in a copy that was given the file's time, as on another node's disk under the
+    # same path.
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

@@ -1,9 +1,10 @@
-"""AdamW whose parameters and moments may be bfloat16, rounded stochastically: plain torch, the reference of `adamw_triton.py`.
+"""AdamW whose parameters and moments may be bfloat16, rounded stochastically: plain torch, the reference of
+`adamw_triton.py`.
 
-A value is rounded up or down with the probability that keeps its mean. Nearest rounding would lose every change of less than
-half a step, 1/256 of the value or so: with beta2 0.999 the second moment would never fall. The random bits are a hash of
-the parameter's key (of run.seed and its name), the step count and the element's place in the whole parameter, so they are the
-same on any mesh and after a resume.
+A value is rounded up or down with the probability that keeps its mean. Nearest rounding would lose every
+change of less than half a step, 1/256 of the value or so: with beta2 0.999 the second moment would never
+fall. The random bits are a hash of the parameter's key (of run.seed and its name), the step count and the
+element's place in the whole parameter, so they are the same on any mesh and after a resume.
 
 Shapes: n elements of this rank's part of a parameter, row by row.
 """
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-# lowbias32 (https://nullprogram.com/blog/2018/07/31/), the second factor less 2**32: so no product leaves int64.
+# lowbias32 (https://nullprogram.com/blog/2018/07/31/), the second factor less 2**32: so no product leaves
+# int64.
 FACTORS = (0x7FEB352D, 0x846CA68B - 2**32)
 STREAM_STEP = 0x9E3779B9  # 2**32 / golden ratio: keeps apart the bits of parameter (0) and moments (1, 2)
 PART = 2**18  # elements at once, so that what is held beside them is some 20 MB at the most
@@ -49,8 +51,8 @@ class Step:
     Args:
         beta1, beta2, eps: of AdamW
         decay: what parameters are multiplied by, 1 - lr x weight decay
-        counts, rates, roots: of each slice, float32 on the device: the step count, from 1; lr / (1 - beta1 ** count); and
-            the square root of 1 - beta2 ** count
+        counts, rates, roots: of each slice, float32 on the device: the step count, from 1; lr / (1 - beta1 **
+            count); and the square root of 1 - beta2 ** count
         divisor: what gradients are divided by, float32 on the device
         skip: 1 where nothing may change, else 0, float32 on the device
     """
@@ -80,7 +82,8 @@ def _update_part(whole: Slice, part: slice, step: Step, number: int, key: Tensor
     gradient = whole.gradient[part].float() / step.divisor
     exp_avg = exp_avg * step.beta1 + gradient * (1 - step.beta1)
     exp_avg_sq = exp_avg_sq * step.beta2 + gradient * gradient * (1 - step.beta2)
-    deviation = exp_avg_sq.double().sqrt().float()  # a CPU's square root of float32 (MKL's) is not always the nearest
+    # a CPU's square root of float32 (MKL's) is not always the nearest
+    deviation = exp_avg_sq.double().sqrt().float()
     change = exp_avg / (deviation / step.roots[number] + step.eps) * step.rates[number]
     parameter = parameter * step.decay - change
     place = torch.arange(part.start, part.start + len(parameter), device=parameter.device)
@@ -99,7 +102,8 @@ def mix(value: Tensor) -> Tensor:
 
 
 def element_bits(key: Tensor, place: Tensor) -> Tensor:
-    """32 bits of each element by its place in the whole parameter, int64[n]: all streams' bits come from them."""
+    """32 bits of each element by its place in the whole parameter, int64[n]: all streams' bits come from
+    them."""
     return mix((place & MASK) ^ key) + (place >> 32)
 
 
@@ -109,8 +113,8 @@ def stream_bits(bits: Tensor, stream: int) -> Tensor:
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
-    """float32 to bfloat16, one of the two neighbours: up in magnitude if the lower 16 of the random bits and the 16 bits that
-    are cut off add up to more than 16. What is bfloat16 already, or not finite, stays."""
+    """float32 to bfloat16, one of the two neighbours: up in magnitude if the lower 16 of the random bits and
+    the 16 bits that are cut off add up to more than 16. What is bfloat16 already, or not finite, stays."""
     raised = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     rounded = (raised & -0x10000).view(torch.float32)
     return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)

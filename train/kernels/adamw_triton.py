@@ -1,4 +1,5 @@
-"""The Triton kernel of `adamw.py`: divides by the clip factor, updates and rounds in one pass, one launch for all slices."""
+"""The Triton kernel of `adamw.py`: divides by the clip factor, updates and rounds in one pass, one launch for
+all slices."""
 
 from collections.abc import Sequence
 
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from train.kernels.adamw import Slice, Step
 
-# Not tuned by time. A thread holds 4 elements at once, 16 loads in flight. With 8 it needs up to 168 registers, so that 12 of an
-# H100's 64 warps fit; with 16 up to 255, and spills (python -m tests.fake_gpu.kernel_table). Finding a program's slice does not
-# count beside its length.
+# Not tuned by time. A thread holds 4 elements at once, 16 loads in flight. With 8 it needs up to 168
+# registers, so that 12 of an H100's 64 warps fit; with 16 up to 255, and spills (python -m
+# tests.fake_gpu.kernel_table). Finding a program's slice does not count beside its length.
 BLOCK = 512  # elements that a program holds at once
 BLOCKS = 32  # that a program goes through, one after the other
 COLUMNS = 10  # of the table: the first part's number, four pointers, elements, first, columns, gap, key
@@ -23,12 +24,29 @@ def update(slices: Sequence[Slice], step: Step) -> None:
     table, parts = _make_table(slices)
     first = slices[0]
     _update[(parts,)](
-        table, step.counts, step.rates, step.roots, step.divisor, step.skip,
-        step.beta1, 1 - step.beta1, step.beta2, 1 - step.beta2, step.eps, step.decay, len(slices),
-        PARAMETER=DTYPES[first.parameter.dtype], MOMENT=DTYPES[first.exp_avg.dtype],
-        SLICES=triton.next_power_of_2(len(slices)), COLUMNS=COLUMNS, BLOCK=BLOCK, BLOCKS=BLOCKS,
-        num_warps=4, enable_fp_fusion=False,  # a fused multiplication and addition would round otherwise than the reference
-    )  # fmt: skip
+        table,
+        step.counts,
+        step.rates,
+        step.roots,
+        step.divisor,
+        step.skip,
+        step.beta1,
+        1 - step.beta1,
+        step.beta2,
+        1 - step.beta2,
+        step.eps,
+        step.decay,
+        len(slices),
+        PARAMETER=DTYPES[first.parameter.dtype],
+        MOMENT=DTYPES[first.exp_avg.dtype],
+        SLICES=triton.next_power_of_2(len(slices)),
+        COLUMNS=COLUMNS,
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+        # a fused multiplication and addition would round otherwise than the reference
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 def _make_table(slices: Sequence[Slice]) -> tuple[Tensor, int]:
@@ -66,9 +84,27 @@ def _rounded(value, bits, STREAM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _update(table, counts, rates, roots, divisor, skip, beta1, rest1, beta2, rest2, eps, decay, slices,
-            PARAMETER: tl.constexpr, MOMENT: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr,
-            BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+def _update(
+    table,
+    counts,
+    rates,
+    roots,
+    divisor,
+    skip,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    decay,
+    slices,
+    PARAMETER: tl.constexpr,
+    MOMENT: tl.constexpr,
+    SLICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     part = tl.program_id(0)
     numbers = tl.arange(0, SLICES)
     firsts = tl.load(table + numbers * COLUMNS, mask=numbers < slices, other=0x7FFFFFFF)
@@ -78,7 +114,8 @@ def _update(table, counts, rates, roots, divisor, skip, beta1, rest1, beta2, res
     gradients = tl.load(row + 2).to(tl.pointer_type(PARAMETER))
     exp_avgs = tl.load(row + 3).to(tl.pointer_type(MOMENT))
     exp_avg_sqs = tl.load(row + 4).to(tl.pointer_type(MOMENT))
-    size = tl.where(tl.load(skip) == 0, tl.load(row + 5), 0)  # nothing is read, nor written, in a step that is skipped
+    # nothing is read, nor written, in a step that is skipped
+    size = tl.where(tl.load(skip) == 0, tl.load(row + 5), 0)
     first = tl.load(row + 6)
     columns = tl.load(row + 7)
     gap = tl.load(row + 8)
@@ -103,9 +140,12 @@ def _update(table, counts, rates, roots, divisor, skip, beta1, rest1, beta2, res
         if gap != 0:  # a part of the columns: whole rows need no division
             # The row within this block by a division of 32 bits: one of 64 takes longer than all the rest.
             begun = start // columns
-            rows = begun + ((start - begun * columns).to(tl.int32) + tl.arange(0, BLOCK)) // columns.to(tl.int32)
+            rows = begun + ((start - begun * columns).to(tl.int32) + tl.arange(0, BLOCK)) // columns.to(
+                tl.int32
+            )
             whole += rows * gap
         bits = _mix(whole.to(tl.uint32) ^ key) + (whole >> 32).to(tl.uint32)
         tl.store(parameters + place, _rounded(parameter, bits, 0, PARAMETER), mask=here)
         tl.store(exp_avgs + place, _rounded(exp_avg, bits, 0x9E3779B9, MOMENT), mask=here)
-        tl.store(exp_avg_sqs + place, _rounded(exp_avg_sq, bits, 0x3C6EF372, MOMENT), mask=here)  # twice that, in 32 bits
+        # twice that, in 32 bits
+        tl.store(exp_avg_sqs + place, _rounded(exp_avg_sq, bits, 0x3C6EF372, MOMENT), mask=here)

@@ -1,4 +1,5 @@
-"""Puts known faults into the product, one at a time, and sees which test notices: `python -m tests.soak.faults -h`."""
+"""Puts known faults into the product, one at a time, and sees which test notices: `python -m
+tests.soak.faults -h`."""
 
 import argparse
 import dataclasses
@@ -61,34 +62,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The commands and their options."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.soak.faults", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
-        epilog="First `coverage --into FOLDER -- -m 'not slow' tests`, which takes longer than the tests alone; then\n"
-               "`run --measured FOLDER --record FILE`. Stopped, it goes on with the faults that its record lacks.\n"
-               "`lines --measured FOLDER --record FILE --against OLD` says what is reached no more.")  # fmt: skip
+        prog="python -m tests.soak.faults",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        epilog="First `coverage --into FOLDER -- -m 'not slow' tests`, which takes longer than the tests "
+        "alone; then\n"
+        "`run --measured FOLDER --record FILE`. Stopped, it goes on with the faults that its record lacks.\n"
+        "`lines --measured FOLDER --record FILE --against OLD` says what is reached no more.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="that every snippet stands exactly once in the product")
-    cover = commands.add_parser("coverage", help="measure which lines each test reaches; what follows -- goes to pytest")
-    cover.add_argument("--into", type=Path, required=True, metavar="FOLDER", help="a new folder for what is measured")
+    cover = commands.add_parser(
+        "coverage", help="measure which lines each test reaches; what follows -- goes to pytest"
+    )
+    cover.add_argument(
+        "--into", type=Path, required=True, metavar="FOLDER", help="a new folder for what is measured"
+    )
     lines = commands.add_parser("lines", help="write down which lines nothing has reached")
-    lines.add_argument("--measured", type=Path, required=True, metavar="FOLDER", help="what `coverage` has written")
+    lines.add_argument(
+        "--measured", type=Path, required=True, metavar="FOLDER", help="what `coverage` has written"
+    )
     lines.add_argument("--record", type=Path, required=True, metavar="FILE", help="to write, JSON")
     lines.add_argument("--against", type=Path, metavar="FILE", help="an older one: print what it has more")
     for command in (check, cover, lines):
-        command.add_argument("--at", type=Path, default=ROOT, metavar="FOLDER", help="a checkout (default: this one)")
+        command.add_argument(
+            "--at", type=Path, default=ROOT, metavar="FOLDER", help="a checkout (default: this one)"
+        )
     show = commands.add_parser("show", help="print a record as a table")
     run = commands.add_parser("run", help="put in one fault after the other, and run the tests that reach it")
     for command in (show, run):
-        command.add_argument("--record", type=Path, default=RECORDS / "after.json", metavar="FILE", help="of outcomes, JSON")
-    run.add_argument("--at", type=Path, metavar="FOLDER", help="put the faults in here (default: a clone of the last commit)")
+        command.add_argument(
+            "--record", type=Path, default=RECORDS / "after.json", metavar="FILE", help="of outcomes, JSON"
+        )
+    run.add_argument(
+        "--at",
+        type=Path,
+        metavar="FOLDER",
+        help="put the faults in here (default: a clone of the last commit)",
+    )
     run.add_argument("--measured", type=Path, metavar="FOLDER", help="what `coverage` has written")
-    run.add_argument("--lines", type=Path, metavar="FILE", help="coverage's data, in place of that of --measured")
-    run.add_argument("--seconds", type=Path, metavar="FILE", help="JSON lines [test, seconds, ...], in place of --measured's")
+    run.add_argument(
+        "--lines", type=Path, metavar="FILE", help="coverage's data, in place of that of --measured"
+    )
+    run.add_argument(
+        "--seconds",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines [test, seconds, ...], in place of --measured's",
+    )
     run.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
     run.add_argument("--again", choices=("survived", "all"), help="try those again that survived, or all")
     run.add_argument("--most", type=int, default=40, metavar="N", help="tests for a fault (default 40)")
-    run.add_argument("--slowest_s", type=float, default=60.0, help="tests that take longer are left out (default 60)")
-    run.add_argument("--fault_s", type=float, default=120.0, help="after which no test of a fault is begun (default 120)")
-    run.add_argument("--test_s", type=float, default=60.0, help="after which a test hangs (default 60; or ten times its usual)")
+    run.add_argument(
+        "--slowest_s", type=float, default=60.0, help="tests that take longer are left out (default 60)"
+    )
+    run.add_argument(
+        "--fault_s", type=float, default=120.0, help="after which no test of a fault is begun (default 120)"
+    )
+    run.add_argument(
+        "--test_s",
+        type=float,
+        default=60.0,
+        help="after which a test hangs (default 60; or ten times its usual)",
+    )
     run.add_argument("--hours", type=float, default=1.5, help="after which no fault is begun (default 1.5)")
     return parser
 
@@ -105,7 +141,8 @@ def scratch_copy(at: Path | None) -> Iterator[Path]:
 
 
 def run_all(root: Path, options: argparse.Namespace) -> Record:
-    """Every fault that the record lacks; then the tests that caught one without any, and again for those that fail so too."""
+    """Every fault that the record lacks; then the tests that caught one without any, and again for those that
+    fail so too."""
     undo = options.record.resolve().with_suffix(".undo")
     restore(undo)
     deadline_s = time.monotonic() + options.hours * 3600
@@ -119,9 +156,13 @@ def run_all(root: Path, options: argparse.Namespace) -> Record:
     for _ in range(ROUNDS):
         for fault in wanted:
             if fault.name not in record.faults and time.monotonic() < deadline_s:
-                outcome = try_fault(root, fault, places[fault.name], measured, options, undo, record.fail_anyway)
+                outcome = try_fault(
+                    root, fault, places[fault.name], measured, options, undo, record.fail_anyway
+                )
                 record.faults[fault.name] = dataclasses.replace(outcome, commit=record.commit)
-                record.faults = {one.name: record.faults[one.name] for one in FAULTS if one.name in record.faults}
+                record.faults = {
+                    one.name: record.faults[one.name] for one in FAULTS if one.name in record.faults
+                }
                 record.write()
                 print(to_line(fault.name, outcome), flush=True)
         if not (unsound := find_unsound(root, record, measured, options, [fault.name for fault in wanted])):
@@ -140,8 +181,15 @@ def _measured(options: argparse.Namespace, places: Iterator[Place]) -> Measured:
     return read_measured(lines, seconds, [place.path for place in places])
 
 
-def try_fault(root: Path, fault: Fault, place: Place, measured: Measured, options: argparse.Namespace, undo: Path,
-              without: Sequence[str]) -> Outcome:  # fmt: skip
+def try_fault(
+    root: Path,
+    fault: Fault,
+    place: Place,
+    measured: Measured,
+    options: argparse.Namespace,
+    undo: Path,
+    without: Sequence[str],
+) -> Outcome:
     """Put it in, run the tests that may catch it, take it out. FaultError where they could not be run."""
     tests = choose_tests(root, fault, place, measured, options.most, options.slowest_s, without)
     if not tests:
@@ -154,7 +202,9 @@ def try_fault(root: Path, fault: Fault, place: Place, measured: Measured, option
     return Outcome(bool(test), test, how, round(trial.seconds, 1), len(trial.began))
 
 
-def find_unsound(root: Path, record: Record, measured: Measured, options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+def find_unsound(
+    root: Path, record: Record, measured: Measured, options: argparse.Namespace, names: Sequence[str]
+) -> list[str]:
     """Of the tests that caught these faults those that fail without any, too."""
     catchers = sorted({one.test for name, one in record.faults.items() if name in names and "::" in one.test})
     if not catchers:

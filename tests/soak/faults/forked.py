@@ -1,5 +1,5 @@
-"""pytest in a process forked from this one, which has imported the libraries and none of the product: no trial has to wait for
-them, which take longer than most tests."""
+"""pytest in a process forked from this one, which has imported the libraries and none of the product: no
+trial has to wait for them, which take longer than most tests."""
 
 import importlib
 import os
@@ -10,16 +10,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-LIBRARIES = ("numpy", "yaml", "einops", "rich.progress", "jsonargparse", "tokenizers", "safetensors.torch", "pytest", "torch",
-             "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "torch.distributed.fsdp",
-             "torch.distributed.checkpoint", "torch.nn.attention.flex_attention",
-             "transformers.models.llama.modeling_llama")  # fmt: skip
+LIBRARIES = (
+    "numpy",
+    "yaml",
+    "einops",
+    "rich.progress",
+    "jsonargparse",
+    "tokenizers",
+    "safetensors.torch",
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.nn.attention.flex_attention",
+    "transformers.models.llama.modeling_llama",
+)
 OURS = ("tests", "models", "parallel", "train", "tools", "meshwright")
 
 
 def load_libraries() -> None:
-    """Import what the product and its tests take from others, as far as it is there. Numerical libraries start no threads: those
-    would not be in a fork."""
+    """Import what the product and its tests take from others, as far as it is there. Numerical libraries
+    start no threads: those would not be in a fork."""
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -75,7 +89,11 @@ def _become(root: Path, env: Mapping[str, str], said: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     here = str(Path(__file__).parents[3])
-    sys.path[:] = [str(root), *env["PYTHONPATH"].split(":"), *(path for path in sys.path if path not in ("", here, str(root)))]
+    sys.path[:] = [
+        str(root),
+        *env["PYTHONPATH"].split(":"),
+        *(path for path in sys.path if path not in ("", here, str(root))),
+    ]
     for path, number in ((os.devnull, 0), (said, 1), (said, 2)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(opened, number)

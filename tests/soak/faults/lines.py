@@ -1,4 +1,5 @@
-"""Which lines of the product no test has reached, by file, in a record; and what one record has lost since another."""
+"""Which lines of the product no test has reached, by file, in a record; and what one record has lost since
+another."""
 
 import difflib
 import json
@@ -19,12 +20,15 @@ Lines = Mapping[str, Any]  # a record of lines, as JSON has it
 
 def commit_of(root: Path) -> str:
     """The short name of a checkout's last commit."""
-    shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
     return shown.stdout.strip()
 
 
 def to_lines(root: Path, measured: Path) -> Lines:
-    """The record of what `coverage` has measured: of each file how many statements it has, and which ones nothing has run.
+    """The record of what `coverage` has measured: of each file how many statements it has, and which ones
+    nothing has run.
 
     root: the checkout that was measured, or one of the same commit; measured: coverage's data.
     """
@@ -36,15 +40,35 @@ def to_lines(root: Path, measured: Path) -> Lines:
         raise FaultError(f"{measured} has no lines")
     report, files = Coverage(data_file=None, config_file=False), dict[str, Any]()
     for path in product_files(root):
-        ran = {line for file in known if file == str(path) or file.endswith(f"/{path}") for line in data.lines(file) or ()}
+        ran = {
+            line
+            for file in known
+            if file == str(path) or file.endswith(f"/{path}")
+            for line in data.lines(file) or ()
+        }
         report.get_data().add_lines({str(root / path): ran})
         _, statements, _, missing, _ = report.analysis2(str(root / path))
         if statements:
             covered = len(statements) - len(missing)
-            files[str(path)] = {"statements": len(statements), "covered": covered, "missing": to_words(missing)}
-    versions = {"python": platform.python_version(), "torch": version("torch"), "coverage": version("coverage")}
+            files[str(path)] = {
+                "statements": len(statements),
+                "covered": covered,
+                "missing": to_words(missing),
+            }
+    versions = {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "coverage": version("coverage"),
+    }
     sums = {name: sum(file[name] for file in files.values()) for name in ("statements", "covered")}
-    return {"what": WHAT, "commit": commit_of(root), "date": str(date.today()), "versions": versions, **sums, "files": files}
+    return {
+        "what": WHAT,
+        "commit": commit_of(root),
+        "date": str(date.today()),
+        "versions": versions,
+        **sums,
+        "files": files,
+    }
 
 
 def write_lines(lines: Lines, path: Path) -> None:
@@ -52,7 +76,8 @@ def write_lines(lines: Lines, path: Path) -> None:
 
 
 def compare_lines(root: Path, new: Lines, old: Lines) -> Iterator[str]:
-    """What there is less of than in an older record: files of which fewer lines are covered, and lines that lost their last test.
+    """What there is less of than in an older record: files of which fewer lines are covered, and lines that
+    lost their last test.
 
     A line that was changed since has none to lose. `root` knows both commits.
     """
@@ -70,8 +95,11 @@ def compare_lines(root: Path, new: Lines, old: Lines) -> Iterator[str]:
         yield f"no longer there: {', '.join(gone)}"
 
 
-def lost_lines(was: list[str], is_now: list[str], missing_then: Iterable[int], missing_now: Iterable[int]) -> list[int]:
-    """Of the lines, counted from 1, that nothing runs now, those that are as they were and that something ran then."""
+def lost_lines(
+    was: list[str], is_now: list[str], missing_then: Iterable[int], missing_now: Iterable[int]
+) -> list[int]:
+    """Of the lines, counted from 1, that nothing runs now, those that are as they were and that something ran
+    then."""
     then, same = set(missing_then), dict[int, int]()
     for old, new, size in difflib.SequenceMatcher(None, was, is_now, autojunk=False).get_matching_blocks():
         same |= {new + place: old + place for place in range(1, size + 1)}
@@ -96,7 +124,9 @@ def numbers(words: str) -> list[int]:
 
 
 def _text(root: Path, commit: str, path: str) -> list[str]:
-    shown = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=root, capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        ["git", "show", f"{commit}:{path}"], cwd=root, capture_output=True, text=True, check=False
+    )
     if shown.returncode:
         raise FaultError(f"{path} of {commit} is not known here: {shown.stderr.strip()}")
     return shown.stdout.splitlines()

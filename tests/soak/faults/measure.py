@@ -21,25 +21,58 @@ disable_warnings = no-data-collected, no-ctracer, module-not-measured, couldnt-p
 
 
 def measure(root: Path, into: Path, pytest_arguments: Sequence[str]) -> int:
-    """Run the tests of `root` under coverage, children and ranks included. `into` then has the lines by test and the seconds of
-    each test. Returns pytest's exit code: tests that fail are no obstacle."""
+    """Run the tests of `root` under coverage, children and ranks included. `into` then has the lines by test
+    and the seconds of each test. Returns pytest's exit code: tests that fail are no obstacle."""
     into.mkdir(parents=True, exist_ok=True)
     parts = into / "parts"
     if parts.exists() or (into / LINES).exists():
         raise FaultError(f"{into} has a measurement already: take another folder")
     parts.mkdir()
     config = into / "coverage.cfg"
-    config.write_text(CONFIG.format(include=", ".join(f"{root}/{name}/*" for name in PRODUCT)), encoding="utf-8")
-    env = {**os.environ, "COV_CONFIG": str(config), "COV_DATA": str(parts / "data"), "COV_CONTEXT": "",
-           "COV_SECONDS": str(into / SECONDS), "PYTHONPATH": f"{root}:{PLUGINS}"}  # fmt: skip
+    config.write_text(
+        CONFIG.format(include=", ".join(f"{root}/{name}/*" for name in PRODUCT)), encoding="utf-8"
+    )
+    env = {
+        **os.environ,
+        "COV_CONFIG": str(config),
+        "COV_DATA": str(parts / "data"),
+        "COV_CONTEXT": "",
+        "COV_SECONDS": str(into / SECONDS),
+        "PYTHONPATH": f"{root}:{PLUGINS}",
+    }
     coverage = [sys.executable, "-m", "coverage"]
-    pytest = ["-m", "pytest", "-p", "covered", "-p", "no:randomly", "-p", "no:xdist", "-p", "no:benchmark", *pytest_arguments]
+    pytest = [
+        "-m",
+        "pytest",
+        "-p",
+        "covered",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:benchmark",
+        *pytest_arguments,
+    ]
     ended = subprocess.run([*coverage, "run", f"--rcfile={config}", *pytest], cwd=root, env=env, check=False)
     files = sorted(map(str, parts.iterdir()))
     for first in range(0, len(files), 1000):  # a command line has an end
         append = ["--append"] if first else []
-        subprocess.run([*coverage, "combine", "-q", f"--rcfile={config}", f"--data-file={into / LINES}", "--keep", *append,
-                        *files[first : first + 1000]], cwd=root, env=env, check=False)  # fmt: skip
+        subprocess.run(
+            [
+                *coverage,
+                "combine",
+                "-q",
+                f"--rcfile={config}",
+                f"--data-file={into / LINES}",
+                "--keep",
+                *append,
+                *files[first : first + 1000],
+            ],
+            cwd=root,
+            env=env,
+            check=False,
+        )
     if not (into / LINES).exists():
         raise FaultError(f"nothing was measured: see what pytest said; it ended with {ended.returncode}")
     return ended.returncode

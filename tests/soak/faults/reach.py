@@ -14,12 +14,14 @@ from tests.soak.faults.source import Place
 PHASES = ("setup", "call", "teardown")
 UNKNOWN_S = 5.0  # of a test that nobody has timed
 QUICK_S = 20.0  # of tests together, which are tried however many they are
-OF_A_FUNCTION, OF_A_FILE = 2, 8  # tests that are tried before the others: cases of one test, tests of one file
+# tests that are tried before the others: cases of one test, tests of one file
+OF_A_FUNCTION, OF_A_FILE = 2, 8
 
 
 @dataclass  # not frozen: what is known is computed once
 class Measured:
-    """What a run under coverage has found: seconds of each test, and by file and line the tests and phases that reached it."""
+    """What a run under coverage has found: seconds of each test, and by file and line the tests and phases
+    that reached it."""
 
     seconds: Mapping[str, float]
     contexts: Mapping[str, Mapping[int, Sequence[str]]]
@@ -32,7 +34,8 @@ class Measured:
 
 
 def read_measured(lines: Path | None, seconds: Path | None, paths: Iterable[Path]) -> Measured:
-    """Of the files of these paths, wherever they were when they were measured. Without `lines` no line is known to be reached."""
+    """Of the files of these paths, wherever they were when they were measured. Without `lines` no line is
+    known to be reached."""
     from coverage import CoverageData
 
     contexts = dict[str, Mapping[int, Sequence[str]]]()
@@ -54,21 +57,33 @@ def _joined(found: Iterable[Mapping[int, Sequence[str]]]) -> dict[int, list[str]
     return joined
 
 
-def choose_tests(root: Path, fault: Fault, place: Place, measured: Measured, most: int, slowest_s: float,
-                 without: Iterable[str] = ()) -> list[str]:  # fmt: skip
+def choose_tests(
+    root: Path,
+    fault: Fault,
+    place: Place,
+    measured: Measured,
+    most: int,
+    slowest_s: float,
+    without: Iterable[str] = (),
+) -> list[str]:
     """So many tests that may catch the fault, or more that are quick, in the order in which to try them.
 
-    First those of the files that are about it (the fault's own `tests`, or files that name its module), then the others. In a
-    file, tests that reach it come before those that share a fixture with one that does, and those before tests of which nobody
-    knows what they reach, as of a fault outside functions. A file of which nothing has been measured is tried whole.
+    First those of the files that are about it (the fault's own `tests`, or files that name its module), then
+    the others. In a file, tests that reach it come before those that share a fixture with one that does, and
+    those before tests of which nobody knows what they reach, as of a fault outside functions. A file of which
+    nothing has been measured is tried whole.
     """
     reaching = _reaching(place, measured)
-    about = {path: rank for path in _test_files(root) if (rank := _aboutness(root, path, fault, place.path)) < 3}
+    about = {
+        path: rank for path in _test_files(root) if (rank := _aboutness(root, path, fault, place.path)) < 3
+    }
     grades = dict[str, tuple[int, int, float]]()
     for test in {*measured.seconds, *reaching} - set(without):
         path = test.partition("::")[0]
         reached = reaching.get(test)
-        shares = any(other.partition("::")[0] == path and phase == "setup" for other, phase in reaching.items())
+        shares = any(
+            other.partition("::")[0] == path and phase == "setup" for other, phase in reaching.items()
+        )
         if reached is not None:
             grade = 0
         elif shares:
@@ -80,18 +95,31 @@ def choose_tests(root: Path, fault: Fault, place: Place, measured: Measured, mos
         if (root / path).exists() and measured.seconds.get(test, UNKNOWN_S) <= slowest_s:
             grades[test] = (about.get(path, 3), grade, measured.seconds.get(test, UNKNOWN_S))
     unmeasured = set(about) - {test.partition("::")[0] for test in measured.seconds}
-    grades |= {path: (rank, 2, UNKNOWN_S) for path, rank in about.items() if path in unmeasured and path not in without}
+    grades |= {
+        path: (rank, 2, UNKNOWN_S)
+        for path, rank in about.items()
+        if path in unmeasured and path not in without
+    }
     ordered = sorted(grades, key=lambda test: (grades[test], test))
-    ordered = [test for rank in range(4) for test in _varied([test for test in ordered if grades[test][0] == rank], rank)]
+    ordered = [
+        test
+        for rank in range(4)
+        for test in _varied([test for test in ordered if grades[test][0] == rank], rank)
+    ]
     together_s = list(itertools.accumulate(measured.seconds.get(test, UNKNOWN_S) for test in ordered))
     return [test for number, test in enumerate(ordered) if number < most or together_s[number] <= QUICK_S]
 
 
 def _reaching(place: Place, measured: Measured) -> dict[str, str]:
-    """The phase, "" where it is not known, in which each test reached the fault's lines; "setup" if in no other one."""
+    """The phase, "" where it is not known, in which each test reached the fault's lines; "setup" if in no
+    other one."""
     reaching = dict[str, str]()
     contexts = measured.contexts.get(str(place.path), {})
-    for context in {name for line in place.lines for name in contexts.get(line, ()) if "::" in name} if place.inside else ():
+    for context in (
+        {name for line in place.lines for name in contexts.get(line, ()) if "::" in name}
+        if place.inside
+        else ()
+    ):
         test, phase = _parted(context)
         if reaching.get(test, "setup") == "setup":
             reaching[test] = phase
@@ -109,7 +137,8 @@ def _test_files(root: Path) -> list[str]:
 
 
 def _aboutness(root: Path, path: str, fault: Fault, product: Path) -> int:
-    """0 for a file that the fault names, 1 for one that has its module's name, 2 for one that mentions the module, else 3."""
+    """0 for a file that the fault names, 1 for one that has its module's name, 2 for one that mentions the
+    module, else 3."""
     if path in fault.tests:
         return 0
     if Path(path).stem == f"test_{product.stem}":
@@ -120,8 +149,8 @@ def _aboutness(root: Path, path: str, fault: Fault, product: Path) -> int:
 
 
 def _varied(tests: Sequence[str], rank: int) -> list[str]:
-    """The same tests; those of which enough others alike came before go behind. Of a file that the fault names (rank 0) no number
-    of tests is enough, of a test with many cases it is."""
+    """The same tests; those of which enough others alike came before go behind. Of a file that the fault
+    names (rank 0) no number of tests is enough, of a test with many cases it is."""
     functions, files = Counter[str](), Counter[str]()
     first, later = list[str](), list[str]()
     for test in tests:

@@ -1,4 +1,5 @@
-"""The product's code as faults see it: where a snippet stands, which lines that is, and putting faults in and out."""
+"""The product's code as faults see it: where a snippet stands, which lines that is, and putting faults in and
+out."""
 
 import ast
 import json
@@ -19,8 +20,8 @@ class FaultError(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a fault goes: the file, and the lines of the statements it changes, counted from 1. `inside`: of a function, so that
-    they run when a test does and not when the file is imported."""
+    """Where a fault goes: the file, and the lines of the statements it changes, counted from 1. `inside`: of
+    a function, so that they run when a test does and not when the file is imported."""
 
     path: Path
     lines: frozenset[int]
@@ -33,14 +34,16 @@ def product_files(root: Path) -> list[Path]:
 
 
 def find_places(root: Path, faults: Sequence[Fault]) -> dict[str, Place]:
-    """The place of each fault, by name. FaultError with all those whose snippet does not stand exactly once in the product, or
-    whose replacement is no Python."""
+    """The place of each fault, by name. FaultError with all those whose snippet does not stand exactly once
+    in the product, or whose replacement is no Python."""
     texts = {path: (root / path).read_text(encoding="utf-8") for path in product_files(root)}
     places, problems = dict[str, Place](), list[str]()
     for fault in faults:
         found = [path for path, text in texts.items() for _ in range(text.count(fault.found))]
         if len(found) != 1:
-            problems.append(f"{fault.name}: its snippet stands {len(found)} times: {', '.join(map(str, found))}")
+            problems.append(
+                f"{fault.name}: its snippet stands {len(found)} times: {', '.join(map(str, found))}"
+            )
             continue
         try:
             ast.parse(texts[found[0]].replace(fault.found, fault.becomes))
@@ -85,8 +88,8 @@ def _own_lines(statement: ast.stmt) -> set[int]:
 
 @contextmanager
 def put_in(root: Path, fault: Fault, place: Place, undo: Path) -> Iterator[None]:
-    """The fault is in the code as long as the block lasts. `undo`: a file that has what it takes to restore, should this process
-    be killed; `restore` reads it."""
+    """The fault is in the code as long as the block lasts. `undo`: a file that has what it takes to restore,
+    should this process be killed; `restore` reads it."""
     path = root / place.path
     whole, times = path.read_text(encoding="utf-8"), path.stat()
     undo.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +102,8 @@ def put_in(root: Path, fault: Fault, place: Place, undo: Path) -> Iterator[None]
 
 
 def restore(undo: Path) -> None:
-    """Take out a fault that is still in, with the file's time as it was, by which Python knows its compiled code."""
+    """Take out a fault that is still in, with the file's time as it was, by which Python knows its compiled
+    code."""
     if not undo.exists():
         return
     path, whole, read_ns, written_ns = json.loads(undo.read_text(encoding="utf-8"))

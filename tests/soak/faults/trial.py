@@ -22,7 +22,8 @@ NOT_FOUND = 4  # pytest's exit code for a test that there is not
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: after `all_s` no test is begun, and one that takes `test_s`, or ten times its usual, hangs."""
+    """When to stop: after `all_s` no test is begun, and one that takes `test_s`, or ten times its usual,
+    hangs."""
 
     all_s: float
     test_s: float
@@ -30,7 +31,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of it: the tests that failed, each with how; those that began; seconds; and what kept pytest from running."""
+    """What came of it: the tests that failed, each with how; those that began; seconds; and what kept pytest
+    from running."""
 
     failed: Mapping[str, str]
     began: tuple[str, ...]
@@ -38,21 +40,46 @@ class Trial:
     problem: str = ""
 
 
-def try_tests(root: Path, tests: Sequence[str], usual_s: Mapping[str, float], limits: Limits, to_the_end: bool = False) -> Trial:
-    """Run the tests in this order, with a home folder of their own, which goes with all that they have started."""
+def try_tests(
+    root: Path, tests: Sequence[str], usual_s: Mapping[str, float], limits: Limits, to_the_end: bool = False
+) -> Trial:
+    """Run the tests in this order, with a home folder of their own, which goes with all that they have
+    started."""
     start_s, mark = time.monotonic(), secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "home").mkdir()
         (folder / "tests").write_text("\n".join(tests) + "\n", encoding="utf-8")
         (folder / "heard").touch()
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "COVERAGE_"))}
-        env |= {"HOME": str(folder / "home"), "MESHWRIGHT_TESTS_HOME": str(folder / "home"), "PYTHONPATH": f"{root}:{PLUGINS}",
-                "FAULTS_HEARD": str(folder / "heard"), "FAULTS_MARK": mark,
-                "FAULTS_UNTIL_S": str(start_s + limits.all_s)}  # fmt: skip
-        arguments = [*([] if to_the_end else ["-x"]), "-q", "-p", "heard", "-p", "no:cacheprovider", "-p", "no:randomly",
-                     "-p", "no:xdist", "-p", "no:benchmark", f"--basetemp={folder / 'temp'}", "-W",
-                     "ignore::pytest.PytestAssertRewriteWarning", f"@{folder / 'tests'}"]  # fmt: skip
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith(("COV_", "COVERAGE_"))
+        }
+        env |= {
+            "HOME": str(folder / "home"),
+            "MESHWRIGHT_TESTS_HOME": str(folder / "home"),
+            "PYTHONPATH": f"{root}:{PLUGINS}",
+            "FAULTS_HEARD": str(folder / "heard"),
+            "FAULTS_MARK": mark,
+            "FAULTS_UNTIL_S": str(start_s + limits.all_s),
+        }
+        arguments = [
+            *([] if to_the_end else ["-x"]),
+            "-q",
+            "-p",
+            "heard",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:benchmark",
+            f"--basetemp={folder / 'temp'}",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+            f"@{folder / 'tests'}",
+        ]
         pytest = ForkedPytest(root, arguments, env, folder / "said")
         try:
             hung = _wait(pytest, folder / "heard", usual_s, limits)
@@ -60,13 +87,19 @@ def try_tests(root: Path, tests: Sequence[str], usual_s: Mapping[str, float], li
             pytest.kill()
             _end_marked(mark)
         heard = _read(folder / "heard")
-        failed = {entry["failed"]: f"{entry['when']}: {entry['why']}" for entry in reversed(heard) if "failed" in entry}
+        failed = {
+            entry["failed"]: f"{entry['when']}: {entry['why']}"
+            for entry in reversed(heard)
+            if "failed" in entry
+        }
         if hung:
             failed[hung] = "it did not end"
         began = tuple(entry["began"] for entry in heard if "began" in entry)
         said = (folder / "said").read_text(errors="replace").strip() or "it began no test, and said nothing"
         unable = not failed and (not began or pytest.returncode == NOT_FOUND)
-        return Trial(failed, began, time.monotonic() - start_s, "\n".join(said.splitlines()[-5:]) if unable else "")
+        return Trial(
+            failed, began, time.monotonic() - start_s, "\n".join(said.splitlines()[-5:]) if unable else ""
+        )
 
 
 def _wait(pytest: ForkedPytest, heard: Path, usual_s: Mapping[str, float], limits: Limits) -> str:
@@ -91,7 +124,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _end_marked(mark: str) -> None:
-    """End all that pytest has started, also what is in a session of its own: it has the mark in its environment."""
+    """End all that pytest has started, also what is in a session of its own: it has the mark in its
+    environment."""
     wanted = f"FAULTS_MARK={mark}".encode()
     for _ in range(5):
         living = [path for path in Path("/proc").glob("[0-9]*/environ") if _has(path, wanted)]

@@ -1,4 +1,5 @@
-"""Parquet files, Arrow files, zstd streams and Hugging Face datasets, through pyarrow and the `datasets` library (extra hf)."""
+"""Parquet files, Arrow files, zstd streams and Hugging Face datasets, through pyarrow and the `datasets`
+library (extra hf)."""
 
 import functools
 from collections.abc import Iterator
@@ -20,11 +21,16 @@ def count_groups(path: Path, kind: str) -> int:
                 return int(file.num_row_groups)
         with pyarrow.memory_map(str(path)) as source:
             reader = _open_arrow(pyarrow, source)
-            return reader.num_record_batches if hasattr(reader, "num_record_batches") else sum(1 for _ in reader)
+            return (
+                reader.num_record_batches if hasattr(reader, "num_record_batches") else sum(1 for _ in reader)
+            )
 
 
-def read_rows(path: Path, kind: str, first: int, last: int, field: str) -> Iterator[tuple[int, list[bytes | None]]]:
-    """Texts of the groups first to last - 1: number of the first row in the file, and texts, None for null. Raises DataError."""
+def read_rows(
+    path: Path, kind: str, first: int, last: int, field: str
+) -> Iterator[tuple[int, list[bytes | None]]]:
+    """Texts of the groups first to last - 1: number of the first row in the file, and texts, None for null.
+    Raises DataError."""
     pyarrow = import_pyarrow(path)
     with reading(path):
         read = _read_parquet if kind == "parquet" else _read_arrow
@@ -43,7 +49,9 @@ def import_pyarrow(what: Path | str) -> Any:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError:
-        raise DataError(f"{what} is read by pyarrow, which is not installed: pip install -e '.[hf]'") from None
+        raise DataError(
+            f"{what} is read by pyarrow, which is not installed: pip install -e '.[hf]'"
+        ) from None
     return pyarrow
 
 
@@ -59,15 +67,19 @@ class reading:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, DataError):
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DataError(f"data.source: {self._path} cannot be read; it may be damaged or cut short ({said}): "
-                            "restore it or leave it out") from None  # fmt: skip
+            raise DataError(
+                f"data.source: {self._path} cannot be read; it may be damaged or cut short ({said}): "
+                "restore it or leave it out"
+            ) from None
 
 
 def _read_parquet(pyarrow: Any, path: Path, first: int, last: int, field: str) -> Iterator[tuple[int, Any]]:
     with pyarrow.parquet.ParquetFile(path) as file:
         _check_field(field, file.schema_arrow.names, path)
         row = sum(file.metadata.row_group(i).num_rows for i in range(first))
-        for batch in file.iter_batches(_ROWS, row_groups=range(first, last), columns=[field], use_threads=False):
+        for batch in file.iter_batches(
+            _ROWS, row_groups=range(first, last), columns=[field], use_threads=False
+        ):
             yield row, batch
             row += batch.num_rows
 
@@ -90,7 +102,8 @@ def _read_arrow(pyarrow: Any, path: Path, first: int, last: int, field: str) -> 
 
 
 def _open_arrow(pyarrow: Any, source: Any) -> Any:
-    """A reader of either of Arrow's two formats: the file format has an index, the streaming format has none."""
+    """A reader of either of Arrow's two formats: the file format has an index, the streaming format has
+    none."""
     try:
         return pyarrow.ipc.open_file(source)
     except pyarrow.ArrowInvalid:
@@ -100,8 +113,10 @@ def _open_arrow(pyarrow: Any, source: Any) -> Any:
 
 def _check_field(field: str, names: list[str], path: Path | str) -> None:
     if field not in names:
-        raise DataError(f"data.source: {path} has no field {field}, but {', '.join(names) or 'none'}: name its text with "
-                        "data.text_field (--text_field of tools.prepare_data)")  # fmt: skip
+        raise DataError(
+            f"data.source: {path} has no field {field}, but {', '.join(names) or 'none'}: name its text with "
+            "data.text_field (--text_field of tools.prepare_data)"
+        )
 
 
 def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes | None]:
@@ -109,9 +124,13 @@ def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes |
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not any(test(column.type) for test in (types.is_string, types.is_large_string, types.is_string_view)):
-        raise DataError(f"data.source: {path}: the field {field} is {column.type}, not text: name another with data.text_field")
-    texts: list[bytes | None] = column.cast(pyarrow.binary_view() if types.is_string_view(column.type) else
-                                            pyarrow.large_binary()).to_pylist()  # fmt: skip
+        raise DataError(
+            f"data.source: {path}: the field {field} is {column.type}, not text: name another with "
+            f"data.text_field"
+        )
+    texts: list[bytes | None] = column.cast(
+        pyarrow.binary_view() if types.is_string_view(column.type) else pyarrow.large_binary()
+    ).to_pylist()
     return texts
 
 
@@ -120,7 +139,8 @@ def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes |
 
 @functools.lru_cache(maxsize=1)
 def open_dataset(source: str) -> Any:
-    """The map-style dataset that hf:NAME[:CONFIG[:SPLIT]] or hf:FOLDER[:CONFIG[:SPLIT]] means. Raises DataError."""
+    """The map-style dataset that hf:NAME[:CONFIG[:SPLIT]] or hf:FOLDER[:CONFIG[:SPLIT]] means. Raises
+    DataError."""
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError:
@@ -133,8 +153,10 @@ def open_dataset(source: str) -> Any:
         return datasets.load_dataset(name, config or None, split=split or "train")
     except Exception as error:  # the library raises many kinds, its dependencies' among them
         said = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{source} cannot be loaded by the datasets library ({type(error).__name__}: {said}): "
-                        "write hf:NAME:CONFIG:SPLIT as it is on the hub, or hf:FOLDER") from None  # fmt: skip
+        raise DataError(
+            f"{source} cannot be loaded by the datasets library ({type(error).__name__}: {said}): "
+            "write hf:NAME:CONFIG:SPLIT as it is on the hub, or hf:FOLDER"
+        ) from None
 
 
 def read_dataset(source: str, first: int, last: int, field: str) -> Iterator[tuple[int, list[bytes | None]]]:
@@ -147,6 +169,8 @@ def read_dataset(source: str, first: int, last: int, field: str) -> Iterator[tup
             texts = column[row : min(row + _ROWS, last)][field]
             for text in texts:
                 if not isinstance(text, str | None):
-                    raise DataError(f"{source}: the field {field} is {type(text).__name__}, not text: name another with "
-                                    "--text_field")  # fmt: skip
+                    raise DataError(
+                        f"{source}: the field {field} is {type(text).__name__}, not text: name another with "
+                        "--text_field"
+                    )
             yield row, [None if text is None else text.encode() for text in texts]

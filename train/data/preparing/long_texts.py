@@ -1,8 +1,9 @@
-"""Long documents, which the tokenizers library would need some hundred bytes of memory for each byte of, taken in parts.
+"""Long documents, which the tokenizers library would need some hundred bytes of memory for each byte of,
+taken in parts.
 
-A tokenizer looks only a little around it when it decides how text falls into tokens; but what it does at the ends of a text is
-its own affair (one puts a space in front, one strips the end). So each place to cut is tried: the text around it must give
-the same ids whole and cut. Where no place does, the text stays whole.
+A tokenizer looks only a little around it when it decides how text falls into tokens; but what it does at the
+ends of a text is its own affair (one puts a space in front, one strips the end). So each place to cut is
+tried: the text around it must give the same ids whole and cut. Where no place does, the text stays whole.
 """
 
 import re
@@ -16,14 +17,16 @@ from numpy.typing import NDArray
 PART_BYTES = 2**20
 _AROUND_BYTES = 2000  # a tokenizer's pieces are far shorter
 _TRIES = 8
-_PLACE = re.compile(rb"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line's end, or before a space: no UTF-8 character is split
+# after a line's end, or before a space: no UTF-8 character is split
+_PLACE = re.compile(rb"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 
 Encode = Callable[[list[bytes]], list[NDArray[np.uint32]]]
 OnPart = Callable[[int, int], None]  # its bytes and its ids
 
 
 def encode_in_parts(encode: Encode, text: bytes, dtype: np.dtype, on_part: OnPart) -> list[NDArray[Any]]:
-    """The ids of a text as `encode` gives them of the whole, part after part, each of which `on_part` hears of."""
+    """The ids of a text as `encode` gives them of the whole, part after part, each of which `on_part` hears
+    of."""
     ids = []
     for part in cut_text(encode, text):
         ids.append(encode([part])[0].astype(dtype))
@@ -46,6 +49,7 @@ def cut_text(encode: Encode, text: bytes) -> Iterator[bytes]:
 def _may_cut(encode: Encode, text: bytes, place: int) -> bool:
     """Whether the text around a place gives the same ids whole and cut there."""
     before, after = text[max(0, place - _AROUND_BYTES) : place], text[place : place + _AROUND_BYTES]
-    before, after = (part.decode(errors="ignore").encode() for part in (before, after))  # half characters at the far ends go
+    # half characters at the far ends go
+    before, after = (part.decode(errors="ignore").encode() for part in (before, after))
     left, right, whole = encode([before, after, before + after])
     return np.array_equal(np.concatenate([left, right]), whole)

@@ -15,7 +15,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file 
 
 @contextlib.contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """The folder to work in, one process at a time; it goes when `folder` is there, or when nothing in it is worth keeping."""
+    """The folder to work in, one process at a time; it goes when `folder` is there, or when nothing in it is
+    worth keeping."""
     partial = folder.with_name(f".{folder.name}.partial")
     with contextlib.ExitStack() as stack:
         try:
@@ -34,7 +35,8 @@ def partial_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove(partial: Path) -> None:
-    """The lock goes last: from then on the name belongs to the next process, which may make the folder again at any moment."""
+    """The lock goes last: from then on the name belongs to the next process, which may make the folder again
+    at any moment."""
     for name in ("data", "results"):
         shutil.rmtree(partial / name, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -43,10 +45,12 @@ def _remove(partial: Path) -> None:
 
 
 def _lock(partial: Path) -> int:
-    """Make the folder and wait until no other process works in it; an open file that holds the lock. Raises OSError."""
+    """Make the folder and wait until no other process works in it; an open file that holds the lock. Raises
+    OSError."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with contextlib.suppress(FileExistsError):  # not mkdir(exist_ok=True), which fails if the folder goes meanwhile
+        # not mkdir(exist_ok=True), which fails if the folder goes meanwhile
+        with contextlib.suppress(FileExistsError):
             partial.mkdir()
         try:
             lock = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o666)

@@ -1,4 +1,5 @@
-"""How a source is cut into pieces: the unit of work and of restarting, each of which becomes one shard of each split.
+"""How a source is cut into pieces: the unit of work and of restarting, each of which becomes one shard of
+each split.
 
 The cut depends on the names and sizes of the files alone, not on how many processes work on them.
 """
@@ -15,7 +16,8 @@ from train.data.sources import HF_PREFIX, TEXT, find_files, fingerprint_file, ki
 from train.data.store import SourceFile
 
 HF = "hf"
-_FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20  # a smaller source is cut finer, so that several processes have work
+# a smaller source is cut finer, so that several processes have work
+_FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Part:
         name: of the file, relative to the source
         path: of the file
         kind: text, jsonl, jsonl.gz, jsonl.zst, parquet, arrow or hf
-        first: where the range begins: a byte (text, jsonl), row group (parquet), record batch (arrow) or row (hf)
+        first: where the range begins: a byte (text, jsonl), row group (parquet), record batch (arrow) or row
+            (hf)
         last: one after its end
         size_bytes: of the range, about
         file_bytes, mtime_ns: of the whole file when it was listed
@@ -84,7 +87,9 @@ def cut_source(
     texts = [part.name for part in files if part.kind == TEXT]
     held_out = choose_held_out(texts, share)
     target = min(shard_bytes, max(sum(part.file_bytes for part in files) // _FEWEST_PIECES, _LEAST_BYTES))
-    parts = (part for file in files for part in _cut_file(replace(file, held_out=file.name in held_out), target))
+    parts = (
+        part for file in files for part in _cut_file(replace(file, held_out=file.name in held_out), target)
+    )
     pieces = [Piece(index, group) for index, group in enumerate(_group(parts, target))]
     if len(files) == len(texts) == 1 and share:
         pieces = [replace(pieces[0], cut=True)]
@@ -136,7 +141,8 @@ def _describe_dataset(source: str) -> Part:
 
 
 def _cut_file(part: Part, target: int) -> Iterator[Part]:
-    """Ranges of equal length, as near to `target` bytes as can be; a file that cannot be read from its middle stays whole."""
+    """Ranges of equal length, as near to `target` bytes as can be; a file that cannot be read from its middle
+    stays whole."""
     whole = part.kind in (TEXT, "jsonl.gz", "jsonl.zst")
     count = 1 if whole else max(1, min(round(part.file_bytes / target), part.last))
     edges = [part.last * i // count for i in range(count + 1)]

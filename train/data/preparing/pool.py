@@ -1,4 +1,5 @@
-"""Pieces of a source over several processes, which import no torch and share nothing but the folder they write to."""
+"""Pieces of a source over several processes, which import no torch and share nothing but the folder they
+write to."""
 
 import contextlib
 import json
@@ -21,13 +22,17 @@ _ROOT = Path(__file__).parents[2]
 
 
 def tokenise_pieces(pieces: Sequence[Piece], job: Job, workers: int, on_batch: OnBatch) -> None:
-    """Have every piece tokenised by `workers` processes. Raises DataError and NoSpace; no process is left behind."""
+    """Have every piece tokenised by `workers` processes. Raises DataError and NoSpace; no process is left
+    behind."""
     left: queue.Queue[Piece] = queue.Queue()
     for piece in pieces:
         left.put(piece)
     messages: queue.Queue[dict[str, Any]] = queue.Queue()
     processes = [_start() for _ in range(min(workers, len(pieces)))]
-    threads = [threading.Thread(target=_drive, args=(process, job, left, messages), daemon=True) for process in processes]
+    threads = [
+        threading.Thread(target=_drive, args=(process, job, left, messages), daemon=True)
+        for process in processes
+    ]
     try:
         for thread in threads:
             thread.start()
@@ -55,20 +60,24 @@ def tokenise_pieces(pieces: Sequence[Piece], job: Job, workers: int, on_batch: O
 
 
 def _start() -> subprocess.Popen[str]:
-    """A worker. Each uses one thread: as many processes as cores are faster than threads of the tokenizers library.
+    """A worker. Each uses one thread: as many processes as cores are faster than threads of the tokenizers
+    library.
 
     In a process group of its own, Ctrl-C does not reach it: this process ends it then.
     """
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "train.data.preparing.worker"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0
+    )
 
 
 def _drive(
     process: subprocess.Popen[str], job: Job, left: queue.Queue[Piece], messages: queue.Queue[dict[str, Any]]
 ) -> None:
-    """Give a process one piece after another, and pass on what it says, to the last message {"over": true}."""
+    """Give a process one piece after another, and pass on what it says, to the last message {"over":
+    true}."""
     try:
         _send(process, asdict(job))
         while True:
@@ -96,7 +105,12 @@ def _receive(process: subprocess.Popen[str]) -> dict[str, Any]:
 def _how_it_ended(process: subprocess.Popen[str]) -> str:
     code = process.wait()
     if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}" + (", as when memory runs out" if code == -signal.SIGKILL else "")
+        how = f"was killed by {signal.Signals(-code).name}" + (
+            ", as when memory runs out" if code == -signal.SIGKILL else ""
+        )
     else:
         how = f"ended with exit code {code}"
-    return f"a worker process of the preparation (pid {process.pid}) {how}: start again, and finished shards are kept"
+    return (
+        f"a worker process of the preparation (pid {process.pid}) {how}: start again, and finished "
+        f"shards are kept"
+    )

@@ -1,4 +1,5 @@
-"""From the text of a source to a folder of tokenised shards, whole or not at all, and begun again where it was cut off."""
+"""From the text of a source to a folder of tokenised shards, whole or not at all, and begun again where it
+was cut off."""
 
 import json
 import os
@@ -44,7 +45,8 @@ class PrepareSettings:
     """How text becomes shards.
 
     Args:
-        held_out: share of documents kept for evaluation; at least one document and never all, but none if it is 0
+        held_out: share of documents kept for evaluation; at least one document and never all, but none if it
+            is 0
         text_field: field of a record that holds its text
         shard_bytes: about how much of the source becomes one shard
         workers: processes; with 1 it is this process, and the tokenizers library uses threads
@@ -87,53 +89,77 @@ def prepare(
     settings: PrepareSettings,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
-    """Tokenise a source into `folder`, which appears by one rename, whole; if it is there already, of the same, it counts.
+    """Tokenise a source into `folder`, which appears by one rename, whole; if it is there already, of the
+    same, it counts.
 
-    Work goes on in .NAME.partial beside it, where shards that an earlier start finished are kept if they are of the same
-    text, tokenizer and settings. Raises DataError.
+    Work goes on in .NAME.partial beside it, where shards that an earlier start finished are kept if they are
+    of the same text, tokenizer and settings. Raises DataError.
     """
     if folder.name in ("", ".."):
-        raise DataError(f"OUT_DIR={folder} names no new folder: give it a name of its own, such as {folder / 'tokens'}")
+        raise DataError(
+            f"OUT_DIR={folder} names no new folder: give it a name of its own, such as {folder / 'tokens'}"
+        )
     tokenizer = load_tokenizer(tokenizer_name, bos, eos)
     check_text = source != "stdlib" or tokenizer.info.sha256 != ""  # bytes take the standard library as it is
     files, pieces = cut_source(source, settings.held_out, settings.shard_bytes, check_text)
     if sum(len(json.dumps(file.name)) + 150 for file in files) > MANIFEST_BYTES:
-        raise DataError(f"{source} has {len(files):,} files, too many to be listed: pack them into .jsonl files")
+        raise DataError(
+            f"{source} has {len(files):,} files, too many to be listed: pack them into .jsonl files"
+        )
     wanted = _empty_manifest(tokenizer, files, settings)
     with partial_folder(folder) as partial:
         if is_there(folder):
             return check_same(folder, wanted)
-        job = Job(tokenizer_name, bos, eos, tokenizer.info.sha256, settings.text_field, settings.held_out,
-                  str(partial / "data"), str(partial / "results"), check_text)  # fmt: skip
+        job = Job(
+            tokenizer_name,
+            bos,
+            eos,
+            tokenizer.info.sha256,
+            settings.text_field,
+            settings.held_out,
+            str(partial / "data"),
+            str(partial / "results"),
+            check_text,
+        )
         results = _Work(job, tokenizer, settings.workers, folder, on_progress).run(pieces)
         manifest = _fill_manifest(wanted, results, source)
         try:
             _publish(partial / "data", folder, manifest, tokenizer)
         except OSError as error:
             if not is_there(folder):  # another run may have finished the same: then that one counts
-                raise DataError(f"cannot write to {folder.parent} ({error.strerror}): name another folder") from None
+                raise DataError(
+                    f"cannot write to {folder.parent} ({error.strerror}): name another folder"
+                ) from None
         return manifest
 
 
 def check_same(folder: Path, wanted: Manifest) -> Manifest:
-    """The manifest of a folder that is there, if it is of the same text, tokenizer and settings. Raises DataError."""
+    """The manifest of a folder that is there, if it is of the same text, tokenizer and settings. Raises
+    DataError."""
     if not (folder / MANIFEST).is_file():
         raise DataError(f"{folder} is there already and holds no prepared data: name another folder")
     there = read_manifest(folder)
     for what, old, new in (
         ("another tokenizer", replace(there.tokenizer, name=""), replace(wanted.tokenizer, name="")),
         ("other text", there.sources, wanted.sources),
-        *((f"{key}={there.settings.get(key)}", there.settings.get(key), wanted.settings[key]) for key in wanted.settings),
+        *(
+            (f"{key}={there.settings.get(key)}", there.settings.get(key), wanted.settings[key])
+            for key in wanted.settings
+        ),
     ):
         if old != new:
-            raise DataError(f"{folder} is there already and was made with {what}: name another folder, or remove that one")
+            raise DataError(
+                f"{folder} is there already and was made with {what}: name another folder, or remove that one"
+            )
     return there
 
 
 class _Work:
     """The pieces of a source on their way to shards."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, workers: int, folder: Path, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, job: Job, tokenizer: Tokenizer, workers: int, folder: Path, on_progress: OnProgress | None
+    ) -> None:
         self._job, self._tokenizer, self._workers, self._folder = job, tokenizer, workers, folder
         self._on_progress = on_progress
         self._start_s = time.perf_counter()
@@ -147,7 +173,10 @@ class _Work:
 
     def _finish(self, pieces: list[Piece]) -> list[Result]:
         kept = {piece.index: result for piece in pieces if (result := _kept_result(self._job, piece))}
-        _remove_others(Path(self._job.folder), [shard for result in kept.values() for shard in result.shards.values() if shard])
+        _remove_others(
+            Path(self._job.folder),
+            [shard for result in kept.values() for shard in result.shards.values() if shard],
+        )
         left = [piece for piece in pieces if piece.index not in kept]
         self._total = sum(piece.size_bytes for piece in pieces)
         self._done = self._kept = self._total - sum(piece.size_bytes for piece in left)
@@ -168,20 +197,30 @@ class _Work:
         self._tokens += tokens
         if self._on_progress is not None:
             elapsed_s = time.perf_counter() - self._start_s
-            self._on_progress(Progress(self._done, self._total, self._kept, self._documents, self._tokens, elapsed_s))
+            self._on_progress(
+                Progress(self._done, self._total, self._kept, self._documents, self._tokens, elapsed_s)
+            )
 
     def _no_space(self, said: str) -> str:
-        """What to say when the disk is full: what is left needs as much per byte of source as what has been done."""
+        """What to say when the disk is full: what is left needs as much per byte of source as what has been
+        done."""
         per_byte = self._tokens / (self._done - self._kept) if self._done > self._kept else 1.0
-        needed_bytes = (self._total - self._kept) * per_byte * token_dtype(self._tokenizer.info.vocab_size).itemsize
+        needed_bytes = (
+            (self._total - self._kept) * per_byte * token_dtype(self._tokenizer.info.vocab_size).itemsize
+        )
         free_bytes = shutil.disk_usage(self._job.folder).free
-        return (f"no space left for {self._folder} ({said}): about {needed_bytes / 1e6:,.1f} MB are still needed, "
-                f"{free_bytes / 1e6:,.1f} MB are free. Make room and start again, or remove {Path(self._job.folder).parent}, "
-                "where finished shards are kept")  # fmt: skip
+        return (
+            f"no space left for {self._folder} ({said}): about {needed_bytes / 1e6:,.1f} MB are still "
+            f"needed, "
+            f"{free_bytes / 1e6:,.1f} MB are free. Make room and start again, or remove "
+            f"{Path(self._job.folder).parent}, "
+            "where finished shards are kept"
+        )
 
 
 def _balance(pieces: list[Piece], results: Sequence[Result]) -> list[Piece]:
-    """The pieces, but with one changed if a split has no document: its likeliest record moves there, or the only one is cut."""
+    """The pieces, but with one changed if a split has no document: its likeliest record moves there, or the
+    only one is cut."""
     documents = [sum(shard.documents for r in results if (shard := r.shards[split])) for split in SPLITS]
     if all(documents) or not any(documents) or any(piece.cut or piece.swapped for piece in pieces):
         return pieces
@@ -221,7 +260,10 @@ def _fill_manifest(manifest: Manifest, results: list[Result], source: str) -> Ma
         split: tuple(shard for result in results if (shard := result.shards[split])) for split in SPLITS
     }
     if not any(splits.values()):
-        raise DataError(f"data.source={source} holds no text: {len(manifest.sources):,} files with {empty:,} empty documents")
+        raise DataError(
+            f"data.source={source} holds no text: {len(manifest.sources):,} files with {empty:,} empty "
+            f"documents"
+        )
     return replace(manifest, splits=splits, settings=manifest.settings | {"empty_documents": empty})
 
 
@@ -237,7 +279,8 @@ def _publish(data: Path, folder: Path, manifest: Manifest, tokenizer: Tokenizer)
 
 
 def _remove_others(data: Path, shards: Sequence[ShardInfo]) -> None:
-    """Leave these shards alone in the folder: what was cut off half-way goes, and what was made with other settings."""
+    """Leave these shards alone in the folder: what was cut off half-way goes, and what was made with other
+    settings."""
     ours = {f"{shard.name}{suffix}" for shard in shards for suffix in (".bin", ".ends")}
     for path in data.iterdir():
         if path.name not in ours:

@@ -1,4 +1,5 @@
-"""Documents out of the parts of a source, one after another, never a whole file but where a file is one document."""
+"""Documents out of the parts of a source, one after another, never a whole file but where a file is one
+document."""
 
 import gzip
 import io
@@ -21,8 +22,9 @@ _CHUNK_BYTES = 2**20
 class Document(NamedTuple):
     """A document.
 
-    Fields: its name (NAME of a text file; NAME:INDEX of a record, INDEX being its row in the file, or in a .jsonl file the byte,
-    unpacked, that its line begins with), its text in UTF-8, and how many bytes of the part have been read with it.
+    Fields: its name (NAME of a text file; NAME:INDEX of a record, INDEX being its row in the file, or in a
+    .jsonl file the byte, unpacked, that its line begins with), its text in UTF-8, and how many bytes of the
+    part have been read with it.
     """
 
     name: str
@@ -42,7 +44,9 @@ def read_part(part: Part, text_field: str, check_text: bool) -> Iterator[Documen
     if part.kind == TEXT:
         yield _read_text(part, check_text)
     elif part.kind in ("parquet", "arrow"):
-        yield from _read_records(part, read_rows(Path(part.path), part.kind, part.first, part.last, text_field))
+        yield from _read_records(
+            part, read_rows(Path(part.path), part.kind, part.first, part.last, text_field)
+        )
     else:
         yield from _read_jsonl(part, text_field)
     _check_unchanged(part)
@@ -55,7 +59,9 @@ def _check_unchanged(part: Part) -> None:
     except OSError as error:
         raise DataError(f"data.source: cannot read {part.path} ({error.strerror})") from None
     if (stat.st_size, stat.st_mtime_ns) != (part.file_bytes, part.mtime_ns):
-        raise DataError(f"data.source: {part.path} changed while it was being read: start again when nobody writes to it")
+        raise DataError(
+            f"data.source: {part.path} changed while it was being read: start again when nobody writes to it"
+        )
 
 
 def _read_text(part: Part, check_text: bool) -> Document:
@@ -73,8 +79,10 @@ def _check_utf8(text: bytes, place: str, offset: int) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"data.source: {place}, byte {offset + error.start:,}: not UTF-8 ({error.reason}): "
-                        "convert the file, or leave it out") from None  # fmt: skip
+        raise DataError(
+            f"data.source: {place}, byte {offset + error.start:,}: not UTF-8 ({error.reason}): "
+            "convert the file, or leave it out"
+        ) from None
 
 
 def _read_records(part: Part, batches: Iterator[tuple[int, list[bytes | None]]]) -> Iterator[Document]:
@@ -95,7 +103,10 @@ def _read_jsonl(part: Part, text_field: str) -> Iterator[Document]:
             for line, (offset, content) in enumerate(_lines(part, raw), 1):
                 if content.strip():
                     text = _record_text(part, content, text_field, line, offset)
-                    done = min(part.size_bytes, (offset + len(content) if part.kind == "jsonl" else raw.tell()) - part.first)
+                    done = min(
+                        part.size_bytes,
+                        (offset + len(content) if part.kind == "jsonl" else raw.tell()) - part.first,
+                    )
                     yield Document(f"{part.name}:{offset}", text, done)
     except (OSError, EOFError, zlib.error) as error:
         with reading(part.path):
@@ -103,7 +114,8 @@ def _read_jsonl(part: Part, text_field: str) -> Iterator[Document]:
 
 
 def _lines(part: Part, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines and the byte each begins with. A range that begins within a line leaves that to the range before."""
+    """Lines and the byte each begins with. A range that begins within a line leaves that to the range
+    before."""
     file: Any = raw
     offset = part.first
     if part.kind == "jsonl.gz":

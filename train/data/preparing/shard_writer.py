@@ -18,7 +18,8 @@ _RUN_TOKENS = 2**20
 
 
 class ShardWriter:
-    """One shard of one split; nothing is left on disk of a shard without tokens, or of one that is not finished."""
+    """One shard of one split; nothing is left on disk of a shard without tokens, or of one that is not
+    finished."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype.newbyteorder("<")
@@ -29,7 +30,8 @@ class ShardWriter:
         self._tokens = self._text_bytes = self._max_id = 0
 
     def add(self, ids: list[NDArray[Any]], lengths: list[int], text_bytes: int) -> None:
-        """Documents: their ids in any number of arrays one after another, and how many tokens each has. Raises OSError."""
+        """Documents: their ids in any number of arrays one after another, and how many tokens each has.
+        Raises OSError."""
         if self._file is None:
             self._file = open(self._temporary, "wb")  # noqa: SIM115
         for run in _runs(ids):
@@ -65,7 +67,8 @@ class ShardWriter:
 
 
 def _runs(arrays: list[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """The same tokens in runs of about _RUN_TOKENS: short arrays joined for speed, long ones cut to save memory."""
+    """The same tokens in runs of about _RUN_TOKENS: short arrays joined for speed, long ones cut to save
+    memory."""
     joined: list[NDArray[Any]] = []
     size = 0
     for ids in arrays:

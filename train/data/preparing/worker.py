@@ -1,4 +1,5 @@
-"""Tokenises pieces of a source; as `-m train.data.preparing.worker`, those that arrive on stdin, one JSON object a line."""
+"""Tokenises pieces of a source; as `-m train.data.preparing.worker`, those that arrive on stdin, one JSON
+object a line."""
 
 import errno
 import hashlib
@@ -65,7 +66,8 @@ class Result:
         key: of the piece and all that decides its shards
         shards: of each split, or None where it has no document
         empty: documents without text, which were skipped
-        lowest, highest: record with the lowest hash of its name, and with the highest, as (hash, name); ("" without records)
+        lowest, highest: record with the lowest hash of its name, and with the highest, as (hash, name); (""
+            without records)
     """
 
     key: str
@@ -90,7 +92,9 @@ def result_path(job: Job, piece: Piece) -> Path:
 def read_result(path: Path) -> Result:
     """The opposite of json.dumps(asdict(result)). Raises OSError, ValueError, TypeError and KeyError."""
     plain = read_json(path, RESULT_BYTES)
-    shards = {split: shard and build(ShardInfo, shard) for split in SPLITS for shard in [plain["shards"][split]]}
+    shards = {
+        split: shard and build(ShardInfo, shard) for split in SPLITS for shard in [plain["shards"][split]]
+    }
     (low, first), (high, last) = plain["lowest"], plain["highest"]
     if not (isinstance(plain["key"], str) and type(plain["empty"]) is int and plain["empty"] >= 0):
         raise TypeError("a result has the wrong types")
@@ -124,7 +128,8 @@ def tokenise_piece(piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBat
 
 
 def _batches(piece: Piece, job: Job) -> Iterator[tuple[list[tuple[Part, Document]], int]]:
-    """Documents, as many together as are worth a call of the tokenizer, and how many further bytes of source they are."""
+    """Documents, as many together as are worth a call of the tokenizer, and how many further bytes of source
+    they are."""
     batch: list[tuple[Part, Document]] = []
     size_bytes, before, reported = 0, 0, 0
     for part in piece.parts:
@@ -145,17 +150,21 @@ class _PieceWork:
     def __init__(self, piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBatch) -> None:
         info = tokenizer.info
         self._piece, self._job, self._tokenizer, self._on_batch = piece, job, tokenizer, on_batch
-        self._bytes_left = self._tokens_said = 0  # of a batch: what `on_batch` has not heard of yet, and what it has
+        # of a batch: what `on_batch` has not heard of yet, and what it has
+        self._bytes_left = self._tokens_said = 0
         self._begin = [] if info.bos is None else [np.array([info.bos], np.uint32)]
         self._end = np.array([info.eos], np.uint32)
         self._dtype = token_dtype(info.vocab_size)
         folder = Path(job.folder)
-        self._writers = {split: ShardWriter(folder, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS}
+        self._writers = {
+            split: ShardWriter(folder, f"{split}-{piece.index:05d}", self._dtype) for split in SPLITS
+        }
         self._empty = 0
         self._lowest, self._highest = (1.0, ""), (0.0, "")
 
     def add(self, documents: list[tuple[Part, Document]], done_bytes: int) -> None:
-        """Tokenise and write a batch that is so many bytes of the source, and say so, of long texts part after part."""
+        """Tokenise and write a batch that is so many bytes of the source, and say so, of long texts part
+        after part."""
         self._bytes_left, self._tokens_said = done_bytes, 0
         kept = [(split, text) for part, document in documents for split, text in self._place(part, document)]
         encoded = self._encode([text for _, text in kept], documents)
@@ -222,7 +231,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def cut_place(text: bytes, share: float) -> int:
-    """Where the end of a text begins that is held out: `share` of it, at least a byte, and a character is never split."""
+    """Where the end of a text begins that is held out: `share` of it, at least a byte, and a character is
+    never split."""
     place = len(text) - max(1, round(len(text) * share))
     starts = (at for at in range(place, max(-1, place - 4), -1) if text[at] & 0xC0 != 0x80)
     return next(starts, place)  # what begins nowhere near is no UTF-8, and has no characters
@@ -239,7 +249,9 @@ def main() -> None:
     try:
         tokenizer = load_tokenizer(job.tokenizer, job.bos, job.eos)
         if tokenizer.info.sha256 != job.tokenizer_sha256:
-            raise DataError(f"data.tokenizer={job.tokenizer} changed while data was being prepared: start again")
+            raise DataError(
+                f"data.tokenizer={job.tokenizer} changed while data was being prepared: start again"
+            )
         while True:
             piece = pieces.get()
             tokenise_piece(piece, job, tokenizer, lambda *counts: _send({"batch": counts}))

@@ -1,8 +1,9 @@
-"""A pytest plugin for a run under coverage: every line is noted with the test for which it ran, by whatever process, and every
-test's seconds are written down.
+"""A pytest plugin for a run under coverage: every line is noted with the test for which it ran, by whatever
+process, and every test's seconds are written down.
 
-A context is a test's name and the phase, as `tests/train/test_step.py::test_a_step|setup`. Processes that a test starts read it
-from the environment; those that are forked for it (tests/support/forks.py) begin to measure in the child (covered_fork.py).
+A context is a test's name and the phase, as `tests/train/test_step.py::test_a_step|setup`. Processes that a
+test starts read it from the environment; those that are forked for it (tests/support/forks.py) begin to
+measure in the child (covered_fork.py).
 """
 
 import json
@@ -14,7 +15,8 @@ import coverage
 import covered_fork
 import pytest
 
-# The configuration that coverage hands on to children would have this process's context: they are to read the file anew.
+# The configuration that coverage hands on to children would have this process's context: they are to read the
+# file anew.
 os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 os.environ["COVERAGE_PROCESS_START"] = os.environ["COV_CONFIG"]
 

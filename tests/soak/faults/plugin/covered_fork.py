@@ -1,4 +1,5 @@
-"""What a process that is forked for a test runs, under coverage: it stands in the place of `_run` in tests/support/forks.py."""
+"""What a process that is forked for a test runs, under coverage: it stands in the place of `_run` in
+tests/support/forks.py."""
 
 import os
 from collections.abc import Mapping

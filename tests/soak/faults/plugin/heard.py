@@ -1,4 +1,5 @@
-"""A pytest plugin that writes down, as it happens, which test begins and which fails; it stops the session when time is up."""
+"""A pytest plugin that writes down, as it happens, which test begins and which fails; it stops the session
+when time is up."""
 
 import json
 import os
