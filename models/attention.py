@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from models.kernels.cpu_attention import causal_attention as cpu_causal_attention
-from models.kernels.document_blocks import block_mask
+from meshwright.models.kernels.cpu_attention import causal_attention as cpu_causal_attention
+from meshwright.models.kernels.document_blocks import block_mask
 
 # Operators that this may run as, for whoever decides what to keep for the backward.
 ATTENTION_OPS = (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from models.kernels.cross_entropy import read_rows, write_gradient
-from models.loss import IGNORE_INDEX, join_rows
+from meshwright.models.kernels.cross_entropy import read_rows, write_gradient
+from meshwright.models.loss import IGNORE_INDEX, join_rows
 
 
 @torch.library.custom_op("meshwright::linear_cross_entropy", mutates_args=())

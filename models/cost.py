@@ -5,8 +5,8 @@ Symbols: L layers, D dim, S sequence length.
 
 from typing import Literal
 
-from models.llama import LlamaConfig
-from models.size import count_parameters
+from meshwright.models.llama import LlamaConfig
+from meshwright.models.size import count_parameters
 
 
 def matmul_parameters(config: LlamaConfig) -> int:

@@ -6,9 +6,9 @@ Shapes: B batch, T tokens, D dim, V vocabulary, v = V/tp one rank's share of it.
 import torch
 from torch import Tensor, nn
 
-from models.chunked_loss import linear_cross_entropy
-from models.loss import SplitCrossEntropySum, cross_entropy_sum
-from models.projections import Projection
+from meshwright.models.chunked_loss import linear_cross_entropy
+from meshwright.models.loss import SplitCrossEntropySum, cross_entropy_sum
+from meshwright.models.projections import Projection
 
 
 class LinearCrossEntropySum(nn.Module):

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from models.llama import LlamaConfig
-from models.rope_scaling import RopeScaling
+from meshwright.models.llama import LlamaConfig
+from meshwright.models.rope_scaling import RopeScaling
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 SIZES = {

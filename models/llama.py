@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from models.attention import CausalAttention, Documents, within_documents
-from models.head import Head
-from models.projections import Projection, project_as_one
-from models.rope import apply_rope, rope_tables
-from models.rope_scaling import RopeScaling, check_scaling
+from meshwright.models.attention import CausalAttention, Documents, within_documents
+from meshwright.models.head import Head
+from meshwright.models.projections import Projection, project_as_one
+from meshwright.models.rope import apply_rope, rope_tables
+from meshwright.models.rope_scaling import RopeScaling, check_scaling
 
 INIT_STD = 0.02  # normal initialisation: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 

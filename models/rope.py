@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from models.rope_scaling import RopeScaling
+from meshwright.models.rope_scaling import RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from models.llama import LlamaConfig
+from meshwright.models.llama import LlamaConfig
 
 WHOLE: Mapping[str, int] = MappingProxyType({})  # no part of the model is split
 

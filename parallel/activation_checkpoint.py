@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel.plan import Plan
-from parallel.selective import selective_contexts
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.selective import selective_contexts
 
 
 def apply_activation_checkpoint(model: nn.Module, plan: Plan) -> None:

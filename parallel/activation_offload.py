@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from parallel.plan import Plan
-from parallel.position import SEND_LABEL
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.position import SEND_LABEL
 
 LEAST_BYTES = 2**16  # a smaller storage stays: sending it would take longer to start than to do
 FETCH_LABEL = "Offload::fetch"  # in a profile

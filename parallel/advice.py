@@ -1,7 +1,7 @@
 """Plans that can run but make little sense: said, not refused."""
 
-from parallel.config import ParallelConfig
-from parallel.plan import Plan
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.plan import Plan
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of inductor: those that capture CUDA graphs
 

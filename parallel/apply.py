@@ -3,12 +3,12 @@
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.activation_checkpoint import apply_activation_checkpoint
-from parallel.compile import apply_compile
-from parallel.fsdp import apply_fsdp, apply_prefetch
-from parallel.mesh import fsdp_mesh
-from parallel.plan import Plan
-from parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.activation_checkpoint import apply_activation_checkpoint
+from meshwright.parallel.compile import apply_compile
+from meshwright.parallel.fsdp import apply_fsdp, apply_prefetch
+from meshwright.parallel.mesh import fsdp_mesh
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.tensor import apply_tensor_parallel
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -17,14 +17,14 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if choose_kernels := getattr(model, "choose_kernels", None):
         choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:
-        from parallel.float8 import apply_float8
+        from meshwright.parallel.float8 import apply_float8
 
         apply_float8(model, plan, mesh.device_type)
     apply_tensor_parallel(model, plan, mesh["tp"])
     apply_activation_checkpoint(model, plan)
     apply_compile(model, plan, mesh["tp"])
     if any(unit.activation_checkpoint == "offload" for unit in plan.units):
-        from parallel.activation_offload import apply_activation_offload
+        from meshwright.parallel.activation_offload import apply_activation_offload
 
         apply_activation_offload(model, plan)
     apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh))

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel.plan import Plan, PlanError, UnitPlan
+from meshwright.parallel.plan import Plan, PlanError, UnitPlan
 
 WAY_OUT = "use parallel.async_tp=false"
 # A call in the code that inductor writes: comments and checks of results name operators too, without the

@@ -1,6 +1,6 @@
 """What a plan with async tensor parallelism must keep to."""
 
-from parallel.plan import Plan
+from meshwright.parallel.plan import Plan
 
 
 def async_tp_mistakes(plan: Plan, place: str) -> list[str]:

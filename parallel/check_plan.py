@@ -7,12 +7,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from parallel import rules
-from parallel.async_tp_rules import async_tp_mistakes
-from parallel.compile_budget import budget_mistakes
-from parallel.config import ParallelConfig
-from parallel.float8_rules import float8_mistakes
-from parallel.plan import (
+from meshwright.parallel import rules
+from meshwright.parallel.async_tp_rules import async_tp_mistakes
+from meshwright.parallel.compile_budget import budget_mistakes
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.float8_rules import float8_mistakes
+from meshwright.parallel.plan import (
     ACTIVATION_CHECKPOINTS,
     AXES,
     DTYPES,
@@ -22,8 +22,8 @@ from parallel.plan import (
     UnitPlan,
     regathered,
 )
-from parallel.selective import op_mistakes, saved_ops
-from parallel.tensor import STYLES, find_style, split_styles
+from meshwright.parallel.selective import op_mistakes, saved_ops
+from meshwright.parallel.tensor import STYLES, find_style, split_styles
 
 _CHOOSE_LINEARS = (("float8", "linears"), ("float8", "min_dim"))
 _OF_ALL_UNITS = (

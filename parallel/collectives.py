@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.inner_code import inner_code
-from parallel.mesh import data_parallel_group
-from parallel.plan import AXES, Plan
-from parallel.position import Position
-from parallel.storages import StorageTracker
+from meshwright.parallel.inner_code import inner_code
+from meshwright.parallel.mesh import data_parallel_group
+from meshwright.parallel.plan import AXES, Plan
+from meshwright.parallel.position import Position
+from meshwright.parallel.storages import StorageTracker
 
 NAMESPACES = ("c10d", "_c10d_functional")
 KINDS = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}

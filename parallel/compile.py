@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.async_tp import use_async_tp
-from parallel.compile_budget import budget_backend
-from parallel.config import CompileConfig
-from parallel.plan import Plan
+from meshwright.parallel.async_tp import use_async_tp
+from meshwright.parallel.compile_budget import budget_backend
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.plan import Plan
 
 
 def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:

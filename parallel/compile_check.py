@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from parallel.async_tp import check_async_tp
-from parallel.config import CompileConfig
-from parallel.plan import Plan, PlanError
+from meshwright.parallel.async_tp import check_async_tp
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.plan import Plan, PlanError
 
 DEFAULT_CACHE = "~/.cache/meshwright/compile"
 

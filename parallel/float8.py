@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.plan import Float8Plan, Plan, PlanError
+from meshwright.parallel.plan import Float8Plan, Plan, PlanError
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies float8 (torch._scaled_mm): Ada, Hopper and newer
 

@@ -4,8 +4,8 @@ import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
-from parallel.config import Float8Config
-from parallel.plan import Float8Plan, ModelUnits, Plan, TensorPlan
+from meshwright.parallel.config import Float8Config
+from meshwright.parallel.plan import Float8Plan, ModelUnits, Plan, TensorPlan
 
 MULTIPLE = 16  # of every dim of a product in float8: torch._scaled_mm
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel.plan import Plan, UnitPlan, prefetch_schedule
+from meshwright.parallel.plan import Plan, UnitPlan, prefetch_schedule
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 

@@ -7,15 +7,24 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from parallel import rules
-from parallel.async_tp_rules import async_tp_mistakes
-from parallel.compile_budget import budget_mistakes
-from parallel.config import Float8Config, ParallelConfig
-from parallel.float8_rules import float8_mistakes, key_mistakes, make_float8
-from parallel.plan import AXES, NO_FLOAT8, MeshPlan, ModelUnits, Plan, PlanError, TensorPlan, UnitPlan
-from parallel.selective import blocks_of_every, op_mistakes, saved_ops
-from parallel.strategy import resolve_strategy
-from parallel.tensor import split_styles
+from meshwright.parallel import rules
+from meshwright.parallel.async_tp_rules import async_tp_mistakes
+from meshwright.parallel.compile_budget import budget_mistakes
+from meshwright.parallel.config import Float8Config, ParallelConfig
+from meshwright.parallel.float8_rules import float8_mistakes, key_mistakes, make_float8
+from meshwright.parallel.plan import (
+    AXES,
+    NO_FLOAT8,
+    MeshPlan,
+    ModelUnits,
+    Plan,
+    PlanError,
+    TensorPlan,
+    UnitPlan,
+)
+from meshwright.parallel.selective import blocks_of_every, op_mistakes, saved_ops
+from meshwright.parallel.strategy import resolve_strategy
+from meshwright.parallel.tensor import split_styles
 
 LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
 

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parallel.config import CompileConfig
-from parallel.one_line import each_line
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.one_line import each_line
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbours in tp are neighbours in rank
 DTYPES = ("float32", "bfloat16")

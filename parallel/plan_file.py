@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from parallel.config import CompileConfig
-from parallel.one_line import one_line
-from parallel.plan import AXES, Float8Plan, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
-from parallel.strict_yaml import YamlError, load_mapping
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.plan import AXES, Float8Plan, MeshPlan, Plan, PlanError, TensorPlan, UnitPlan
+from meshwright.parallel.strict_yaml import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from parallel.plan import Plan
+from meshwright.parallel.plan import Plan
 
 # as in "FSDP::all_gather (layers.3)"; of several modules, the first
 UNIT_LABEL = re.compile(r"FSDP::\w+ \(([\w.]+)")

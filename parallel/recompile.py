@@ -5,8 +5,8 @@ import re
 
 import torch
 
-from parallel.compile_check import count_compiled_graphs
-from parallel.config import CompileConfig
+from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.parallel.config import CompileConfig
 
 
 class RecompileError(RuntimeError):

@@ -7,9 +7,9 @@ import difflib
 import math
 from collections.abc import Iterable
 
-from parallel.compile_budget import SAVING_BACKENDS
-from parallel.config import CompileConfig
-from parallel.plan import DTYPES, ModelUnits
+from meshwright.parallel.compile_budget import SAVING_BACKENDS
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.plan import DTYPES, ModelUnits
 
 LEAST_CHUNK_TOKENS = 64  # of the loss
 USUAL_BACKENDS = (*SAVING_BACKENDS, "aot_eager", "eager")  # known without asking torch, which takes seconds

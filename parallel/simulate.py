@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel.collectives import Collective, StepRecorder, axes_of_groups
-from parallel.memory_by_kind import MemoryByKind, StepMemory
-from parallel.mesh import build_mesh, data_parallel_group
-from parallel.plan import Plan
-from parallel.position import Position
-from parallel.storages import StorageTracker
+from meshwright.parallel.collectives import Collective, StepRecorder, axes_of_groups
+from meshwright.parallel.memory_by_kind import MemoryByKind, StepMemory
+from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.position import Position
+from meshwright.parallel.storages import StorageTracker
 
 HOST_KINDS = frozenset({"params", "grads", "optimizer"})  # what cpu_offload keeps in host memory
 

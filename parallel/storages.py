@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel.fsdp import local_part
-from parallel.memory_by_kind import MemoryByKind
-from parallel.plan import Plan
-from parallel.position import OPTIMIZER_LABEL, SEND_LABEL, Position
+from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.memory_by_kind import MemoryByKind
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.position import OPTIMIZER_LABEL, SEND_LABEL, Position
 
 REDUCE_LABEL = "FSDP::post_backward_reduce"
 BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)

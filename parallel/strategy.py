@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from parallel.config import ParallelConfig
-from parallel.plan import MeshPlan
-from parallel.rules import nearest
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.rules import nearest
 
 
 @dataclass(frozen=True)

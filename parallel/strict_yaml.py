@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from parallel.bounded_read import read_bounded
-from parallel.one_line import one_line
+from meshwright.parallel.bounded_read import read_bounded
+from meshwright.parallel.one_line import one_line
 
 MAX_BYTES = 2**19  # of a file; a plan of 126 blocks with every unit written out has a third
 # of lists in one another, of which ours have five; and of one word, number or path

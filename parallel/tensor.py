@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from parallel.float8_tokens import gather_in_float8, gather_narrow
-from parallel.plan import Plan, TensorPlan
+from meshwright.parallel.float8_tokens import gather_in_float8, gather_narrow
+from meshwright.parallel.plan import Plan, TensorPlan
 
 TOKENS, CHANNELS = 1, 2  # dims of x[B, T, D]
 

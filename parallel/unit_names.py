@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from parallel.plan import Plan
+from meshwright.parallel.plan import Plan
 
 
 def name_units(model: nn.Module, plan: Plan) -> list[RemovableHandle]:

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.fsdp import square_held
-from parallel.plan import Plan
+from meshwright.parallel.fsdp import square_held
+from meshwright.parallel.plan import Plan
 
 
 def unit_parameters(model: nn.Module, plan: Plan) -> dict[str, list[nn.Parameter]]:

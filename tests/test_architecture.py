@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "train": {"models", "parallel", "train"},
     "tools": {"models", "parallel", "train", "tools"},
 }
-OURS = {*MAY_IMPORT, "tests"}
+PACKAGE = "meshwright"
 MAX_FUNCTION_LINES = 60
 MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
 
@@ -30,7 +30,7 @@ def sources(root: Path) -> Iterator[Path]:
 
 
 def module_name(path: Path, root: Path) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join((PACKAGE, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
 
 
 def imports_of(path: Path, root: Path) -> set[str]:
@@ -53,13 +53,24 @@ def imports_of(path: Path, root: Path) -> set[str]:
 
 
 def wrong_directions(root: Path) -> list[str]:
-    """Imports of our own folders that the direction rule does not allow."""
+    """Imports of our own folders that the direction rule does not allow; of the tests, by whatever name."""
     return [
         f"{path.relative_to(root)} imports {name}"
         for path in sources(root)
         for name in sorted(imports_of(path, root))
-        if (folder := name.split(".")[0]) in OURS
+        if (folder := name.removeprefix(f"{PACKAGE}.").split(".")[0]) in (*MAY_IMPORT, "tests")
         and folder not in MAY_IMPORT[path.relative_to(root).parts[0]]
+    ]
+
+
+def bare_imports(root: Path) -> list[str]:
+    """Imports of our own folders without the package's name: by two names a module exists twice, and the
+    classes of one are not those of the other."""
+    return [
+        f"{path.relative_to(root)} imports {name}"
+        for path in (*sources(root), *sorted((root / "tests").rglob("*.py")))
+        for name in sorted(imports_of(path, root))
+        if name.split(".")[0] in MAY_IMPORT
     ]
 
 
@@ -129,11 +140,15 @@ def machine_paths(root: Path, tracked: list[str]) -> list[str]:
 
 def test_the_folders_are_there_to_be_checked() -> None:
     assert len(list(sources(ROOT))) > 30
-    assert "models.llama" in imports_of(ROOT / "train" / "config.py", ROOT)
+    assert "meshwright.models.llama" in imports_of(ROOT / "train" / "config.py", ROOT)
 
 
 def test_imports_go_in_the_allowed_direction() -> None:
     assert wrong_directions(ROOT) == []
+
+
+def test_imports_go_by_the_one_importable_name() -> None:
+    assert bare_imports(ROOT) == []
 
 
 def test_no_file_imports_itself_through_others() -> None:
@@ -170,20 +185,20 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("models/a.py", "import parallel"),
-        ("models/a.py", "from parallel.plan import Plan"),
-        ("models/kernels/a.py", "import train.step as s"),
-        ("models/a.py", "def f():\n    import tools.plan"),
+        ("models/a.py", "import meshwright.parallel"),
+        ("models/a.py", "from meshwright.parallel.plan import Plan"),
+        ("models/kernels/a.py", "import meshwright.train.step as s"),
+        ("models/a.py", "def f():\n    import meshwright.tools.plan"),
         (
             "models/a.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from train.config import Config",
+            "import typing\nif typing.TYPE_CHECKING:\n    from meshwright.train.config import Config",
         ),
-        ("models/a.py", "import importlib\nimportlib.import_module('parallel.plan')"),
+        ("models/a.py", "import importlib\nimportlib.import_module('meshwright.parallel.plan')"),
         ("models/a.py", "from .. import parallel"),
-        ("parallel/a.py", "try:\n    import models.llama\nexcept ImportError:\n    pass"),
-        ("parallel/planner/a.py", "from train import config"),
-        ("train/a.py", "from tools.command import run_tool"),
-        ("train/data/a.py", "class A:\n    import tools"),
+        ("parallel/a.py", "try:\n    import meshwright.models.llama\nexcept ImportError:\n    pass"),
+        ("parallel/planner/a.py", "from meshwright.train import config"),
+        ("train/a.py", "from meshwright.tools.command import run_tool"),
+        ("train/data/a.py", "class A:\n    import meshwright.tools"),
         ("tools/a.py", "import tests.support.launch"),
         ("train/a.py", "from tests import launch"),
     ],
@@ -193,30 +208,44 @@ def test_an_import_against_the_direction_is_found(path: str, text: str, tmp_path
     assert found == path
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("train/a.py", "from parallel.plan import Plan"),
+        ("tools/a.py", "def f():\n    import train.main"),
+        ("tests/a.py", "import models"),
+        ("tests/support/a.py", "import importlib\nimportlib.import_module('tools.plan')"),
+    ],
+)
+def test_an_import_without_the_package_is_found(path: str, text: str, tmp_path: Path) -> None:
+    tree = write_tree(tmp_path, {path: text, "train/b.py": "import meshwright.train.a\nimport trainer"})
+    assert {line.split(" imports ")[0] for line in bare_imports(tree)} == {path}
+
+
 def test_imports_along_the_direction_are_not_found(tmp_path: Path) -> None:
     allowed = {
-        "models/a.py": "import modelsoup\nfrom models.b import B\nfrom . import b\nimport "
+        "models/a.py": "import modelsoup\nfrom meshwright.models.b import B\nfrom . import b\nimport "
         "torch.distributed.tensor.parallel",
-        "train/a.py": "from models.a import A\nfrom parallel import plan",
-        "tools/a.py": "from train.a import A\nfrom tools.b import B",
+        "train/a.py": "from meshwright.models.a import A\nfrom meshwright.parallel import plan",
+        "tools/a.py": "from meshwright.train.a import A\nfrom meshwright.tools.b import B",
     }
     assert wrong_directions(write_tree(tmp_path, allowed)) == []
 
 
 CIRCLES = {
-    "two": {"train/a.py": "import train.b", "train/b.py": "import train.a"},
+    "two": {"train/a.py": "import meshwright.train.b", "train/b.py": "import meshwright.train.a"},
     "three, one late": {
-        "train/a.py": "from train import b",
-        "train/b.py": "def f():\n    from train import c",
-        "train/c.py": "from train.a import A",
+        "train/a.py": "from meshwright.train import b",
+        "train/b.py": "def f():\n    from meshwright.train import c",
+        "train/c.py": "from meshwright.train.a import A",
     },
     "TYPE_CHECKING": {
-        "train/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import train.b",
-        "train/b.py": "import train.a",
+        "train/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import meshwright.train.b",
+        "train/b.py": "import meshwright.train.a",
     },
     "package": {
-        "parallel/__init__.py": "from parallel.a import A",
-        "parallel/a.py": "from parallel import B",
+        "parallel/__init__.py": "from meshwright.parallel.a import A",
+        "parallel/a.py": "from meshwright.parallel import B",
     },
     "relative": {"train/data/a.py": "from .b import B", "train/data/b.py": "from .a import A"},
 }
@@ -229,9 +258,9 @@ def test_a_circle_is_found_once(files: dict[str, str], tmp_path: Path) -> None:
 
 def test_two_ways_to_the_same_file_are_no_circle(tmp_path: Path) -> None:
     files = {
-        "train/a.py": "import train.b\nimport train.c",
-        "train/b.py": "import train.d",
-        "train/c.py": "import train.d",
+        "train/a.py": "import meshwright.train.b\nimport meshwright.train.c",
+        "train/b.py": "import meshwright.train.d",
+        "train/c.py": "import meshwright.train.d",
         "train/d.py": "import os",
     }
     assert import_circles(write_tree(tmp_path, files)) == []

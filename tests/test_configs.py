@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.llama import Llama
-from models.size import count_parameters
+from meshwright.models.llama import Llama
+from meshwright.models.size import count_parameters
+from meshwright.train.config import CONFIG_FOLDER, list_configs, load_config, parse_config
+from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory
 from tests.support.launch import EAGER
-from train.config import CONFIG_FOLDER, list_configs, load_config, parse_config
-from train.data.tokenizer import ByteTokenizer, check_vocabulary
-from train.planning import plan_run
-from train.predict import predict_memory
 
 # config: GPUs, parameters in billions
 MEANT_FOR = {

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-import train.main
-from models.llama import Llama
-from train.build import build_model
-from train.config import parse_config
-from train.ending import exit_process
-from train.place import read_place
+import meshwright.train.main
+from meshwright.models.llama import Llama
+from meshwright.train.build import build_model
+from meshwright.train.config import parse_config
+from meshwright.train.ending import exit_process
+from meshwright.train.place import read_place
 
 SLOW, LATE, BEFORE_LATE = "layers.2", "layers.4", "layers.3"
 SLEEP_S = 0.1
@@ -39,6 +39,6 @@ def build_slowed(*arguments: Any) -> Llama:
 
 if __name__ == "__main__":
     place = read_place()
-    train.main.build_model = build_slowed
-    train.main.run(parse_config(sys.argv[1:]), place)
+    meshwright.train.main.build_model = build_slowed
+    meshwright.train.main.run(parse_config(sys.argv[1:]), place)
     exit_process(place, 0)

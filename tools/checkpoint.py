@@ -17,13 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tools.checkpoint_diff import compare_checkpoints, difference_text
-from tools.command import format_table, run_tool
-from tools.whole_weights import checkpoints_folder, find_newest, load_whole_weights
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.folder import list_checkpoints, step_of
-from train.checkpoint.manifest import MANIFEST, read_manifest
-from train.checkpoint.verify import verify_alone
+from meshwright.tools.checkpoint_diff import compare_checkpoints, difference_text
+from meshwright.tools.command import format_table, run_tool
+from meshwright.tools.whole_weights import checkpoints_folder, find_newest, load_whole_weights
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.folder import list_checkpoints, step_of
+from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.train.checkpoint.verify import verify_alone
 
 GIB = 2**30
 EXIT_DIFFERENT = 1  # as of the diff command

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from tools.command import format_table
-from train.checkpoint.load import open_reader, read_tensors
-from train.checkpoint.manifest import Manifest, SavedTensor
-from train.checkpoint.verify import verify_alone
-from train.hf_folder import FilesReader
+from meshwright.tools.command import format_table
+from meshwright.train.checkpoint.load import open_reader, read_tensors
+from meshwright.train.checkpoint.manifest import Manifest, SavedTensor
+from meshwright.train.checkpoint.verify import verify_alone
+from meshwright.train.hf_folder import FilesReader
 
 RANDOM = "random."  # states of the processes that saved, which say nothing of the model
 _Opened = tuple[Path, Manifest, FilesReader]

@@ -21,12 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.hf import config_to_hf, hf_name
-from tools.command import run_tool
-from tools.whole_weights import checkpoint_config, find_newest, saved_weights
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.folder import write_synced
-from train.checkpoint.manifest import (
+from meshwright.models.hf import config_to_hf, hf_name
+from meshwright.tools.command import run_tool
+from meshwright.tools.whole_weights import checkpoint_config, find_newest, saved_weights
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.folder import write_synced
+from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     Position,
@@ -34,12 +34,12 @@ from train.checkpoint.manifest import (
     dtype_word,
     manifest_to_text,
 )
-from train.checkpoint.verify import hash_file, verify_alone
-from train.config import Config
-from train.data.paths import user_path
-from train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
-from train.init_from import PREFIX, check_folder, weight_shapes
-from train.read_json import read_json
+from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.config import Config
+from meshwright.train.data.paths import user_path
+from meshwright.train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
+from meshwright.train.init_from import PREFIX, check_folder, weight_shapes
+from meshwright.train.read_json import read_json
 
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
 # optimizer steps, in the config of an imported model, as in the shipped ones of its size: the default is

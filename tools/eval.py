@@ -20,31 +20,31 @@ import tokenizers
 import torch
 import torch.distributed as dist
 
-from parallel.compile_check import check_compiler, use_cache_folder
-from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from parallel.plan import Plan
-from tools.command import EXIT_INTERRUPTED, format_table, natural, positive
-from tools.convert_hf import config_text
-from tools.generate import add_tokenizer_option, find_model_tokenizer
-from tools.whole_weights import find_newest
-from train.build import build_model
-from train.checkpoint.manifest import MANIFEST
-from train.config import USER_ERRORS, Config, ConfigError, parse_config
-from train.data.checks import check_data
-from train.data.config import DataConfig, DataError
-from train.data.loader import BatchShape
-from train.data.sequences import make_sequence_shape
-from train.data.split import Split
-from train.data.together import load_together
-from train.data.tokenizer import JsonTokenizer, Tokenizer
-from train.data.tokens import Corpus
-from train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
-from train.evaluation import Score, score_sets
-from train.hf_folder import CONFIG, open_folder
-from train.init_from import Weights, find_weights, load_weights
-from train.place import Place, choose_device, read_place
-from train.plan_here import plan_here
-from train.runtime import start_process
+from meshwright.parallel.compile_check import check_compiler, use_cache_folder
+from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from meshwright.parallel.plan import Plan
+from meshwright.tools.command import EXIT_INTERRUPTED, format_table, natural, positive
+from meshwright.tools.convert_hf import config_text
+from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
+from meshwright.tools.whole_weights import find_newest
+from meshwright.train.build import build_model
+from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.config import USER_ERRORS, Config, ConfigError, parse_config
+from meshwright.train.data.checks import check_data
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.loader import BatchShape
+from meshwright.train.data.sequences import make_sequence_shape
+from meshwright.train.data.split import Split
+from meshwright.train.data.together import load_together
+from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
+from meshwright.train.data.tokens import Corpus
+from meshwright.train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
+from meshwright.train.evaluation import Score, score_sets
+from meshwright.train.hf_folder import CONFIG, open_folder
+from meshwright.train.init_from import Weights, find_weights, load_weights
+from meshwright.train.place import Place, choose_device, read_place
+from meshwright.train.plan_here import plan_here
+from meshwright.train.runtime import start_process
 
 PROG = "tools.eval"
 # How a run was spread over its processes says nothing of how its model is evaluated: fully sharded over those

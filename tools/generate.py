@@ -13,16 +13,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.llama import Llama
-from models.rope import rope_tables
-from tools.command import run_tool
-from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
-from train.best_dtype import dtype_here
-from train.config import Config, ConfigError
-from train.data.config import DataConfig, DataError
-from train.data.sources import find_files
-from train.data.tokenizer import JsonTokenizer, Tokenizer, TokenizerInfo, check_vocabulary, load_tokenizer
-from train.data.tokens import find_tokenizer, is_prepared
+from meshwright.models.llama import Llama
+from meshwright.models.rope import rope_tables
+from meshwright.tools.command import run_tool
+from meshwright.tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
+from meshwright.train.best_dtype import dtype_here
+from meshwright.train.config import Config, ConfigError
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.sources import find_files
+from meshwright.train.data.tokenizer import (
+    JsonTokenizer,
+    Tokenizer,
+    TokenizerInfo,
+    check_vocabulary,
+    load_tokenizer,
+)
+from meshwright.train.data.tokens import find_tokenizer, is_prepared
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet a whole one
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from parallel.planner.picture import FAINT, GRID, INK
-from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
+from meshwright.parallel.planner.picture import FAINT, GRID, INK
+from meshwright.parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
 
 Point = tuple[float, float]
 PAPER = "#ffffff"

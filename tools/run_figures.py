@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.run_folder import Row, RunFolder, series
+from meshwright.tools.run_folder import Row, RunFolder, series
 
 # not counted in rates: compilation, caches and allocators settle in the first ones, as in tools.bench
 WARM_UP_STEPS = 4

@@ -8,13 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from parallel.one_line import one_line
-from parallel.plan import Plan, PlanError
-from parallel.plan_file import load_plan
-from parallel.strict_yaml import YamlError, load_mapping
-from train.config import ConfigError, known_keys
-from train.read_json import parse_mapping
-from train.status import Status, read_status
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.train.config import ConfigError, known_keys
+from meshwright.train.read_json import parse_mapping
+from meshwright.train.status import Status, read_status
 
 MAX_LINE_BYTES = 1 << 20  # of a row; ours have less than a thousandth of it
 Row = Mapping[str, Any]

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from parallel.collectives import Collective
-from parallel.memory_by_kind import GIB
-from parallel.plan import Plan
-from parallel.plan_file import plan_to_table
-from parallel.simulate import Simulation, TrainingCode, simulate
-from tools.command import format_table, natural, positive, run_tool
-from train.build import fill_model, shard_model
-from train.config import Config, ConfigError, parse_config
-from train.optim import build_optimizer
-from train.planning import plan_run
-from train.step import Batch, train_step
+from meshwright.parallel.collectives import Collective
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan_file import plan_to_table
+from meshwright.parallel.simulate import Simulation, TrainingCode, simulate
+from meshwright.tools.command import format_table, natural, positive, run_tool
+from meshwright.train.build import fill_model, shard_model
+from meshwright.train.config import Config, ConfigError, parse_config
+from meshwright.train.optim import build_optimizer
+from meshwright.train.planning import plan_run
+from meshwright.train.step import Batch, train_step
 
 PROG = "tools.simulate"
 LOGITS = ("head.output", "head.loss")  # of models.llama

@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.load import read_tensors
-from train.checkpoint.manifest import MANIFEST, Manifest, SavedTensor
-from train.checkpoint.verify import verify_alone
-from train.config import Config, ConfigError, load_config
-from train.init_from import PREFIX, weight_shapes
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.load import read_tensors
+from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, SavedTensor
+from meshwright.train.checkpoint.verify import verify_alone
+from meshwright.train.config import Config, ConfigError, load_config
+from meshwright.train.init_from import PREFIX, weight_shapes
 
 
 def checkpoints_folder(path: Path) -> Path:

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from parallel.fsdp import local_part
-from train.kernels import adamw
-from train.kernels.adamw import Slice, Step
+from meshwright.parallel.fsdp import local_part
+from meshwright.train.kernels import adamw
+from meshwright.train.kernels.adamw import Slice, Step
 
 
 class RoundedAdamW(torch.optim.Optimizer):
@@ -83,7 +83,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         """The one for this kind of device."""
         if device.type != "cuda":
             return adamw.update
-        from train.kernels import adamw_triton
+        from meshwright.train.kernels import adamw_triton
 
         return adamw_triton.update
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import torch
 
-from models.attention import HALF_ON_GPUS, KERNELS, WITHIN_DOCUMENTS
-from parallel.plan import Plan, PlanError
-from parallel.planner.hardware import Hardware, find_hardware
-from train.best_dtype import best_dtype, dtype_here
-from train.config import Config
+from meshwright.models.attention import HALF_ON_GPUS, KERNELS, WITHIN_DOCUMENTS
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.planner.hardware import Hardware, find_hardware
+from meshwright.train.best_dtype import best_dtype, dtype_here
+from meshwright.train.config import Config
 
 HOPPER = (9, 0)  # CUDA compute capability
 # the fastest first, of GPUs that no file in configs/hardware describes

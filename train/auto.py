@@ -5,21 +5,21 @@ from collections.abc import Mapping
 
 import torch
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import Plan, PlanError
-from parallel.planner.costs import step_times
-from parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from parallel.planner.reasons import give_reasons
-from parallel.planner.search import Machines
-from parallel.planner.timeline import Timeline
-from train.best_dtype import dtype_here
-from train.choose import choose_plan
-from train.config import Config
-from train.cores import usable_cores
-from train.host_memory import device_memory_bytes
-from train.place import Place
-from train.plan_here import check_here
-from train.predict import Prediction, predict, trace_run
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
+from meshwright.parallel.planner.reasons import give_reasons
+from meshwright.parallel.planner.search import Machines
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.train.best_dtype import dtype_here
+from meshwright.train.choose import choose_plan
+from meshwright.train.config import Config
+from meshwright.train.cores import usable_cores
+from meshwright.train.host_memory import device_memory_bytes
+from meshwright.train.place import Place
+from meshwright.train.plan_here import check_here
+from meshwright.train.predict import Prediction, predict, trace_run
 
 
 @dataclasses.dataclass(frozen=True)

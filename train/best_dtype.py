@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.hardware import Hardware
 
 # CUDA compute capability of the first GPUs that multiply bfloat16 (NVIDIA A100 whitepaper, 2020)
 AMPERE = (8, 0)

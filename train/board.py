@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from train.board_hparams import HParams, begin_summaries, end_summary
-from train.board_layout import layout_summary
-from train.log_files import LogFile, Trouble
+from meshwright.train.board_hparams import HParams, begin_summaries, end_summary
+from meshwright.train.board_layout import layout_summary
+from meshwright.train.log_files import LogFile, Trouble
 
 Outcome = Literal["finished", "stopped", "failed"]
 VERSION = "brain.Event:2"  # of the format, which begins every file

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from models.size import count_parameters
-from parallel.plan import Plan
-from parallel.plan_file import plan_to_yaml
-from parallel.planner.hardware import find_hardware
-from parallel.planner.picture import draw_timeline
-from parallel.planner.timeline import Timeline
-from train import VERSION
-from train.board import Shown
-from train.board_hparams import HParams, Value
-from train.config import Config, config_to_yaml, keys_of
+from meshwright import __version__
+from meshwright.models.size import count_parameters
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.planner.hardware import find_hardware
+from meshwright.parallel.planner.picture import draw_timeline
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.train.board import Shown
+from meshwright.train.board_hparams import HParams, Value
+from meshwright.train.config import Config, config_to_yaml, keys_of
 
 PREDICTED_STEP = "predicted_step"  # the image's name
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
@@ -86,7 +86,8 @@ def run_facts(config: Config, plan: Plan, device_name: str, data: str, steps: in
         "Hardware": f"{mesh.world_size} x {device_name}",
         "Mesh": f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}; "
         f"{len(plan.units)} FSDP units",
-        "Software": f"meshwright {VERSION}, torch {torch.__version__}, Python {platform.python_version()}",
+        "Software": f"meshwright {__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}",
     }
 
 
@@ -142,7 +143,7 @@ def _of_units(values: Sequence[Any]) -> str:
 
 
 def _paint(timeline: Timeline, title: str) -> bytes:
-    from parallel.planner.shapes_png import to_png
+    from meshwright.parallel.planner.shapes_png import to_png
 
     return to_png(draw_timeline(timeline, title))
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.llama import Llama, init_weights
-from parallel.apply import apply_plan
-from parallel.fsdp import copy_shard
-from parallel.plan import Plan
-from train.config import Config, ConfigError
+from meshwright.models.llama import Llama, init_weights
+from meshwright.parallel.apply import apply_plan
+from meshwright.parallel.fsdp import copy_shard
+from meshwright.parallel.plan import Plan
+from meshwright.train.config import Config, ConfigError
 
 
 def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Llama:

@@ -3,16 +3,16 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from parallel.make_plan import Job
-from parallel.memory_by_kind import GIB
-from parallel.plan import PlanError
-from parallel.planner.search import Choice, Machines, frugal, search
-from train.attention_kernel import best_attention
-from train.best_dtype import best_dtype
-from train.config import Config
-from train.fits import MAX_PROCESSES, halvings
-from train.planning import make_job, model_units
-from train.predict import trace_run
+from meshwright.parallel.make_plan import Job
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.planner.search import Choice, Machines, frugal, search
+from meshwright.train.attention_kernel import best_attention
+from meshwright.train.best_dtype import best_dtype
+from meshwright.train.config import Config
+from meshwright.train.fits import MAX_PROCESSES, halvings
+from meshwright.train.planning import make_job, model_units
+from meshwright.train.predict import trace_run
 
 
 def choose_plan(config: Config, world_size: int, machines: Machines) -> Choice:

@@ -15,24 +15,24 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from models.llama import LlamaConfig
-from parallel.config import ParallelConfig
-from parallel.one_line import one_line
-from parallel.plan import PlanError
-from parallel.strict_yaml import YamlError, load_mapping
-from train.bounds import check_bounds
-from train.checkpoint.config import CheckpointConfig, CheckpointError
-from train.data.config import DataConfig, DataError
-from train.lock import LockError
-from train.metrics import MetricsConfig
-from train.optim import OptimConfig
-from train.profiling import ProfileConfig
-from train.restarts import CrashLoopError
-from train.run_config import RunConfig
-from train.train_config import TrainConfig
-from train.type_errors import explain
+from meshwright.models.llama import LlamaConfig
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.train.bounds import check_bounds
+from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.lock import LockError
+from meshwright.train.metrics import MetricsConfig
+from meshwright.train.optim import OptimConfig
+from meshwright.train.profiling import ProfileConfig
+from meshwright.train.restarts import CrashLoopError
+from meshwright.train.run_config import RunConfig
+from meshwright.train.train_config import TrainConfig
+from meshwright.train.type_errors import explain
 
-CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
+CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
 
 
 class ConfigError(ValueError):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from train.control_groups import processors
+from meshwright.train.control_groups import processors
 
 
 def usable_cores(root: Path = Path("/"), cpus: Collection[int] | None = None) -> int:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import NoReturn
 
-from train.place import Place
+from meshwright.train.place import Place
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 SPEAK_S = 5.0  # that another rank leaves to rank 0 for its message

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.head import LinearCrossEntropySum
-from parallel.no_backward import without_backward
-from train.data.loader import BatchShape
-from train.data.sequences import SequenceShape, read_batch
-from train.data.split import Split
-from train.data.to_device import to_device
-from train.step import Batch, count_targets, summed
+from meshwright.models.head import LinearCrossEntropySum
+from meshwright.parallel.no_backward import without_backward
+from meshwright.train.data.loader import BatchShape
+from meshwright.train.data.sequences import SequenceShape, read_batch
+from meshwright.train.data.split import Split
+from meshwright.train.data.to_device import to_device
+from meshwright.train.step import Batch, count_targets, summed
 
 
 @dataclass(frozen=True)

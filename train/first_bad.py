@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel.activation_checkpoint import recompute
-from parallel.fsdp import local_part, set_last_micro_batch
-from train.step import Batch, count_targets, summed
+from meshwright.parallel.activation_checkpoint import recompute
+from meshwright.parallel.fsdp import local_part, set_last_micro_batch
+from meshwright.train.step import Batch, count_targets, summed
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from models.size import count_parameters
-from parallel.memory_by_kind import GIB, StepMemory
-from parallel.plan import Plan, PlanError
-from parallel.planner.memory import predict_step_memory
-from parallel.planner.work import DTYPE_BYTES
-from train.config import Config, list_configs, load_config
-from train.planning import plan_run
-from train.predict import predict_memory, trace_run
+from meshwright.models.size import count_parameters
+from meshwright.parallel.memory_by_kind import GIB, StepMemory
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.planner.memory import predict_step_memory
+from meshwright.parallel.planner.work import DTYPE_BYTES
+from meshwright.train.config import Config, list_configs, load_config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory, trace_run
 
 MAX_PROCESSES = 65536  # where the search for how many processes would do ends
 MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends

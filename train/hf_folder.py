@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from models.hf import EMBEDDING, OUTPUT, config_from_hf
-from models.llama import LlamaConfig
-from parallel.one_line import one_line
-from train.checkpoint.config import CheckpointError
-from train.read_json import read_json
+from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
+from meshwright.models.llama import LlamaConfig
+from meshwright.parallel.one_line import one_line
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.read_json import read_json
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 JSON_BYTES = 2**24  # of a config or an index; that of 126 blocks in 191 files has 100 KB

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from train.control_groups import memory_left_bytes
-from train.place import Place
+from meshwright.train.control_groups import memory_left_bytes
+from meshwright.train.place import Place
 
 
 def device_memory_bytes(device: torch.device, place: Place) -> int:

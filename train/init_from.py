@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.hf import different_keys, hf_name, is_ignored
-from models.llama import Llama, LlamaConfig
-from train.checkpoint.config import CheckpointError, VerifyMode
-from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.manifest import MANIFEST, read_manifest
-from train.checkpoint.verify import find_damage, raise_damage, verify_together
-from train.config import ConfigError, load_config
-from train.data.paths import user_path
-from train.hf_folder import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
+from meshwright.models.hf import different_keys, hf_name, is_ignored
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.train.checkpoint.config import CheckpointError, VerifyMode
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
+from meshwright.train.config import ConfigError, load_config
+from meshwright.train.data.paths import user_path
+from meshwright.train.hf_folder import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
 
 PREFIX = "model."  # of the weights, among everything else that a checkpoint of ours holds
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.folder import list_checkpoints
-from train.console import Screen
-from train.out_of_memory import OutOfMemory
-from train.place import Place
-from train.restarts import CrashLoopError
-from train.status import FailedStarts, State, read_status, write_status
-from train.stop import as_lost_peer
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.console import Screen
+from meshwright.train.out_of_memory import OutOfMemory
+from meshwright.train.place import Place
+from meshwright.train.restarts import CrashLoopError
+from meshwright.train.status import FailedStarts, State, read_status, write_status
+from meshwright.train.stop import as_lost_peer
 
 
 class Journal:

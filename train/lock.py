@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from parallel.one_line import one_line
-from train.read_json import read_json
+from meshwright.parallel.one_line import one_line
+from meshwright.train.read_json import read_json
 
 LIMIT_BYTES = 4096
 # no link, whose target would be overwritten

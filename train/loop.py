@@ -11,30 +11,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.async_tp import describe_async_tp
-from parallel.compile_report import describe_compiling
-from parallel.plan import Plan
-from parallel.recompile import RecompileGuard
-from train.checkpoint.folder import SaveError
-from train.checkpoint.manifest import Position
-from train.checkpoint.saver import Saver
-from train.config import Config
-from train.console import Screen
-from train.data.loader import BatchShape, SampleOrder, StepData, TrainLoader
-from train.data.progress import data_progress
-from train.data.sequences import SequenceShape
-from train.data.tokens import Corpus
-from train.evaluation import Score, score_sets
-from train.garbage import Garbage
-from train.host_memory import return_free_memory
-from train.kernel_check import KernelCheck
-from train.metrics import Metrics
-from train.nonfinite import FiniteGuard
-from train.optim import learning_rate, set_learning_rate
-from train.profiling import Profiled, StepProfiler
-from train.step import StepResult, train_step
-from train.stop import INTACT, PeerLostError, Stop
-from train.watchdog import Watchdog
+from meshwright.parallel.async_tp import describe_async_tp
+from meshwright.parallel.compile_report import describe_compiling
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.recompile import RecompileGuard
+from meshwright.train.checkpoint.folder import SaveError
+from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.config import Config
+from meshwright.train.console import Screen
+from meshwright.train.data.loader import BatchShape, SampleOrder, StepData, TrainLoader
+from meshwright.train.data.progress import data_progress
+from meshwright.train.data.sequences import SequenceShape
+from meshwright.train.data.tokens import Corpus
+from meshwright.train.evaluation import Score, score_sets
+from meshwright.train.garbage import Garbage
+from meshwright.train.host_memory import return_free_memory
+from meshwright.train.kernel_check import KernelCheck
+from meshwright.train.metrics import Metrics
+from meshwright.train.nonfinite import FiniteGuard
+from meshwright.train.optim import learning_rate, set_learning_rate
+from meshwright.train.profiling import Profiled, StepProfiler
+from meshwright.train.step import StepResult, train_step
+from meshwright.train.stop import INTACT, PeerLostError, Stop
+from meshwright.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

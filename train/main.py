@@ -12,58 +12,65 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.llama import Llama
-from models.size import count_parameters
-from parallel.advice import advise, unused_keys
-from parallel.compile_check import check_compiler, use_cache_folder
-from parallel.memory_by_kind import GIB
-from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from parallel.plan import Plan
-from parallel.plan_file import plan_to_table, plan_to_yaml
-from parallel.planner.hardware import find_hardware
-from parallel.planner.memory import usable_bytes
-from parallel.planner.timeline import Timeline
-from parallel.recompile import RecompileGuard
-from parallel.strategy import describe_strategy
-from train import VERSION
-from train.auto import choose_here
-from train.best_dtype import describe_dtype
-from train.board import Outcome
-from train.board_facts import describe_run
-from train.build import build_model
-from train.checkpoint.config import CheckpointConfig
-from train.checkpoint.folder import SaveError, list_checkpoints, refuse_newer
-from train.checkpoint.load import load_checkpoint
-from train.checkpoint.manifest import Position
-from train.checkpoint.resume import Start, find_start
-from train.checkpoint.saver import Saver
-from train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
-from train.console import Screen
-from train.data.checks import check_data, check_evaluation, check_sequences
-from train.data.loader import BatchShape, SampleOrder
-from train.data.sequences import SequenceShape, make_sequence_shape
-from train.data.together import load_together
-from train.data.tokens import Corpus
-from train.ending import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, exit_process, say_error, say_user_error
-from train.fits import check_fits
-from train.host_memory import device_memory_bytes, free_host_bytes
-from train.init_from import Weights, find_weights, load_weights, say_start
-from train.journal import Journal
-from train.loop import Run, train_loop
-from train.metrics import Metrics
-from train.nonfinite import FiniteGuard, NonFiniteError
-from train.optim import build_optimizer
-from train.out_of_memory import OutOfMemory, explaining_out_of_memory
-from train.place import Place, choose_device, read_place
-from train.plan_here import plan_here
-from train.restarts import check_crash_loop
-from train.runtime import start_process
-from train.status import read_status
-from train.stop import PeerLostError, Stop, as_lost_peer
-from train.take_folder import take_folder
-from train.throughput import make_throughput
-from train.together import check_alike, from_main, lines_of, settings_of, with_restarts_of_all
-from train.watchdog import Watchdog
+from meshwright import __version__
+from meshwright.models.llama import Llama
+from meshwright.models.size import count_parameters
+from meshwright.parallel.advice import advise, unused_keys
+from meshwright.parallel.compile_check import check_compiler, use_cache_folder
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan_file import plan_to_table, plan_to_yaml
+from meshwright.parallel.planner.hardware import find_hardware
+from meshwright.parallel.planner.memory import usable_bytes
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.recompile import RecompileGuard
+from meshwright.parallel.strategy import describe_strategy
+from meshwright.train.auto import choose_here
+from meshwright.train.best_dtype import describe_dtype
+from meshwright.train.board import Outcome
+from meshwright.train.board_facts import describe_run
+from meshwright.train.build import build_model
+from meshwright.train.checkpoint.config import CheckpointConfig
+from meshwright.train.checkpoint.folder import SaveError, list_checkpoints, refuse_newer
+from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.resume import Start, find_start
+from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
+from meshwright.train.console import Screen
+from meshwright.train.data.checks import check_data, check_evaluation, check_sequences
+from meshwright.train.data.loader import BatchShape, SampleOrder
+from meshwright.train.data.sequences import SequenceShape, make_sequence_shape
+from meshwright.train.data.together import load_together
+from meshwright.train.data.tokens import Corpus
+from meshwright.train.ending import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    exit_process,
+    say_error,
+    say_user_error,
+)
+from meshwright.train.fits import check_fits
+from meshwright.train.host_memory import device_memory_bytes, free_host_bytes
+from meshwright.train.init_from import Weights, find_weights, load_weights, say_start
+from meshwright.train.journal import Journal
+from meshwright.train.loop import Run, train_loop
+from meshwright.train.metrics import Metrics
+from meshwright.train.nonfinite import FiniteGuard, NonFiniteError
+from meshwright.train.optim import build_optimizer
+from meshwright.train.out_of_memory import OutOfMemory, explaining_out_of_memory
+from meshwright.train.place import Place, choose_device, read_place
+from meshwright.train.plan_here import plan_here
+from meshwright.train.restarts import check_crash_loop
+from meshwright.train.runtime import start_process
+from meshwright.train.status import read_status
+from meshwright.train.stop import PeerLostError, Stop, as_lost_peer
+from meshwright.train.take_folder import take_folder
+from meshwright.train.throughput import make_throughput
+from meshwright.train.together import check_alike, from_main, lines_of, settings_of, with_restarts_of_all
+from meshwright.train.watchdog import Watchdog
 
 # failures of which the message says all: no traceback
 EXPLAINED = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)
@@ -384,7 +391,7 @@ def _write_texts(folder: Path, config: Config, plan: Plan, place: Place, screen:
 def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Config) -> None:
     """The first lines on the screen: versions, device, model, plan."""
     plan, plural = planned.plan, "es" if place.world_size > 1 else ""
-    screen.line(f"meshwright {VERSION}, Python {platform.python_version()}, torch {torch.__version__}")
+    screen.line(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     screen.line(
         f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU "
         f"threads each"

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.compile_check import count_compiled_graphs
-from parallel.plan import Plan
-from train.board import Outcome, Shown
-from train.board_tags import PREDICTED, UNIT_NORMS
-from train.bounds import bounded
-from train.evaluation import Score, mean_loss
-from train.gradient_norms import GradientNorms
-from train.host_memory import peak_resident_bytes
-from train.row_files import RowFiles
-from train.spikes import Spike, SpikeDetector
-from train.step import StepResult
+from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.parallel.plan import Plan
+from meshwright.train.board import Outcome, Shown
+from meshwright.train.board_tags import PREDICTED, UNIT_NORMS
+from meshwright.train.bounds import bounded
+from meshwright.train.evaluation import Score, mean_loss
+from meshwright.train.gradient_norms import GradientNorms
+from meshwright.train.host_memory import peak_resident_bytes
+from meshwright.train.row_files import RowFiles
+from meshwright.train.spikes import Spike, SpikeDetector
+from meshwright.train.step import StepResult
 
 GIB = 2**30
 

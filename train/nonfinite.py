@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.data.loader import BatchShape, SampleOrder, StepData
-from train.first_bad import BadValue, first_bad_value, parameters_not_finite
-from train.step import Batch, StepResult
+from meshwright.train.data.loader import BatchShape, SampleOrder, StepData
+from meshwright.train.first_bad import BadValue, first_bad_value, parameters_not_finite
+from meshwright.train.step import Batch, StepResult
 
 _MANY = 8  # ranks, names or sequences that a message lists
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from train.bounds import bounded
+from meshwright.train.bounds import bounded
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> tor
     if {config.state_dtype, *(str(p.dtype).removeprefix("torch.") for p in trained)} == {"float32"}:
         optimizer = torch.optim.AdamW(groups, fused=True)
     else:
-        from train.adamw import RoundedAdamW
+        from meshwright.train.adamw import RoundedAdamW
 
         optimizer = RoundedAdamW(
             groups, {p: zlib.crc32(f"{seed}:{name}".encode()) for p, name in trained.items()}

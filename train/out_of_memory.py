@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from parallel.fsdp import local_part
-from parallel.memory_by_kind import GIB
-from parallel.one_line import one_line
-from parallel.plan import Plan
-from parallel.planner.hardware import find_hardware, load_hardware
-from train.config import Config
-from train.host_memory import peak_resident_bytes
-from train.place import Place, read_place
-from train.predict import predict_memory
-from train.savings import largest_savings
+from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.hardware import find_hardware, load_hardware
+from meshwright.train.config import Config
+from meshwright.train.host_memory import peak_resident_bytes
+from meshwright.train.place import Place, read_place
+from meshwright.train.predict import predict_memory
+from meshwright.train.savings import largest_savings
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
 SPEAK_S = 30.0  # that another rank leaves to rank 0, which ends them all when it has spoken

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel.plan import PlanError
-from train.run_config import RunConfig
+from meshwright.parallel.plan import PlanError
+from meshwright.train.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from parallel.check_plan import check_plan, key_mistakes
-from parallel.plan import ModelUnits, Plan, PlanError
-from parallel.plan_file import load_plan
-from train.config import Config
+from meshwright.parallel.check_plan import check_plan, key_mistakes
+from meshwright.parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.plan_file import load_plan
+from meshwright.train.config import Config
 
 
 def read_plan(config: Config, model: ModelUnits, world_size: int) -> Plan:

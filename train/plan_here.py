@@ -2,13 +2,13 @@
 
 import torch
 
-from parallel.float8 import check_float8
-from parallel.plan import Plan
-from train.attention_kernel import attention_here, check_attention
-from train.best_dtype import dtype_here
-from train.config import Config
-from train.place import Place
-from train.planning import plan_run
+from meshwright.parallel.float8 import check_float8
+from meshwright.parallel.plan import Plan
+from meshwright.train.attention_kernel import attention_here, check_attention
+from meshwright.train.best_dtype import dtype_here
+from meshwright.train.config import Config
+from meshwright.train.place import Place
+from meshwright.train.planning import plan_run
 
 
 def plan_here(config: Config, place: Place, device: torch.device, device_name: str) -> Plan:

@@ -1,12 +1,12 @@
 """Config -> plan: the part of a run that needs no process group and no device."""
 
-from models.attention import ATTENTION_OPS, KERNELS
-from models.llama import SHARDING, LlamaConfig, block_linears, fsdp_units, tp_divides
-from models.size import count_parameters
-from parallel.make_plan import Job, make_plan
-from parallel.plan import ModelUnits, Plan, PlanError
-from train.config import Config
-from train.plan_from_file import read_plan
+from meshwright.models.attention import ATTENTION_OPS, KERNELS
+from meshwright.models.llama import SHARDING, LlamaConfig, block_linears, fsdp_units, tp_divides
+from meshwright.models.size import count_parameters
+from meshwright.parallel.make_plan import Job, make_plan
+from meshwright.parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.train.config import Config
+from meshwright.train.plan_from_file import read_plan
 
 
 def plan_run(

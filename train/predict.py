@@ -7,20 +7,20 @@ from typing import Literal
 import torch
 from torch import nn
 
-from models.cost import flops_per_token
-from models.llama import Llama, LlamaConfig
-from parallel.compile_check import cache_folder
-from parallel.memory_by_kind import StepMemory
-from parallel.plan import Plan, PlanError
-from parallel.planner.costs import step_times
-from parallel.planner.hardware import Hardware
-from parallel.planner.memory import predict_step_memory, reserved_bytes
-from parallel.planner.streams import simulate_step
-from parallel.planner.timeline import Timeline
-from parallel.planner.work import DTYPE_BYTES, ModelWork
-from train.build import freeze
-from train.config import Config
-from train.work import trace_model
+from meshwright.models.cost import flops_per_token
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.parallel.compile_check import cache_folder
+from meshwright.parallel.memory_by_kind import StepMemory
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.work import DTYPE_BYTES, ModelWork
+from meshwright.train.build import freeze
+from meshwright.train.config import Config
+from meshwright.train.work import trace_model
 
 ATTENTION_KINDS: tuple[Literal["full"], Literal["causal"]] = ("full", "causal")
 

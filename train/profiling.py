@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel.compile_report import compiled_graphs
-from parallel.one_line import one_line
-from parallel.plan import Plan
-from train.bounds import bounded
-from train.ending import say_error
-from train.place import read_place
+from meshwright.parallel.compile_report import compiled_graphs
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.plan import Plan
+from meshwright.train.bounds import bounded
+from meshwright.train.ending import say_error
+from meshwright.train.place import read_place
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class StepProfiler:
             )
             self._profile.prepare_trace()
         if self._profile is not None and step == self._first:
-            from parallel.unit_names import name_units
+            from meshwright.parallel.unit_names import name_units
 
             self._clear_folder()
             self._wait_for_device()  # what still runs was launched before the window

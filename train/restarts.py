@@ -1,9 +1,9 @@
 """Restarts: a run that is started again by itself, and fails again at the same step, is not started for
 ever."""
 
-from parallel.one_line import one_line
-from train.place import Place
-from train.status import FailedStarts, Status
+from meshwright.parallel.one_line import one_line
+from meshwright.train.place import Place
+from meshwright.train.status import FailedStarts, Status
 
 MAX_FAILED_STARTS = 3
 SHOWN = 500  # characters of the last failure's reason

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.board import Board, Outcome, Shown
-from train.board_tags import UNIT_NORMS, UNIT_NORMS_TAG, scalars_of
-from train.log_files import MAX_WAITING, LogFile, Trouble
-from train.store_link import Errands
+from meshwright.train.board import Board, Outcome, Shown
+from meshwright.train.board_tags import UNIT_NORMS, UNIT_NORMS_TAG, scalars_of
+from meshwright.train.log_files import MAX_WAITING, LogFile, Trouble
+from meshwright.train.store_link import Errands
 
 HANGS_S = 5.0  # a disk that has not taken a row for so long is no longer waited for
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from train.bounds import bounded
-from train.watchdog import TimeoutConfig
+from meshwright.train.bounds import bounded
+from meshwright.train.watchdog import TimeoutConfig
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from datetime import timedelta
 
 import torch
 
-from train.allocator import use_expandable_segments
-from train.cores import usable_cores
-from train.meeting import join
-from train.open_files import allow_open_files
-from train.place import Place
-from train.run_config import RunConfig
+from meshwright.train.allocator import use_expandable_segments
+from meshwright.train.cores import usable_cores
+from meshwright.train.meeting import join
+from meshwright.train.open_files import allow_open_files
+from meshwright.train.place import Place
+from meshwright.train.run_config import RunConfig
 
 
 def group_timeout(config: RunConfig) -> timedelta:

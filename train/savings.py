@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.plan import Plan, PlanError
-from parallel.planner.hardware import Hardware
-from train.config import Config
-from train.planning import plan_run
-from train.predict import predict, predict_memory
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.train.config import Config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict, predict_memory
 
 SHOWN = 3
 LOSS_CHUNK_TOKENS = 2048  # what parallel.loss_chunk_tokens=auto means for long micro batches

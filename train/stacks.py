@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train.stuck import as_ranges
+from meshwright.train.stuck import as_ranges
 
-ROOT = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent
 TORCH = Path(torch.__file__).parent
 # Where Python shows no function of torch.distributed: a wait of its own, as in our code and in compiled
 # graphs.
@@ -120,14 +121,17 @@ def count_collectives() -> tuple[tuple[str, int], ...]:
 
 
 def _is_ours(call: Call) -> bool:
+    """In the package, or beside it in its checkout, but not in an environment that lies there."""
     path = Path(call.file)
-    return path.is_relative_to(ROOT) and not {"site-packages", "dist-packages"} & set(path.parts)
+    in_checkout = path.is_relative_to(ROOT) and not {"site-packages", "dist-packages"} & set(path.parts)
+    return path.is_relative_to(PACKAGE) or in_checkout
 
 
 def _show(call: Call) -> str:
     """file:line function, from the folder that tells most."""
     path = Path(call.file)
-    base = ROOT if _is_ours(call) else TORCH.parent
+    ours = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
+    base = ours if _is_ours(call) else TORCH.parent
     shown = path.relative_to(base) if path.is_relative_to(base) else Path(*path.parts[-2:])
     return f"{shown}:{call.line} {call.function}"
 

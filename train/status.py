@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from train.read_json import read_json
+from meshwright.train.read_json import read_json
 
 State = Literal["running", "finished", "stopped", "failed"]
 LIMIT_BYTES = 1 << 20  # a reason may carry an error's whole message

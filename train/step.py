@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.loss import IGNORE_INDEX
-from parallel.fsdp import clip_divisor, gradient_norm, set_last_micro_batch
-from parallel.tensor import share_copies
+from meshwright.models.loss import IGNORE_INDEX
+from meshwright.parallel.fsdp import clip_divisor, gradient_norm, set_last_micro_batch
+from meshwright.parallel.tensor import share_copies
 
 
 @dataclass(frozen=True)

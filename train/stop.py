@@ -15,9 +15,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from train.ending import end_at_once
-from train.run_config import RunConfig
-from train.runtime import group_timeout
+from meshwright.train.ending import end_at_once
+from meshwright.train.run_config import RunConfig
+from meshwright.train.runtime import group_timeout
 
 # Slurm sends what its --signal says, torchrun passes on SIGHUP where its terminal is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

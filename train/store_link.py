@@ -15,7 +15,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
-from train.stuck import RankReport, TimedOut
+from meshwright.train.stuck import RankReport, TimedOut
 
 ANSWERS_S = 2.5  # ranks ask themselves every second whether they are asked; who runs has answered by then
 # for the diagnosis of the rank that asked first: its 2.5 s for answers, the reading of 1,000, its files

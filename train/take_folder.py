@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.console import Screen
-from train.lock import Lock, lock_folder
-from train.place import Place
-from train.together import from_main
+from meshwright.train.console import Screen
+from meshwright.train.lock import Lock, lock_folder
+from meshwright.train.place import Place
+from meshwright.train.together import from_main
 
 ENDING_S = 120.0  # after a restart: for the run before to end; NFS 4 keeps a dead machine's lock for 90 s
 

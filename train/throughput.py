@@ -1,10 +1,10 @@
 """What turns the time of a run's steps into rates."""
 
-from models.cost import flops_per_token
-from parallel.plan import Plan
-from parallel.planner.hardware import find_hardware
-from train.config import Config
-from train.metrics import Throughput
+from meshwright.models.cost import flops_per_token
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.hardware import find_hardware
+from meshwright.train.config import Config
+from meshwright.train.metrics import Throughput
 
 
 def make_throughput(config: Config, plan: Plan, device_name: str) -> Throughput:

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from parallel.plan import Plan
-from parallel.plan_file import plan_to_yaml
-from train.config import USER_ERRORS, Config, ConfigError, keys_of
-from train.place import Place
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.train.config import USER_ERRORS, Config, ConfigError, keys_of
+from meshwright.train.place import Place
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from train.bounds import bounded
+from meshwright.train.bounds import bounded
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from train.bounds import bounded
-from train.stacks import (
+from meshwright.train.bounds import bounded
+from meshwright.train.stacks import (
     TRACE_FILE,
     count_collectives,
     find_where,
@@ -28,8 +28,8 @@ from train.stacks import (
     write_flight_record,
     write_stacks,
 )
-from train.store_link import Errands, StoreLink
-from train.stuck import RankReport, TimedOut, diagnose, diagnose_alone
+from meshwright.train.store_link import Errands, StoreLink
+from meshwright.train.stuck import RankReport, TimedOut, diagnose, diagnose_alone
 
 Section = Literal["set-up", "data", "first step", "step", "evaluation", "checkpoint"]
 

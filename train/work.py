@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
-from models.llama import Llama, LlamaConfig, block_linears
-from parallel.activation_checkpoint import recompute
-from parallel.float8_rules import count_float8
-from parallel.float8_tokens import gather_in_float8
-from parallel.plan import Plan, TensorPlan, UnitPlan
-from parallel.planner.eager import Subject
-from parallel.planner.one_rank import apply_as_one_rank
-from parallel.planner.trace import trace_module
-from parallel.planner.work import ModelWork, ModuleWork
-from train.work_cache import remember
+from meshwright.models.llama import Llama, LlamaConfig, block_linears
+from meshwright.parallel.activation_checkpoint import recompute
+from meshwright.parallel.float8_rules import count_float8
+from meshwright.parallel.float8_tokens import gather_in_float8
+from meshwright.parallel.plan import Plan, TensorPlan, UnitPlan
+from meshwright.parallel.planner.eager import Subject
+from meshwright.parallel.planner.one_rank import apply_as_one_rank
+from meshwright.parallel.planner.trace import trace_module
+from meshwright.parallel.planner.work import ModelWork, ModuleWork
+from meshwright.train.work_cache import remember
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block

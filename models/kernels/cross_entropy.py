@@ -16,7 +16,7 @@ def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
     """What the loss needs of every row, float32 [3, n]: the largest logit, the sum of exp(logit - largest),
     and the target's logit; 0 for an id outside 0 .. v-1. One pass over the logits."""
     if logits_nv.is_cuda:
-        from models.kernels.cross_entropy_triton import read_rows as on_gpu
+        from meshwright.models.kernels.cross_entropy_triton import read_rows as on_gpu
 
         return on_gpu(logits_nv, ids_n)
     return plain_rows(logits_nv, ids_n)
@@ -33,7 +33,7 @@ def write_gradient(
 ) -> None:
     """Overwrite logits with weight * (scale * exp(logit - log_sum) - [the target's]), computed in float32."""
     if logits_nv.is_cuda:
-        from models.kernels.cross_entropy_triton import write_gradient as on_gpu
+        from meshwright.models.kernels.cross_entropy_triton import write_gradient as on_gpu
 
         on_gpu(logits_nv, ids_n, log_sum_n, scale_n, weight_n)
     else:

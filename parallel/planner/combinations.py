@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parallel.config import ParallelConfig
-from parallel.make_plan import Job
-from parallel.strategy import STRATEGIES, strategy_settings
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.make_plan import Job
+from meshwright.parallel.strategy import STRATEGIES, strategy_settings
 
 CHOICES = (
     "tp",

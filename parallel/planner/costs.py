@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 
-from parallel.plan import MeshPlan, Plan, UnitPlan, regathered
-from parallel.planner.hardware import Hardware, share_at
-from parallel.planner.offload import copy_times
-from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
-from parallel.planner.work import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.plan import MeshPlan, Plan, UnitPlan, regathered
+from meshwright.parallel.planner.hardware import Hardware, share_at
+from meshwright.parallel.planner.offload import copy_times
+from meshwright.parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.work import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
 
 FLOAT32_ATTENTION = "efficient"  # the one fused kernel of GPUs that takes float32, so the best one there
 # Both estimates, not measured. A product's operands are about two thirds of the bytes that it moves; casting

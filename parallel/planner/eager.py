@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.inner_code import inner_code
-from parallel.planner.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
-from parallel.planner.work import Linear, Operation, Phase, fullest
+from meshwright.parallel.inner_code import inner_code
+from meshwright.parallel.planner.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
+from meshwright.parallel.planner.work import Linear, Operation, Phase, fullest
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
 # Two micro batches tell what grows with them; not 1, which torch treats as special in places. What is done in

@@ -5,7 +5,7 @@ import bisect
 import dataclasses
 from collections.abc import Callable
 
-from parallel.planner.step_times import StepTimes
+from meshwright.parallel.planner.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)

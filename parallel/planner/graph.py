@@ -16,10 +16,10 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from parallel.inner_code import inner_code
-from parallel.planner.opened import Opened, open_operator
-from parallel.planner.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
-from parallel.planner.work import Linear, Operation, Phase, fullest, total
+from meshwright.parallel.inner_code import inner_code
+from meshwright.parallel.planner.opened import Opened, open_operator
+from meshwright.parallel.planner.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops
+from meshwright.parallel.planner.work import Linear, Operation, Phase, fullest, total
 
 
 @dataclass(frozen=True)

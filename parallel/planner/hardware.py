@@ -14,10 +14,10 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from parallel.plan import PlanError
-from parallel.strict_yaml import YamlError, load_mapping
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.strict_yaml import YamlError, load_mapping
 
-HARDWARE_FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
+HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 GIB = 2**30
 MOST_FITTED = 4
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce"})

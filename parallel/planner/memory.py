@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from math import prod
 from operator import attrgetter
 
-from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
-from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
-from parallel.planner.hardware import Hardware
-from parallel.planner.offload import sent_blocks
-from parallel.planner.work import DTYPE_BYTES, Linear, ModelWork, total
+from meshwright.parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
+from meshwright.parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.offload import sent_blocks
+from meshwright.parallel.planner.work import DTYPE_BYTES, Linear, ModelWork, total
 
 
 def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:

@@ -5,9 +5,9 @@ to a step in streams.py."""
 from collections.abc import Mapping
 from itertools import pairwise
 
-from parallel.plan import Plan
-from parallel.planner.hardware import Hardware
-from parallel.planner.work import DTYPE_BYTES, ModelWork
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.work import DTYPE_BYTES, ModelWork
 
 
 def sent_blocks(plan: Plan, work: ModelWork) -> dict[str, str]:

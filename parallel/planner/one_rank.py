@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
-from parallel.plan import TensorPlan
-from parallel.tensor import TensorAxis, apply_styles
+from meshwright.parallel.plan import TensorPlan
+from meshwright.parallel.tensor import TensorAxis, apply_styles
 
 
 def apply_as_one_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.planner.eager import WATCHED_SEQUENCES, Watched, join_watched, line, watch_call
-from parallel.planner.work import Linear, Phase
+from meshwright.parallel.planner.eager import WATCHED_SEQUENCES, Watched, join_watched, line, watch_call
+from meshwright.parallel.planner.work import Linear, Phase
 
 
 @dataclass(frozen=True)

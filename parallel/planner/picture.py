@@ -4,9 +4,9 @@ backward below."""
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width, to_svg
-from parallel.planner.timeline import EXPOSED, Event, Timeline, describe
-from parallel.planner.zoom import zoom_window
+from meshwright.parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width, to_svg
+from meshwright.parallel.planner.timeline import EXPOSED, Event, Timeline, describe
+from meshwright.parallel.planner.zoom import zoom_window
 
 WIDTH = 1240
 LEFT, RIGHT = 118, 24  # margins beside the lanes: their names are on the left

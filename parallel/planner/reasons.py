@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from math import log
 from typing import Any
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import regathered
-from parallel.planner.flow import OFFLOAD
-from parallel.planner.search import EQUAL, Candidate, Choice, Machines
-from parallel.planner.step_times import StepTimes
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import regathered
+from meshwright.parallel.planner.flow import OFFLOAD
+from meshwright.parallel.planner.search import EQUAL, Candidate, Choice, Machines
+from meshwright.parallel.planner.step_times import StepTimes
 
 CHOICES = (
     "tp",

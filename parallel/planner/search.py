@@ -9,20 +9,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from parallel.config import ParallelConfig
-from parallel.make_plan import Job, make_plan
-from parallel.memory_by_kind import GIB, StepMemory
-from parallel.plan import ModelUnits, Plan, PlanError
-from parallel.planner.combinations import CHECKPOINTING, CHOICES, combinations, with_choices
-from parallel.planner.costs import step_times
-from parallel.planner.fewest_blocks import Bounds, part_s, smallest
-from parallel.planner.hardware import Hardware
-from parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes, usable_bytes
-from parallel.planner.offload import host_bytes
-from parallel.planner.streams import simulate_step
-from parallel.planner.timeline import Timeline
-from parallel.planner.work import ModelWork
-from parallel.selective import op_mistakes
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.make_plan import Job, make_plan
+from meshwright.parallel.memory_by_kind import GIB, StepMemory
+from meshwright.parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.planner.combinations import CHECKPOINTING, CHOICES, combinations, with_choices
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.fewest_blocks import Bounds, part_s, smallest
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes, usable_bytes
+from meshwright.parallel.planner.offload import host_bytes
+from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.work import ModelWork
+from meshwright.parallel.selective import op_mistakes
 
 PART_OF_THE_BLOCKS = ("selective", "full", "offload")  # what is tried for the fewest blocks that fit, too
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins

@@ -4,7 +4,7 @@ import io
 
 from PIL import Image, ImageDraw, ImageFont
 
-from parallel.planner.shapes import Picture, Text
+from meshwright.parallel.planner.shapes import Picture, Text
 
 SCALE = 2  # pixels of the PNG for one of the picture: sharp on dense screens
 SMOOTH = 2  # painted so much larger and shrunk: thin bars keep their share of a pixel

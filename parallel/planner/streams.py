@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
-from parallel.planner.flow import COMPUTE, OFFLOAD, STREAMS, Task, find_waits, run_tasks
-from parallel.planner.step_times import StepTimes
-from parallel.planner.timeline import EXPOSED, Event, Round, Timeline
+from meshwright.parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
+from meshwright.parallel.planner.flow import COMPUTE, OFFLOAD, STREAMS, Task, find_waits, run_tasks
+from meshwright.parallel.planner.step_times import StepTimes
+from meshwright.parallel.planner.timeline import EXPOSED, Event, Round, Timeline
 
 # name of a unit, phase -> units whose all-gathers it starts ahead
 Ahead = Mapping[tuple[str, str], Sequence[UnitPlan]]

@@ -17,9 +17,9 @@ from torch._functorch import config as functorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from parallel.planner.eager import Subject, watch_eager
-from parallel.planner.graph import GraphInputs, KernelGraph
-from parallel.planner.work import Linear, ModuleWork, total
+from meshwright.parallel.planner.eager import Subject, watch_eager
+from meshwright.parallel.planner.graph import GraphInputs, KernelGraph
+from meshwright.parallel.planner.work import Linear, ModuleWork, total
 
 TRACED_SEQUENCES = 2  # of the micro batch traced: not 1, whose dims the compiler takes away
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.timeline import Timeline
 
 ZOOMED_UNITS = 4
 MARGIN = 0.08  # of the neighbours, so that waits before the first unit show

@@ -12,8 +12,8 @@ import sys
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-import parallel.compile_check
-from train.main import main
+import meshwright.parallel.compile_check
+from meshwright.train.main import main
 
 if __name__ == "__main__":
     operators = torch.library.Library("symm_mem", "IMPL")
@@ -22,5 +22,5 @@ if __name__ == "__main__":
         "fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU"
     )
     torch.distributed.is_nccl_available = lambda: True
-    parallel.compile_check.check_async_tp = lambda *_: None  # type: ignore[assignment]
+    meshwright.parallel.compile_check.check_async_tp = lambda *_: None  # type: ignore[assignment]
     main(sys.argv[1:])

@@ -3,9 +3,9 @@
 import sys
 from typing import Any
 
-import train.loop
-from train.main import main
-from train.step import Batch, train_step
+import meshwright.train.loop
+from meshwright.train.main import main
+from meshwright.train.step import Batch, train_step
 
 if __name__ == "__main__":
     steps = iter(range(1, 1000))
@@ -15,5 +15,5 @@ if __name__ == "__main__":
             batches = [Batch(b.tokens[:, :16], b.targets[:, :16]) for b in batches]
         return train_step(model, optimizer, batches, *rest)
 
-    train.loop.train_step = shortened
+    meshwright.train.loop.train_step = shortened
     main(sys.argv[1:])

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._inductor.codecache import PyCodeCache
 
-from parallel.async_tp import check_async_tp, describe_async_tp, not_shared, use_async_tp, verdict
-from parallel.plan import Plan, PlanError
+from meshwright.parallel.async_tp import check_async_tp, describe_async_tp, not_shared, use_async_tp, verdict
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
-from train.config import parse_config
-from train.planning import plan_run
 
 TP = [
     "--parallel.tp=2",

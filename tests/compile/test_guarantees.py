@@ -11,14 +11,14 @@ import pytest
 import torch
 import yaml
 
-from parallel.compile_check import count_compiled_graphs
-from parallel.plan_file import plan_to_yaml
+from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 from tests.distributed.parity import Job, check_compiled, run_jobs
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run, write_text
 from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks
-from train.config import parse_config
-from train.planning import plan_run
 
 AOT = "--parallel.compile.backend=aot_eager"
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from models.llama import Llama, LlamaConfig
-from parallel.activation_checkpoint import recompute
-from parallel.planner.eager import Subject
-from parallel.planner.trace import trace_module
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.parallel.activation_checkpoint import recompute
+from meshwright.parallel.planner.eager import Subject
+from meshwright.parallel.planner.trace import trace_module
 
 SEQUENCES, TOKENS = 2, 128
 MODEL = LlamaConfig(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.train.init_from import find_weights, load_weights
+from meshwright.train.step import Batch, train_step
 from tests.support.sharded import build_sharded
-from train.init_from import find_weights, load_weights
-from train.step import Batch, train_step
 
 
 class Counted:

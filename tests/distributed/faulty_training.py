@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.train.data.loader import SampleOrder, TrainLoader
+from meshwright.train.data.sequences import make_sequence_shape
+from meshwright.train.data.tokens import load_corpus
+from meshwright.train.nonfinite import FiniteGuard, NonFiniteError
+from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
-from train.data.loader import SampleOrder, TrainLoader
-from train.data.sequences import make_sequence_shape
-from train.data.tokens import load_corpus
-from train.nonfinite import FiniteGuard, NonFiniteError
-from train.step import train_step
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 Now = dict[str, int]

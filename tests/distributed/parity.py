@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.train.config import parse_config
 from tests.distributed.matrix import SHAPE, STEPS
 from tests.distributed.reference import train_plainly
 from tests.distributed.training import Case, train_cases
 from tests.support.worlds import RanksError, run_ranks
-from train.config import parse_config
 
 Result = dict[str, Any]
 LIMIT_S, CASE_LIMIT_S = 900, 60  # of a call, and for each of its cases: only what hangs comes near it

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from models.llama import Llama, init_weights
-from models.loss import IGNORE_INDEX
-from train.config import Config
-from train.data.order import sample_indices
-from train.data.sequences import make_sequence_shape, read_batch
-from train.data.tokens import load_corpus
-from train.optim import learning_rate
-from train.step import Batch
+from meshwright.models.llama import Llama, init_weights
+from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.config import Config
+from meshwright.train.data.order import sample_indices
+from meshwright.train.data.sequences import make_sequence_shape, read_batch
+from meshwright.train.data.tokens import load_corpus
+from meshwright.train.optim import learning_rate
+from meshwright.train.step import Batch
 
 EVALUATE_AFTER = 3  # steps
 

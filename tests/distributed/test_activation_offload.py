@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from models.llama import Llama
-from parallel.compile_check import count_compiled_graphs
+from meshwright.models.llama import Llama
+from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.train.evaluation import evaluate
+from meshwright.train.step import train_step
 from tests.distributed import matrix
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
-from train.evaluation import evaluate
-from train.step import train_step
 
 STEPS = 3
 

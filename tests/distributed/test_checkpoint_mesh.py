@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.train.checkpoint.config import CheckpointConfig
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.load import load_checkpoint, read_tensors
+from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.shards import own_shards, training_tensors
+from meshwright.train.checkpoint.verify import verify_together
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
-from train.checkpoint.config import CheckpointConfig
-from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.load import load_checkpoint, read_tensors
-from train.checkpoint.manifest import Position
-from train.checkpoint.saver import Saver
-from train.checkpoint.shards import own_shards, training_tensors
-from train.checkpoint.verify import verify_together
-from train.step import train_step
 
 SIZE = [*TINY, "--model.n_kv_heads=4", "--train.global_batch_size=8", "--model.vocab_size=1024"]
 TP = [*SIZE, *EAGER, "--parallel.tp=2"]

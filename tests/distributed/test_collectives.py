@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from parallel.collectives import record_collectives
+from meshwright.parallel.collectives import record_collectives
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.simulated import TINY, simulated
 from tests.support.worlds import run_ranks
-from train.step import train_step
 
 RANKS, UNEVEN = 4, "smaller-group-uneven"
 CASES = {

@@ -4,11 +4,11 @@ memory."""
 import pytest
 import torch.distributed as dist
 
+from meshwright.train.evaluation import evaluate
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
-from train.evaluation import evaluate
-from train.step import train_step
 
 
 def groups_and_losses(layers: int, reshard: str) -> tuple[int, list[float]]:

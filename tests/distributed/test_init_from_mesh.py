@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.hf import hf_name
+from meshwright.models.hf import hf_name
+from meshwright.tools.convert_hf import main as convert
 from tests.distributed.counted_reading import run_cases
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import EAGER
 from tests.support.worlds import run_ranks
-from tools.convert_hf import main as convert
 
 RANKS, VOCAB = 4, 264  # tp divides it
 MESH = [*EAGER, "--parallel.tp=2", "--parallel.dp_shard=2"]

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from parallel.plan import Plan
-from parallel.planner.flow import Task
-from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
-from parallel.planner.streams import launch_tasks, start_ahead
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.flow import Task
+from meshwright.parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.streams import launch_tasks, start_ahead
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.simulated import TINY
 from tests.support.worlds import run_ranks
-from train.config import parse_config
-from train.planning import plan_run
-from train.step import train_step
 
 CASES = {
     "fsdp": (2, []),

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.train.config import parse_config
+from meshwright.train.data.split import Split
+from meshwright.train.data.tokens import load_corpus
 from tests.distributed.faulty_training import FAULTY_STEP, STEPS, Case, train_all
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks
-from train.config import parse_config
-from train.data.split import Split
-from train.data.tokens import load_corpus
 
 COMPILED = ["--parallel.compile.backend=aot_eager"]
 ONE_SKIP = "--train.max_skipped_steps=1"

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.tools.plan.check import check_run
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches
 from tests.support.worlds import run_ranks
-from tools.plan.check import check_run
-from train.config import parse_config
-from train.planning import plan_run
-from train.step import train_step
 
 
 def train_with_other_roundings(arguments: list[str]) -> list[str]:

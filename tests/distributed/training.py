@@ -16,18 +16,18 @@ from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention
 
-import models.llama
-import parallel.tensor
-from models.kernels.document_blocks import block_mask
-from parallel.compile_check import count_compiled_graphs
+import meshwright.models.llama
+import meshwright.parallel.tensor
+from meshwright.models.kernels.document_blocks import block_mask
+from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.train.data.loader import SampleOrder, TrainLoader
+from meshwright.train.data.sequences import make_sequence_shape
+from meshwright.train.data.tokens import load_corpus
+from meshwright.train.evaluation import mean_loss, score_sets
+from meshwright.train.optim import learning_rate, set_learning_rate
+from meshwright.train.step import Batch, train_step
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
 from tests.support.sharded import build_sharded
-from train.data.loader import SampleOrder, TrainLoader
-from train.data.sequences import make_sequence_shape
-from train.data.tokens import load_corpus
-from train.evaluation import mean_loss, score_sets
-from train.optim import learning_rate, set_learning_rate
-from train.step import Batch, train_step
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def changed(name: str) -> Iterator[None]:
     differentiate it, though it can)."""
     replaced: list[tuple[Any, str, Any]] = {
         "": [],
-        "async": [(parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor)],
+        "async": [(meshwright.parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor)],
         "flex": [
-            (models.llama, "within_documents", block_mask),
+            (meshwright.models.llama, "within_documents", block_mask),
             (flex_attention, "_validate_device", lambda *_: None),
         ],
     }[name]

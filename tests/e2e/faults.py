@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshwright.tools.bench.processes import children, start_times
+from meshwright.train.checkpoint.folder import list_checkpoints, step_of
+from meshwright.train.checkpoint.verify import verify_alone
 from tests.support import launch
 from tests.support.launch import EAGER, TINY, Launch, kill, read_metrics, read_status
 from tests.support.limited import LIMITED
 from tests.support.nested import NESTED
-from tools.bench.processes import children, start_times
-from train.checkpoint.folder import list_checkpoints, step_of
-from train.checkpoint.verify import verify_alone
 
 LIMIT_S = launch.LIMIT_S
 FOR_EVER = 100_000  # steps

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from parallel.plan_file import load_plan
+from meshwright.parallel.plan_file import load_plan
+from meshwright.train.board_tags import tag_of
 from tests.e2e.conftest import SMALL
 from tests.e2e.faults import curve, rows
 from tests.support.launch import run
-from train.board_tags import tag_of
 
 FIGURES = ("step_time_s", "peak_memory_gib")
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from meshwright.train.board_tags import tag_of
+from meshwright.train.checkpoint.folder import list_checkpoints, step_of
+from meshwright.train.config import load_config
+from meshwright.train.data.preparing.prepare import PrepareSettings
+from meshwright.train.data.preparing.prepare import prepare as prepare_store
+from meshwright.train.data.store import MANIFEST
+from meshwright.train.data.tokens import load_corpus
 from tests.e2e.faults import started, wait_for_commit
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run
 from tests.train.texts import train_bpe
-from train.board_tags import tag_of
-from train.checkpoint.folder import list_checkpoints, step_of
-from train.config import load_config
-from train.data.preparing.prepare import PrepareSettings
-from train.data.preparing.prepare import prepare as prepare_store
-from train.data.store import MANIFEST
-from train.data.tokens import load_corpus
 
 STEPS = 4
 QUIET = "--metrics.tensorboard=false"

@@ -160,9 +160,9 @@ def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
 def test_batches_from_another_stream_are_whole_when_they_are_used():
     """Each step's device memory is used again soon, while the current stream is kept busy: what comes out
     must be what the same order gives on a CPU."""
+    from meshwright.train.data.loader import SampleOrder, TrainLoader
+    from meshwright.train.data.tokens import Source
     from tests.train.test_data import SEQUENCES, TOKENS, shape_of
-    from train.data.loader import SampleOrder, TrainLoader
-    from train.data.tokens import Source
 
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
     seen = []
@@ -185,7 +185,8 @@ def test_batches_from_another_stream_are_whole_when_they_are_used():
 
 def test_segments_grow_on_a_gpu(on_cpu, tmp_path):
     program = (
-        "import sys, torch, atexit; from train.main import main; atexit.register(lambda: print('expandable',"
+        "import sys, torch, atexit; from meshwright.train.main import main; atexit.register(lambda: "
+        "print('expandable',"
         " {s['is_expandable'] for s in torch.cuda.memory_snapshot()})); main(sys.argv[1:])"
     )
     for wanted in ("true", "false"):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.train.config import parse_config
+from meshwright.train.run_config import RunConfig
 from tests.support.launch import ROOT, environment
-from train.config import parse_config
-from train.run_config import RunConfig
 
 LAUNCH = ROOT / "configs/launch"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from parallel.plan_file import load_plan
+from meshwright.parallel.plan_file import load_plan
+from meshwright.tools.bench.processes import children
 from tests.e2e.faults import FOR_EVER, LIMIT_S, check_stopped, kill, steps_of, tiny
 from tests.support.launch import ROOT, environment, read_status
-from tools.bench.processes import children
 
 FIRST = "10.77.0.1"
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from parallel.plan_file import load_plan
+from meshwright.parallel.plan_file import load_plan
+from meshwright.train.board_tags import tag_of
+from meshwright.train.config import load_config
+from meshwright.train.data.tokens import load_corpus
+from meshwright.train.main import main
 from tests.e2e.conftest import SMALL
 from tests.e2e.faults import LIMIT_S, rows, started, tiny, wait_for_step
 from tests.support.forks import environment, fork
 from tests.support.launch import EAGER, TINY, Launch, read_metrics, read_status, run, run_command
-from train.board_tags import tag_of
-from train.config import load_config
-from train.data.tokens import load_corpus
-from train.main import main
 
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
 KEYS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.train.checkpoint.folder import list_checkpoints
 from tests.e2e.faults import (
     LIMIT_S,
     check_commits,
@@ -23,7 +24,6 @@ from tests.e2e.faults import (
     workers,
 )
 from tests.support.launch import Launch, read_metrics, read_status, run
-from train.checkpoint.folder import list_checkpoints
 
 LARGER = [
     "--model.dim=256",

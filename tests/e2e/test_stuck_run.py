@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from meshwright.train.config import parse_config
+from meshwright.train.data.tokens import load_corpus
 from tests.e2e.faults import (
     LIMIT_S,
     check_commits,
@@ -20,8 +22,6 @@ from tests.e2e.faults import (
     workers,
 )
 from tests.support.launch import read_status, run
-from train.config import parse_config
-from train.data.tokens import load_corpus
 
 STEP_S = 4
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.llama import Llama, init_weights
+from meshwright.models.llama import Llama, init_weights
+from meshwright.tools.checkpoint import consolidate
+from meshwright.train.config import load_config
 from tests.distributed.parity import LOSS, NORM
 from tests.e2e.conftest import SMALL
 from tests.support.launch import read_metrics, read_status, run
-from tools.checkpoint import consolidate
-from train.config import load_config
 
 BATCH = ["--train.micro_batch_size=2", "--train.global_batch_size=4"]
 STEPS = [

@@ -11,12 +11,12 @@ from types import ModuleType
 import torch
 import triton
 
-from parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.command import format_table
+from meshwright.train.kernels.adamw import Slice, Step
 from tests.fake_gpu.cubins import disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import CLOCK, bound_of
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
-from tools.command import format_table
-from train.kernels.adamw import Slice, Step
 
 ROOT = Path(__file__).parents[2]
 ADAMW = ROOT / "train" / "kernels" / "adamw_triton.py"

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the back end "fake", for tensors on the CPU
 
-from parallel.mesh import build_mesh, data_parallel_group
-from train.allocator import use_expandable_segments
-from train.attention_kernel import attention_here, check_attention
-from train.build import build_model
-from train.config import parse_config
-from train.optim import build_optimizer
-from train.planning import plan_run
-from train.step import Batch, train_step
+from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.train.allocator import use_expandable_segments
+from meshwright.train.attention_kernel import attention_here, check_attention
+from meshwright.train.build import build_model
+from meshwright.train.config import parse_config
+from meshwright.train.optim import build_optimizer
+from meshwright.train.planning import plan_run
+from meshwright.train.step import Batch, train_step
 
 DEVICE = torch.device("cuda", 0)
 

@@ -21,7 +21,9 @@ pytest.importorskip("triton", reason="needs Triton, which is for Linux only")
 from triton import knobs
 from triton.runtime.driver import driver
 
-from models.kernels.cross_entropy import plain_gradient, plain_rows
+from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows
+from meshwright.train.kernels import adamw
+from meshwright.train.kernels.adamw import Slice, Step
 from tests.fake_gpu.cubins import TOOLS, disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import bound_of
 from tests.fake_gpu.kernel_table import (
@@ -37,8 +39,6 @@ from tests.fake_gpu.kernel_table import (
 from tests.fake_gpu.ptx import AccessError, execute, fused_multiply_add, parse, to_bfloat16
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
 from tests.train.adamw_on_ranks import bits
-from train.kernels import adamw
-from train.kernels.adamw import Slice, Step
 
 pytestmark = [
     pytest.mark.skipif(not TOOLS.exists(), reason="needs a Triton that brings NVIDIA's tools"),

@@ -7,9 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.cost import flops_per_token, matmul_parameters
-from models.llama import Llama, LlamaConfig
-from models.size import count_parameters
+from meshwright.models.cost import flops_per_token, matmul_parameters
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.size import count_parameters
 
 SMALL = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=128)
 LLAMA_8B = LlamaConfig(

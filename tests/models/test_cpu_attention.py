@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.cpu_attention import BLOCK, SCORES_BYTES, causal_attention
+from meshwright.models.kernels.cpu_attention import BLOCK, SCORES_BYTES, causal_attention
 
 
 def make_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> list[Tensor]:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 from transformers import LlamaConfig as HfConfig
 
-from models.hf import config_from_hf, config_to_hf, different_keys, hf_name, is_ignored, our_name
-from models.llama import Llama, LlamaConfig, init_weights
-from models.rope_scaling import RopeScaling
+from meshwright.models.hf import config_from_hf, config_to_hf, different_keys, hf_name, is_ignored, our_name
+from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.rope_scaling import RopeScaling
 from tests.support.hf_models import ROPES, make_hf, make_tokens
 
 STEPS = 5

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.attention import KERNELS, CausalAttention
-from models.kernels.cross_entropy import read_rows, write_gradient
+from meshwright.models.attention import KERNELS, CausalAttention
+from meshwright.models.kernels.cross_entropy import read_rows, write_gradient
 from tests.models.test_loss import ROW_CASES, check_rows, make_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.values]

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
 
-from models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, fsdp_units, init_weights
-from models.loss import IGNORE_INDEX, cross_entropy_sum
-from models.rope_scaling import RopeScaling
+from meshwright.models.llama import INIT_STD, SHARDING, Llama, LlamaConfig, fsdp_units, init_weights
+from meshwright.models.loss import IGNORE_INDEX, cross_entropy_sum
+from meshwright.models.rope_scaling import RopeScaling
 
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
 CONFIG = LlamaConfig(

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import chunked_loss
-from models.chunked_loss import linear_cross_entropy
-from models.head import Head
-from models.kernels.cross_entropy import plain_gradient, plain_rows, write_gradient
-from models.loss import IGNORE_INDEX, cross_entropy_sum
-from parallel.compile_check import count_compiled_graphs
+from meshwright.models import chunked_loss
+from meshwright.models.chunked_loss import linear_cross_entropy
+from meshwright.models.head import Head
+from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows, write_gradient
+from meshwright.models.loss import IGNORE_INDEX, cross_entropy_sum
+from meshwright.parallel.compile_check import count_compiled_graphs
 
 BLOCK = 4096  # of models.kernels.cross_entropy_triton
 DIM, VOCABULARY = 32, 301
@@ -73,8 +73,8 @@ def test_plain_torch_reads_rows_and_writes_their_gradient(case: tuple[int, int, 
 
 def run_triton_kernels() -> list[tuple[Tensor, Tensor]]:
     """Rows and gradients of the cases, by Triton's interpreter, which an environment variable asks for."""
-    from models.kernels.cross_entropy_triton import BLOCK as BLOCK_OF_KERNEL
-    from models.kernels.cross_entropy_triton import read_rows, write_gradient
+    from meshwright.models.kernels.cross_entropy_triton import BLOCK as BLOCK_OF_KERNEL
+    from meshwright.models.kernels.cross_entropy_triton import read_rows, write_gradient
 
     assert BLOCK_OF_KERNEL == BLOCK
     results = []

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.llama import Block, Llama, LlamaConfig, init_weights
-from parallel.planner.eager import Subject
-from parallel.planner.trace import trace_module
+from meshwright.models.llama import Block, Llama, LlamaConfig, init_weights
+from meshwright.parallel.planner.eager import Subject
+from meshwright.parallel.planner.trace import trace_module
+from meshwright.train.config import parse_config
+from meshwright.train.place import Place
+from meshwright.train.planning import plan_run
+from meshwright.train.runtime import start_process
+from meshwright.train.step import Batch, train_step
+from meshwright.train.work import trace_model
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded
-from train.config import parse_config
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
-from train.step import Batch, train_step
-from train.work import trace_model
 
 CONFIG = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=97, max_seq_len=32)
 FUSED = "--parallel.fused_projections=true"

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig as HfConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.llama import LlamaConfig
-from models.rope import rope_frequencies, rope_tables
-from models.rope_scaling import RopeScaling
+from meshwright.models.llama import LlamaConfig
+from meshwright.models.rope import rope_frequencies, rope_tables
+from meshwright.models.rope_scaling import RopeScaling
 
 
 @pytest.mark.parametrize("head_dim", [6, 64, 128])

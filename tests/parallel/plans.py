@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from parallel.config import ParallelConfig
-from parallel.make_plan import Job, make_plan
-from parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.make_plan import Job, make_plan
+from meshwright.parallel.plan import ModelUnits, Plan, PlanError
 
 STYLES = {
     "embedding": {"embed": "vocab"},

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from parallel.plan import Plan
-from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
-from parallel.planner.timeline import Timeline
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.timeline import Timeline
 
 NOTHING = UnitTimes(0, 0, 0, 0, 0, 0)
 SHORT = {"embed": "e", "head": "h"}

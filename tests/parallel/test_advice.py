@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from parallel.advice import GRAPH_MODES, advise, unused_keys
-from parallel.config import CompileConfig, ParallelConfig
+from meshwright.parallel.advice import GRAPH_MODES, advise, unused_keys
+from meshwright.parallel.config import CompileConfig, ParallelConfig
 from tests.parallel.plans import plan_of
 
 GOOD: list[tuple[int, dict[str, Any]]] = [

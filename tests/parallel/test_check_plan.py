@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from parallel.check_plan import check_plan
-from parallel.config import CompileConfig
-from parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.check_plan import check_plan
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.plan import ModelUnits, Plan, PlanError
 from tests.parallel.plans import BLOCK, MODEL, SEQ_LEN, TIED, change, make_model, plan_of
 
 

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.llama import Llama
-from parallel.check_plan import check_plan
-from parallel.float8 import apply_float8, check_float8
-from parallel.plan import Float8Plan, Plan, PlanError
-from parallel.plan_file import load_plan, plan_to_table, plan_to_yaml
-from parallel.planner.costs import step_times
-from parallel.planner.hardware import load_hardware
-from parallel.planner.memory import predict_step_memory
+from meshwright.models.llama import Llama
+from meshwright.parallel.check_plan import check_plan
+from meshwright.parallel.float8 import apply_float8, check_float8
+from meshwright.parallel.plan import Float8Plan, Plan, PlanError
+from meshwright.parallel.plan_file import load_plan, plan_to_table, plan_to_yaml
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory import predict_step_memory
+from meshwright.tools.simulate import simulate_run
+from meshwright.train.config import parse_config
+from meshwright.train.planning import model_units, plan_run
+from meshwright.train.predict import predict, trace_run
 from tests.support.launch import TINY
-from tools.simulate import simulate_run
-from train.config import parse_config
-from train.planning import model_units, plan_run
-from train.predict import predict, trace_run
 
 TENSORWISE = "--parallel.float8.recipe=tensorwise"
 SENT = "--parallel.float8.all_gather=true"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.planner.hardware import (
+from meshwright.parallel.planner.hardware import (
     HARDWARE_FOLDER,
     MOST_FITTED,
     find_hardware,
@@ -13,7 +13,7 @@ from parallel.planner.hardware import (
     read_hardware,
     share_at,
 )
-from parallel.strict_yaml import YamlError
+from meshwright.parallel.strict_yaml import YamlError
 
 FILES = sorted(HARDWARE_FOLDER.glob("*.yaml"))
 GPUS = [path for path in FILES if not load_hardware()[path.stem].cores]

@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import KERNELS
-from parallel.inner_code import inner_code
-from parallel.make_plan import LOSS_CHUNK_TOKENS
-from parallel.memory_by_kind import GIB
-from parallel.plan import PlanError
-from parallel.plan_file import load_plan, plan_to_yaml
-from parallel.planner.costs import step_times, with_kernel
-from parallel.planner.hardware import load_hardware
-from parallel.planner.memory import predict_step_memory
+from meshwright.models.attention import KERNELS
+from meshwright.parallel.inner_code import inner_code
+from meshwright.parallel.make_plan import LOSS_CHUNK_TOKENS
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.plan_file import load_plan, plan_to_yaml
+from meshwright.parallel.planner.costs import step_times, with_kernel
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory import predict_step_memory
+from meshwright.train.attention_kernel import attention_here, best_attention, check_attention
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory, trace_run
 from tests.parallel.plans import plan_of, report_of
 from tests.support.simulated import simulated
 from tests.support.worlds import run_ranks
-from train.attention_kernel import attention_here, best_attention, check_attention
-from train.config import parse_config
-from train.planning import plan_run
-from train.predict import predict_memory, trace_run
 
 LLAMA_8B = [
     "--config=llama_8b",

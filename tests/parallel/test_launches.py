@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from parallel.collectives import Collective
-from parallel.plan import Plan
-from parallel.planner.flow import Task, find_waits, run_tasks
-from parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
-from parallel.planner.streams import launch_tasks, simulate_step, start_ahead
-from parallel.planner.timeline import LANES, Timeline
+from meshwright.parallel.collectives import Collective
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.flow import Task, find_waits, run_tasks
+from meshwright.parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.streams import launch_tasks, simulate_step, start_ahead
+from meshwright.parallel.planner.timeline import LANES, Timeline
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 from tests.parallel.plans import change, make_model, plan_of
 from tests.support.simulated import TINY, in_words, simulated
-from train.config import parse_config
-from train.planning import plan_run
 
 AXES = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from parallel.config import CompileConfig
-from parallel.plan import MeshPlan, ModelUnits
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.plan import MeshPlan, ModelUnits
 from tests.parallel.plans import BLOCK, MODEL, TIED, make_model, plan_of, report_of
 
 

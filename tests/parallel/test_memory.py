@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from parallel.config import ParallelConfig
-from parallel.make_plan import Job, make_plan
-from parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
-from parallel.plan import ModelUnits, Plan
-from parallel.planner.hardware import load_hardware
-from parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes
-from parallel.planner.offload import host_bytes, sent_blocks
-from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.make_plan import Job, make_plan
+from meshwright.parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
+from meshwright.parallel.plan import ModelUnits, Plan
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.offload import host_bytes, sent_blocks
+from meshwright.parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory
 from tests.parallel.plans import change
 from tests.support.simulated import simulated
-from train.config import parse_config
-from train.planning import plan_run
-from train.predict import predict_memory
 
 EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
 # bytes: of a block's output and of what it keeps, per sequence; of the buffers

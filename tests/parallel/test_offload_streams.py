@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from parallel.plan import Plan
-from parallel.planner.streams import simulate_step
-from parallel.planner.timeline import Timeline
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.timeline import Timeline
 from tests.parallel.plans import plan_of
 from tests.parallel.streams import bars, times_of
 

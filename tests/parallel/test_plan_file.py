@@ -12,9 +12,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel.check_plan import check_plan
-from parallel.config import CompileConfig
-from parallel.plan import (
+from meshwright.parallel.check_plan import check_plan
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.plan import (
     ACTIVATION_CHECKPOINTS,
     DTYPES,
     Float8Plan,
@@ -24,7 +24,7 @@ from parallel.plan import (
     TensorPlan,
     UnitPlan,
 )
-from parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
+from meshwright.parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from tests.parallel.plans import BLOCK, MODEL, SEQ_LEN, change, make_model, plan_of
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from parallel.config import ParallelConfig
-from parallel.make_plan import Job
-from parallel.memory_by_kind import GIB
-from parallel.plan import ModelUnits, Plan, PlanError
-from parallel.planner.costs import step_times
-from parallel.planner.hardware import load_hardware
-from parallel.planner.memory import predict_step_memory, reserved_bytes
-from parallel.planner.reasons import give_reasons
-from parallel.planner.search import EQUAL, Choice, Machines, frugal, search
-from parallel.planner.streams import simulate_step
-from parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.make_plan import Job
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.reasons import give_reasons
+from meshwright.parallel.planner.search import EQUAL, Choice, Machines, frugal, search
+from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
 # of a block, per sequence

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from parallel.collectives import Collective
-from parallel.plan_file import plan_to_yaml
+from meshwright.parallel.collectives import Collective
+from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 from tests.support.simulated import TINY, in_words, simulated
-from train.config import parse_config
-from train.planning import plan_run
 
 TP = "--parallel.tp=2"  # its collectives show when a unit computes
 HSDP3 = ("--parallel.dp_replicate=2", "--train.global_batch_size=12")  # accumulation 3 on 4 ranks

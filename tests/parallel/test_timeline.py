@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from parallel.planner.picture import COLORS, draw_timeline, facts, in_ms, nice_step, timeline_svg, zoom_window
-from parallel.planner.shapes import Picture, Polygon, Text, rectangle, to_svg
-from parallel.planner.shapes_png import SCALE, to_png
-from parallel.planner.streams import simulate_step
-from parallel.planner.timeline import Timeline, chrome_trace
+from meshwright.parallel.planner.picture import (
+    COLORS,
+    draw_timeline,
+    facts,
+    in_ms,
+    nice_step,
+    timeline_svg,
+    zoom_window,
+)
+from meshwright.parallel.planner.shapes import Picture, Polygon, Text, rectangle, to_svg
+from meshwright.parallel.planner.shapes_png import SCALE, to_png
+from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.timeline import Timeline, chrome_trace
 from tests.parallel.plans import make_model, plan_of
 from tests.parallel.streams import times_of
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.run import read_rows
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.folder import list_checkpoints, step_of
+from meshwright.train.checkpoint.verify import verify_alone
+from meshwright.train.status import read_status
 from tests.support.launch import Launch, started
-from tools.bench.processes import BenchError
-from tools.bench.run import read_rows
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.folder import list_checkpoints, step_of
-from train.checkpoint.verify import verify_alone
-from train.status import read_status
 
 LIMIT_S = 300.0  # for anything that is waited for: a machine may be busy
 # of a run's steps: a kill comes within so many after a start, and so kills are spread over the whole run

@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshwright.tools.bench.run import config_to_record
+from meshwright.tools.command import format_table, natural, positive
+from meshwright.train.config import parse_config
 from tests.soak.killed_run import Joined, Kill, KilledRun, Mesh, Phase, Wanted, make_reference
 from tests.soak.program import Measured, make_parser, run_program
 from tests.support.launch import EAGER, TINY, write_text
-from tools.bench.run import config_to_record
-from tools.command import format_table, natural, positive
-from train.config import parse_config
 
 DESCRIPTION = (
     "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of "

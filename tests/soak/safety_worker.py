@@ -25,23 +25,23 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from parallel.mesh import build_mesh, data_parallel_group
-from tools.bench.data import set_cache
-from train.build import build_model
-from train.checkpoint.config import CheckpointConfig, VerifyMode
-from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.load import load_checkpoint
-from train.checkpoint.manifest import Position
-from train.checkpoint.saver import Saver
-from train.checkpoint.shards import count_bytes, training_tensors
-from train.checkpoint.verify import verify_alone, verify_together
-from train.config import Config, parse_config
-from train.ending import end_process
-from train.optim import build_optimizer
-from train.place import read_place
-from train.planning import plan_run
-from train.runtime import start_process
-from train.step import Batch, train_step
+from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.tools.bench.data import set_cache
+from meshwright.train.build import build_model
+from meshwright.train.checkpoint.config import CheckpointConfig, VerifyMode
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.shards import count_bytes, training_tensors
+from meshwright.train.checkpoint.verify import verify_alone, verify_together
+from meshwright.train.config import Config, parse_config
+from meshwright.train.ending import end_process
+from meshwright.train.optim import build_optimizer
+from meshwright.train.place import read_place
+from meshwright.train.planning import plan_run
+from meshwright.train.runtime import start_process
+from meshwright.train.step import Batch, train_step
 
 # verified; torch's checkpoint with its safetensors storage; with its own storage
 WAYS = ("ours", "safetensors", "plain")

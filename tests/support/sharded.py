@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.llama import Llama
-from parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from parallel.plan import Plan
-from train.build import build_model
-from train.config import Config, parse_config
-from train.data.loader import BatchShape
-from train.optim import build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
-from train.step import Batch
+from meshwright.models.llama import Llama
+from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from meshwright.parallel.plan import Plan
+from meshwright.train.build import build_model
+from meshwright.train.config import Config, parse_config
+from meshwright.train.data.loader import BatchShape
+from meshwright.train.optim import build_optimizer
+from meshwright.train.place import Place
+from meshwright.train.planning import plan_run
+from meshwright.train.runtime import start_process
+from meshwright.train.step import Batch
 
 CPU = torch.device("cpu")
 

@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Iterable
 
-from parallel.collectives import Collective
-from parallel.simulate import Simulation
-from tools.simulate import simulate_run
-from train.config import parse_config
-from train.planning import plan_run
+from meshwright.parallel.collectives import Collective
+from meshwright.parallel.simulate import Simulation
+from meshwright.tools.simulate import simulate_run
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 
 TINY = (
     "--model.dim=32",

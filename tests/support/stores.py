@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.split import Split
-from train.data.store import MANIFEST, Manifest, ShardInfo, manifest_to_json, open_split
-from train.data.tokenizer import ByteTokenizer
+from meshwright.train.data.split import Split
+from meshwright.train.data.store import MANIFEST, Manifest, ShardInfo, manifest_to_json, open_split
+from meshwright.train.data.tokenizer import ByteTokenizer
 
 Documents = Sequence[Sequence[int]]  # the tokens of each
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-import tools.convert_hf as tool
-from models.llama import LlamaConfig
+import meshwright.tools.convert_hf as tool
+from meshwright.models.llama import LlamaConfig
 
 save = tool._save
 highest_bytes = 0

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launch import TINY
-from tests.support.nested import run_nested
-from tools.bench.__main__ import main
-from tools.bench.attention import compare, parse_shape
-from tools.bench.compile_depth import Compilation, median_ratio
-from tools.bench.peers import (
+from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.attention import compare, parse_shape
+from meshwright.tools.bench.compile_depth import Compilation, median_ratio
+from meshwright.tools.bench.peers import (
     OURS,
     Contender,
     Figures,
@@ -30,11 +28,13 @@ from tools.bench.peers import (
     parse_peers,
     run_rounds,
 )
-from tools.bench.processes import BenchError, run_to_end, start_times
-from tools.bench.record import make_document, without_names, write_record
-from tools.bench.run import Setup, make_figures, read_rows, resolve
-from tools.bench.variants import parse_variants, variant_figures, variant_rows
-from train.config import ConfigError
+from meshwright.tools.bench.processes import BenchError, run_to_end, start_times
+from meshwright.tools.bench.record import make_document, without_names, write_record
+from meshwright.tools.bench.run import Setup, make_figures, read_rows, resolve
+from meshwright.tools.bench.variants import parse_variants, variant_figures, variant_rows
+from meshwright.train.config import ConfigError
+from tests.support.launch import TINY
+from tests.support.nested import run_nested
 
 Output = pytest.CaptureFixture[str]
 FIGURES = {"tokens_per_s_per_rank": 1000.0, "peak_memory_gib": 0.5, "startup_s": 10.0}
@@ -223,7 +223,7 @@ def test_what_is_interrupted_ends_with_all_its_descendants(
         if pids.exists() and pids.read_text().count("\n") == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("tools.bench.processes.GRACE_S", 0.5)
+    monkeypatch.setattr("meshwright.tools.bench.processes.GRACE_S", 0.5)
     with pytest.raises(KeyboardInterrupt):
         run_to_end(
             f"{sys.executable} -S {tmp_path / 'script.py'}; true",

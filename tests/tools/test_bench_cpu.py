@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from models.cost import matmul_parameters
-from models.llama import LlamaConfig
+from meshwright.models.cost import matmul_parameters
+from meshwright.models.llama import LlamaConfig
+from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.attention import Shape
+from meshwright.tools.bench.compile_time import start_figures
+from meshwright.tools.bench.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
+from meshwright.tools.bench.cpu_rates import Allowed, add_up, measure_here, step_products
+from meshwright.tools.bench.peers import OURS, Contender, make_spreads, run_what_runs
+from meshwright.tools.bench.processes import BenchError, descendant_age_s
+from meshwright.tools.bench.startup import split_start
+from meshwright.train.config import parse_config
 from tests.support.launch import EAGER, TINY, write_text
-from tools.bench.__main__ import main
-from tools.bench.attention import Shape
-from tools.bench.compile_time import start_figures
-from tools.bench.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
-from tools.bench.cpu_rates import Allowed, add_up, measure_here, step_products
-from tools.bench.peers import OURS, Contender, make_spreads, run_what_runs
-from tools.bench.processes import BenchError, descendant_age_s
-from tools.bench.startup import split_start
-from train.config import parse_config
 
 Output = pytest.CaptureFixture[str]
 TICK_S = 0.02  # to which the system tells when a process began
@@ -138,7 +138,7 @@ def test_compile_splits_a_start(
 ) -> None:
     if started == "forked":  # a fork has its server's command line, by which it cannot be found
         request.getfixturevalue("forked_commands")
-        monkeypatch.setattr("tools.bench.startup.descendant_age_s", lambda words, not_words: 0.0)
+        monkeypatch.setattr("meshwright.tools.bench.startup.descendant_age_s", lambda words, not_words: 0.0)
     keys = [*TINY, *EAGER, *write_text(tmp_path)]
     main(
         [

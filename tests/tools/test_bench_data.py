@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.bench.__main__ import main
-from tools.bench.data import (
+from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.data import (
     QUICK,
     VOCAB_SIZE,
     check_room,
@@ -22,10 +22,10 @@ from tools.bench.data import (
     spread,
     write_store,
 )
-from tools.bench.processes import BenchError
-from train.data.config import DataError
-from train.data.store import open_split, read_manifest
-from train.data.verify import verify
+from meshwright.tools.bench.processes import BenchError
+from meshwright.train.data.config import DataError
+from meshwright.train.data.store import open_split, read_manifest
+from meshwright.train.data.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from parallel.memory_by_kind import MemoryByKind, StepMemory
-from tools.bench.memory import (
+from meshwright.parallel.memory_by_kind import MemoryByKind, StepMemory
+from meshwright.tools.bench.memory import (
     CASES,
     EXACT_ERROR,
     MEAN_ERROR,
@@ -20,8 +20,8 @@ from tools.bench.memory import (
     relative_error,
     summarise,
 )
-from train.config import parse_config
-from train.planning import plan_run
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 
 SMALL = "model.n_layers=2 train.seq_len=1024"
 FAST = [

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from parallel.planner.costs import Group, collective_s
-from parallel.planner.hardware import (
+from meshwright.parallel.planner.costs import Group, collective_s
+from meshwright.parallel.planner.hardware import (
     COLLECTIVES,
     HARDWARE_FOLDER,
     Link,
@@ -19,9 +19,9 @@ from parallel.planner.hardware import (
     read_hardware,
     share_at,
 )
-from tools.bench.attention import Shape
-from tools.bench.calibrate import add_calibrate_options, calibrate, find_base
-from tools.bench.calibrate_compute import (
+from meshwright.tools.bench.attention import Shape
+from meshwright.tools.bench.calibrate import add_calibrate_options, calibrate, find_base
+from meshwright.tools.bench.calibrate_compute import (
     CPU_SCALE,
     GPU_SCALE,
     Clock,
@@ -30,10 +30,10 @@ from tools.bench.calibrate_compute import (
     measure_product,
     quicker,
 )
-from tools.bench.calibrate_file import Noted, hardware_text, number_text, source_in
-from tools.bench.calibrate_links import Timing, fit_link
-from tools.bench.calibrate_values import Machine, make_link, per_core, product_curves
-from tools.bench.processes import BenchError
+from meshwright.tools.bench.calibrate_file import Noted, hardware_text, number_text, source_in
+from meshwright.tools.bench.calibrate_links import Timing, fit_link
+from meshwright.tools.bench.calibrate_values import Machine, make_link, per_core, product_curves
+from meshwright.tools.bench.processes import BenchError
 
 SHARES = {
     "all_gather": ((2, 1.0), (4, 0.5)),

@@ -14,20 +14,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from models.llama import Llama
+from meshwright.models.llama import Llama
+from meshwright.tools.checkpoint import main
+from meshwright.tools.checkpoint_diff import compare_checkpoints
+from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.whole_weights import find_newest, load_whole_weights
+from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
+from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.config import load_config
+from meshwright.train.hf_folder import FilesReader
 from tests.support.sharded import sharded_alone
-from tools.checkpoint import main
-from tools.checkpoint_diff import compare_checkpoints
-from tools.convert_hf import main as convert
-from tools.whole_weights import find_newest, load_whole_weights
-from train.checkpoint.config import CheckpointConfig, CheckpointError
-from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.load import load_checkpoint
-from train.checkpoint.manifest import manifest_to_text, read_manifest
-from train.checkpoint.saver import Saver
-from train.checkpoint.verify import hash_file, verify_alone
-from train.config import load_config
-from train.hf_folder import FilesReader
 
 Tool = Callable[..., CompletedProcess[str]]
 

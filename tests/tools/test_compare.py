@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from parallel.planner.shapes import Polygon, Text
+from meshwright.parallel.planner.shapes import Polygon, Text
+from meshwright.tools.compare.__main__ import main
+from meshwright.tools.compare.bands import BFLOAT16, BITWISE, FLOAT32, own_band
+from meshwright.tools.compare.comparison import Comparison, compare_runs
+from meshwright.tools.compare.picture import draw_comparisons
+from meshwright.tools.compare.text import as_json, as_text
+from meshwright.tools.run_folder import changed_keys, flatten, read_run
+from meshwright.train.config import ConfigError
 from tests.support.launch import EAGER, TINY, run, write_text
 from tests.tools.sweeps import row, write_run
-from tools.compare.__main__ import main
-from tools.compare.bands import BFLOAT16, BITWISE, FLOAT32, own_band
-from tools.compare.comparison import Comparison, compare_runs
-from tools.compare.picture import draw_comparisons
-from tools.compare.text import as_json, as_text
-from tools.run_folder import changed_keys, flatten, read_run
-from train.config import ConfigError
 
 MIXED = {"parallel": {"param_dtype": "bfloat16"}}
 

@@ -22,18 +22,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models.hf import config_from_hf
+from meshwright.models.hf import config_from_hf
+from meshwright.tools.checkpoint import consolidate
+from meshwright.tools.convert_hf import main, write_files
+from meshwright.tools.generate import load_model
+from meshwright.tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.manifest import MANIFEST, Position, manifest_to_text, read_manifest
+from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.config import Config, parse_config
+from meshwright.train.init_from import find_weights
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import run as launch
-from tools.checkpoint import consolidate
-from tools.convert_hf import main, write_files
-from tools.generate import load_model
-from tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.manifest import MANIFEST, Position, manifest_to_text, read_manifest
-from train.checkpoint.verify import hash_file, verify_alone
-from train.config import Config, parse_config
-from train.init_from import find_weights
 
 Tool = Callable[..., CompletedProcess[str]]
 SMALL_FILES = "--shard_gb=0.00004"  # 40 kB: about ten files

@@ -9,18 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.tools.doctor.__main__ import main
+from meshwright.tools.doctor.checks import read_said
+from meshwright.tools.doctor.environment import judge_environment
+from meshwright.tools.doctor.facts import Check, Facts, Folder, Gpu, Machine, Software, Unknown, find
+from meshwright.tools.doctor.judge import find_slow_pairs, judge
+from meshwright.tools.doctor.machine import (
+    find_filesystem,
+    folder_bytes,
+    look_at_run_folder,
+    nearest_existing,
+)
+from meshwright.tools.doctor.software import find_library, is_bundled, parse_gpus, strip_colours
+from meshwright.tools.doctor.text import format_report
+from meshwright.train.config import ConfigError
 from tests.support.launch import run
 from tests.support.limited import LIMITED
 from tests.support.nested import run_nested
-from tools.doctor.__main__ import main
-from tools.doctor.checks import read_said
-from tools.doctor.environment import judge_environment
-from tools.doctor.facts import Check, Facts, Folder, Gpu, Machine, Software, Unknown, find
-from tools.doctor.judge import find_slow_pairs, judge
-from tools.doctor.machine import find_filesystem, folder_bytes, look_at_run_folder, nearest_existing
-from tools.doctor.software import find_library, is_bundled, parse_gpus, strip_colours
-from tools.doctor.text import format_report
-from train.config import ConfigError
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.6, "Enabled", 1980, 1980, 700, 700)
 NO_GPU = Software(torch_cuda="13.0")

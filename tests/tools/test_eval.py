@@ -12,20 +12,20 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from meshwright.tools.eval import ANEW, Subject, find_subject, make_parser
+from meshwright.tools.generate import load_model
+from meshwright.tools.whole_weights import checkpoint_config, find_newest
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.config import ConfigError, config_to_yaml, parse_config
+from meshwright.train.data.checks import check_data
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
+from meshwright.train.data.tokenizer import JsonTokenizer
+from meshwright.train.planning import plan_run
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY, read_metrics
 from tests.support.launch import run as launch
 from tests.train.texts import odd_texts, train_bpe, write_jsonl
-from tools.eval import ANEW, Subject, find_subject, make_parser
-from tools.generate import load_model
-from tools.whole_weights import checkpoint_config, find_newest
-from train.checkpoint.config import CheckpointError
-from train.config import ConfigError, config_to_yaml, parse_config
-from train.data.checks import check_data
-from train.data.config import DataError
-from train.data.preparing.prepare import PrepareSettings, prepare
-from train.data.tokenizer import JsonTokenizer
-from train.planning import plan_run
 
 SEQ_LEN = 48
 TEXTS, MORE_TEXTS = odd_texts(60, seed=5), odd_texts(30, seed=6)

@@ -11,14 +11,9 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from models.llama import Llama, LlamaConfig, init_weights
-from tests.support.hf_models import make_hf, save_hf
-from tests.support.launch import EAGER, TINY
-from tests.support.launch import run as launch
-from tests.support.nested import run_nested
-from tests.train.texts import train_bpe, write_jsonl
-from tools.convert_hf import main as convert
-from tools.generate import (
+from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.generate import (
     Sampling,
     choose_token,
     choose_window,
@@ -30,15 +25,20 @@ from tools.generate import (
     make_parser,
     print_stream,
 )
-from tools.whole_weights import checkpoint_config, find_newest
-from train.checkpoint.config import CheckpointError
-from train.config import ConfigError, load_config
-from train.data.config import DataConfig, DataError
-from train.data.loader import BatchShape
-from train.data.sequences import make_sequence_shape
-from train.data.tokenizer import ByteTokenizer, JsonTokenizer
-from train.data.tokens import load_corpus
-from train.evaluation import set_batches
+from meshwright.tools.whole_weights import checkpoint_config, find_newest
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.config import ConfigError, load_config
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.loader import BatchShape
+from meshwright.train.data.sequences import make_sequence_shape
+from meshwright.train.data.tokenizer import ByteTokenizer, JsonTokenizer
+from meshwright.train.data.tokens import load_corpus
+from meshwright.train.evaluation import set_batches
+from tests.support.hf_models import make_hf, save_hf
+from tests.support.launch import EAGER, TINY
+from tests.support.launch import run as launch
+from tests.support.nested import run_nested
+from tests.train.texts import train_bpe, write_jsonl
 
 Tool = Callable[..., CompletedProcess[str]]
 GREEDY = Sampling(temperature=0.0, top_k=0, seed=0)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel.plan import Plan
+from meshwright.parallel.plan import Plan
+from meshwright.tools.import_accelerate.__main__ import main, make_parser
+from meshwright.train.config import ConfigError, known_keys, load_config, parse_config
+from meshwright.train.planning import plan_run
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
-from tools.import_accelerate.__main__ import main, make_parser
-from train.config import ConfigError, known_keys, load_config, parse_config
-from train.planning import plan_run
 
 Tool = Callable[..., CompletedProcess[str]]
 Importer = Callable[..., dict[str, Any]]

@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 
-from parallel.plan import Plan
-from parallel.planner.streams import simulate_step
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.streams import simulate_step
+from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.overlap import (
+    LEVERS,
+    Lever,
+    in_line,
+    no_last_gather,
+    own_communicator,
+    play,
+    two_buffers,
+)
 from tests.parallel.plans import make_model, plan_of
 from tests.parallel.streams import times_of
 from tests.support.launch import TINY
-from tools.bench.__main__ import main
-from tools.bench.overlap import LEVERS, Lever, in_line, no_last_gather, own_communicator, play, two_buffers
 
 Output = pytest.CaptureFixture[str]
 

@@ -11,17 +11,17 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from parallel.plan import PlanError
-from parallel.plan_file import load_plan
-from parallel.planner.hardware import load_hardware
-from parallel.planner.search import EQUAL
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.search import EQUAL
+from meshwright.tools.command import run_tool
+from meshwright.tools.plan.__main__ import main
+from meshwright.tools.plan.answer import Place, answer
+from meshwright.train.config import ConfigError, parse_config
+from meshwright.train.planning import plan_run
 from tests.support.launch import run
 from tests.support.simulated import TINY
-from tools.command import run_tool
-from tools.plan.__main__ import main
-from tools.plan.answer import Place, answer
-from train.config import ConfigError, parse_config
-from train.planning import plan_run
 
 Output = pytest.CaptureFixture[str]
 EAGER = ["--config=llama_debug", *TINY, "--train.micro_batch_size=auto", "--parallel.compile.enabled=false"]

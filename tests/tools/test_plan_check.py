@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from parallel.memory_by_kind import MemoryByKind, StepMemory
-from parallel.plan import Plan
-from parallel.simulate import Simulation, eager_plan
+from meshwright.parallel.memory_by_kind import MemoryByKind, StepMemory
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.simulate import Simulation, eager_plan
+from meshwright.tools.plan.__main__ import main
+from meshwright.tools.plan.check import Check, check_run, compare, predict_traffic
+from meshwright.tools.simulate import simulate_run
+from meshwright.train.config import Config, parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory
 from tests.support.simulated import TINY
-from tools.plan.__main__ import main
-from tools.plan.check import Check, check_run, compare, predict_traffic
-from tools.simulate import simulate_run
-from train.config import Config, parse_config
-from train.planning import plan_run
-from train.predict import predict_memory
 
 Output = pytest.CaptureFixture[str]
 RUN = ["--config=llama_debug", *TINY, "--parallel.compile.enabled=false"]
@@ -110,7 +110,7 @@ def test_the_command_says_both_sides(capsys: Output) -> None:
 
 
 def test_a_failed_check_leaves_with_1(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.plan.check.EXACT", -1.0)  # nothing can be as near
+    monkeypatch.setattr("meshwright.tools.plan.check.EXACT", -1.0)  # nothing can be as near
     with pytest.raises(SystemExit, match="1"):
         main([*RUN, "--gpus=4", "--train.global_batch_size=-1", "--check"])
     assert "check failed: " in capsys.readouterr().out

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from parallel.plan import PlanError
+from meshwright.parallel.plan import PlanError
+from meshwright.tools.plan.__main__ import main
+from meshwright.tools.plan.sweep import HIDDEN, _takes_over, read_sweep
+from meshwright.train.config import ConfigError
 from tests.support.simulated import TINY
-from tools.plan.__main__ import main
-from tools.plan.sweep import HIDDEN, _takes_over, read_sweep
-from train.config import ConfigError
 
 Output = pytest.CaptureFixture[str]
 RUN = [

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from parallel.plan import Plan, PlanError
-from parallel.plan_file import load_plan, plan_to_yaml
-from tools.plan.__main__ import main
-from tools.plan.diff import diff_plans, in_words
-from tools.plan.options import make_parser
-from train.config import ConfigError, parse_config
-from train.planning import plan_run
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.plan_file import load_plan, plan_to_yaml
+from meshwright.tools.plan.__main__ import main
+from meshwright.tools.plan.diff import diff_plans, in_words
+from meshwright.tools.plan.options import make_parser
+from meshwright.train.config import ConfigError, parse_config
+from meshwright.train.planning import plan_run
 
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from parallel.planner.hardware import load_hardware
-from tools.bench.prediction_cases import Case, cpu_cases, gpu_cases
-from tools.bench.predictions import (
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.bench.prediction_cases import Case, cpu_cases, gpu_cases
+from meshwright.tools.bench.predictions import (
     Predicted,
     Row,
     find_kind,
@@ -18,10 +18,10 @@ from tools.bench.predictions import (
     step_seconds,
     summarise,
 )
-from tools.bench.processes import BenchError
-from tools.bench.run import WARM_UP_STEPS, RunFigures
-from train.config import parse_config
-from train.planning import plan_run
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.run import WARM_UP_STEPS, RunFigures
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 
 
 def row(name: str, sweep: str, predicted_s: float, measured_s: float, choice: bool = True) -> Row:

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
+from meshwright.tools.bench.processes import children, start_times
+from meshwright.tools.command import run_tool
+from meshwright.tools.prepare_data import PlainLines, main, make_figures, to_line
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing import pool
+from meshwright.train.data.preparing.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.store import read_manifest
 from tests.support.forks import fork, run_module
 from tests.support.launch import LIMIT_S, Launch, kill, started
 from tests.support.nested import NESTED, fork_what_it_starts, run_nested
 from tests.train.texts import files_of, odd_texts, texts_of, train_bpe, write_jsonl
-from tools.bench.processes import children, start_times
-from tools.command import run_tool
-from tools.prepare_data import PlainLines, main, make_figures, to_line
-from train.data.config import DataError
-from train.data.preparing import pool
-from train.data.preparing.prepare import PrepareSettings, Progress, prepare
-from train.data.store import read_manifest
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from parallel.planner.hardware import HARDWARE_FOLDER, MOST_FITTED, load_hardware
-from tools.bench.published import (
+from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, MOST_FITTED, load_hardware
+from meshwright.tools.bench.published import (
     FLOAT8,
     KINDS,
     Compared,

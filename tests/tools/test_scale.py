@@ -8,16 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel.planner.shapes import to_svg
+from meshwright.parallel.planner.shapes import to_svg
+from meshwright.tools.bench import record
+from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.page import marks
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.scale_page import page_part, pairs, recomputed
+from meshwright.tools.bench.scale_plot import draw_scaling
+from meshwright.tools.plan.__main__ import main as plan_tool
+from meshwright.train.config import ConfigError
 from tests.support.launch import TINY
-from tools.bench import record
-from tools.bench.__main__ import main
-from tools.bench.page import marks
-from tools.bench.processes import BenchError
-from tools.bench.scale_page import page_part, pairs, recomputed
-from tools.bench.scale_plot import draw_scaling
-from tools.plan.__main__ import main as plan_tool
-from train.config import ConfigError
 
 Output = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]

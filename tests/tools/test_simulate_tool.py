@@ -8,12 +8,12 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from parallel.plan import PlanError
+from meshwright.parallel.plan import PlanError
+from meshwright.tools.plan.__main__ import main as plan_main
+from meshwright.tools.simulate import FIRST, NO_BUDGET, main
+from meshwright.train.config import ConfigError
 from tests.support.launch import run
 from tests.support.simulated import TINY, simulated
-from tools.plan.__main__ import main as plan_main
-from tools.simulate import FIRST, NO_BUDGET, main
-from train.config import ConfigError
 
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]

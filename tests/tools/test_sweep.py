@@ -14,6 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.tools.bench.processes import children
+from meshwright.tools.sweep import launch
+from meshwright.tools.sweep.__main__ import main
+from meshwright.train.checkpoint.folder import list_checkpoints, step_of
+from meshwright.train.config import ConfigError
 from tests.support.launch import (
     EAGER,
     LIMIT_S,
@@ -28,11 +33,6 @@ from tests.support.launch import (
 )
 from tests.support.nested import NESTED, run_nested
 from tests.tools.sweeps import Page
-from tools.bench.processes import children
-from tools.sweep import launch
-from tools.sweep.__main__ import main
-from train.checkpoint.folder import list_checkpoints, step_of
-from train.config import ConfigError
 
 STEPS = 200
 SPEC = {"config": "llama_debug.yaml", "processes": 1}

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from parallel.planner.shapes import Polygon
-from tests.tools.sweeps import Page, row, write_run, write_spec
-from tools.plot import (
+from meshwright.parallel.planner.shapes import Polygon
+from meshwright.tools.plot import (
     COLORS,
     Bar,
     Curve,
@@ -22,9 +21,10 @@ from tools.plot import (
     thin_out,
     ticks,
 )
-from tools.run_figures import figures_of
-from tools.run_folder import read_run, training_s
-from tools.sweep.__main__ import main
+from meshwright.tools.run_figures import figures_of
+from meshwright.tools.run_folder import read_run, training_s
+from meshwright.tools.sweep.__main__ import main
+from tests.tools.sweeps import Page, row, write_run, write_spec
 
 BLUE = Style(COLORS[0], "circle")
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel.plan import PlanError
+from meshwright.parallel.plan import PlanError
+from meshwright.tools.sweep.__main__ import STUDIES, find_spec, main, read_overrides
+from meshwright.tools.sweep.attempt import Attempt, find_reason, judge, state_of, write_attempt
+from meshwright.tools.sweep.launch import Interrupts, hear_interrupts, run_once
+from meshwright.tools.sweep.planned import changed_runs, check_sweep, refuse_changed
+from meshwright.tools.sweep.spec import Cell, make_cells, read_spec
+from meshwright.train.config import ConfigError
+from meshwright.train.lock import LockError, lock_folder
 from tests.tools.sweeps import write_run, write_spec
-from tools.sweep.__main__ import STUDIES, find_spec, main, read_overrides
-from tools.sweep.attempt import Attempt, find_reason, judge, state_of, write_attempt
-from tools.sweep.launch import Interrupts, hear_interrupts, run_once
-from tools.sweep.planned import changed_runs, check_sweep, refuse_changed
-from tools.sweep.spec import Cell, make_cells, read_spec
-from train.config import ConfigError
-from train.lock import LockError, lock_folder
 
 
 def cells_of(path: Path, **changes: Any) -> list[Cell]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from meshwright.tools.trace import read
+from meshwright.tools.trace.__main__ import main, make_parser
+from meshwright.tools.trace.find import find_traces
+from meshwright.tools.trace.read import Trace, read_events
+from meshwright.train.data.config import DataError
 from tests.tools.test_trace_steps import CPU_EVENTS, CUDA_EVENTS, write_trace
-from tools.trace import read
-from tools.trace.__main__ import main, make_parser
-from tools.trace.find import find_traces
-from tools.trace.read import Trace, read_events
-from train.data.config import DataError
 
 Output = pytest.CaptureFixture[str]
 Tool = Callable[..., subprocess.CompletedProcess[str]]

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from parallel.plan import MeshPlan
-from parallel.plan_file import plan_to_yaml
+from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.tools.trace.advice import advise
+from meshwright.tools.trace.answer import Answer, answer, find_steps
+from meshwright.tools.trace.axes import find_axis
+from meshwright.tools.trace.cpu import cpu_steps
+from meshwright.tools.trace.find import find_mesh
+from meshwright.tools.trace.measured import to_timeline
+from meshwright.tools.trace.places import Place
+from meshwright.tools.trace.shares import Communication
+from meshwright.tools.trace.store import load_store
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
 from tests.tools.test_trace_steps import GATHER, GLOO, Event, label, op, write_trace
-from tools.trace.advice import advise
-from tools.trace.answer import Answer, answer, find_steps
-from tools.trace.axes import find_axis
-from tools.trace.cpu import cpu_steps
-from tools.trace.find import find_mesh
-from tools.trace.measured import to_timeline
-from tools.trace.places import Place
-from tools.trace.shares import Communication
-from tools.trace.store import load_store
-from train.config import parse_config
-from train.planning import plan_run
 
 REDUCE = "c10d::allreduce_"
 PURE, HYBRID, SPLIT = MeshPlan(1, 2, 1), MeshPlan(2, 2, 1), MeshPlan(1, 2, 2)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.tools.bench.exposed import Profiled, exposed_text, launches_ns, summarise
+from meshwright.tools.trace.answer import find_steps
+from meshwright.tools.trace.store import load_store
 from tests.tools.test_trace_steps import CPU_EVENTS, write_trace
-from tools.bench.exposed import Profiled, exposed_text, launches_ns, summarise
-from tools.trace.answer import find_steps
-from tools.trace.store import load_store
 
 
 def test_exposed_time_is_held_against_what_a_round_differs_by() -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.trace.flops import work_of
+from meshwright.tools.trace.kernel_names import LONGEST, graph_name, short_name
+from meshwright.tools.trace.kernel_rows import KernelRow
+from meshwright.tools.trace.kernels import top_kernels
+from meshwright.tools.trace.roofs import find_roof
+from meshwright.train.config import load_config
+from meshwright.train.data.config import DataError
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
-from tools.trace.flops import work_of
-from tools.trace.kernel_names import LONGEST, graph_name, short_name
-from tools.trace.kernel_rows import KernelRow
-from tools.trace.kernels import top_kernels
-from tools.trace.roofs import find_roof
-from train.config import load_config
-from train.data.config import DataError
 
 H100 = find_roof("NVIDIA H100 80GB HBM3", "bfloat16")
 BF16, FP32, MAIN, GLOO = "c10::BFloat16", "float", 1, 2

@@ -10,12 +10,12 @@ from itertools import combinations
 import pytest
 from PIL import Image
 
-from parallel.planner.picture import COLORS, LEFT, MARK, RIGHT, WIDTH
-from parallel.planner.shapes import Picture, Polygon, Text, text_width, to_svg
-from parallel.planner.shapes_png import SCALE, to_png
-from parallel.planner.timeline import Event, Round, Timeline
-from tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
-from train.data.config import DataError
+from meshwright.parallel.planner.picture import COLORS, LEFT, MARK, RIGHT, WIDTH
+from meshwright.parallel.planner.shapes import Picture, Polygon, Text, text_width, to_svg
+from meshwright.parallel.planner.shapes_png import SCALE, to_png
+from meshwright.parallel.planner.timeline import Event, Round, Timeline
+from meshwright.tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
+from meshwright.train.data.config import DataError
 
 LANES_PX = WIDTH - LEFT - RIGHT
 UNITS = [f"layers.{i}" for i in range(8)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.tools.trace.__main__ import main
 from tests.support.launch import EAGER, run, write_text
 from tests.trace_worker import LATE, SLEEP_S, SLOW
-from tools.trace.__main__ import main
 
 SHAPE = [
     "--model.dim=384",

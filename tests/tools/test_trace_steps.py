@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from parallel.plan import MeshPlan
-from parallel.planner.timeline import Timeline
-from tools.trace.advice import advise
-from tools.trace.answer import Answer, answer
-from tools.trace.gathers import UnitCost, judge_prefetch, waits_with_depth
-from tools.trace.labels import Label
-from tools.trace.measured import to_timeline
-from tools.trace.places import Places
-from tools.trace.ranks import Clock, find_slow_units, find_stragglers
-from tools.trace.shares import split_step, sum_communication
-from tools.trace.spans import intersect, subtract, total, union
-from tools.trace.steps import Step, Transfer, UnitRun
-from tools.trace.store import load_store
-from tools.trace.text import percents
+from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.tools.trace.advice import advise
+from meshwright.tools.trace.answer import Answer, answer
+from meshwright.tools.trace.gathers import UnitCost, judge_prefetch, waits_with_depth
+from meshwright.tools.trace.labels import Label
+from meshwright.tools.trace.measured import to_timeline
+from meshwright.tools.trace.places import Places
+from meshwright.tools.trace.ranks import Clock, find_slow_units, find_stragglers
+from meshwright.tools.trace.shares import split_step, sum_communication
+from meshwright.tools.trace.spans import intersect, subtract, total, union
+from meshwright.tools.trace.steps import Step, Transfer, UnitRun
+from meshwright.tools.trace.store import load_store
+from meshwright.tools.trace.text import percents
 
 ORIGIN_US = 4478494128299.831  # of a real trace
 MAIN, BACKWARD, GLOO, GPU_MAIN, GPU_NCCL = 11, 12, 21, 7, 20

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel.fsdp import copy_shard
+from meshwright.parallel.fsdp import copy_shard
+from meshwright.train.kernels import adamw
 from tests.support.sharded import build_sharded
-from train.kernels import adamw
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -83,7 +83,7 @@ def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], l
             if name.partition(".")[0] == "triton" and not name.startswith("triton._C")
         ]:
             del sys.modules[name]
-    from train.kernels import adamw_triton
+    from meshwright.train.kernels import adamw_triton
 
     assert adamw_triton.BLOCK * adamw_triton.BLOCKS == PROGRAM
     numpy.seterr(all="ignore")  # the interpreter's arithmetic: infinity by infinity is no reason to stop

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.checkpoint.manifest import MANIFEST
+from meshwright.train.checkpoint.manifest import MANIFEST
 
 Damage = Callable[[Path], object]
 

@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from meshwright.train.checkpoint import folder as folder_module
+from meshwright.train.checkpoint import saver as saver_module
+from meshwright.train.checkpoint import shard_file
+from meshwright.train.checkpoint.config import CheckpointConfig
+from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.saver import Saved, Saver
+from meshwright.train.optim import OptimConfig, build_optimizer
 from tests.support.worlds import forked
-from train.checkpoint import folder as folder_module
-from train.checkpoint import saver as saver_module
-from train.checkpoint import shard_file
-from train.checkpoint.config import CheckpointConfig
-from train.checkpoint.manifest import Position
-from train.checkpoint.saver import Saved, Saver
-from train.optim import OptimConfig, build_optimizer
 
 RANKS = 2
 TEXTS = {"config.yaml": "run: {}\n", "plan.yaml": "plan\n"}

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tests.train.mutations import Target
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.load import read_tensors
-from train.checkpoint.manifest import (
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.load import read_tensors
+from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     Position,
@@ -18,9 +17,10 @@ from train.checkpoint.manifest import (
     manifest_to_text,
     read_manifest,
 )
-from train.checkpoint.shard_file import write_shard_file
-from train.checkpoint.shards import Shard
-from train.checkpoint.verify import verify_alone
+from meshwright.train.checkpoint.shard_file import write_shard_file
+from meshwright.train.checkpoint.shards import Shard
+from meshwright.train.checkpoint.verify import verify_alone
+from tests.train.mutations import Target
 
 NAME = "model.weight"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.config import parse_config
-from train.ending import exit_process
-from train.main import run
-from train.place import read_place
+from meshwright.train.config import parse_config
+from meshwright.train.ending import exit_process
+from meshwright.train.main import run
+from meshwright.train.place import read_place
 
 ROOT = Path(__file__).parents[2]
 # not a virtual environment that lies beside them

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train import stop as stop_module
-from train.run_config import RunConfig
-from train.stop import PeerLostError, Stop
+from meshwright.train import stop as stop_module
+from meshwright.train.run_config import RunConfig
+from meshwright.train.stop import PeerLostError, Stop
 
 STEP_S = 0.02
 FOR_EVER_S = 600

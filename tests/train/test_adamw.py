@@ -10,20 +10,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.train.adamw import RoundedAdamW
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.load import refuse_different
+from meshwright.train.checkpoint.manifest import SavedTensor
+from meshwright.train.config import parse_config
+from meshwright.train.kernels.adamw import (
+    Slice,
+    Step,
+    element_bits,
+    mix,
+    round_stochastically,
+    stream_bits,
+    update,
+)
+from meshwright.train.optim import OptimConfig, build_optimizer
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
 from tests.support.worlds import run_ranks
 from tests.train.adamw_on_ranks import compare_kernel, train, train_on_meshes
 from tests.train.test_step import READS, Count, make_batches
-from train.adamw import RoundedAdamW
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.load import refuse_different
-from train.checkpoint.manifest import SavedTensor
-from train.config import parse_config
-from train.kernels.adamw import Slice, Step, element_bits, mix, round_stochastically, stream_bits, update
-from train.optim import OptimConfig, build_optimizer
-from train.step import train_step
 
 N = 2**18  # draws
 BF16, F32 = torch.bfloat16, torch.float32

@@ -6,16 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.plan import Plan
-from parallel.planner.hardware import load_hardware
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.plan.__main__ import main as plan_main
+from meshwright.train.attention_kernel import best_attention
+from meshwright.train.best_dtype import (
+    FAST_ON_CPUS,
+    best_dtype,
+    cpu_dtype,
+    describe_dtype,
+    dtype_here,
+    gpu_dtype,
+)
+from meshwright.train.config import parse_config
+from meshwright.train.place import Place
+from meshwright.train.plan_here import plan_here
+from meshwright.train.planning import plan_run
 from tests.support.launch import EAGER, TINY, run, write_text
-from tools.plan.__main__ import main as plan_main
-from train.attention_kernel import best_attention
-from train.best_dtype import FAST_ON_CPUS, best_dtype, cpu_dtype, describe_dtype, dtype_here, gpu_dtype
-from train.config import parse_config
-from train.place import Place
-from train.plan_here import plan_here
-from train.planning import plan_run
 
 AUTO = "--parallel.param_dtype=auto"
 CPU = torch.device("cpu")

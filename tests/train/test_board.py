@@ -17,18 +17,18 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2
 
-from parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.train.board import Outcome, Shown
+from meshwright.train.board_facts import describe_run, first_keys, hparams_of
+from meshwright.train.board_hparams import COMPARED, HParams
+from meshwright.train.board_layout import CHARTS
+from meshwright.train.board_tags import TAGS, scalars_of, tag_of
+from meshwright.train.config import Config, parse_config
+from meshwright.train.evaluation import Score
+from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict
 from tests.support.launch import EAGER, TINY
-from train.board import Outcome, Shown
-from train.board_facts import describe_run, first_keys, hparams_of
-from train.board_hparams import COMPARED, HParams
-from train.board_layout import CHARTS
-from train.board_tags import TAGS, scalars_of, tag_of
-from train.config import Config, parse_config
-from train.evaluation import Score
-from train.metrics import Metrics, MetricsConfig, Throughput
-from train.planning import plan_run
-from train.predict import predict
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of what TensorBoard's server has copied of html5lib

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from meshwright.train.board_hparams import COMPARED
+from meshwright.train.board_layout import CHARTS
 from tests.support.launch import ROOT, environment
 from tests.train.test_board import board_of, with_lr
-from train.board_hparams import COMPARED
-from train.board_layout import CHARTS
 
 pytestmark = pytest.mark.slow
 STATUSES = ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"]

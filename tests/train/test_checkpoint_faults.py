@@ -15,30 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.mesh import build_mesh
-from parallel.plan_file import plan_to_yaml
+from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.tools.checkpoint import main as checkpoint_tool
+from meshwright.tools.convert_hf import main as convert
+from meshwright.train import init_from
+from meshwright.train.build import build_model
+from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.resume import Start, find_start
+from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.verify import verify_alone, verify_together
+from meshwright.train.config import Config, config_to_yaml, parse_config
+from meshwright.train.hf_folder import FilesReader
+from meshwright.train.init_from import find_weights, load_weights
+from meshwright.train.optim import build_optimizer
+from meshwright.train.place import Place
+from meshwright.train.planning import plan_run
+from meshwright.train.runtime import start_process
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks
 from tests.train.checkpoint_faults import Fault, make_faults
-from tools.checkpoint import main as checkpoint_tool
-from tools.convert_hf import main as convert
-from train import init_from
-from train.build import build_model
-from train.checkpoint.config import CheckpointConfig, CheckpointError
-from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.load import load_checkpoint
-from train.checkpoint.manifest import Position
-from train.checkpoint.resume import Start, find_start
-from train.checkpoint.saver import Saver
-from train.checkpoint.verify import verify_alone, verify_together
-from train.config import Config, config_to_yaml, parse_config
-from train.hf_folder import FilesReader
-from train.init_from import find_weights, load_weights
-from train.optim import build_optimizer
-from train.place import Place
-from train.planning import plan_run
-from train.runtime import start_process
 
 LIMIT_S = 60  # for all that is done with one fault
 ALONE = Place(0, 1, 0, 1, False)

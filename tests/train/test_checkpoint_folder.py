@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from train.checkpoint import verify as verify_module
-from train.checkpoint.config import CheckpointConfig, CheckpointError, UnreadableError
-from train.checkpoint.folder import (
+from meshwright.train.checkpoint import verify as verify_module
+from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError, UnreadableError
+from meshwright.train.checkpoint.folder import (
     SaveError,
     begin_save,
     commit,
@@ -22,7 +22,7 @@ from train.checkpoint.folder import (
     refuse_newer,
     write_synced,
 )
-from train.checkpoint.manifest import (
+from meshwright.train.checkpoint.manifest import (
     LIMIT_BYTES,
     MANIFEST,
     Manifest,
@@ -31,9 +31,9 @@ from train.checkpoint.manifest import (
     SavedTensor,
     read_manifest,
 )
-from train.checkpoint.resume import find_start
-from train.checkpoint.verify import hash_file, verify_alone
-from train.place import Place
+from meshwright.train.checkpoint.resume import find_start
+from meshwright.train.checkpoint.verify import hash_file, verify_alone
+from meshwright.train.place import Place
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import train.main
+import meshwright.train.main
+from meshwright.train.checkpoint.config import CheckpointConfig
+from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.room import RoomAsked, copy_bytes, describe_missing, round_up
+from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.config import ConfigError
+from meshwright.train.console import Screen
+from meshwright.train.optim import OptimConfig, build_optimizer
+from meshwright.train.place import Place
 from tests.support.worlds import run_ranks
 from tests.train.checkpoint_saves import Trainer, save
-from train.checkpoint.config import CheckpointConfig
-from train.checkpoint.manifest import Position
-from train.checkpoint.room import RoomAsked, copy_bytes, describe_missing, round_up
-from train.checkpoint.saver import Saver
-from train.config import ConfigError
-from train.console import Screen
-from train.optim import OptimConfig, build_optimizer
-from train.place import Place
 
 GIB = 2**30
 
@@ -142,9 +142,9 @@ def test_without_room_a_run_ends_before_its_first_step_or_says_so(
         with pytest.raises(
             ConfigError, match=r"checkpoint\.every=500, but all is taken. Train on more machines"
         ):
-            train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]
+            meshwright.train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]
     else:
-        train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]
+        meshwright.train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]
         assert "warning: saves will fail unless memory becomes free: all is taken" in capsys.readouterr().out
 
 

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import train.main
+import meshwright.train.main
+from meshwright.train.checkpoint import folder as folder_module
+from meshwright.train.checkpoint import saver as saver_module
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.checkpoint.verify import verify_alone
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY
 from tests.support.worlds import run_ranks
 from tests.train.checkpoint_saves import KILLS, TEXTS, Trainer, names, save_with_a_fault, save_with_one_killed
-from train.checkpoint import folder as folder_module
-from train.checkpoint import saver as saver_module
-from train.checkpoint.folder import list_checkpoints
-from train.checkpoint.load import load_checkpoint
-from train.checkpoint.manifest import MANIFEST
-from train.checkpoint.verify import verify_alone
 
 LARGE = {"config.yaml": "x" * 2_000_000}
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "beside"])
@@ -252,7 +252,7 @@ def test_what_one_rank_cannot_write_no_rank_commits(
 def train_on_a_small_disk(arguments: list[str]) -> None:
     """train.main where everything can be written but the tensors."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-    train.main.main(arguments)
+    meshwright.train.main.main(arguments)
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("warn", 0)])

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from models.rope_scaling import RopeScaling
-from parallel.config import CompileConfig
-from tests.support.tables import try_each
-from train.config import (
+from meshwright.models.rope_scaling import RopeScaling
+from meshwright.parallel.config import CompileConfig
+from meshwright.train.config import (
     CONFIG_FOLDER,
     Config,
     ConfigError,
@@ -20,6 +19,7 @@ from train.config import (
     load_config,
     parse_config,
 )
+from tests.support.tables import try_each
 
 DEBUG_STEPS = yaml.safe_load((CONFIG_FOLDER / "llama_debug.yaml").read_text())["train"]["steps"]
 

@@ -7,7 +7,7 @@ from tests.support.launch import ROOT, environment
 
 TALK = """
 import sys
-from train.console import Screen
+from meshwright.train.console import Screen
 screen = Screen(is_main=True)
 for step in range(100_000):
     screen.line(f"step {step}")

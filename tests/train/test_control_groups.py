@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.tools.doctor.machine import find_filesystem
+from meshwright.train.control_groups import memory_left_bytes, memory_limit_bytes, own_groups
+from meshwright.train.host_memory import free_host_bytes, peak_resident_bytes
 from tests.support.control_groups import write_groups
 from tests.support.worlds import run_ranks
-from tools.doctor.machine import find_filesystem
-from train.control_groups import memory_left_bytes, memory_limit_bytes, own_groups
-from train.host_memory import free_host_bytes, peak_resident_bytes
 
 GIB = 2**30
 NO_LIMIT = 2**63 - 4096  # as version 1 says it

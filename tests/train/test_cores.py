@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.train import cores as cores_module
+from meshwright.train.cores import usable_cores, usable_threads
+from meshwright.train.place import Place
+from meshwright.train.run_config import RunConfig
+from meshwright.train.runtime import start_process
 from tests.support.control_groups import write_groups
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
-from train import cores as cores_module
-from train.cores import usable_cores, usable_threads
-from train.place import Place
-from train.run_config import RunConfig
-from train.runtime import start_process
 
 
 def write_system(root: Path, siblings: dict[int, str], quota: str = "") -> Path:

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.train.data.checks import check_data
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
+from meshwright.train.data.split import Split
+from meshwright.train.data.store import MANIFEST
+from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
+from meshwright.train.data.tokens import find_tokenizer, load_corpus
 from tests.train.texts import train_bpe
-from train.data.checks import check_data
-from train.data.config import DataConfig, DataError
-from train.data.preparing.prepare import PrepareSettings, prepare
-from train.data.split import Split
-from train.data.store import MANIFEST
-from train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
-from train.data.tokens import find_tokenizer, load_corpus
 
 
 def documents_in(split: Split) -> list[str]:

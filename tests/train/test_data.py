@@ -12,20 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from models.loss import IGNORE_INDEX
+from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.data import loader as loader_module
+from meshwright.train.data import to_device as to_device_module
+from meshwright.train.data.checks import check_sequences
+from meshwright.train.data.config import DataError
+from meshwright.train.data.loader import BatchShape, SampleOrder, TrainLoader, hash_tokens
+from meshwright.train.data.order import sample_indices
+from meshwright.train.data.sequences import SequenceShape, read_batch
+from meshwright.train.data.split import Split
+from meshwright.train.data.tokens import Source
+from meshwright.train.evaluation import set_batches
+from meshwright.train.step import Batch
 from tests.support import stores
 from tests.support.device_calls import DeviceCalls
-from train.data import loader as loader_module
-from train.data import to_device as to_device_module
-from train.data.checks import check_sequences
-from train.data.config import DataError
-from train.data.loader import BatchShape, SampleOrder, TrainLoader, hash_tokens
-from train.data.order import sample_indices
-from train.data.sequences import SequenceShape, read_batch
-from train.data.split import Split
-from train.data.tokens import Source
-from train.evaluation import set_batches
-from train.step import Batch
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from train.garbage import Garbage
+from meshwright.train.garbage import Garbage
 
 
 class Node:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.train.gradient_norms import GradientNorms
+from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import Sharded, build_sharded, random_batches, sharded_alone
 from tests.support.worlds import run_ranks
 from tests.train.test_step import Count
-from train.gradient_norms import GradientNorms
-from train.metrics import Metrics, MetricsConfig, Throughput
-from train.step import train_step
 
 BFLOAT16 = [
     "--parallel.storage_dtype=bfloat16",

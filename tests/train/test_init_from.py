@@ -14,21 +14,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models.hf import config_from_hf
-from models.llama import LlamaConfig
-from models.rope_scaling import RopeScaling
+from meshwright.models.hf import config_from_hf
+from meshwright.models.llama import LlamaConfig
+from meshwright.models.rope_scaling import RopeScaling
+from meshwright.tools.convert_hf import main as convert
+from meshwright.tools.generate import load_model
+from meshwright.tools.whole_weights import checkpoint_config, find_newest
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
+from meshwright.train.checkpoint.verify import hash_file
+from meshwright.train.config import ConfigError
+from meshwright.train.hf_folder import INDEX, open_folder
+from meshwright.train.init_from import find_weights, load_weights, say_start
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import EAGER, read_metrics, run, write_text
 from tests.support.tables import try_each
-from tools.convert_hf import main as convert
-from tools.generate import load_model
-from tools.whole_weights import checkpoint_config, find_newest
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.manifest import manifest_to_text, read_manifest
-from train.checkpoint.verify import hash_file
-from train.config import ConfigError
-from train.hf_folder import INDEX, open_folder
-from train.init_from import find_weights, load_weights, say_start
 
 BATCH = [
     *EAGER,

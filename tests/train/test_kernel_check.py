@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.attention import KERNELS, CausalAttention
-from train.kernel_check import CHECKED_STEP, NAMES, KernelCheck, describe_attention
+from meshwright.models.attention import KERNELS, CausalAttention
+from meshwright.train.kernel_check import CHECKED_STEP, NAMES, KernelCheck, describe_attention
 
 CPU = torch.device("cpu")
 # As profiles of others show them, but for "math".

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.train.lock import LockError, lock_folder
 from tests.support.launch import ROOT
-from train.lock import LockError, lock_folder
 
 HOLDER = """
 import os, sys
 from pathlib import Path
-from train.lock import LockError, lock_folder
+from meshwright.train.lock import LockError, lock_folder
 sys.stdin.readline()
 try:
     lock = lock_folder(Path(sys.argv[1]))

@@ -19,16 +19,16 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import train.main
+import meshwright.train.main
+from meshwright.train import log_files, row_files
+from meshwright.train.board import Board, Shown
+from meshwright.train.board_hparams import HParams
+from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.evaluation import Score
+from meshwright.train.log_files import LogFile, Trouble
+from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_metrics, write_text
-from train import log_files, row_files
-from train.board import Board, Shown
-from train.board_hparams import HParams
-from train.checkpoint.folder import list_checkpoints
-from train.evaluation import Score
-from train.log_files import LogFile, Trouble
-from train.metrics import Metrics, MetricsConfig, Throughput
 
 ROWS = [json.dumps({"step": step, "text": "x" * 40}).encode() + b"\n" for step in range(40)]
 
@@ -333,7 +333,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def train_and_wait_a_second_for_the_log(arguments: list[str]) -> None:
     row_files.HANGS_S = 1.0
-    train.main.main(arguments)
+    meshwright.train.main.main(arguments)
 
 
 @needs_leases

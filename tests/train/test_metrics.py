@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.train.board import Shown
+from meshwright.train.bounds import check_bounds
+from meshwright.train.evaluation import Score
+from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
+from meshwright.train.status import State, write_status
 from tests.support.launch import read_status
-from train.board import Shown
-from train.bounds import check_bounds
-from train.evaluation import Score
-from train.metrics import Metrics, MetricsConfig, Throughput
-from train.status import State, write_status
 
 THROUGHPUT = Throughput(
     tokens_per_step=100, flops_per_token=1.0, flops_per_token_causal=0.5, world_size=2, peak_flops=None

@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from meshwright.train.data import split as split_module
+from meshwright.train.data.config import DataError
+from meshwright.train.data.store import open_split, read_manifest
+from meshwright.train.open_files import ENOUGH, allow_open_files, open_files_limit
 from tests.support.launch import EAGER, TINY, read_metrics, run
 from tests.support.limited import LIMITED
 from tests.support.stores import split_of, write_store
 from tests.support.worlds import run_ranks
-from train.data import split as split_module
-from train.data.config import DataError
-from train.data.store import open_split, read_manifest
-from train.open_files import ENOUGH, allow_open_files, open_files_limit
 
 
 def test_2000_shards_are_trained_on_where_256_files_may_be_open(tmp_path: Path) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-import train.loop
-import train.savings
-from parallel.planner.hardware import load_hardware
+import meshwright.train.loop
+import meshwright.train.savings
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.train.config import parse_config
+from meshwright.train.main import main
+from meshwright.train.out_of_memory import is_out_of_memory
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory
+from meshwright.train.savings import largest_savings
+from meshwright.train.step import train_step
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_status, write_text
-from train.config import parse_config
-from train.main import main
-from train.out_of_memory import is_out_of_memory
-from train.planning import plan_run
-from train.predict import predict_memory
-from train.savings import largest_savings
-from train.step import train_step
 
 BATCH = ["--train.micro_batch_size=2048", "--train.global_batch_size=2048", "--parallel.loss_chunk_tokens=0"]
 
@@ -43,7 +43,7 @@ def main_with_a_limit(arguments: list[str]) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    train.loop.train_step = limited  # type: ignore[assignment]
+    meshwright.train.loop.train_step = limited  # type: ignore[assignment]
     main(arguments)
 
 
@@ -94,8 +94,8 @@ def test_what_counts_as_running_out_of_memory() -> None:
 
 def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a run that does not name it, whose global batch is what its ranks take at once."""
-    monkeypatch.setattr(train.savings, "SHOWN", 100)
-    monkeypatch.setattr(train.savings, "WORTH", -100.0)
+    monkeypatch.setattr(meshwright.train.savings, "SHOWN", 100)
+    monkeypatch.setattr(meshwright.train.savings, "WORTH", -100.0)
     keys = [
         *EAGER,
         "--model.n_heads=8",

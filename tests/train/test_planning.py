@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.llama import Llama
-from models.size import count_parameters
-from parallel.config import ParallelConfig
-from parallel.memory_by_kind import GIB
-from parallel.plan import PlanError
-from parallel.plan_file import plan_to_yaml
+from meshwright.models.llama import Llama
+from meshwright.models.size import count_parameters
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.train.config import Config, ConfigError, parse_config
+from meshwright.train.fits import check_fits
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory
 from tests.support.launch import EAGER
 from tests.support.tables import try_each
-from train.config import Config, ConfigError, parse_config
-from train.fits import check_fits
-from train.planning import plan_run
-from train.predict import predict_memory
 
 
 def config_of(*arguments: str) -> Config:

@@ -10,6 +10,13 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
+from meshwright.train.data.preparing import long_texts, worker
+from meshwright.train.data.preparing.pieces import cut_source, unit_hash
+from meshwright.train.data.preparing.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.preparing.readers import read_part
+from meshwright.train.data.sources import find_files
+from meshwright.train.data.store import SPLITS, read_manifest
+from meshwright.train.data.tokenizer import load_tokenizer
 from tests.support.forks import environment, fork
 from tests.train.texts import (
     documents_of,
@@ -20,13 +27,6 @@ from tests.train.texts import (
     train_bpe,
     write_jsonl,
 )
-from train.data.preparing import long_texts, worker
-from train.data.preparing.pieces import cut_source, unit_hash
-from train.data.preparing.prepare import PrepareSettings, Progress, prepare
-from train.data.preparing.readers import read_part
-from train.data.sources import find_files
-from train.data.store import SPLITS, read_manifest
-from train.data.tokenizer import load_tokenizer
 
 TEXTS = odd_texts(400, seed=1)
 WITH_TEXT = [text for text in TEXTS if text]

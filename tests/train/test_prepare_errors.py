@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.pieces import cut_source
+from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
+from meshwright.train.data.preparing.readers import read_part
 from tests.train.texts import odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
-from train.data.config import DataError
-from train.data.preparing.pieces import cut_source
-from train.data.preparing.prepare import PrepareSettings, prepare
-from train.data.preparing.readers import read_part
 
 ROOT = Path(__file__).parents[2]
 TEXTS = odd_texts(500, seed=3)
@@ -242,7 +242,7 @@ def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "a.txt").write_bytes(b"y" * 2_000_000)
     code = (
-        "import os; from pathlib import Path; from train.data.preparing.prepare import *\n"
+        "import os; from pathlib import Path; from meshwright.train.data.preparing.prepare import *\n"
         f"try: prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), "
         f"PrepareSettings(workers={workers}))\n"
         "except ValueError as error: print(error, os.listdir('full'))\n"

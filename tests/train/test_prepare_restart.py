@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.store import Manifest
 from tests.support.forks import Fork, fork
 from tests.train.texts import (
     files_of,
@@ -21,9 +24,6 @@ from tests.train.texts import (
     train_bpe,
     write_jsonl,
 )
-from train.data.config import DataError
-from train.data.preparing.prepare import PrepareSettings, Progress, prepare
-from train.data.store import Manifest
 
 SETTINGS = PrepareSettings(held_out=0.1, shard_bytes=20_000)
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.train.profiling import ProfileConfig, Profiled, StepProfiler
+from meshwright.train.step import Batch, train_step
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from tests.support.sharded import build_sharded
-from train.profiling import ProfileConfig, Profiled, StepProfiler
-from train.step import Batch, train_step
 
 UNITS = ["tok_embeddings", "layers.0", "layers.1", "head"]
 AOT = "--parallel.compile.backend=aot_eager"

@@ -12,20 +12,20 @@ import yaml
 from hypothesis import HealthCheck, assume, event, given, seed, settings
 from hypothesis import strategies as st
 
-from models.llama import LlamaConfig
-from parallel.advice import advise
-from parallel.check_plan import check_plan
-from parallel.config import CompileConfig, ParallelConfig
-from parallel.memory_by_kind import StepMemory
-from parallel.plan import Plan, PlanError, prefetch_schedule
-from parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
-from parallel.planner.memory import predict_step_memory
-from parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
-from parallel.selective import POLICIES
-from parallel.strategy import STRATEGIES
-from train.config import Config, TrainConfig
-from train.planning import model_units, plan_run
-from train.predict import predict_memory
+from meshwright.models.llama import LlamaConfig
+from meshwright.parallel.advice import advise
+from meshwright.parallel.check_plan import check_plan
+from meshwright.parallel.config import CompileConfig, ParallelConfig
+from meshwright.parallel.memory_by_kind import StepMemory
+from meshwright.parallel.plan import Plan, PlanError, prefetch_schedule
+from meshwright.parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
+from meshwright.parallel.planner.memory import predict_step_memory
+from meshwright.parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
+from meshwright.parallel.selective import POLICIES
+from meshwright.parallel.strategy import STRATEGIES
+from meshwright.train.config import Config, TrainConfig
+from meshwright.train.planning import model_units, plan_run
+from meshwright.train.predict import predict_memory
 
 MANY = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 OF_THE_SEED = seed(os.environ["MESHWRIGHT_TESTS_SEED"])  # of the tests, which is printed

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from meshwright.train.place import Place
+from meshwright.train.restarts import CrashLoopError, check_crash_loop
+from meshwright.train.status import FailedStarts, State, Status, read_status, write_status
+from meshwright.train.together import with_restarts_of_all
 from tests.support.worlds import run_ranks
-from train.place import Place
-from train.restarts import CrashLoopError, check_crash_loop
-from train.status import FailedStarts, State, Status, read_status, write_status
-from train.together import with_restarts_of_all
 
 NONE = FailedStarts()
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.train.allocator import VARIABLES, use_expandable_segments
+from meshwright.train.ending import end_process
+from meshwright.train.place import Place, read_place
+from meshwright.train.run_config import RunConfig
+from meshwright.train.runtime import group_timeout, start_process
+from meshwright.train.watchdog import TimeoutConfig
 from tests.support.worlds import forked, run_ranks
-from train.allocator import VARIABLES, use_expandable_segments
-from train.ending import end_process
-from train.place import Place, read_place
-from train.run_config import RunConfig
-from train.runtime import group_timeout, start_process
-from train.watchdog import TimeoutConfig
 
 
 def end_with_a_thread_of_gloo_caught(way: str, folder: Path, patience_s: float) -> None:

@@ -9,18 +9,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.llama import Llama, LlamaConfig, init_weights
-from models.loss import IGNORE_INDEX
+from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.data.config import DataError
+from meshwright.train.data.loader import BatchShape, SampleOrder
+from meshwright.train.data.mixture import CYCLE, draw, drawn, shares
+from meshwright.train.data.progress import data_progress
+from meshwright.train.data.sequences import SequenceShape, count_sequences, read_batch
+from meshwright.train.data.split import Split
+from meshwright.train.data.tokens import Source
+from meshwright.train.evaluation import score_sets
+from meshwright.train.step import Batch
 from tests.support import stores
-from train.data.config import DataError
-from train.data.loader import BatchShape, SampleOrder
-from train.data.mixture import CYCLE, draw, drawn, shares
-from train.data.progress import data_progress
-from train.data.sequences import SequenceShape, count_sequences, read_batch
-from train.data.split import Split
-from train.data.tokens import Source
-from train.evaluation import score_sets
-from train.step import Batch
 
 BOS, EOS = 1, 2
 FEW = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -238,7 +238,7 @@ def test_bits_per_byte_are_all_bits_by_all_bytes(packing, masked, start_id, pred
         split_of(DOCUMENTS),
         SequenceShape(30 if not packing else 6, packing, masked, start_id, 100),
     )
-    monkeypatch.setattr("train.step.dist.all_reduce", lambda value, group: None)
+    monkeypatch.setattr("meshwright.train.step.dist.all_reduce", lambda value, group: None)
     score = score_sets(
         OneBitOff(), {"set": split}, shape, BatchShape(2, 1, 0, 1), 0, torch.device("cpu"), None
     )["set"]

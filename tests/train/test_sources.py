@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from train.data.config import DataError
-from train.data.preparing.pieces import choose_held_out, cut_source
-from train.data.sources import find_files, fingerprint_file, kind_of
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.pieces import choose_held_out, cut_source
+from meshwright.train.data.sources import find_files, fingerprint_file, kind_of
 
 MIB = 2**20
 

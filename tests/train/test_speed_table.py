@@ -4,8 +4,8 @@ from functools import reduce
 
 import pytest
 
+from meshwright.train.config import Config
 from tests.support.launch import ROOT
-from train.config import Config
 
 TABLE = (
     (ROOT / "docs" / "speed.md")

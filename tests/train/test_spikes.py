@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train.metrics import Metrics, MetricsConfig, Throughput
-from train.spikes import MIN_REPORTS, THRESHOLD, SpikeDetector, find_spike
-from train.step import StepResult
+from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
+from meshwright.train.spikes import MIN_REPORTS, THRESHOLD, SpikeDetector, find_spike
+from meshwright.train.step import StepResult
 
 
 def noise(count: int, mean: float, deviation: float, seed: int = 0) -> list[float]:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.llama import Llama, LlamaConfig
-from parallel.fsdp import clip_divisor, gradient_norm
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.parallel.fsdp import clip_divisor, gradient_norm
+from meshwright.train.build import freeze
+from meshwright.train.config import ConfigError
+from meshwright.train.evaluation import evaluate
+from meshwright.train.step import Batch, count_targets, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
-from train.build import freeze
-from train.config import ConfigError
-from train.evaluation import evaluate
-from train.step import Batch, count_targets, train_step
 
 # What makes the host wait: reading a value (.item()) and shapes that depend on values.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal")

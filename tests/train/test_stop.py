@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.train.run_config import RunConfig
+from meshwright.train.stop import CLOSE_S, REPEAT_S, Stop, Wish, choose_wish
 from tests.support.forks import Fork, fork
 from tests.train.stop_worker import Scene, play
-from train.run_config import RunConfig
-from train.stop import CLOSE_S, REPEAT_S, Stop, Wish, choose_wish
 
 TERM, INT, USR1, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGKILL
 MANY_S = 60  # for what takes a fraction of a second on a quiet machine

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from train.stacks import ROOT as OUR_ROOT
-from train.stacks import TORCH, Call, find_where
-from train.stuck import RankReport, TimedOut, as_ranges, diagnose, diagnose_alone
+from meshwright.train.stacks import ROOT as OUR_ROOT
+from meshwright.train.stacks import TORCH, Call, find_where
+from meshwright.train.stuck import RankReport, TimedOut, as_ranges, diagnose, diagnose_alone
 
 # The message
 

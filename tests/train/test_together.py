@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import train.main
+import meshwright.train.main
+from meshwright.train.config import ConfigError, parse_config
+from meshwright.train.place import Place
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks
-from train.config import ConfigError, parse_config
-from train.place import Place
 
 
 def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes: list[int]) -> str:
@@ -18,7 +18,7 @@ def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes
     config = parse_config([*arguments, *of_rank.get(rank, [])])
     place = Place(rank, world_size, rank % local_world_sizes[rank], local_world_sizes[rank], True)
     try:
-        train.main.run(config, place)
+        meshwright.train.main.run(config, place)
     except ConfigError as error:
         return str(error)
     return ""

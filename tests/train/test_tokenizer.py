@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.train.texts import odd_texts, train_bpe
-from train.data.config import DataError
-from train.data.tokenizer import (
+from meshwright.train.data.config import DataError
+from meshwright.train.data.tokenizer import (
     ByteTokenizer,
     TokenizerInfo,
     check_vocabulary,
     load_tokenizer,
     padded_vocab_size,
 )
+from tests.train.texts import odd_texts, train_bpe
 
 
 @pytest.fixture(scope="module")

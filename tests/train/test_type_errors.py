@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.config import ConfigError, parse_config
+from meshwright.train.config import ConfigError, parse_config
 
 
 @pytest.mark.parametrize(

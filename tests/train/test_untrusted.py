@@ -19,18 +19,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.hf import config_to_hf
-from models.llama import LlamaConfig
-from parallel.make_plan import Job, make_plan
-from parallel.plan import PlanError
-from parallel.plan_file import load_plan, plan_to_yaml
-from tests.train.checkpoint_targets import checkpoint_targets
-from tests.train.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
-from tests.train.texts import odd_texts, train_bpe, write_jsonl
-from tools.import_accelerate.__main__ import judge as judge_import
-from tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
-from train.checkpoint.config import CheckpointError
-from train.config import (
+from meshwright.models.hf import config_to_hf
+from meshwright.models.llama import LlamaConfig
+from meshwright.parallel.make_plan import Job, make_plan
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.plan_file import load_plan, plan_to_yaml
+from meshwright.tools.import_accelerate.__main__ import judge as judge_import
+from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.config import (
     Config,
     ConfigError,
     config_from,
@@ -41,16 +38,19 @@ from train.config import (
     parse_config,
     parser_arguments,
 )
-from train.data.config import DataConfig, DataError
-from train.data.loader import SampleOrder
-from train.data.preparing.prepare import PrepareSettings, prepare
-from train.data.preparing.worker import read_result
-from train.data.sequences import make_sequence_shape, read_batch
-from train.data.tokenizer import load_tokenizer
-from train.data.tokens import find_tokenizer, load_corpus
-from train.hf_folder import open_folder
-from train.plan_from_file import read_plan
-from train.planning import model_units
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.loader import SampleOrder
+from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
+from meshwright.train.data.preparing.worker import read_result
+from meshwright.train.data.sequences import make_sequence_shape, read_batch
+from meshwright.train.data.tokenizer import load_tokenizer
+from meshwright.train.data.tokens import find_tokenizer, load_corpus
+from meshwright.train.hf_folder import open_folder
+from meshwright.train.plan_from_file import read_plan
+from meshwright.train.planning import model_units
+from tests.train.checkpoint_targets import checkpoint_targets
+from tests.train.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
+from tests.train.texts import odd_texts, train_bpe, write_jsonl
 
 MEMORY_BYTES = 2 * 2**30  # that reading may take beyond what the process has
 REPORT = 60  # lines of a message that has all mistakes of a plan or an import

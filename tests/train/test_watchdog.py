@@ -16,13 +16,13 @@ from typing import Any, get_args
 
 import pytest
 
-import train.watchdog
+import meshwright.train.watchdog
+from meshwright.train.bounds import bounded, check_bounds
+from meshwright.train.stuck import RankReport
+from meshwright.train.watchdog import KEYS, Section, TimeoutConfig, Watchdog
 from tests.support.forks import run_module
 from tests.support.launch import run
 from tests.support.worlds import Keeper, forked, launcher_store, run_ranks
-from train.bounds import bounded, check_bounds
-from train.stuck import RankReport
-from train.watchdog import KEYS, Section, TimeoutConfig, Watchdog
 
 # the message comes within 5 s on a quiet machine; collectives would wait for half an hour
 TIMEOUT_S, PROMPT_S = 3, 45
@@ -287,7 +287,7 @@ def outlast(watchdog: Looking) -> None:
 
 def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
     """What is said, and which threads are left."""
-    train.watchdog.HEARTBEAT_S = 0.1
+    meshwright.train.watchdog.HEARTBEAT_S = 0.1
     said: list[str] = []
     watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), 0, 1, said.append)
     watchdog.connect()
@@ -312,7 +312,7 @@ def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str,
 
 def go_on_while_looked_at() -> list[str]:
     """The main thread's next step begins while the watchdog looks at its stack: what is said."""
-    train.watchdog.HEARTBEAT_S = 0.1
+    meshwright.train.watchdog.HEARTBEAT_S = 0.1
     looked, said = threading.Event(), list[str]()
 
     class Late(Looking):

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.cost import matmul_parameters
-from models.size import count_parameters
-from parallel.compile_check import count_compiled_graphs
-from parallel.planner.work import ModelWork, ModuleWork
-from train.config import parse_config
-from train.planning import plan_run
-from train.predict import trace_run
-from train.work import trace_model
+from meshwright.models.cost import matmul_parameters
+from meshwright.models.size import count_parameters
+from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.parallel.planner.work import ModelWork, ModuleWork
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import trace_run
+from meshwright.train.work import trace_model
 
 MIB = 2**20
 SEQ_LEN = 8192

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from parallel.compile_check import use_cache_folder
-from parallel.config import CompileConfig
-from parallel.plan import PlanError
-from parallel.planner.work import ModuleWork
+from meshwright.parallel.compile_check import use_cache_folder
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.planner.work import ModuleWork
+from meshwright.train import work_cache
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import trace_run
+from meshwright.train.work import _trace
+from meshwright.train.work_cache import remember
 from tests.support.launch import EAGER
-from train import work_cache
-from train.config import parse_config
-from train.planning import plan_run
-from train.predict import trace_run
-from train.work import _trace
-from train.work_cache import remember
 
 TINY = ["--model.dim=32", "--model.n_layers=2", "--train.seq_len=64", "--parallel.tp=2", *EAGER]
 
@@ -28,10 +28,10 @@ def counted(monkeypatch) -> list[object]:
         traced.append(build.args[0])
         return original(build, compiled, budget)
 
-    import train.work
+    import meshwright.train.work
 
-    original = train.work.trace_module
-    monkeypatch.setattr(train.work, "trace_module", trace)
+    original = meshwright.train.work.trace_module
+    monkeypatch.setattr(meshwright.train.work, "trace_module", trace)
     return traced
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel.plan import Plan, PlanError
-from parallel.plan_file import plan_to_dict, plan_to_yaml
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.plan_file import plan_to_dict, plan_to_yaml
+from meshwright.train.config import ConfigError, parse_config
+from meshwright.train.planning import plan_run
 from tests.support.launch import run
 from tests.support.tables import try_each
-from train.config import ConfigError, parse_config
-from train.planning import plan_run
 
 
 def config_arguments(*arguments: str) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from tools.bench import (
+from meshwright.tools.bench import (
     attention,
     calibrate,
     compile_time,
@@ -23,7 +23,7 @@ from tools.bench import (
     standard,
     variants,
 )
-from tools.bench.measurement import (
+from meshwright.tools.bench.measurement import (
     Measurement,
     Result,
     add_measurement,
@@ -31,9 +31,9 @@ from tools.bench.measurement import (
     with_config,
     without_config,
 )
-from tools.bench.record import make_document, write_record
-from tools.bench.run import PROG
-from tools.command import run_tool
+from meshwright.tools.bench.record import make_document, write_record
+from meshwright.tools.bench.run import PROG
+from meshwright.tools.command import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
 MEASUREMENTS = (

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.cpu_attention import causal_attention
-from tools.bench.measurement import Result
-from tools.bench.processes import BenchError
-from tools.command import format_table, positive
+from meshwright.models.kernels.cpu_attention import causal_attention
+from meshwright.tools.bench.measurement import Result
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.command import format_table, positive
 
 SUMMARY = "our CPU attention kernel against torch's"
 DESCRIPTION = (

@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 
-from parallel.planner.hardware import HARDWARE_FOLDER, Hardware, find_hardware, load_hardware, read_hardware
-from tools.bench import record
-from tools.bench.calibrate_file import Noted, hardware_text
-from tools.bench.calibrate_links import Timing
-from tools.bench.calibrate_values import (
+from meshwright.parallel.planner.hardware import (
+    HARDWARE_FOLDER,
+    Hardware,
+    find_hardware,
+    load_hardware,
+    read_hardware,
+)
+from meshwright.tools.bench import record
+from meshwright.tools.bench.calibrate_file import Noted, hardware_text
+from meshwright.tools.bench.calibrate_links import Timing
+from meshwright.tools.bench.calibrate_values import (
     ATTENTION,
     Found,
     Machine,
@@ -22,8 +28,8 @@ from tools.bench.calibrate_values import (
     middle,
     product_curves,
 )
-from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
-from tools.command import format_table, positive
+from meshwright.tools.bench.processes import BenchError, make_environment, python_command, run_to_end
+from meshwright.tools.command import format_table, positive
 
 SUMMARY = "measure this machine, for the planner"
 DESCRIPTION = (
@@ -34,7 +40,7 @@ DESCRIPTION = (
     "process while as many run as there are cores. Takes about two minutes; nothing else should run "
     "meanwhile."
 )
-WORKER = "tools.bench.calibrate_worker"
+WORKER = "meshwright.tools.bench.calibrate_worker"
 CPU_RANKS = (2, 4)
 MOST_LOADED = 4  # processes that measure a CPU at once: more share nothing but memory bandwidth, which 4 fill
 CPU_BASE = "cpu"

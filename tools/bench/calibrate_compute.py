@@ -16,13 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention import CausalAttention
-from parallel.config import ParallelConfig
-from parallel.planner.operators import attention_flops
-from tools.bench.attention import Shape
-from tools.bench.clock import ROTATED_BYTES, Clock, Products, Run, attention_runs, draw, product_runs, rotate
-from train.attention_kernel import attention_here
-from train.config import Config
+from meshwright.models.attention import CausalAttention
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.planner.operators import attention_flops
+from meshwright.tools.bench.attention import Shape
+from meshwright.tools.bench.clock import (
+    ROTATED_BYTES,
+    Clock,
+    Products,
+    Run,
+    attention_runs,
+    draw,
+    product_runs,
+    rotate,
+)
+from meshwright.train.attention_kernel import attention_here
+from meshwright.train.config import Config
 
 DTYPES = ("float32", "bfloat16")
 TINY_OPERATIONS = 256

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.planner.hardware import Hardware, Link
+from meshwright.parallel.planner.hardware import Hardware, Link
 
 DIGITS = 4  # significant: more than repeats agree on
 

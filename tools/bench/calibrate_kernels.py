@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._C._autograd import DeviceType
 
-from models.attention import CausalAttention
+from meshwright.models.attention import CausalAttention
 
 TOKENS, WIDTH, HEADS, HEAD_DIM = 4096, 4096, 32, 128  # a layer of Llama 8B
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, measure_compute, quicker
-from tools.bench.calibrate_kernels import find_kernels
-from tools.bench.calibrate_links import (
+from meshwright.tools.bench.calibrate_compute import CPU_SCALE, GPU_SCALE, measure_compute, quicker
+from meshwright.tools.bench.calibrate_kernels import find_kernels
+from meshwright.tools.bench.calibrate_links import (
     CPU_SIZES_BYTES,
     GPU_SIZES_BYTES,
     QUICK_SIZES_BYTES,
     measure_collectives,
 )
-from train.ending import end_process
-from train.place import choose_device, read_place
-from train.run_config import RunConfig
-from train.runtime import start_process
+from meshwright.train.ending import end_process
+from meshwright.train.place import choose_device, read_place
+from meshwright.train.run_config import RunConfig
+from meshwright.train.runtime import start_process
 
 GIB = 2**30
 

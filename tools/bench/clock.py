@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.bench.attention import Shape
+from meshwright.tools.bench.attention import Shape
 
 # more than the last cache of any device here: 50 MiB on an H100, 32 MiB on a server's core complex
 ROTATED_BYTES = 2**28

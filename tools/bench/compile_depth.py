@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.processes import cache_environment
-from tools.bench.run import Setup, measure_run
+from meshwright.tools.bench.processes import cache_environment
+from meshwright.tools.bench.run import Setup, measure_run
 
 LATER_STEPS = 3
 TINY_WIDTH = (

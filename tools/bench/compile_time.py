@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.compile_depth import depth_setup, median_ratio, median_seconds, run_depths
-from tools.bench.measurement import KEYS, Result
-from tools.bench.peers import OURS, PEER_HELP, Contender, parse_peers
-from tools.bench.processes import cache_environment
-from tools.bench.run import STANDARD_SHAPE, Setup, config_to_record, resolve
-from tools.bench.standard import SHAPE
-from tools.bench.startup import Startup, measure_startup
-from tools.command import format_table, natural, positive
+from meshwright.tools.bench.compile_depth import depth_setup, median_ratio, median_seconds, run_depths
+from meshwright.tools.bench.measurement import KEYS, Result
+from meshwright.tools.bench.peers import OURS, PEER_HELP, Contender, parse_peers
+from meshwright.tools.bench.processes import cache_environment
+from meshwright.tools.bench.run import STANDARD_SHAPE, Setup, config_to_record, resolve
+from meshwright.tools.bench.standard import SHAPE
+from meshwright.tools.bench.startup import Startup, measure_startup
+from meshwright.tools.command import format_table, natural, positive
 
 SUMMARY = "seconds to the first step, cold and warm, and compile time against depth"
 DESCRIPTION = (

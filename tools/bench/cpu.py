@@ -8,14 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.bench.cpu_rates import Allowed, measure_allowed
-from tools.bench.measurement import KEYS, Result
-from tools.bench.peers import OURS, PEER_HELP, Contender, contender_of, parse_peers, run_what_runs, to_figures
-from tools.bench.processes import CACHE_MODES, BenchError
-from tools.bench.run import STANDARD_SHAPE, WARM_UP_STEPS, Setup, config_to_record, resolve
-from tools.bench.standard import with_setup
-from tools.command import format_table, positive
-from train.config import Config
+from meshwright.tools.bench.cpu_rates import Allowed, measure_allowed
+from meshwright.tools.bench.measurement import KEYS, Result
+from meshwright.tools.bench.peers import (
+    OURS,
+    PEER_HELP,
+    Contender,
+    contender_of,
+    parse_peers,
+    run_what_runs,
+    to_figures,
+)
+from meshwright.tools.bench.processes import CACHE_MODES, BenchError
+from meshwright.tools.bench.run import STANDARD_SHAPE, WARM_UP_STEPS, Setup, config_to_record, resolve
+from meshwright.tools.bench.standard import with_setup
+from meshwright.tools.command import format_table, positive
+from meshwright.train.config import Config
 
 SUMMARY = "ours against other trainers on a CPU, and against the machine's own rates"
 DESCRIPTION = (

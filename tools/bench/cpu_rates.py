@@ -19,17 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.attention import CausalAttention
-from models.llama import LlamaConfig
-from tools.bench.attention import Shape
-from tools.bench.clock import Clock, Products, attention_runs, product_runs
-from tools.bench.processes import make_environment, python_command, run_to_end
-from train.ending import end_process
-from train.place import choose_device, read_place
-from train.run_config import RunConfig
-from train.runtime import start_process
+from meshwright.models.attention import CausalAttention
+from meshwright.models.llama import LlamaConfig
+from meshwright.tools.bench.attention import Shape
+from meshwright.tools.bench.clock import Clock, Products, attention_runs, product_runs
+from meshwright.tools.bench.processes import make_environment, python_command, run_to_end
+from meshwright.train.ending import end_process
+from meshwright.train.place import choose_device, read_place
+from meshwright.train.run_config import RunConfig
+from meshwright.train.runtime import start_process
 
-WORKER = "tools.bench.cpu_rates"
+WORKER = "meshwright.tools.bench.cpu_rates"
 BUDGET_S = 0.5  # seconds that each product is repeated for, and attention
 
 

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.bench.processes import BenchError
-from tools.bench.published import published_rows
-from tools.bench.tokenising import measure_tokenising
-from tools.command import format_table
-from train.data.config import DataConfig
-from train.data.loader import BatchShape, SampleOrder, TrainLoader
-from train.data.preparing.shard_writer import ShardWriter
-from train.data.sequences import SequenceShape, read_batch
-from train.data.store import Manifest, manifest_to_json, open_split, read_manifest
-from train.data.tokenizer import TokenizerInfo
-from train.data.tokens import Source
-from train.data.verify import verify
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.published import published_rows
+from meshwright.tools.bench.tokenising import measure_tokenising
+from meshwright.tools.command import format_table
+from meshwright.train.data.config import DataConfig
+from meshwright.train.data.loader import BatchShape, SampleOrder, TrainLoader
+from meshwright.train.data.preparing.shard_writer import ShardWriter
+from meshwright.train.data.sequences import SequenceShape, read_batch
+from meshwright.train.data.store import Manifest, manifest_to_json, open_split, read_manifest
+from meshwright.train.data.tokenizer import TokenizerInfo
+from meshwright.train.data.tokens import Source
+from meshwright.train.data.verify import verify
 
 SUMMARY = "tokenising, checking shards, shuffled reading, and what a step waits for data"
 # of the pretend step: a node, and torchtitan's 8B of 8,192 tokens (tests/published_runs.csv)

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.data import spread
-from tools.bench.processes import make_environment, python_command, run_to_end
-from tools.bench.run import PROG, config_to_record
-from tools.command import format_table, positive
-from tools.trace.answer import find_steps
-from tools.trace.shares import split_step
-from tools.trace.steps import Step
-from tools.trace.store import Store, load_store
-from train.config import parse_config
+from meshwright.tools.bench.data import spread
+from meshwright.tools.bench.processes import make_environment, python_command, run_to_end
+from meshwright.tools.bench.run import PROG, config_to_record
+from meshwright.tools.command import format_table, positive
+from meshwright.tools.trace.answer import find_steps
+from meshwright.tools.trace.shares import split_step
+from meshwright.tools.trace.steps import Step
+from meshwright.tools.trace.store import Store, load_store
+from meshwright.train.config import parse_config
 
 SUMMARY = "exposed communication by tools.trace against a step without communication"
 ASKED = 0.1  # the difference that is allowed, of the step's own
@@ -97,7 +97,7 @@ def profile_once(kind: str, keys: Sequence[str], options: argparse.Namespace) ->
     with tempfile.TemporaryDirectory(prefix="meshwright-exposed-") as name:
         folder = Path(name)
         command = [
-            *python_command("tools.bench.exposed_worker", options.processes, folder / "torchrun"),
+            *python_command("meshwright.tools.bench.exposed_worker", options.processes, folder / "torchrun"),
             kind,
             name,
             str(options.steps),

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel.mesh import build_mesh, data_parallel_group
-from parallel.unit_names import name_units
-from tools.bench.run import PROG
-from train.build import build_model
-from train.config import Config, parse_config
-from train.ending import end_process
-from train.optim import build_optimizer
-from train.place import Place, read_place
-from train.planning import plan_run
-from train.runtime import start_process
-from train.step import Batch, train_step
+from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.parallel.unit_names import name_units
+from meshwright.tools.bench.run import PROG
+from meshwright.train.build import build_model
+from meshwright.train.config import Config, parse_config
+from meshwright.train.ending import end_process
+from meshwright.train.optim import build_optimizer
+from meshwright.train.place import Place, read_place
+from meshwright.train.planning import plan_run
+from meshwright.train.runtime import start_process
+from meshwright.train.step import Batch, train_step
 
 WARM_UP_STEPS = 3
 CPU = torch.device("cpu")

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tools.bench.gpu_cases import Case, make_cases
-from tools.bench.gpu_record import GpuRecord, open_record
-from tools.bench.gpu_runs import AbsentError, Machine, OutOfTimeError, config_of, measure_case
-from tools.bench.gpu_shapes import LLAMA_8B, TINY
-from tools.bench.gpu_text import gpu_text
-from tools.bench.measurement import KEYS, Result
-from tools.bench.processes import BenchError
-from tools.command import positive
-from train.config import USER_ERRORS
+from meshwright.tools.bench.gpu_cases import Case, make_cases
+from meshwright.tools.bench.gpu_record import GpuRecord, open_record
+from meshwright.tools.bench.gpu_runs import AbsentError, Machine, OutOfTimeError, config_of, measure_case
+from meshwright.tools.bench.gpu_shapes import LLAMA_8B, TINY
+from meshwright.tools.bench.gpu_text import gpu_text
+from meshwright.tools.bench.measurement import KEYS, Result
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.command import positive
+from meshwright.train.config import USER_ERRORS
 
 SUMMARY = "one GPU: end to end at Llama 8B's shape, its parts, its peers"
 DESCRIPTION = (

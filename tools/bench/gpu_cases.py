@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.bench.gpu_curves import Curves
-from tools.bench.gpu_shapes import TENSORWISE, EndToEnd, GpuShape
+from meshwright.tools.bench.gpu_curves import Curves
+from meshwright.tools.bench.gpu_shapes import TENSORWISE, EndToEnd, GpuShape
 
 PARTS = ("rooflines", "attention", "head and loss", "optimizer")
 ACCELERATE, TORCHTITAN = "transformers with accelerate", "torchtitan"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.gpu_shapes import EndToEnd, GpuShape
-from tools.bench.processes import make_environment, python_command, run_to_end
-from tools.bench.run import read_rows
+from meshwright.tools.bench.gpu_shapes import EndToEnd, GpuShape
+from meshwright.tools.bench.processes import make_environment, python_command, run_to_end
+from meshwright.tools.bench.run import read_rows
 
 WINDOW = 50  # steps whose losses are averaged: single batches differ more than the runs do
 

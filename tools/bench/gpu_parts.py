@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.attention import KERNELS, CausalAttention, within_documents
-from models.head import LinearCrossEntropySum
-from models.llama import Llama, init_weights
-from models.projections import Projection
-from parallel.memory_by_kind import GIB
-from tools.bench.attention import Shape
-from tools.bench.calibrate_compute import attention_work, copy_rate
-from tools.bench.calibrate_kernels import kernel_names
-from tools.bench.clock import Clock, Timing, attention_runs, draw, product_runs
-from tools.bench.gpu_shapes import GpuShape
-from train.optim import OptimConfig, build_optimizer
+from meshwright.models.attention import KERNELS, CausalAttention, within_documents
+from meshwright.models.head import LinearCrossEntropySum
+from meshwright.models.llama import Llama, init_weights
+from meshwright.models.projections import Projection
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.tools.bench.attention import Shape
+from meshwright.tools.bench.calibrate_compute import attention_work, copy_rate
+from meshwright.tools.bench.calibrate_kernels import kernel_names
+from meshwright.tools.bench.clock import Clock, Timing, attention_runs, draw, product_runs
+from meshwright.tools.bench.gpu_shapes import GpuShape
+from meshwright.train.optim import OptimConfig, build_optimizer
 
 Figures = dict[str, Any]
 CHUNKS = (1, 2, 4)  # of the shape's chunk: time and memory against the chunk's size

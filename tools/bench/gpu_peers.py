@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from parallel.memory_by_kind import GIB
-from tools.bench.gpu_cases import ACCELERATE, PLAIN_PEERS, TORCHTITAN
-from tools.bench.gpu_parts import draw_model
-from tools.bench.gpu_shapes import STEPS, STEPS_PER_REPORT, GpuShape
-from tools.bench.run import WARM_UP_STEPS, spread
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.tools.bench.gpu_cases import ACCELERATE, PLAIN_PEERS, TORCHTITAN
+from meshwright.tools.bench.gpu_parts import draw_model
+from meshwright.tools.bench.gpu_shapes import STEPS, STEPS_PER_REPORT, GpuShape
+from meshwright.tools.bench.run import WARM_UP_STEPS, spread
 
 NEEDED = {
     **dict.fromkeys(PLAIN_PEERS, ()),

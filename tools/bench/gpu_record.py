@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench import record
-from tools.bench.processes import BenchError
+from meshwright.tools.bench import record
+from meshwright.tools.bench.processes import BenchError
 
 # in one record
 SAME = (("hardware", "gpu"), ("hardware", "cpu"), ("versions", "torch"), ("figures", "shape"))

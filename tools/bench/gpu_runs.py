@@ -11,25 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models.cost import flops_per_token
-from parallel.memory_by_kind import GIB
-from parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from parallel.planner.memory import usable_bytes
-from tools.bench import peer_torchtitan
-from tools.bench.gpu_cases import ACCELERATE, TORCHTITAN, Case, PeerRun
-from tools.bench.gpu_curves import Curves, measure_curves
-from tools.bench.gpu_peers import missing_packages
-from tools.bench.gpu_shapes import STEPS_PER_REPORT, EndToEnd, GpuShape
-from tools.bench.kernel_table import table_of
-from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
-from tools.bench.run import MFUS, WARM_UP_STEPS, Setup, config_to_record, measure_run_in, resolve
-from train.attention_kernel import best_attention
-from train.config import Config
-from train.planning import plan_run
-from train.predict import ATTENTION_KINDS, Prediction, predict
+from meshwright.models.cost import flops_per_token
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
+from meshwright.parallel.planner.memory import usable_bytes
+from meshwright.tools.bench import peer_torchtitan
+from meshwright.tools.bench.gpu_cases import ACCELERATE, TORCHTITAN, Case, PeerRun
+from meshwright.tools.bench.gpu_curves import Curves, measure_curves
+from meshwright.tools.bench.gpu_peers import missing_packages
+from meshwright.tools.bench.gpu_shapes import STEPS_PER_REPORT, EndToEnd, GpuShape
+from meshwright.tools.bench.kernel_table import table_of
+from meshwright.tools.bench.processes import BenchError, make_environment, python_command, run_to_end
+from meshwright.tools.bench.run import MFUS, WARM_UP_STEPS, Setup, config_to_record, measure_run_in, resolve
+from meshwright.train.attention_kernel import best_attention
+from meshwright.train.config import Config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import ATTENTION_KINDS, Prediction, predict
 
 PROFILED_STEPS = STEPS_PER_REPORT  # between two reports, which wait for the GPU: nothing else runs into them
-ROOT = Path(__file__).parents[2]
+# what holds the package meshwright
+ROOT = Path(__file__).parents[3]
 
 
 class AbsentError(Exception):
@@ -182,7 +183,7 @@ def run_worker(
     """What a worker found. Raises BenchError if it fails."""
     out = folder / "figures.json"
     command = [
-        *python_command("tools.bench.gpu_worker", 1, folder),
+        *python_command("meshwright.tools.bench.gpu_worker", 1, folder),
         work,
         f"--shape={machine.shape.name}",
         f"--device={machine.device}",

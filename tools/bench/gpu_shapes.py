@@ -4,7 +4,7 @@ suite works."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.llama import LlamaConfig
+from meshwright.models.llama import LlamaConfig
 
 COMMON = (
     "--data.source=stdlib",

@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tools.bench.gpu_cases import PARTS, Case, PeerRun
-from tools.bench.gpu_curves import Curves
-from tools.bench.gpu_shapes import EndToEnd
-from tools.bench.kernel_table import table_text
-from tools.bench.run import MFUS, spread
-from tools.command import format_table
+from meshwright.tools.bench.gpu_cases import PARTS, Case, PeerRun
+from meshwright.tools.bench.gpu_curves import Curves
+from meshwright.tools.bench.gpu_shapes import EndToEnd
+from meshwright.tools.bench.kernel_table import table_text
+from meshwright.tools.bench.run import MFUS, spread
+from meshwright.tools.command import format_table
 
 RATE = "tokens_per_s_per_rank"
 # of each part: what its rows say, by key and format; a key below another is written with a dot

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.gpu_parts import PARTS
-from tools.bench.gpu_peers import NEEDED, measure_peer
-from tools.bench.gpu_shapes import SHAPES
-from train.ending import end_process
+from meshwright.tools.bench.gpu_parts import PARTS
+from meshwright.tools.bench.gpu_peers import NEEDED, measure_peer
+from meshwright.tools.bench.gpu_shapes import SHAPES
+from meshwright.train.ending import end_process
 
 
 def main() -> None:

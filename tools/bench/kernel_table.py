@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.processes import BenchError
-from tools.command import format_table
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.command import format_table
 
 # By name, the first that matches; what matches none moves memory: norms, SwiGLU, RoPE, losses, casts, copies.
 CLASSES = (

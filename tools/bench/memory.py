@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.memory_by_kind import GIB, StepMemory
-from tools.command import format_table
-from tools.simulate import simulate_run
-from train.config import parse_config
-from train.planning import plan_run
-from train.predict import predict_memory
+from meshwright.parallel.memory_by_kind import GIB, StepMemory
+from meshwright.tools.command import format_table
+from meshwright.tools.simulate import simulate_run
+from meshwright.train.config import parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory
 
 SUMMARY = "the planner's memory against the real code on fake tensors"
 DESCRIPTION = (

@@ -9,23 +9,23 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import Plan, PlanError, UnitPlan
-from parallel.planner.costs import step_times
-from parallel.planner.flow import Task, find_waits, run_tasks
-from parallel.planner.hardware import Hardware
-from parallel.planner.memory import predict_step_memory, reserved_bytes
-from parallel.planner.search import search
-from parallel.planner.step_times import StepTimes
-from parallel.planner.streams import launch_tasks, start_ahead
-from tools.bench.measurement import Result
-from tools.bench.page import check_page, fill_page, markdown_table
-from tools.bench.run import config_to_record
-from tools.command import format_table, positive
-from tools.plan.answer import Place, find_gpu
-from train.config import Config, parse_config
-from train.planning import make_job, model_units
-from train.predict import trace_run
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import Plan, PlanError, UnitPlan
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.flow import Task, find_waits, run_tasks
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.search import search
+from meshwright.parallel.planner.step_times import StepTimes
+from meshwright.parallel.planner.streams import launch_tasks, start_ahead
+from meshwright.tools.bench.measurement import Result
+from meshwright.tools.bench.page import check_page, fill_page, markdown_table
+from meshwright.tools.bench.run import config_to_record
+from meshwright.tools.command import format_table, positive
+from meshwright.tools.plan.answer import Place, find_gpu
+from meshwright.train.config import Config, parse_config
+from meshwright.train.planning import make_job, model_units
+from meshwright.train.predict import trace_run
 
 SUMMARY = "what of communication is exposed in the simulated step, and what would hide it"
 DESCRIPTION = (

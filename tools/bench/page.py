@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.config import ConfigError
+from meshwright.train.config import ConfigError
 
 
 def marks(name: str) -> tuple[str, str]:

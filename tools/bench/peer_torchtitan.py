@@ -13,10 +13,10 @@ from typing import Any
 
 import tokenizers
 
-from tools.bench.gpu_shapes import SHAPES, STEPS
-from tools.bench.processes import BenchError
-from tools.bench.run import WARM_UP_STEPS, spread
-from train.data.sources import find_files
+from meshwright.tools.bench.gpu_shapes import SHAPES, STEPS
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.run import WARM_UP_STEPS, spread
+from meshwright.train.data.sources import find_files
 
 MODULE = "bench_torchtitan"
 TEXTS, TEXT_CHARACTERS = 2000, 20_000
@@ -47,7 +47,10 @@ def prepare(folder: Path, shape: str, layers: int, checkpoint: str) -> list[str]
     names = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
     (words / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
     call = f"make_config({shape!r}, {layers}, {checkpoint!r})"
-    text = f"from tools.bench.peer_torchtitan import make_config\n\n\ndef bench():\n    return {call}\n"
+    text = (
+        f"from meshwright.tools.bench.peer_torchtitan import make_config\n\n\ndef bench():\n    return "
+        f"{call}\n"
+    )
     (folder / f"{MODULE}.py").write_text(text, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
     return [sys.executable, *launcher, "torchtitan.train", "--module", MODULE, "--config", "bench"]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.measurement import KEYS, Result
-from tools.bench.processes import BenchError, cache_environment, make_environment, run_to_end
-from tools.bench.run import Setup, config_to_record, measure_run, resolve, spread
-from tools.bench.standard import SHAPE, add_run_options, standard_setup, with_setup
-from tools.command import format_table, positive
+from meshwright.tools.bench.measurement import KEYS, Result
+from meshwright.tools.bench.processes import BenchError, cache_environment, make_environment, run_to_end
+from meshwright.tools.bench.run import Setup, config_to_record, measure_run, resolve, spread
+from meshwright.tools.bench.standard import SHAPE, add_run_options, standard_setup, with_setup
+from meshwright.tools.command import format_table, positive
 
 OURS = "meshwright"
 SUMMARY = "ours against other trainers, interleaved"

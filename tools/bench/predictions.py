@@ -12,15 +12,22 @@ from typing import Any
 
 import torch
 
-from parallel.planner.hardware import GIB, Hardware, find_hardware, load_hardware
-from tools.bench.prediction_cases import Case, cpu_cases, gpu_cases
-from tools.bench.processes import BenchError
-from tools.bench.run import WARM_UP_STEPS, RunFigures, Setup, config_to_record, measure_run, resolve
-from tools.command import format_table, positive
-from train.attention_kernel import best_attention
-from train.config import Config
-from train.planning import plan_run
-from train.predict import predict
+from meshwright.parallel.planner.hardware import GIB, Hardware, find_hardware, load_hardware
+from meshwright.tools.bench.prediction_cases import Case, cpu_cases, gpu_cases
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.run import (
+    WARM_UP_STEPS,
+    RunFigures,
+    Setup,
+    config_to_record,
+    measure_run,
+    resolve,
+)
+from meshwright.tools.command import format_table, positive
+from meshwright.train.attention_kernel import best_attention
+from meshwright.train.config import Config
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict
 
 SUMMARY = "the planner's predictions against real runs"
 DESCRIPTION = (

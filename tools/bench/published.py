@@ -11,19 +11,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import Plan
-from parallel.planner.costs import step_times
-from parallel.planner.hardware import load_hardware
-from parallel.planner.memory import predict_step_memory, reserved_bytes
-from parallel.planner.streams import simulate_step
-from tools.bench.processes import BenchError
-from tools.command import format_table
-from train.config import Config, parse_config
-from train.planning import plan_run
-from train.work import trace_model
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.streams import simulate_step
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.command import format_table
+from meshwright.train.config import Config, parse_config
+from meshwright.train.planning import plan_run
+from meshwright.train.work import trace_model
 
-PUBLISHED = Path(__file__).parents[2] / "tests" / "published_runs.csv"
+PUBLISHED = Path(__file__).resolve().parents[2] / "tests" / "published_runs.csv"
 # by the source's first word
 KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforge"}
 CONFIGS = {

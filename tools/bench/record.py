@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tools.bench.processes import BenchError
-from train import VERSION
+from meshwright import __version__
+from meshwright.tools.bench.processes import BenchError
 
 RECORDS = Path(__file__).parent / "records"
 _HOME = re.compile(r"""/(?:home|Users)/[^\s'"/,;:=]+""")  # its last part is somebody's name
@@ -82,7 +82,7 @@ def find_hardware() -> dict[str, Any]:
 def find_versions() -> dict[str, str | None]:
     """Versions of what was measured, and the project's commit; None for what is not here."""
     return {
-        "meshwright": VERSION,
+        "meshwright": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

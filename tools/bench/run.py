@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.processes import BenchError, make_environment, python_command, run_to_end
-from train.config import Config, parse_config
-from train.data.tokens import load_corpus
-from train.planning import plan_run
+from meshwright.tools.bench.processes import BenchError, make_environment, python_command, run_to_end
+from meshwright.train.config import Config, parse_config
+from meshwright.train.data.tokens import load_corpus
+from meshwright.train.planning import plan_run
 
 PROG = "tools.bench"
 WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones
@@ -117,7 +117,7 @@ def measure_run_in(
         while_running()
 
     arguments = [*setup.command_line(), f"--run.dir={folder / 'run'}"]
-    command = [*python_command("train.main", setup.processes, folder / "torchrun"), *arguments]
+    command = [*python_command("meshwright.train.main", setup.processes, folder / "torchrun"), *arguments]
     started_at = time.perf_counter()
     run_to_end(command, make_environment(setup.threads, cache), log, watch)
     watch()

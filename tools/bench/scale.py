@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import PlanError
-from parallel.planner.hardware import Hardware
-from parallel.planner.search import Choice, search
-from tools.bench import record
-from tools.bench.gpu_record import GpuRecord
-from tools.bench.measurement import Result
-from tools.bench.page import check_page
-from tools.bench.processes import BenchError
-from tools.bench.run import config_to_record
-from tools.bench.scale_page import scale_text, write_page
-from tools.command import positive
-from tools.plan.answer import Place, find_gpu, needed_words
-from tools.plan.sweep import read_sweep
-from train.config import Config, ConfigError, parse_config
-from train.planning import make_job, model_units
-from train.predict import predict, trace_run
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.search import Choice, search
+from meshwright.tools.bench import record
+from meshwright.tools.bench.gpu_record import GpuRecord
+from meshwright.tools.bench.measurement import Result
+from meshwright.tools.bench.page import check_page
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.run import config_to_record
+from meshwright.tools.bench.scale_page import scale_text, write_page
+from meshwright.tools.command import positive
+from meshwright.tools.plan.answer import Place, find_gpu, needed_words
+from meshwright.tools.plan.sweep import read_sweep
+from meshwright.train.config import Config, ConfigError, parse_config
+from meshwright.train.planning import make_job, model_units
+from meshwright.train.predict import predict, trace_run
 
 SUMMARY = "predicted speed and memory on 8 to 4,096 GPUs"
 DESCRIPTION = (

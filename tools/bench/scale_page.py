@@ -5,10 +5,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from parallel.planner.shapes import to_svg
-from tools.bench.page import fill_page, markdown_table
-from tools.bench.scale_plot import draw_scaling
-from tools.command import format_table
+from meshwright.parallel.planner.shapes import to_svg
+from meshwright.tools.bench.page import fill_page, markdown_table
+from meshwright.tools.bench.scale_plot import draw_scaling
+from meshwright.tools.command import format_table
 
 Cell = Mapping[str, Any]
 WAYS = ("planner", "fsdp")

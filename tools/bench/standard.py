@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.measurement import KEYS, Result
-from tools.bench.processes import CACHE_MODES, cache_environment
-from tools.bench.run import (
+from meshwright.tools.bench.measurement import KEYS, Result
+from meshwright.tools.bench.processes import CACHE_MODES, cache_environment
+from meshwright.tools.bench.run import (
     STANDARD_SHAPE,
     WARM_UP_STEPS,
     RunFigures,
@@ -18,7 +18,7 @@ from tools.bench.run import (
     measure_run,
     resolve,
 )
-from tools.command import format_table, positive
+from meshwright.tools.command import format_table, positive
 
 SHAPE = (
     "dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, sequences of 512, 4 of them per "

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.processes import descendant_age_s
-from tools.bench.run import Setup, measure_run_in
+from meshwright.tools.bench.processes import descendant_age_s
+from meshwright.tools.bench.run import Setup, measure_run_in
 
 # a run says its versions once its plan is made
 FIRST_LINE = re.compile(rb"^meshwright \d.*, torch ", re.MULTILINE)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.data.preparing.prepare import PrepareSettings, prepare
-from train.data.sources import find_files
+from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
+from meshwright.train.data.sources import find_files
 
 ROUNDS = 3
 VOCAB_SIZE = 32_000  # of Llama 2

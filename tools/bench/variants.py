@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tools.bench.measurement import KEYS, Result
-from tools.bench.peers import (
+from meshwright.tools.bench.measurement import KEYS, Result
+from meshwright.tools.bench.peers import (
     FIGURES,
     Contender,
     Figures,
@@ -18,10 +18,10 @@ from tools.bench.peers import (
     run_rounds,
     spread_text,
 )
-from tools.bench.processes import BenchError
-from tools.bench.run import Setup, config_to_record, resolve
-from tools.bench.standard import SHAPE, add_run_options, standard_setup, with_setup
-from tools.command import format_table, positive
+from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.run import Setup, config_to_record, resolve
+from meshwright.tools.bench.standard import SHAPE, add_run_options, standard_setup, with_setup
+from meshwright.tools.command import format_table, positive
 
 SUMMARY = "ours under several settings, interleaved"
 DESCRIPTION = (

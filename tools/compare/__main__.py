@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.planner.shapes import to_svg
-from tools.command import positive, run_tool
-from tools.compare.bands import BITWISE, own_band
-from tools.compare.comparison import Comparison, compare_runs
-from tools.compare.picture import draw_comparisons
-from tools.compare.text import as_json, as_text, summary
-from tools.plan.files import check_target, write_whole
-from tools.run_folder import read_run
-from train.config import ConfigError
+from meshwright.parallel.planner.shapes import to_svg
+from meshwright.tools.command import positive, run_tool
+from meshwright.tools.compare.bands import BITWISE, own_band
+from meshwright.tools.compare.comparison import Comparison, compare_runs
+from meshwright.tools.compare.picture import draw_comparisons
+from meshwright.tools.compare.text import as_json, as_text, summary
+from meshwright.tools.plan.files import check_target, write_whole
+from meshwright.tools.run_folder import read_run
+from meshwright.train.config import ConfigError
 
 EXIT_DIFFERENT = 1  # as of the diff command
 PICTURES = (".svg", ".png")
@@ -89,7 +89,7 @@ def save_picture(path: Path, comparisons: Sequence[Comparison]) -> None:
         write_whole(path, to_svg(picture).encode())
         return
     try:
-        from parallel.planner.shapes_png import to_png
+        from meshwright.parallel.planner.shapes_png import to_png
     except ImportError:
         raise ConfigError(
             "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.run_folder import RunFolder
+from meshwright.tools.run_folder import RunFolder
 
 CURVES = ("loss", "grad_norm", "eval_loss")  # what is compared, by the names in a row
 REDUCED = ("bfloat16", "float8")

@@ -5,12 +5,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.compare.bands import CURVES, Band, Tolerance, bands_for, distance, narrowest
-from tools.plan.diff import diff_plans, in_words
-from tools.run_figures import Figures, figures_of
-from tools.run_folder import RunFolder, changed_keys, series
-from tools.sweep.spec import value_text
-from train.config import ConfigError
+from meshwright.tools.compare.bands import CURVES, Band, Tolerance, bands_for, distance, narrowest
+from meshwright.tools.plan.diff import diff_plans, in_words
+from meshwright.tools.run_figures import Figures, figures_of
+from meshwright.tools.run_folder import RunFolder, changed_keys, series
+from meshwright.tools.sweep.spec import value_text
+from meshwright.train.config import ConfigError
 
 
 @dataclass(frozen=True)

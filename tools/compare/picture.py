@@ -4,11 +4,11 @@ they lie."""
 import math
 from collections.abc import Iterator, Sequence
 
-from parallel.planner.picture import INK
-from parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle
-from tools.compare.bands import Band, distance
-from tools.compare.comparison import Comparison
-from tools.plot import (
+from meshwright.parallel.planner.picture import INK
+from meshwright.parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle
+from meshwright.tools.compare.bands import Band, distance
+from meshwright.tools.compare.comparison import Comparison
+from meshwright.tools.plot import (
     BODY,
     BOTTOM,
     HEIGHT,
@@ -26,7 +26,7 @@ from tools.plot import (
     marker,
     style_of,
 )
-from tools.run_folder import RunFolder, series
+from meshwright.tools.run_folder import RunFolder, series
 
 KEYS = ("loss", "grad_norm")  # a column for each
 HEAD = 58  # pixels for the verdict and the runs' names

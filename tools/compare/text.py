@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tools.command import format_table
-from tools.compare.comparison import Comparison, CurveDifference
-from tools.run_figures import Figures, Rate
+from meshwright.tools.command import format_table
+from meshwright.tools.compare.comparison import Comparison, CurveDifference
+from meshwright.tools.run_figures import Figures, Rate
 
 SHOWN = 40  # lines of a config's or a plan's differences
 

@@ -9,17 +9,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.compile_check import cache_folder
-from parallel.config import CompileConfig
-from tools.command import run_tool
-from tools.doctor.checks import try_all_reduce, try_compile
-from tools.doctor.environment import choose_shown
-from tools.doctor.facts import Facts, Unknown, find
-from tools.doctor.judge import judge
-from tools.doctor.machine import look_at_cache_folder, look_at_machine, look_at_run_folder
-from tools.doctor.software import look_at_gpus, look_at_software, look_at_topology
-from tools.doctor.text import format_report
-from train.config import ConfigError
+from meshwright.parallel.compile_check import cache_folder
+from meshwright.parallel.config import CompileConfig
+from meshwright.tools.command import run_tool
+from meshwright.tools.doctor.checks import try_all_reduce, try_compile
+from meshwright.tools.doctor.environment import choose_shown
+from meshwright.tools.doctor.facts import Facts, Unknown, find
+from meshwright.tools.doctor.judge import judge
+from meshwright.tools.doctor.machine import look_at_cache_folder, look_at_machine, look_at_run_folder
+from meshwright.tools.doctor.software import look_at_gpus, look_at_software, look_at_topology
+from meshwright.tools.doctor.text import format_report
+from meshwright.train.config import ConfigError
 
 EXIT_WILL_FAIL = 1
 

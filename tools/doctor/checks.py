@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from parallel.one_line import one_line
-from tools.doctor.facts import Check
+from meshwright.parallel.one_line import one_line
+from meshwright.tools.doctor.facts import Check
 
 LIMIT_S = 120.0  # a busy machine; without work elsewhere it is a few seconds
-MODULE = "tools.doctor.check_worker"
+MODULE = "meshwright.tools.doctor.check_worker"
 
 
 class Trial:

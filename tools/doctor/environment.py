@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from tools.doctor.finding import Finding, is_slow, note
+from meshwright.tools.doctor.finding import Finding, is_slow, note
 
 SHOWN = (
     "NCCL_",

@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Iterator
 
-from tools.doctor.environment import judge_environment
-from tools.doctor.facts import Facts, Unknown
-from tools.doctor.finding import Finding, fails, is_slow, note
+from meshwright.tools.doctor.environment import judge_environment
+from meshwright.tools.doctor.facts import Facts, Unknown
+from meshwright.tools.doctor.finding import Finding, fails, is_slow, note
 
 # Bytes that a save needs are checked by the saver itself; below this even logs and compiled graphs have no
 # room.

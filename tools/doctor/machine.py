@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from tools.doctor.facts import Folder, Machine, Unknown, find
-from train.control_groups import memory_limit_bytes, unescaped
-from train.cores import usable_cores
-from train.host_memory import free_host_bytes
-from train.open_files import ENOUGH
+from meshwright.tools.doctor.facts import Folder, Machine, Unknown, find
+from meshwright.train.control_groups import memory_limit_bytes, unescaped
+from meshwright.train.cores import usable_cores
+from meshwright.train.host_memory import free_host_bytes
+from meshwright.train.open_files import ENOUGH
 
 GIB = 2**30
 WRITTEN_BYTES = 256 * 2**20

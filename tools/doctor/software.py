@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from tools.doctor.facts import Gpu, Software, Unknown, find
-from train import VERSION
-from train.best_dtype import describe_dtype
+from meshwright import __version__
+from meshwright.tools.doctor.facts import Gpu, Software, Unknown, find
+from meshwright.train.best_dtype import describe_dtype
 
 OPTIONAL = ("transformers", "datasets", "torchao")
 PACKAGES = ("torch", "triton", "torchao", "tensorboard", "numpy", "safetensors", "tokenizers")
@@ -50,7 +50,7 @@ def look_at_software() -> Software:
 def find_versions(gpu: bool) -> dict[str, str | Unknown]:
     """By name; "" for what is not there."""
     found: dict[str, str | Unknown] = {
-        "meshwright": VERSION,
+        "meshwright": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
     }

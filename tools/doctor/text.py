@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from tools.doctor.facts import Facts, Folder, Gpu, Unknown
-from tools.doctor.finding import Finding
+from meshwright.tools.doctor.facts import Facts, Folder, Gpu, Unknown
+from meshwright.tools.doctor.finding import Finding
 
 WIDTH = 22  # of the names
 HEADINGS = {"fails": "FAILS", "slow": "SLOW", "note": "NOTE"}

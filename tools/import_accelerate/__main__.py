@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.one_line import one_line
-from parallel.strict_yaml import YamlError, load_mapping, read_text
-from tools.command import run_tool
-from tools.import_accelerate.accelerate import judge_accelerate
-from tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
-from tools.import_accelerate.torchtitan import judge_torchtitan, parse_flags
-from tools.import_accelerate.verdict import Item
-from train.config import ConfigError
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.strict_yaml import YamlError, load_mapping, read_text
+from meshwright.tools.command import run_tool
+from meshwright.tools.import_accelerate.accelerate import judge_accelerate
+from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
+from meshwright.tools.import_accelerate.torchtitan import judge_torchtitan, parse_flags
+from meshwright.tools.import_accelerate.verdict import Item
+from meshwright.train.config import ConfigError
 
 EPILOG = """examples:
   python -m tools.import_accelerate FSDP.yaml > my.yaml            what `accelerate config` wrote

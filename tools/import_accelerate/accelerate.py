@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tools.import_accelerate.compute import DYNAMO_RULES, dynamo_backend, mixed_precision, old_fp16
-from tools.import_accelerate.fsdp import (
+from meshwright.tools.import_accelerate.compute import DYNAMO_RULES, dynamo_backend, mixed_precision, old_fp16
+from meshwright.tools.import_accelerate.fsdp import (
     FSDP_RULES,
     PARALLELISM_RULES,
     axis_sizes,
@@ -17,7 +17,7 @@ from tools.import_accelerate.fsdp import (
     process_count,
     size_mistakes,
 )
-from tools.import_accelerate.verdict import (
+from meshwright.tools.import_accelerate.verdict import (
     Given,
     Item,
     Rule,

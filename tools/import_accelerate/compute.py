@@ -6,7 +6,16 @@ TorchDynamoPlugin), utils/constants.py (TORCH_DYNAMO_MODES).
 
 from typing import Any
 
-from tools.import_accelerate.verdict import Given, Rule, Verdict, as_bool, as_choice, dropped, mapped, refused
+from meshwright.tools.import_accelerate.verdict import (
+    Given,
+    Rule,
+    Verdict,
+    as_bool,
+    as_choice,
+    dropped,
+    mapped,
+    refused,
+)
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune")  # accelerate's TORCH_DYNAMO_MODES

@@ -11,7 +11,7 @@ default in the place of what the file says, the file's word counts, and a note s
 from collections.abc import Mapping
 from typing import Any
 
-from tools.import_accelerate.verdict import (
+from meshwright.tools.import_accelerate.verdict import (
     FALSE,
     TRUE,
     Given,

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from parallel.one_line import one_line
-from parallel.plan import PlanError
-from tools.import_accelerate.verdict import Item, refused
-from train.config import Config, ConfigError, parse_config
-from train.planning import plan_run
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.plan import PlanError
+from meshwright.tools.import_accelerate.verdict import Item, refused
+from meshwright.train.config import Config, ConfigError, parse_config
+from meshwright.train.planning import plan_run
 
 SECTION_ORDER = ("run", "model", "parallel", "optim", "train")
 LAUNCH_ORDER = ("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tools.import_accelerate.titan_names import DEFAULTS
-from tools.import_accelerate.verdict import (
+from meshwright.tools.import_accelerate.titan_names import DEFAULTS
+from meshwright.tools.import_accelerate.verdict import (
     Given,
     Rule,
     Verdict,

@@ -8,10 +8,10 @@ files any more.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.import_accelerate.titan_names import ALIASES, DEFAULTS, SECTIONS
-from tools.import_accelerate.titan_rules import RULES
-from tools.import_accelerate.verdict import Item, dropped, judge, refused, unknown_key
-from train.config import ConfigError
+from meshwright.tools.import_accelerate.titan_names import ALIASES, DEFAULTS, SECTIONS
+from meshwright.tools.import_accelerate.titan_rules import RULES
+from meshwright.tools.import_accelerate.verdict import Item, dropped, judge, refused, unknown_key
+from meshwright.train.config import ConfigError
 
 
 def judge_torchtitan(file: Mapping[str, Any] | None, flags: Mapping[str, Any]) -> list[Item]:

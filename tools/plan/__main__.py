@@ -14,18 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.plan import AXES
-from parallel.plan_file import load_plan
-from tools.command import run_tool
-from tools.plan.answer import Answer, Place, answer, as_json, find_fewest, find_gpu, time_to_train
-from tools.plan.check import Check, check_json, check_run, check_text
-from tools.plan.compare import compare_strategies, comparison_json, comparison_text
-from tools.plan.diff import diff_plans, in_words
-from tools.plan.files import PLAN_SUFFIXES, TIMELINES, check_target, save_plan, save_timeline
-from tools.plan.options import make_diff_parser, read_options
-from tools.plan.sweep import read_sweep, sweep, sweep_json, sweep_text
-from tools.plan.text import as_text
-from train.config import Config
+from meshwright.parallel.plan import AXES
+from meshwright.parallel.plan_file import load_plan
+from meshwright.tools.command import run_tool
+from meshwright.tools.plan.answer import Answer, Place, answer, as_json, find_fewest, find_gpu, time_to_train
+from meshwright.tools.plan.check import Check, check_json, check_run, check_text
+from meshwright.tools.plan.compare import compare_strategies, comparison_json, comparison_text
+from meshwright.tools.plan.diff import diff_plans, in_words
+from meshwright.tools.plan.files import PLAN_SUFFIXES, TIMELINES, check_target, save_plan, save_timeline
+from meshwright.tools.plan.options import make_diff_parser, read_options
+from meshwright.tools.plan.sweep import read_sweep, sweep, sweep_json, sweep_text
+from meshwright.tools.plan.text import as_text
+from meshwright.train.config import Config
 
 EXIT_DIFFERS = 1  # --check found more difference than it allows
 

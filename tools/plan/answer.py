@@ -5,23 +5,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.advice import advise, unused_keys
-from parallel.memory_by_kind import GIB, StepMemory
-from parallel.plan import Plan, PlanError
-from parallel.plan_file import plan_to_dict
-from parallel.planner.costs import step_times
-from parallel.planner.hardware import Hardware, load_hardware
-from parallel.planner.memory import usable_bytes
-from parallel.planner.reasons import give_reasons
-from parallel.planner.search import Candidate, Choice, Machines
-from parallel.strategy import describe_strategy
-from train.attention_kernel import best_attention, check_attention
-from train.best_dtype import best_dtype
-from train.choose import choose_plan, fewest_gpus
-from train.config import Config, ConfigError
-from train.fits import MAX_PROCESSES, check_fits
-from train.planning import plan_run
-from train.predict import Prediction, predict, predict_memory, trace_run
+from meshwright.parallel.advice import advise, unused_keys
+from meshwright.parallel.memory_by_kind import GIB, StepMemory
+from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.plan_file import plan_to_dict
+from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.planner.hardware import Hardware, load_hardware
+from meshwright.parallel.planner.memory import usable_bytes
+from meshwright.parallel.planner.reasons import give_reasons
+from meshwright.parallel.planner.search import Candidate, Choice, Machines
+from meshwright.parallel.strategy import describe_strategy
+from meshwright.train.attention_kernel import best_attention, check_attention
+from meshwright.train.best_dtype import best_dtype
+from meshwright.train.choose import choose_plan, fewest_gpus
+from meshwright.train.config import Config, ConfigError
+from meshwright.train.fits import MAX_PROCESSES, check_fits
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import Prediction, predict, predict_memory, trace_run
 
 HOUR_S, DAY_S = 3600, 86400
 

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.llama import Llama
-from parallel.memory_by_kind import GIB, StepMemory
-from parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
-from parallel.planner.one_rank import apply_as_one_rank
-from parallel.planner.work import DTYPE_BYTES, ModelWork
-from parallel.simulate import Simulation, eager_plan
-from parallel.tensor import find_style
-from tools.command import format_table
-from tools.simulate import simulate_run
-from train.build import freeze
-from train.config import Config
-from train.predict import predict_memory, trace_run
+from meshwright.models.llama import Llama
+from meshwright.parallel.memory_by_kind import GIB, StepMemory
+from meshwright.parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
+from meshwright.parallel.planner.one_rank import apply_as_one_rank
+from meshwright.parallel.planner.work import DTYPE_BYTES, ModelWork
+from meshwright.parallel.simulate import Simulation, eager_plan
+from meshwright.parallel.tensor import find_style
+from meshwright.tools.command import format_table
+from meshwright.tools.simulate import simulate_run
+from meshwright.train.build import freeze
+from meshwright.train.config import Config
+from meshwright.train.predict import predict_memory, trace_run
 
 EXACT, ABOUT = 0.01, 0.08  # differences that are allowed: of what is exact by nature, and of the peak
 EXACT_KINDS = ("params", "grads", "optimizer")

@@ -5,15 +5,15 @@ import dataclasses
 import json
 from typing import Any
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import Plan
-from parallel.simulate import Simulation
-from parallel.strategy import describe_strategy
-from tools.command import format_table
-from tools.simulate import simulate_run, totals
-from train.config import Config, ConfigError
-from train.planning import plan_run
-from train.predict import predict_memory
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.simulate import Simulation
+from meshwright.parallel.strategy import describe_strategy
+from meshwright.tools.command import format_table
+from meshwright.tools.simulate import simulate_run, totals
+from meshwright.train.config import Config, ConfigError
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict_memory
 
 COMPARED = {"no_shard": "DDP", "full_shard": "FSDP", "hybrid_shard": "HSDP"}
 OPS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -5,9 +5,9 @@ import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
-from parallel.planner.hardware import load_hardware
-from tools.command import positive
-from train.config import Config, ConfigError, parse_config
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.command import positive
+from meshwright.train.config import Config, ConfigError, parse_config
 
 PROG = "tools.plan"
 KEYS = "[--section.key=value ...]"

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import AXES, Plan, PlanError
-from parallel.planner.hardware import Hardware
-from parallel.planner.search import search
-from tools.command import format_table
-from tools.plan.answer import DAY_S, Place, needed_words
-from tools.plan.text import seconds
-from train.choose import describe_choices
-from train.config import Config, ConfigError
-from train.fits import MAX_PROCESSES
-from train.planning import make_job, model_units, plan_run
-from train.predict import Prediction, predict, trace_run
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import AXES, Plan, PlanError
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.search import search
+from meshwright.tools.command import format_table
+from meshwright.tools.plan.answer import DAY_S, Place, needed_words
+from meshwright.tools.plan.text import seconds
+from meshwright.train.choose import describe_choices
+from meshwright.train.config import Config, ConfigError
+from meshwright.train.fits import MAX_PROCESSES
+from meshwright.train.planning import make_job, model_units, plan_run
+from meshwright.train.predict import Prediction, predict, trace_run
 
 HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden
 BAR = 30  # letters of the longest bar

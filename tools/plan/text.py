@@ -3,14 +3,21 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from parallel.memory_by_kind import GIB, StepMemory
-from parallel.plan_file import plan_to_table
-from parallel.planner.picture import ROWS, in_ms
-from parallel.planner.search import Candidate, Choice, Machines
-from tools.command import format_table
-from tools.plan.answer import Answer, distinct, needed_words, strategy_words, time_to_train, token_rate
-from train.config import Config
-from train.predict import Prediction
+from meshwright.parallel.memory_by_kind import GIB, StepMemory
+from meshwright.parallel.plan_file import plan_to_table
+from meshwright.parallel.planner.picture import ROWS, in_ms
+from meshwright.parallel.planner.search import Candidate, Choice, Machines
+from meshwright.tools.command import format_table
+from meshwright.tools.plan.answer import (
+    Answer,
+    distinct,
+    needed_words,
+    strategy_words,
+    time_to_train,
+    token_rate,
+)
+from meshwright.train.config import Config
+from meshwright.train.predict import Prediction
 
 RUNNERS_UP = 5
 TOO_LARGE = 3

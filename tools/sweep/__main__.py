@@ -7,22 +7,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel.one_line import one_line
-from tools.command import EXIT_INTERRUPTED, positive, run_tool
-from tools.plan.files import write_whole
-from tools.sweep.attempt import Attempt, launched_with, state_of, write_attempt
-from tools.sweep.commands import as_lines, refuse_nodes, run_command, slurm_command
-from tools.sweep.folder import make_folder, note_owner, own_folder, refuse_other_owner
-from tools.sweep.launch import Interrupts, hear_interrupts, run_once
-from tools.sweep.page import make_page
-from tools.sweep.planned import Planned, changed_runs, check_sweep, refuse_changed
-from tools.sweep.rows import SweepReport, read_sweep, report_json
-from tools.sweep.screen import SweepScreen
-from tools.sweep.spec import Spec, near_key, read_spec
-from train.config import ConfigError, known_keys
+from meshwright.parallel.one_line import one_line
+from meshwright.tools.command import EXIT_INTERRUPTED, positive, run_tool
+from meshwright.tools.plan.files import write_whole
+from meshwright.tools.sweep.attempt import Attempt, launched_with, state_of, write_attempt
+from meshwright.tools.sweep.commands import as_lines, refuse_nodes, run_command, slurm_command
+from meshwright.tools.sweep.folder import make_folder, note_owner, own_folder, refuse_other_owner
+from meshwright.tools.sweep.launch import Interrupts, hear_interrupts, run_once
+from meshwright.tools.sweep.page import make_page
+from meshwright.tools.sweep.planned import Planned, changed_runs, check_sweep, refuse_changed
+from meshwright.tools.sweep.rows import SweepReport, read_sweep, report_json
+from meshwright.tools.sweep.screen import SweepScreen
+from meshwright.tools.sweep.spec import Spec, near_key, read_spec
+from meshwright.train.config import ConfigError, known_keys
 
 EXIT_NOT_ALL = 1  # not every run has finished
-STUDIES = Path(__file__).parents[2] / "configs" / "experiments"
+STUDIES = Path(__file__).resolve().parents[2] / "configs" / "experiments"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from parallel.one_line import one_line
-from tools.plan.files import write_whole
-from train.read_json import read_json
-from train.status import read_status
+from meshwright.parallel.one_line import one_line
+from meshwright.tools.plan.files import write_whole
+from meshwright.train.read_json import read_json
+from meshwright.train.status import read_status
 
 NAME, OUTPUT = "attempt.json", "output.txt"
 LIMIT_BYTES = 1 << 20

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from parallel.planner.picture import FAINT, GRID, INK
-from parallel.planner.shapes import Picture, Shape, Text, rectangle
-from tools.plot import (
+from meshwright.parallel.planner.picture import FAINT, GRID, INK
+from meshwright.parallel.planner.shapes import Picture, Shape, Text, rectangle
+from meshwright.tools.plot import (
     BAR_ROW,
     BODY,
     MARK,
@@ -22,9 +22,9 @@ from tools.plot import (
     marker,
     style_of,
 )
-from tools.run_figures import PREDICTED
-from tools.run_folder import RunFolder, series, tokens_per_step, training_s
-from tools.sweep.rows import ReportRow
+from meshwright.tools.run_figures import PREDICTED
+from meshwright.tools.run_folder import RunFolder, series, tokens_per_step, training_s
+from meshwright.tools.sweep.rows import ReportRow
 
 ERROR_LEFT, ERROR_RIGHT = 20, WIDTH - 20  # of the panel of errors
 ERROR_STYLES = {"step_time_s": Style("#0072b2", "circle"), "peak_memory_gib": Style("#e69f00", "square")}

@@ -5,8 +5,8 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 
-from tools.sweep.planned import Planned
-from train.config import ConfigError
+from meshwright.tools.sweep.planned import Planned
+from meshwright.train.config import ConfigError
 
 SLURM_SCRIPT = "configs/launch/slurm.sh"
 LAUNCHER = (
@@ -24,7 +24,7 @@ LAUNCHER = (
 
 def run_command(planned: Planned) -> list[str]:
     """The run on this machine: through torchrun, unless it is one process."""
-    main = ["-m", "train.main", *planned.arguments]
+    main = ["-m", "meshwright.train.main", *planned.arguments]
     if planned.world_size == 1:
         return [sys.executable, *main]
     return [

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from parallel.one_line import one_line
-from tools.plan.files import write_whole
-from train.config import ConfigError
-from train.lock import lock_folder
-from train.read_json import read_json
+from meshwright.parallel.one_line import one_line
+from meshwright.tools.plan.files import write_whole
+from meshwright.train.config import ConfigError
+from meshwright.train.lock import lock_folder
+from meshwright.train.read_json import read_json
 
 NOTE = "sweep.json"
 LIMIT_BYTES = 4096

@@ -11,13 +11,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
-from parallel.plan import PlanError
-from tools.bench.processes import alive, children, start_times
-from tools.sweep.attempt import OUTPUT, Attempt, has_last_word, judge, now_s, output_since, write_attempt
-from tools.sweep.commands import run_command, run_environment
-from tools.sweep.planned import Planned, predict_here
-from train.config import ConfigError
-from train.lock import LockError, lock_folder
+from meshwright.parallel.plan import PlanError
+from meshwright.tools.bench.processes import alive, children, start_times
+from meshwright.tools.sweep.attempt import (
+    OUTPUT,
+    Attempt,
+    has_last_word,
+    judge,
+    now_s,
+    output_since,
+    write_attempt,
+)
+from meshwright.tools.sweep.commands import run_command, run_environment
+from meshwright.tools.sweep.planned import Planned, predict_here
+from meshwright.train.config import ConfigError
+from meshwright.train.lock import LockError, lock_folder
 
 POLL_S = 0.2
 LAST_S = 10.0  # that workers may take to end when their launcher has; then they are killed

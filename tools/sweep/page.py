@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from parallel.planner.picture import FAINT, GRID, INK
-from parallel.planner.shapes import Picture, to_svg
-from tools.plot import PAPER, marker, style_of
-from tools.run_figures import Figures, Rate
-from tools.sweep.charts import draw_charts
-from tools.sweep.rows import ReportRow, SweepReport
+from meshwright.parallel.planner.picture import FAINT, GRID, INK
+from meshwright.parallel.planner.shapes import Picture, to_svg
+from meshwright.tools.plot import PAPER, marker, style_of
+from meshwright.tools.run_figures import Figures, Rate
+from meshwright.tools.sweep.charts import draw_charts
+from meshwright.tools.sweep.rows import ReportRow, SweepReport
 
 # Pictures are painted in fixed colours; what is ink on paper there follows the page, whose colours are
 # variables.

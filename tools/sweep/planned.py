@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 
-from parallel.memory_by_kind import GIB
-from parallel.plan import PlanError
-from parallel.planner.hardware import find_hardware, load_hardware
-from tools.run_folder import changed_keys, flatten, read_config
-from tools.sweep.spec import Cell, Spec, make_cells, override_text, value_text
-from train.config import (
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.plan import PlanError
+from meshwright.parallel.planner.hardware import find_hardware, load_hardware
+from meshwright.tools.run_folder import changed_keys, flatten, read_config
+from meshwright.tools.sweep.spec import Cell, Spec, make_cells, override_text, value_text
+from meshwright.train.config import (
     Config,
     ConfigError,
     config_from,
@@ -24,12 +24,12 @@ from train.config import (
     make_parser,
     parser_arguments,
 )
-from train.cores import usable_cores
-from train.data.config import DataError
-from train.place import Place, choose_device
-from train.plan_here import plan_here
-from train.planning import plan_run
-from train.predict import predict
+from meshwright.train.cores import usable_cores
+from meshwright.train.data.config import DataError
+from meshwright.train.place import Place, choose_device
+from meshwright.train.plan_here import plan_here
+from meshwright.train.planning import plan_run
+from meshwright.train.predict import predict
 
 SHOWN = 8  # changed keys of a run, in a message
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.run_figures import PREDICTED, Figures, Rate, figures_of
-from tools.run_folder import RunFolder, read_run
-from tools.sweep.attempt import Ended, device_of, read_attempt, state_of
-from tools.sweep.planned import Planned, flat_config
-from tools.sweep.spec import LAUNCH, Spec, value_text
-from tools.sweep.traced import read_exposed
+from meshwright.tools.run_figures import PREDICTED, Figures, Rate, figures_of
+from meshwright.tools.run_folder import RunFolder, read_run
+from meshwright.tools.sweep.attempt import Ended, device_of, read_attempt, state_of
+from meshwright.tools.sweep.planned import Planned, flat_config
+from meshwright.tools.sweep.spec import LAUNCH, Spec, value_text
+from meshwright.tools.sweep.traced import read_exposed
 
 
 @dataclass(frozen=True)

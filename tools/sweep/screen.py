@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from parallel.one_line import one_line
-from tools.run_folder import value_of
-from tools.sweep.attempt import OUTPUT
-from tools.sweep.planned import Planned
+from meshwright.parallel.one_line import one_line
+from meshwright.tools.run_folder import value_of
+from meshwright.tools.sweep.attempt import OUTPUT
+from meshwright.tools.sweep.planned import Planned
 
 TAIL_BYTES = 1 << 14  # of metrics.jsonl: a few rows
 REASON_LETTERS = 240

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.one_line import one_line
-from parallel.strict_yaml import YamlError, load_mapping
-from tools.run_folder import flatten
-from train.config import ConfigError, known_keys
+from meshwright.parallel.one_line import one_line
+from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.tools.run_folder import flatten
+from meshwright.train.config import ConfigError, known_keys
 
 KEYS = ("config", "processes", "nodes", "overrides", "grid", "runs", "seeds", "repeat", "folder")
 LAUNCH = ("processes", "nodes")  # keys of a run that are no keys of a config

@@ -3,9 +3,9 @@
 from functools import cache
 from pathlib import Path
 
-from tools.trace.answer import answer
-from tools.trace.find import find_traces
-from train.config import USER_ERRORS
+from meshwright.tools.trace.answer import answer
+from meshwright.tools.trace.find import find_traces
+from meshwright.train.config import USER_ERRORS
 
 EXPOSED = "exposed"  # of tools.trace.shares.KINDS
 

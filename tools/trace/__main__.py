@@ -8,23 +8,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.planner.picture import draw_timeline
-from parallel.planner.shapes import Picture, to_svg
-from parallel.planner.timeline import Timeline
-from tools.command import format_table, natural, run_tool
-from tools.plan.files import check_target, write_whole
-from tools.trace.advice import ms
-from tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
-from tools.trace.answer import Answer, answer
-from tools.trace.document import make_document
-from tools.trace.find import find_traces
-from tools.trace.kernel_rows import KernelRow
-from tools.trace.kernels import top_kernels
-from tools.trace.measured import to_timeline
-from tools.trace.roofs import Roof, find_roof
-from tools.trace.text import describe, printable
-from train.config import ConfigError, load_config
-from train.data.config import DataError
+from meshwright.parallel.planner.picture import draw_timeline
+from meshwright.parallel.planner.shapes import Picture, to_svg
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.tools.command import format_table, natural, run_tool
+from meshwright.tools.plan.files import check_target, write_whole
+from meshwright.tools.trace.advice import ms
+from meshwright.tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
+from meshwright.tools.trace.answer import Answer, answer
+from meshwright.tools.trace.document import make_document
+from meshwright.tools.trace.find import find_traces
+from meshwright.tools.trace.kernel_rows import KernelRow
+from meshwright.tools.trace.kernels import top_kernels
+from meshwright.tools.trace.measured import to_timeline
+from meshwright.tools.trace.roofs import Roof, find_roof
+from meshwright.tools.trace.text import describe, printable
+from meshwright.train.config import ConfigError, load_config
+from meshwright.train.data.config import DataError
 
 EPILOG = """
 examples:
@@ -123,7 +123,7 @@ def draw(path: Path, found: Answer, measured: Timeline, predicted: Timeline | No
 
 def _png(picture: Picture) -> bytes:
     try:
-        from parallel.planner.shapes_png import to_png
+        from meshwright.parallel.planner.shapes_png import to_png
     except ImportError:
         raise ConfigError(
             "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.plan import Plan
-from parallel.plan_file import load_plan
-from parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from parallel.planner.picture import (
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
+from meshwright.parallel.planner.picture import (
     AXIS_HEIGHT,
     BODY,
     FAINT,
@@ -29,12 +29,19 @@ from parallel.planner.picture import (
     paint_panel,
     phases,
 )
-from parallel.planner.shapes import Picture, Shape, Text, rectangle
-from parallel.planner.timeline import EXPOSED, Event, Timeline
-from parallel.planner.zoom import MARGIN, Span, backward_spans, join_spans, middle_units, units_words
-from train.config import Config, load_config
-from train.data.config import DataError
-from train.predict import predict
+from meshwright.parallel.planner.shapes import Picture, Shape, Text, rectangle
+from meshwright.parallel.planner.timeline import EXPOSED, Event, Timeline
+from meshwright.parallel.planner.zoom import (
+    MARGIN,
+    Span,
+    backward_spans,
+    join_spans,
+    middle_units,
+    units_words,
+)
+from meshwright.train.config import Config, load_config
+from meshwright.train.data.config import DataError
+from meshwright.train.predict import predict
 
 # pixels over a panel for its line of figures, and for the names of phases
 WORDS_HEIGHT, PHASES_HEIGHT = 24, 24

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallel.plan import MeshPlan
-from tools.trace.cpu import cpu_steps
-from tools.trace.cuda import cuda_steps
-from tools.trace.find import find_mesh, run_of
-from tools.trace.gathers import Prefetch, judge_prefetch
-from tools.trace.header import why_apart
-from tools.trace.ranks import Clock, SlowUnit, Straggler, find_slow_units, find_stragglers
-from tools.trace.shares import Communication, Shares, median_step, split_step, sum_communication
-from tools.trace.steps import Step
-from tools.trace.store import Store, load_store
-from train.data.config import DataError
+from meshwright.parallel.plan import MeshPlan
+from meshwright.tools.trace.cpu import cpu_steps
+from meshwright.tools.trace.cuda import cuda_steps
+from meshwright.tools.trace.find import find_mesh, run_of
+from meshwright.tools.trace.gathers import Prefetch, judge_prefetch
+from meshwright.tools.trace.header import why_apart
+from meshwright.tools.trace.ranks import Clock, SlowUnit, Straggler, find_slow_units, find_stragglers
+from meshwright.tools.trace.shares import Communication, Shares, median_step, split_step, sum_communication
+from meshwright.tools.trace.steps import Step
+from meshwright.tools.trace.store import Store, load_store
+from meshwright.train.data.config import DataError
 
 
 @dataclass(frozen=True)

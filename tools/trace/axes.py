@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from parallel.plan import MeshPlan
-from tools.trace.labels import ROOT_END
-from tools.trace.places import Place
-from tools.trace.store import Store
+from meshwright.parallel.plan import MeshPlan
+from meshwright.tools.trace.labels import ROOT_END
+from meshwright.tools.trace.places import Place
+from meshwright.tools.trace.store import Store
 
 AXIS_OF_LANE: Mapping[str, str] = {
     "all_gather": "dp_shard",

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
-from parallel.plan import MeshPlan
-from tools.trace.axes import find_axis, find_lane
-from tools.trace.labels import Label
-from tools.trace.places import Places
-from tools.trace.spans import Interval, clip, subtract, union
-from tools.trace.steps import Need, Step, Transfer, UnitRun, Work
-from tools.trace.store import Columns, Launch, Store
+from meshwright.parallel.plan import MeshPlan
+from meshwright.tools.trace.axes import find_axis, find_lane
+from meshwright.tools.trace.labels import Label
+from meshwright.tools.trace.places import Places
+from meshwright.tools.trace.spans import Interval, clip, subtract, union
+from meshwright.tools.trace.steps import Need, Step, Transfer, UnitRun, Work
+from meshwright.tools.trace.store import Columns, Launch, Store
 
 Timed = TypeVar("Timed", Work, Transfer, UnitRun)
 

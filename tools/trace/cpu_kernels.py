@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.trace.flops import Work
-from tools.trace.kernel_names import COMPILED, HASH_SHOWN, graph_name
-from tools.trace.kernel_rows import Tally
-from tools.trace.labels import counts_as_compute, is_wait, parse_label
-from tools.trace.roofs import Roof
+from meshwright.tools.trace.flops import Work
+from meshwright.tools.trace.kernel_names import COMPILED, HASH_SHOWN, graph_name
+from meshwright.tools.trace.kernel_rows import Tally
+from meshwright.tools.trace.labels import counts_as_compute, is_wait, parse_label
+from meshwright.tools.trace.roofs import Roof
 
 NS = 1e-9
 Place = tuple[str, str]  # unit, phase

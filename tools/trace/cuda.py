@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from parallel.plan import MeshPlan
-from tools.trace.axes import find_axis, find_lane, group_axes
-from tools.trace.places import Place, Places
-from tools.trace.spans import Interval, subtract
-from tools.trace.steps import Need, Step, Transfer, UnitRun, Work
-from tools.trace.store import COLLECTIVE, KERNEL, Store
+from meshwright.parallel.plan import MeshPlan
+from meshwright.tools.trace.axes import find_axis, find_lane, group_axes
+from meshwright.tools.trace.places import Place, Places
+from meshwright.tools.trace.spans import Interval, subtract
+from meshwright.tools.trace.steps import Need, Step, Transfer, UnitRun, Work
+from meshwright.tools.trace.store import COLLECTIVE, KERNEL, Store
 
 Call = tuple[int, int, int]  # start, end, thread
 

@@ -4,10 +4,10 @@ it."""
 from dataclasses import asdict
 from typing import Any
 
-from tools.trace.advice import advise
-from tools.trace.answer import Answer
-from tools.trace.gathers import Gather, Prefetch
-from tools.trace.shares import split_step
+from meshwright.tools.trace.advice import advise
+from meshwright.tools.trace.answer import Answer
+from meshwright.tools.trace.gathers import Gather, Prefetch
+from meshwright.tools.trace.shares import split_step
 
 
 def make_document(found: Answer) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from parallel.plan import MeshPlan, PlanError
-from parallel.plan_file import load_plan
-from train.data.config import DataError
+from meshwright.parallel.plan import MeshPlan, PlanError
+from meshwright.parallel.plan_file import load_plan
+from meshwright.train.data.config import DataError
 
 _RANK = re.compile(r"rank-(\d+)\.json(\.gz)?")
 _STEP = re.compile(r"step-(\d+)")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mode
 
-from tools.trace.shares import standing
-from tools.trace.steps import Need, Step, Transfer, UnitRun, is_gather
+from meshwright.tools.trace.shares import standing
+from meshwright.tools.trace.steps import Need, Step, Transfer, UnitRun, is_gather
 
 LATE_SHARE, LATE_NS = 0.001, 20_000  # of the step, and at least: a shorter wait is none
 # other units that pass between a gather's end and its need: with a depth of 1 it ends within the one before

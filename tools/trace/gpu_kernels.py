@@ -4,12 +4,12 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from tools.trace.flops import Work
-from tools.trace.kernel_names import short_name
-from tools.trace.kernel_rows import Tally
-from tools.trace.labels import find_collective
-from tools.trace.roofs import Roof
-from tools.trace.store import WIDTHS
+from meshwright.tools.trace.flops import Work
+from meshwright.tools.trace.kernel_names import short_name
+from meshwright.tools.trace.kernel_rows import Tally
+from meshwright.tools.trace.labels import find_collective
+from meshwright.tools.trace.roofs import Roof
+from meshwright.tools.trace.store import WIDTHS
 
 MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
 US = 1e-6

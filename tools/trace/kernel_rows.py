@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tools.trace.flops import Work
-from tools.trace.roofs import Roof
+from meshwright.tools.trace.flops import Work
+from meshwright.tools.trace.roofs import Roof
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ graph what is left are its fused loops: products and attention have rows of thei
 
 from pathlib import Path
 
-from tools.trace.cpu_kernels import CpuTable
-from tools.trace.flops import work_of
-from tools.trace.gpu_kernels import GpuTable
-from tools.trace.kernel_rows import KernelRow, ranked
-from tools.trace.read import read_events
-from tools.trace.roofs import Roof
-from tools.trace.store import DEVICE_WORK
-from train.data.config import DataError
+from meshwright.tools.trace.cpu_kernels import CpuTable
+from meshwright.tools.trace.flops import work_of
+from meshwright.tools.trace.gpu_kernels import GpuTable
+from meshwright.tools.trace.kernel_rows import KernelRow, ranked
+from meshwright.tools.trace.read import read_events
+from meshwright.tools.trace.roofs import Roof
+from meshwright.tools.trace.store import DEVICE_WORK
+from meshwright.train.data.config import DataError
 
 
 def top_kernels(path: Path, steps: int, roof: Roof | None, most: int = 12) -> list[KernelRow]:

@@ -4,9 +4,9 @@ code."""
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from parallel.planner.timeline import EXPOSED, Event, Round, Timeline
-from tools.trace.spans import clip, total
-from tools.trace.steps import Step, Transfer
+from meshwright.parallel.planner.timeline import EXPOSED, Event, Round, Timeline
+from meshwright.tools.trace.spans import clip, total
+from meshwright.tools.trace.steps import Step, Transfer
 
 COMPUTE = "compute"
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.trace.labels import BACKWARD_KINDS, FORWARD_KINDS, ROOT_END, WORK_OF, Label
+from meshwright.tools.trace.labels import BACKWARD_KINDS, FORWARD_KINDS, ROOT_END, WORK_OF, Label
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from parallel.plan import AXES, MeshPlan
-from tools.trace.spans import clip, intersect, total, union
-from tools.trace.steps import Step, Transfer
+from meshwright.parallel.plan import AXES, MeshPlan
+from meshwright.tools.trace.spans import clip, intersect, total, union
+from meshwright.tools.trace.steps import Step, Transfer
 
 EQUALS = 3  # units of one shape at least, or there is no telling which of them is slow
 # By how much a unit must exceed the median of its equals: a factor, and a multiple of their spread. The

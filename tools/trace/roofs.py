@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel.planner.hardware import find_hardware
-from tools.trace.flops import Work
+from meshwright.parallel.planner.hardware import find_hardware
+from meshwright.tools.trace.flops import Work
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.trace.spans import clip, intersect, total, union
-from tools.trace.steps import Step
+from meshwright.tools.trace.spans import clip, intersect, total, union
+from meshwright.tools.trace.steps import Step
 
 KINDS = {  # of time -> in words
     "compute": "computing, nothing in flight",

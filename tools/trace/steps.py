@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tools.trace.spans import Interval, clip, subtract, union
+from meshwright.tools.trace.spans import Interval, clip, subtract, union
 
 
 @dataclass(frozen=True, slots=True)

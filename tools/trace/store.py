@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.trace.header import check_header
-from tools.trace.labels import (
+from meshwright.tools.trace.header import check_header
+from meshwright.tools.trace.labels import (
     Label,
     counts_as_compute,
     find_collective,
@@ -19,9 +19,9 @@ from tools.trace.labels import (
     parse_label,
     step_number,
 )
-from tools.trace.read import Trace
-from tools.trace.spans import Interval
-from train.data.config import DataError
+from meshwright.tools.trace.read import Trace
+from meshwright.tools.trace.spans import Interval
+from meshwright.train.data.config import DataError
 
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHING = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from parallel.planner.picture import ROWS
-from tools.command import format_table
-from tools.trace.advice import advise, ms
-from tools.trace.answer import Answer
-from tools.trace.gathers import Gather, Prefetch
-from tools.trace.shares import KINDS
+from meshwright.parallel.planner.picture import ROWS
+from meshwright.tools.command import format_table
+from meshwright.tools.trace.advice import advise, ms
+from meshwright.tools.trace.answer import Answer
+from meshwright.tools.trace.gathers import Gather, Prefetch
+from meshwright.tools.trace.shares import KINDS
 
 MOST_GATHERS = 16  # rows of the table; all are in the JSON document
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from train.bounds import bounded
+from meshwright.train.bounds import bounded
 
 VerifyMode = Literal["full", "size"]
 

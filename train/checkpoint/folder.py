@@ -12,10 +12,10 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from parallel.memory_by_kind import GIB
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.manifest import MANIFEST, Manifest, manifest_to_text
-from train.flush_folder import flush_folder
+from meshwright.parallel.memory_by_kind import GIB
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, manifest_to_text
+from meshwright.train.flush_folder import flush_folder
 
 _STEP = re.compile(r"step-(\d{8,18})")
 

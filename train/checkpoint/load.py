@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from train.checkpoint.config import CheckpointError
-from train.checkpoint.manifest import Manifest, SavedTensor, describe_tensor, dtype_word
-from train.checkpoint.shards import random_state, training_tensors
-from train.hf_folder import FilesReader
+from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.manifest import Manifest, SavedTensor, describe_tensor, dtype_word
+from meshwright.train.checkpoint.shards import random_state, training_tensors
+from meshwright.train.hf_folder import FilesReader
 
 # what torch's reader raises
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, AssertionError, CheckpointException)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from parallel.bounded_read import read_bounded
-from train import VERSION
-from train.checkpoint.config import GONE, CheckpointError, make_unreadable
-from train.read_json import parse_mapping
+from meshwright import __version__
+from meshwright.parallel.bounded_read import read_bounded
+from meshwright.train.checkpoint.config import GONE, CheckpointError, make_unreadable
+from meshwright.train.read_json import parse_mapping
 
 MANIFEST, FORMAT = "manifest.json", "meshwright checkpoint 2"
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,255}")
@@ -77,7 +77,7 @@ class Manifest:
     files: Mapping[str, SavedFile]
     tensors: Mapping[str, SavedTensor]
     code: Mapping[str, str] = field(
-        default_factory=lambda: {"meshwright": VERSION, "torch": str(torch.__version__)}
+        default_factory=lambda: {"meshwright": __version__, "torch": str(torch.__version__)}
     )
 
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.checkpoint.config import CheckpointConfig, CheckpointError, UnreadableError
-from train.checkpoint.folder import list_checkpoints, put_aside
-from train.checkpoint.manifest import Manifest
-from train.checkpoint.verify import verify_together
-from train.data.paths import user_path
-from train.place import Place
-from train.together import from_main
+from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError, UnreadableError
+from meshwright.train.checkpoint.folder import list_checkpoints, put_aside
+from meshwright.train.checkpoint.manifest import Manifest
+from meshwright.train.checkpoint.verify import verify_together
+from meshwright.train.data.paths import user_path
+from meshwright.train.place import Place
+from meshwright.train.together import from_main
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.one_line import one_line
-from train.checkpoint.config import CheckpointConfig
-from train.checkpoint.folder import SaveError, abandon, begin_save, commit, delete_others, write_synced
-from train.checkpoint.manifest import Manifest, Position, SavedFile, SavedTensor, describe_tensor
-from train.checkpoint.room import RoomAsked, copy_bytes, describe_missing
-from train.checkpoint.shard_file import write_shard_file
-from train.checkpoint.shards import Shard, needed_bytes, own_shards, random_state, training_tensors
-from train.checkpoint.verify import hash_file
+from meshwright.parallel.one_line import one_line
+from meshwright.train.checkpoint.config import CheckpointConfig
+from meshwright.train.checkpoint.folder import (
+    SaveError,
+    abandon,
+    begin_save,
+    commit,
+    delete_others,
+    write_synced,
+)
+from meshwright.train.checkpoint.manifest import Manifest, Position, SavedFile, SavedTensor, describe_tensor
+from meshwright.train.checkpoint.room import RoomAsked, copy_bytes, describe_missing
+from meshwright.train.checkpoint.shard_file import write_shard_file
+from meshwright.train.checkpoint.shards import Shard, needed_bytes, own_shards, random_state, training_tensors
+from meshwright.train.checkpoint.verify import hash_file
 
 _MANIFEST_BYTES = 2**20  # of room asked for beyond the ranks' files: manifest, config and plan
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.checkpoint.manifest import SavedFile
-from train.checkpoint.shards import Shard
+from meshwright.train.checkpoint.manifest import SavedFile
+from meshwright.train.checkpoint.shards import Shard
 
 _DTYPES = {
     torch.float64: "F64",

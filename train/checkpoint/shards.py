@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from parallel.fsdp import local_part
+from meshwright.parallel.fsdp import local_part
 
 
 @dataclass(frozen=True)

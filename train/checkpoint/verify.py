@@ -11,9 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel.one_line import one_line
-from train.checkpoint.config import GONE, CheckpointError, UnreadableError, VerifyMode, make_unreadable
-from train.checkpoint.manifest import MANIFEST, Manifest, SavedFile, read_manifest
+from meshwright.parallel.one_line import one_line
+from meshwright.train.checkpoint.config import (
+    GONE,
+    CheckpointError,
+    UnreadableError,
+    VerifyMode,
+    make_unreadable,
+)
+from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, SavedFile, read_manifest
 
 _READ_BYTES = 16 * 2**20
 

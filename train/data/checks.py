@@ -1,14 +1,14 @@
 """What can be wrong with a run's data, found before anything is tokenised, and before the first step."""
 
-from train.data.config import DataConfig, DataError
-from train.data.mixture import CYCLE
-from train.data.paths import user_path
-from train.data.sequences import SequenceShape, count_sequences
-from train.data.sources import find_files
-from train.data.split import Split
-from train.data.store import SPLITS, read_manifest
-from train.data.tokenizer import check_vocabulary, load_tokenizer
-from train.data.tokens import Corpus, is_prepared, trained_on
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.mixture import CYCLE
+from meshwright.train.data.paths import user_path
+from meshwright.train.data.sequences import SequenceShape, count_sequences
+from meshwright.train.data.sources import find_files
+from meshwright.train.data.split import Split
+from meshwright.train.data.store import SPLITS, read_manifest
+from meshwright.train.data.tokenizer import check_vocabulary, load_tokenizer
+from meshwright.train.data.tokens import Corpus, is_prepared, trained_on
 
 MAX_RAW_BYTES = 2 * 2**30  # minutes of tokenising, while the other processes wait
 

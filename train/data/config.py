@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from train.bounds import bounded
+from meshwright.train.bounds import bounded
 
 
 class DataError(ValueError):

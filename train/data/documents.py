@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from models.loss import IGNORE_INDEX
-from train.data.config import DataError
-from train.data.split import Split
+from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.data.config import DataError
+from meshwright.train.data.split import Split
 
 
 def part_documents(

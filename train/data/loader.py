@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from train.data.mixture import draw
-from train.data.order import sample_indices
-from train.data.sequences import SequenceShape, count_sequences, read_batch
-from train.data.to_device import await_copies, copy_beside
-from train.data.tokens import Source
-from train.step import Batch
+from meshwright.train.data.mixture import draw
+from meshwright.train.data.order import sample_indices
+from meshwright.train.data.sequences import SequenceShape, count_sequences, read_batch
+from meshwright.train.data.to_device import await_copies, copy_beside
+from meshwright.train.data.tokens import Source
+from meshwright.train.step import Batch
 
 # a step's batches, their hash, and when they are on the GPU
 _Ready = tuple[list[Batch], int, torch.cuda.Event | None]

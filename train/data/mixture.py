@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.order import permute
+from meshwright.train.data.order import permute
 
 # positions after which every source has had its share exactly: weights count to a ten-thousandth
 CYCLE = 10_000

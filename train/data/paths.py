@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from train.data.config import DataError
+from meshwright.train.data.config import DataError
 
 _SHOWN = 80  # letters of a name that a message repeats
 

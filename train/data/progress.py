@@ -1,7 +1,7 @@
 """How far a run has come in its data."""
 
-from train.data.loader import SampleOrder
-from train.data.mixture import drawn
+from meshwright.train.data.loader import SampleOrder
+from meshwright.train.data.mixture import drawn
 
 
 def data_progress(order: SampleOrder, position: int) -> dict[str, float]:

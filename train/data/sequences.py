@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.loss import IGNORE_INDEX
-from train.data.config import DataConfig, DataError
-from train.data.documents import part_documents
-from train.data.split import Split
-from train.data.tokenizer import TokenizerInfo
-from train.step import Batch
+from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.documents import part_documents
+from meshwright.train.data.split import Split
+from meshwright.train.data.tokenizer import TokenizerInfo
+from meshwright.train.step import Batch
 
 
 @dataclass(frozen=True)

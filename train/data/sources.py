@@ -8,9 +8,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from train.data.config import DataError
-from train.data.paths import user_path
-from train.data.store import MANIFEST
+from meshwright.train.data.config import DataError
+from meshwright.train.data.paths import user_path
+from meshwright.train.data.store import MANIFEST
 
 TEXT_SUFFIXES = {
     ".txt",

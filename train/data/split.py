@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.config import DataError
-from train.open_files import open_files_limit
+from meshwright.train.data.config import DataError
+from meshwright.train.open_files import open_files_limit
 
 # Files that stay mapped after they were read: each is an open file, and a map, of which Linux gives a process
 # 65,530.

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from parallel.one_line import one_line
-from train.data.config import DataError
-from train.data.split import MappedFile, Shard, Split
-from train.data.tokenizer import TokenizerInfo
-from train.read_json import read_json
+from meshwright.parallel.one_line import one_line
+from meshwright.train.data.config import DataError
+from meshwright.train.data.split import MappedFile, Shard, Split
+from meshwright.train.data.tokenizer import TokenizerInfo
+from meshwright.train.read_json import read_json
 
 FORMAT = 1  # raised when the files' layout changes
 MANIFEST = "manifest.json"

@@ -2,7 +2,7 @@
 
 import torch
 
-from train.step import Batch
+from meshwright.train.step import Batch
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train.data.config import DataConfig, DataError
-from train.data.tokens import Corpus, load_corpus
-from train.place import Place
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.tokens import Corpus, load_corpus
+from meshwright.train.place import Place
 
 
 def load_together(config: DataConfig, place: Place, resume_from: Path | None) -> Corpus:

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel.bounded_read import read_bounded
-from parallel.one_line import one_line
-from train.data.config import DataError
-from train.data.paths import user_path
-from train.read_json import read_json
+from meshwright.parallel.bounded_read import read_bounded
+from meshwright.parallel.one_line import one_line
+from meshwright.train.data.config import DataError
+from meshwright.train.data.paths import user_path
+from meshwright.train.read_json import read_json
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")  # of Llama 3, Llama 2, Gemma
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")  # the same, and GPT-2

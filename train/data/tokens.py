@@ -7,14 +7,20 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.data.config import DataConfig, DataError
-from train.data.mixture import shares
-from train.data.paths import user_path
-from train.data.sources import HF_PREFIX, find_files
-from train.data.split import Split
-from train.data.store import FORMAT, MANIFEST, SPLITS, Manifest, open_split, read_manifest
-from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, TokenizerInfo, load_tokenizer
-from train.data.verify import verify_once
+from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.data.mixture import shares
+from meshwright.train.data.paths import user_path
+from meshwright.train.data.sources import HF_PREFIX, find_files
+from meshwright.train.data.split import Split
+from meshwright.train.data.store import FORMAT, MANIFEST, SPLITS, Manifest, open_split, read_manifest
+from meshwright.train.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    TokenizerInfo,
+    load_tokenizer,
+)
+from meshwright.train.data.verify import verify_once
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     made_of = [FORMAT, vars(tokenizer), share, config.text_field, files]
     folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
     if not folder.exists():
-        from train.data.preparing.prepare import PrepareSettings, prepare
+        from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
 
         settings = PrepareSettings(held_out=share, text_field=config.text_field)
         prepare(source, config.tokenizer, config.bos, config.eos, folder, settings)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.config import DataError
-from train.data.store import MANIFEST, Manifest, check_size, read_manifest, sizes
+from meshwright.train.data.config import DataError
+from meshwright.train.data.store import MANIFEST, Manifest, check_size, read_manifest, sizes
 
 THREADS = 4  # hashing lets go of the interpreter
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from train.kernels.adamw import Slice, Step
+from meshwright.train.kernels.adamw import Slice, Step
 
 # Not tuned by time. A thread holds 4 elements at once, 16 loads in flight. With 8 it needs up to 168
 # registers, so that 12 of an H100's 64 warps fit; with 16 up to 255, and spills (python -m

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.data.config import DataError
-from train.data.sources import HF_PREFIX
+from meshwright.train.data.config import DataError
+from meshwright.train.data.sources import HF_PREFIX
 
 _ROWS = 256  # read at once: few enough that long documents fit, many enough that calls do not count
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from train.data.config import DataError
-from train.data.preparing.arrow_files import count_groups, open_dataset
-from train.data.sources import HF_PREFIX, TEXT, find_files, fingerprint_file, kind_of
-from train.data.store import SourceFile
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.arrow_files import count_groups, open_dataset
+from meshwright.train.data.sources import HF_PREFIX, TEXT, find_files, fingerprint_file, kind_of
+from meshwright.train.data.store import SourceFile
 
 HF = "hf"
 # a smaller source is cut finer, so that several processes have work

@@ -14,11 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from train.data.config import DataError
-from train.data.preparing.pieces import Piece
-from train.data.preparing.worker import Job, NoSpace, OnBatch
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.pieces import Piece
+from meshwright.train.data.preparing.worker import Job, NoSpace, OnBatch
 
-_ROOT = Path(__file__).parents[2]
+# what holds the package meshwright
+_ROOT = Path(__file__).parents[4]
 
 
 def tokenise_pieces(pieces: Sequence[Piece], job: Job, workers: int, on_batch: OnBatch) -> None:
@@ -67,7 +68,7 @@ def _start() -> subprocess.Popen[str]:
     """
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "train.data.preparing.worker"]
+    command = [sys.executable, "-m", "meshwright.train.data.preparing.worker"]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0
     )

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from train.data.config import DataError
-from train.data.preparing.partial_folder import is_there, partial_folder
-from train.data.preparing.pieces import Piece, cut_source
-from train.data.preparing.pool import tokenise_pieces
-from train.data.preparing.shard_writer import write_whole
-from train.data.preparing.worker import (
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.partial_folder import is_there, partial_folder
+from meshwright.train.data.preparing.pieces import Piece, cut_source
+from meshwright.train.data.preparing.pool import tokenise_pieces
+from meshwright.train.data.preparing.shard_writer import write_whole
+from meshwright.train.data.preparing.worker import (
     Job,
     NoSpace,
     Result,
@@ -25,7 +25,7 @@ from train.data.preparing.worker import (
     token_dtype,
     tokenise_piece,
 )
-from train.data.store import (
+from meshwright.train.data.store import (
     MANIFEST,
     MANIFEST_BYTES,
     SPLITS,
@@ -35,9 +35,9 @@ from train.data.store import (
     manifest_to_json,
     read_manifest,
 )
-from train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from train.data.verify import hash_file
-from train.flush_folder import flush_folder
+from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
+from meshwright.train.data.verify import hash_file
+from meshwright.train.flush_folder import flush_folder
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from train.data.config import DataError
-from train.data.preparing.arrow_files import open_zstd, read_dataset, read_rows, reading
-from train.data.preparing.pieces import HF, Part
-from train.data.sources import TEXT
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.arrow_files import open_zstd, read_dataset, read_rows, reading
+from meshwright.train.data.preparing.pieces import HF, Part
+from meshwright.train.data.sources import TEXT
 
 _BOM = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 2**20

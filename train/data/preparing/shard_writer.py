@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.store import ShardInfo
+from meshwright.train.data.store import ShardInfo
 
 _RUN_TOKENS = 2**20
 

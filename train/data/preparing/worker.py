@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.config import DataError
-from train.data.preparing.long_texts import encode_in_parts
-from train.data.preparing.pieces import Part, Piece, unit_hash
-from train.data.preparing.readers import Document, read_part
-from train.data.preparing.shard_writer import ShardWriter, write_whole
-from train.data.sources import TEXT
-from train.data.store import SPLITS, ShardInfo, build
-from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.read_json import read_json
+from meshwright.train.data.config import DataError
+from meshwright.train.data.preparing.long_texts import encode_in_parts
+from meshwright.train.data.preparing.pieces import Part, Piece, unit_hash
+from meshwright.train.data.preparing.readers import Document, read_part
+from meshwright.train.data.preparing.shard_writer import ShardWriter, write_whole
+from meshwright.train.data.sources import TEXT
+from meshwright.train.data.store import SPLITS, ShardInfo, build
+from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.train.read_json import read_json
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _LONG_BYTES = 4 * 2**20
