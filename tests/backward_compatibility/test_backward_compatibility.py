@@ -1,4 +1,5 @@
-"""Files of earlier versions, in this folder, load: a checkpoint, plans, prepared tokens, a Hugging Face export (README.md)."""
+"""Files of earlier versions, in this folder, load: a checkpoint, plans, prepared tokens, a Hugging Face
+export (README.md)."""
 
 import json
 import shutil
@@ -16,7 +17,8 @@ HERE = Path(__file__).resolve().parent.relative_to(ROOT)  # commands run in ROOT
 RUN, TOKENS, HUGGINGFACE, PLAN_8B = (HERE / name for name in ("run", "tokens", "huggingface", "plan_8b.yaml"))
 CHECKPOINT = RUN / "checkpoints" / "step-00000004"
 SAVED, STEPS = 4, 6
-# What the run of README.md, continued at once by the code that had written the checkpoint, reported of the next steps.
+# What the run of README.md, continued at once by the code that had written the checkpoint, reported of the
+# next steps.
 LOSSES = {5: 4.470602512359619, 6: 4.441705703735352}
 GRAD_NORMS = {5: 0.28765201568603516, 6: 0.30598199367523193}
 EVAL_LOSS = 4.469822378007192
@@ -50,7 +52,8 @@ def go_on(folder: Path, processes: int, *arguments: str) -> Any:
 
 
 def lost_lines(old: Path, new: Path) -> list[str]:
-    """Lines of a committed file that are not, in this order, in one of today, which may have others between them."""
+    """Lines of a committed file that are not, in this order, in one of today, which may have others between
+    them."""
     lines = iter(new.read_text().splitlines())
     return [line for line in (ROOT / old).read_text().splitlines() if line not in lines]
 

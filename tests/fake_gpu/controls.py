@@ -58,7 +58,8 @@ def broken_copy(folder: Path, *faults: Fault) -> Path:
     places = find_places(ROOT, faults)
     for name in (*PRODUCT, "configs", "tests"):
         if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for fault in faults:
         path = folder / places[fault.name].path
         path.write_text(path.read_text().replace(fault.found, fault.becomes))
