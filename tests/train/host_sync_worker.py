@@ -17,9 +17,9 @@ from meshwright.train.ending import exit_process
 from meshwright.train.main import run
 from meshwright.train.place import read_place
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[2] / "meshwright"
 # not a virtual environment that lies beside them
-OURS = tuple(f"{ROOT / name}/" for name in ("models", "parallel", "train"))
+OURS = tuple(f"{PACKAGE / name}/" for name in ("models", "parallel", "train"))
 # Reading a value (.item(), .tolist(), if tensor), and shapes that depend on values.
 READS = (
     "aten._local_scalar_dense",
@@ -51,7 +51,7 @@ def where(frame: FrameType | None) -> tuple[int, str]:
     while frame is not None:
         code = frame.f_code
         if not caller and code.co_filename.startswith(OURS):
-            caller = f"{Path(code.co_filename).relative_to(ROOT)} {code.co_qualname}"
+            caller = f"{Path(code.co_filename).relative_to(PACKAGE)} {code.co_qualname}"
         if code.co_name == "train_loop":
             return int(frame.f_locals.get("step", 0)), caller
         frame = frame.f_back
