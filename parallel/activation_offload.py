@@ -24,8 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.position import SEND_LABEL
+from meshwright.parallel.plan.schema import Plan
 
 LEAST_BYTES = 2**16  # a smaller storage stays: sending it would take longer to start than to do
 FETCH_LABEL = "Offload::fetch"  # in a profile
@@ -244,3 +243,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from _parts(part) if isinstance(part, Tensor) else ()
     else:
         yield tensor
+
+
+SEND_LABEL = "Offload::send"  # of activation_offload.py

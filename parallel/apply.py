@@ -4,11 +4,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpoint
-from meshwright.parallel.compile import apply_compile
+from meshwright.parallel.compile.apply import apply_compile
 from meshwright.parallel.fsdp import apply_fsdp, apply_prefetch
 from meshwright.parallel.mesh import fsdp_mesh
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""What the user asks of the parallelisation; `make_plan.py` turns it into what is done."""
+"""What the user asks of the parallelisation; `plan/make.py` turns it into what is done."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,14 +1,16 @@
-"""Products in float8, by torchao: which linears, with which scales, and weights sent in float8.
+"""Products in float8, by torchao: which linears, with which scales, and weights sent in float8; and tokens
+that tensor parallelism gathers for them, a byte a number.
 
 Source of the recipes: torchao.float8 (tensorwise: one scale for each tensor; rowwise: one for each row of
 what is multiplied). Activations, weights and gradients are scaled by their own largest value, each time they
 are multiplied. Parameters keep their names and dtypes; those that FSDP2 is to send in float8 are wrapped in a
-tensor of torchao's that knows how, which `parallel.fsdp.local_part` looks through.
+tensor of torchao's that knows how, which `fsdp.local_part` looks through.
 """
 
 import fnmatch
 import logging
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.plan import Float8Plan, Plan, PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import Float8Plan, Plan
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies float8 (torch._scaled_mm): Ada, Hopper and newer
 
@@ -97,3 +100,29 @@ def _import_torchao() -> tuple[Any, Any]:
 
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
+
+
+EPS = 1e-12  # torchao's: the least that the largest number counts as
+
+_c10d = torch.ops._c10d_functional
+
+
+def gather_in_float8(model: nn.Module, patterns: Sequence[str], styles: Mapping[str, str]) -> None:
+    """Have modules of these patterns gather in float8: norms their output; rowwise linears, in the backward,
+    its gradient, which needs the wider range."""
+    for name, module in model.named_modules():
+        if pattern := next((p for p in patterns if fnmatch.fnmatchcase(name, p)), ""):
+            dtype = "float8_e4m3fn" if styles[pattern] == "sequence" else "float8_e5m2"
+            module.tensor_axis = replace(module.tensor_axis, gather_dtype=dtype)  # type: ignore[arg-type]
+
+
+def gather_narrow(x: Tensor, group_name: str, degree: int, dim: int, dtype_name: str) -> Tensor:
+    """The shares x of all ranks, joined along `dim`, with one scale for all: products in float8 would round
+    them to just that."""
+    dtype = getattr(torch, dtype_name)
+    most = torch.finfo(dtype).max
+    largest = _c10d.wait_tensor(_c10d.all_reduce(x.abs().amax().float(), "max", group_name))
+    scale = most / largest.clamp(min=EPS)
+    sent = (x.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
+    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent.contiguous(), degree, group_name))
+    return (torch.cat(gathered.chunk(degree), dim).view(dtype).float() / scale).to(x.dtype)

@@ -1,12 +1,10 @@
 """FSDP2: units, precision, resharding, gradient reduction and the prefetch schedule."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,9 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwright.parallel.plan import Plan, UnitPlan, prefetch_schedule
-
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
 
 
 def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -124,45 +120,3 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, also of a weight that is wrapped to be sent in float8."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)
-
-
-def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
-    """The norm of the whole model's gradient, a plain scalar, the same on every rank; not finite on all of
-    them if a gradient or `loss` is not finite on one.
-
-    From one reading and one all-reduce: each rank adds up the squares of what it holds, each divided by how
-    many ranks hold the same. So it does not matter which axes shard a gradient, where torch's own function
-    takes gradients of one mesh only and reduces each apart. Norms of bfloat16 gradients are float32: in their
-    own dtype they would keep 8 bits.
-    """
-    square = square_held(parameters)
-    square += 0 * loss.to(square.device)  # 0, or not a number
-    dist.all_reduce(square)
-    return square.sqrt()
-
-
-def square_held(parameters: Sequence[Tensor]) -> Tensor:
-    """What this rank adds to the square of the norm of the parameters' gradient, a float32 scalar: summed
-    over all ranks it is that square."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    held = [local_part(grad) for grad in grads]
-    norms = torch._foreach_norm(held, 2, torch.float32)
-    torch._foreach_mul_(norms, [_copies(grad) ** -0.5 for grad in grads])
-    return torch.stack(norms).square().sum()
-
-
-def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients are to be divided by for a global norm of at most `max_norm`: 1 below it; None where
-    that is 0, never."""
-    return ((norm + CLIP_EPS) / max_norm).clamp(min=1.0) if max_norm > 0 else None
-
-
-def _copies(grad: Tensor) -> int:
-    """How many ranks of the run hold the same part of this gradient."""
-    if not isinstance(grad, DTensor):
-        return dist.get_world_size()
-    mesh = grad.device_mesh
-    shards = [
-        mesh.size(axis) for axis, placement in enumerate(grad.placements) if not placement.is_replicate()
-    ]
-    return dist.get_world_size() // math.prod(shards)

@@ -3,7 +3,7 @@
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.parallel.plan import AXES, MeshPlan
+from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 
 def build_mesh(mesh: MeshPlan, device_type: str) -> DeviceMesh:

@@ -20,9 +20,9 @@ import tokenizers
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.compile_check import check_compiler, use_cache_folder
+from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.command import EXIT_INTERRUPTED, format_table, natural, positive
 from meshwright.tools.convert_hf import config_text
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer

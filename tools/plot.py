@@ -1,13 +1,13 @@
-"""Curves and bars as pictures of shapes, for pages and files: `parallel.planner.shapes` makes SVG or PNG of
-them."""
+"""Curves and bars as pictures of shapes, for pages and files: `parallel.planner.plot.shapes` makes SVG or PNG
+of them."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshwright.parallel.planner.picture import FAINT, GRID, INK
-from meshwright.parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
+from meshwright.parallel.planner.plot.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
+from meshwright.parallel.planner.plot.timeline import FAINT, GRID, INK
 
 Point = tuple[float, float]
 PAPER = "#ffffff"

@@ -8,10 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.one_line import one_line
-from meshwright.parallel.plan import Plan, PlanError
-from meshwright.parallel.plan_file import load_plan
-from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.parallel.errors import PlanError, one_line
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import load_plan
+from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.train.config import ConfigError, known_keys
 from meshwright.train.read_json import parse_mapping
 from meshwright.train.status import Status, read_status

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.collectives import Collective
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.plan_file import plan_to_table
-from meshwright.parallel.simulate import Simulation, TrainingCode, simulate
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_table
+from meshwright.parallel.simulate.collectives import Collective
+from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
 from meshwright.tools.command import format_table, natural, positive, run_tool
 from meshwright.train.build import fill_model, shard_model
 from meshwright.train.config import Config, ConfigError, parse_config

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 
 from meshwright.models.attention import HALF_ON_GPUS, KERNELS, WITHIN_DOCUMENTS
-from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
 from meshwright.train.best_dtype import best_dtype, dtype_here
 from meshwright.train.config import Config

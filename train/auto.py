@@ -5,11 +5,12 @@ from collections.abc import Mapping
 
 import torch
 
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import Plan, PlanError
-from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from meshwright.parallel.planner.reasons import give_reasons
 from meshwright.parallel.planner.search import Machines
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.best_dtype import dtype_here

@@ -14,10 +14,10 @@ import torch
 
 from meshwright import __version__
 from meshwright.models.size import count_parameters
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.planner.hardware import find_hardware
-from meshwright.parallel.planner.picture import draw_timeline
+from meshwright.parallel.planner.plot.timeline import draw_timeline
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.board import Shown
 from meshwright.train.board_hparams import HParams, Value
@@ -143,7 +143,7 @@ def _of_units(values: Sequence[Any]) -> str:
 
 
 def _paint(timeline: Timeline, title: str) -> bytes:
-    from meshwright.parallel.planner.shapes_png import to_png
+    from meshwright.parallel.planner.plot.shapes import to_png
 
     return to_png(draw_timeline(timeline, title))
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.models.llama import Llama, init_weights
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.fsdp import copy_shard
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import Config, ConfigError
 
 

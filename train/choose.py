@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from meshwright.parallel.make_plan import Job
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.make import Job
 from meshwright.parallel.planner.search import Choice, Machines, frugal, search
 from meshwright.train.attention_kernel import best_attention
 from meshwright.train.best_dtype import best_dtype

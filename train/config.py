@@ -17,9 +17,8 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.one_line import one_line
-from meshwright.parallel.plan import PlanError
-from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.parallel.errors import PlanError, one_line
+from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.train.bounds import check_bounds
 from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError
 from meshwright.train.data.config import DataConfig, DataError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.models.head import LinearCrossEntropySum
-from meshwright.parallel.no_backward import without_backward
+from meshwright.parallel.forward_only import without_backward
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
 from meshwright.train.data.split import Split

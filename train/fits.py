@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.models.size import count_parameters
-from meshwright.parallel.memory_by_kind import GIB, StepMemory
-from meshwright.parallel.plan import Plan, PlanError
-from meshwright.parallel.planner.memory import predict_step_memory
-from meshwright.parallel.planner.work import DTYPE_BYTES
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.memory_model import predict_step_memory
+from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import Config, list_configs, load_config
 from meshwright.train.planning import plan_run
 from meshwright.train.predict import predict_memory, trace_run

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.unit_norms import unit_gradient_norms, unit_parameters
+from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
+from meshwright.parallel.plan.schema import Plan
 
 
 class GradientNorms:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.train.checkpoint.config import CheckpointError
 from meshwright.train.read_json import read_json
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.train.read_json import read_json
 
 LIMIT_BYTES = 4096

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.parallel.async_tp import describe_async_tp
-from meshwright.parallel.compile_report import describe_compiling
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.recompile import RecompileGuard
+from meshwright.parallel.compile.async_tp import describe_async_tp
+from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.checkpoint.folder import SaveError
 from meshwright.train.checkpoint.manifest import Position
 from meshwright.train.checkpoint.saver import Saver

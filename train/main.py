@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright import __version__
 from meshwright.models.llama import Llama
 from meshwright.models.size import count_parameters
-from meshwright.parallel.advice import advise, unused_keys
-from meshwright.parallel.compile_check import check_compiler, use_cache_folder
-from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
+from meshwright.parallel.compile.stats import RecompileGuard
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.plan_file import plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.lint import advise, unused_keys
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.hardware import find_hardware
-from meshwright.parallel.planner.memory import usable_bytes
+from meshwright.parallel.planner.memory_model import usable_bytes
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.recompile import RecompileGuard
-from meshwright.parallel.strategy import describe_strategy
 from meshwright.train.auto import choose_here
 from meshwright.train.best_dtype import describe_dtype
 from meshwright.train.board import Outcome

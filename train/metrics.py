@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.parallel.compile_check import count_compiled_graphs
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.compile.stats import count_compiled_graphs
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.board import Outcome, Shown
 from meshwright.train.board_tags import PREDICTED, UNIT_NORMS
 from meshwright.train.bounds import bounded

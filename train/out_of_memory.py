@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from meshwright.parallel.errors import one_line
 from meshwright.parallel.fsdp import local_part
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.one_line import one_line
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.train.config import Config
 from meshwright.train.host_memory import peak_resident_bytes

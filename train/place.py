@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
 from meshwright.train.run_config import RunConfig
 
 

@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
-from meshwright.parallel.check_plan import check_plan, key_mistakes
-from meshwright.parallel.plan import ModelUnits, Plan, PlanError
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.serialize import load_plan
+from meshwright.parallel.plan.validate import check_plan, key_mistakes
 from meshwright.train.config import Config
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.parallel.float8 import check_float8
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.attention_kernel import attention_here, check_attention
 from meshwright.train.best_dtype import dtype_here
 from meshwright.train.config import Config

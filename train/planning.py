@@ -3,8 +3,9 @@
 from meshwright.models.attention import ATTENTION_OPS, KERNELS
 from meshwright.models.llama import SHARDING, LlamaConfig, block_linears, fsdp_units, tp_divides
 from meshwright.models.size import count_parameters
-from meshwright.parallel.make_plan import Job, make_plan
-from meshwright.parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.train.config import Config
 from meshwright.train.plan_from_file import read_plan
 

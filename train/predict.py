@@ -9,15 +9,16 @@ from torch import nn
 
 from meshwright.models.cost import flops_per_token
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.parallel.compile_check import cache_folder
-from meshwright.parallel.memory_by_kind import StepMemory
-from meshwright.parallel.plan import Plan, PlanError
-from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.compile.setup import cache_folder
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import StepMemory
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.work import DTYPE_BYTES, ModelWork
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork
 from meshwright.train.build import freeze
 from meshwright.train.config import Config
 from meshwright.train.work import trace_model

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.parallel.compile_report import compiled_graphs
-from meshwright.parallel.one_line import one_line
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.compile.stats import compiled_graphs
+from meshwright.parallel.errors import one_line
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.bounds import bounded
 from meshwright.train.ending import say_error
 from meshwright.train.place import read_place
@@ -128,7 +128,7 @@ class StepProfiler:
             )
             self._profile.prepare_trace()
         if self._profile is not None and step == self._first:
-            from meshwright.parallel.unit_names import name_units
+            from meshwright.parallel.profiler_annotations import name_units
 
             self._clear_folder()
             self._wait_for_device()  # what still runs was launched before the window

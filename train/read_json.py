@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.bounded_read import read_bounded
+from meshwright.parallel.yaml_io import read_bounded
 
 
 def read_json(path: Path, limit_bytes: int) -> dict[str, Any]:

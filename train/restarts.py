@@ -1,7 +1,7 @@
 """Restarts: a run that is started again by itself, and fails again at the same step, is not started for
 ever."""
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.train.place import Place
 from meshwright.train.status import FailedStarts, Status
 

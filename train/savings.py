@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.train.config import Config
 from meshwright.train.planning import plan_run

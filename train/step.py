@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.parallel.fsdp import clip_divisor, gradient_norm, set_last_micro_batch
-from meshwright.parallel.tensor import share_copies
+from meshwright.parallel.fsdp import set_last_micro_batch
+from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
+from meshwright.parallel.tensor_parallel import share_copies
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What turns the time of a run's steps into rates."""
 
 from meshwright.models.cost import flops_per_token
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import find_hardware
 from meshwright.train.config import Config
 from meshwright.train.metrics import Throughput

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import USER_ERRORS, Config, ConfigError, keys_of
 from meshwright.train.place import Place
 

@@ -8,13 +8,12 @@ import torch
 
 from meshwright.models.llama import Llama, LlamaConfig, block_linears
 from meshwright.parallel.activation_checkpoint import recompute
-from meshwright.parallel.float8_rules import count_float8
-from meshwright.parallel.float8_tokens import gather_in_float8
-from meshwright.parallel.plan import Plan, TensorPlan, UnitPlan
-from meshwright.parallel.planner.eager import Subject
-from meshwright.parallel.planner.one_rank import apply_as_one_rank
-from meshwright.parallel.planner.trace import trace_module
-from meshwright.parallel.planner.work import ModelWork, ModuleWork
+from meshwright.parallel.float8 import gather_in_float8
+from meshwright.parallel.plan.float8_rules import count_float8
+from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
+from meshwright.parallel.planner.tracing.eager import Subject
+from meshwright.parallel.planner.tracing.trace import apply_as_one_rank, trace_module
+from meshwright.parallel.planner.workload import ModelWork, ModuleWork
 from meshwright.train.work_cache import remember
 
 BLOCKS = "layers."

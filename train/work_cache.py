@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.planner.work import Linear, ModuleWork, Operation, Phase
+from meshwright.parallel.planner.workload import Linear, ModuleWork, Operation, Phase
 
 TRACED_CODE = ("models", "parallel", "train/work.py")  # what a trace depends on
 

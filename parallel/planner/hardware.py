@@ -14,8 +14,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.plan import PlanError
-from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 GIB = 2**30

@@ -10,19 +10,31 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.make_plan import Job, make_plan
-from meshwright.parallel.memory_by_kind import GIB, StepMemory
-from meshwright.parallel.plan import ModelUnits, Plan, PlanError
-from meshwright.parallel.planner.combinations import CHECKPOINTING, CHOICES, combinations, with_choices
-from meshwright.parallel.planner.costs import step_times
-from meshwright.parallel.planner.fewest_blocks import Bounds, part_s, smallest
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.selective_policy import op_mistakes
+from meshwright.parallel.planner.cost_model import host_bytes, step_times
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes, usable_bytes
-from meshwright.parallel.planner.offload import host_bytes
-from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.memory_model import (
+    least_bytes,
+    predict_step_memory,
+    reserved_bytes,
+    usable_bytes,
+)
+from meshwright.parallel.planner.search_space import (
+    CHECKPOINTING,
+    CHOICES,
+    Bounds,
+    combinations,
+    part_s,
+    smallest,
+    with_choices,
+)
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.work import ModelWork
-from meshwright.parallel.selective import op_mistakes
+from meshwright.parallel.planner.workload import ModelWork
 
 PART_OF_THE_BLOCKS = ("selective", "full", "offload")  # what is tried for the fewest blocks that fit, too
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-import meshwright.parallel.compile_check
+import meshwright.parallel.compile.setup
 from meshwright.train.main import main
 
 if __name__ == "__main__":
@@ -22,5 +22,5 @@ if __name__ == "__main__":
         "fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU"
     )
     torch.distributed.is_nccl_available = lambda: True
-    meshwright.parallel.compile_check.check_async_tp = lambda *_: None  # type: ignore[assignment]
+    meshwright.parallel.compile.setup.check_async_tp = lambda *_: None  # type: ignore[assignment]
     main(sys.argv[1:])

@@ -12,8 +12,15 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._inductor.codecache import PyCodeCache
 
-from meshwright.parallel.async_tp import check_async_tp, describe_async_tp, not_shared, use_async_tp, verdict
-from meshwright.parallel.plan import Plan, PlanError
+from meshwright.parallel.compile.async_tp import (
+    check_async_tp,
+    describe_async_tp,
+    not_shared,
+    use_async_tp,
+    verdict,
+)
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from meshwright.parallel.compile_check import count_compiled_graphs
-from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.compile.stats import count_compiled_graphs
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run
 from tests.distributed.parity import Job, check_compiled, run_jobs

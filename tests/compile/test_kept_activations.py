@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.activation_checkpoint import recompute
-from meshwright.parallel.planner.eager import Subject
-from meshwright.parallel.planner.trace import trace_module
+from meshwright.parallel.planner.tracing.eager import Subject
+from meshwright.parallel.planner.tracing.trace import trace_module
 
 SEQUENCES, TOKENS = 2, 128
 MODEL = LlamaConfig(

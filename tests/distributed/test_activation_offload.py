@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.models.llama import Llama
-from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.train.evaluation import evaluate
 from meshwright.train.step import train_step
 from tests.distributed import matrix

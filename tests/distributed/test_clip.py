@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright.parallel.fsdp import clip_divisor, gradient_norm
+from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from tests.support.worlds import run_ranks
 
 SHAPES = {

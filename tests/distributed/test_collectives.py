@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.collectives import record_collectives
+from meshwright.parallel.simulate.collectives import record_collectives
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches

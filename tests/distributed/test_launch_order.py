@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.planner.flow import Task
-from meshwright.parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
-from meshwright.parallel.planner.streams import launch_tasks, start_ahead
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.fsdp_schedule import launch_tasks, start_ahead
+from meshwright.parallel.planner.stream_simulator import Task
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run
 from meshwright.train.step import train_step

@@ -153,8 +153,8 @@ def test_a_case_that_fails_spoils_none_that_comes_after_it(data):
 
 @pytest.mark.slow
 def test_a_collective_handed_on_unwaited_would_lose_the_gradient_of_the_embedding(data):
-    """What parallel/tensor.py waits for: with torch's AsyncCollectiveTensor in place of its waiting, no other
-    gradient is wrong, apart from the clipping, and parity must see it."""
+    """What parallel/tensor_parallel.py waits for: with torch's AsyncCollectiveTensor in place of its waiting,
+    no other gradient is wrong, apart from the clipping, and parity must see it."""
     got, plain, lost = (
         run_jobs({"async": ASYNC}, data)["async"],
         plain_run(ASYNC, data),

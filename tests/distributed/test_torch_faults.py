@@ -142,12 +142,14 @@ def test_torchs_own_styles_lose_the_gradient_of_an_embedding_in_front_of_a_compi
     )[0]
     assert eager["embedding.weight"] > 1
     assert compiled.pop("embedding.weight") == 0.0, (
-        "torch is mended: parallel/tensor.py need not say so any more"
+        "torch is mended: parallel/tensor_parallel.py need not say so any more"
     )
     assert compiled == pytest.approx(
         {name: norm for name, norm in eager.items() if name != "embedding.weight"}
     )
-    assert waited == pytest.approx(eager), "waiting for the collective is what parallel/tensor.py does"
+    assert waited == pytest.approx(eager), (
+        "waiting for the collective is what parallel/tensor_parallel.py does"
+    )
 
 
 @only_2_13
@@ -166,7 +168,7 @@ def test_resharding_to_smaller_groups_beside_tp_hangs():
     """Ours: such a plan is refused (tests/parallel/test_make_plan.py)."""
     if VERSION not in ("2.11", "2.12", "2.13"):
         pytest.skip(
-            f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/rules.py need refuse "
+            f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/plan/rules.py need refuse "
             f"it still"
         )
     run_ranks(8, shard_in_groups, True)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention
 
 import meshwright.models.llama
-import meshwright.parallel.tensor
+import meshwright.parallel.tensor_parallel
 from meshwright.models.kernels.document_blocks import block_mask
-from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.train.data.loader import SampleOrder, TrainLoader
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.tokens import load_corpus
@@ -110,7 +110,7 @@ def changed(name: str) -> Iterator[None]:
     differentiate it, though it can)."""
     replaced: list[tuple[Any, str, Any]] = {
         "": [],
-        "async": [(meshwright.parallel.tensor, "_wait", _functional_collectives._maybe_wrap_tensor)],
+        "async": [(meshwright.parallel.tensor_parallel, "_wait", _functional_collectives._maybe_wrap_tensor)],
         "flex": [
             (meshwright.models.llama, "within_documents", block_mask),
             (flex_attention, "_validate_device", lambda *_: None),

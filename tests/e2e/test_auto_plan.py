@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.board_tags import tag_of
 from tests.e2e.conftest import SMALL
 from tests.e2e.faults import curve, rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.plan.serialize import load_plan
 from tests.e2e.faults import (
     LIMIT_S,
     curve,

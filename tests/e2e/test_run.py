@@ -15,7 +15,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.board_tags import tag_of
 from meshwright.train.config import load_config
 from meshwright.train.data.tokens import load_corpus

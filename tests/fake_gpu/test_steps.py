@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.collectives import Collective as Simulated
+from meshwright.parallel.simulate.collectives import Collective as Simulated
 from tests.fake_gpu import log
 from tests.fake_gpu.log import Call, Collective
 from tests.fake_gpu.plans import CASES, WORLD, Case

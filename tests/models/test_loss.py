@@ -12,7 +12,7 @@ from meshwright.models.chunked_loss import linear_cross_entropy
 from meshwright.models.head import Head
 from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows, write_gradient
 from meshwright.models.loss import IGNORE_INDEX, cross_entropy_sum
-from meshwright.parallel.compile_check import count_compiled_graphs
+from meshwright.parallel.compile.stats import count_compiled_graphs
 
 BLOCK = 4096  # of models.kernels.cross_entropy_triton
 DIM, VOCABULARY = 32, 301

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.llama import Block, Llama, LlamaConfig, init_weights
-from meshwright.parallel.planner.eager import Subject
-from meshwright.parallel.planner.trace import trace_module
+from meshwright.parallel.planner.tracing.eager import Subject
+from meshwright.parallel.planner.tracing.trace import trace_module
 from meshwright.train.config import parse_config
 from meshwright.train.place import Place
 from meshwright.train.planning import plan_run

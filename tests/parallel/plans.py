@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.make_plan import Job, make_plan
-from meshwright.parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.schema import ModelUnits, Plan
 
 STYLES = {
     "embedding": {"embed": "vocab"},

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
 from meshwright.parallel.planner.timeline import Timeline
 
 NOTHING = UnitTimes(0, 0, 0, 0, 0, 0)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.advice import GRAPH_MODES, advise, unused_keys
 from meshwright.parallel.config import CompileConfig, ParallelConfig
+from meshwright.parallel.plan.lint import GRAPH_MODES, advise, unused_keys
 from tests.parallel.plans import plan_of
 
 GOOD: list[tuple[int, dict[str, Any]]] = [

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.check_plan import check_plan
 from meshwright.parallel.config import CompileConfig
-from meshwright.parallel.plan import ModelUnits, Plan, PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.validate import check_plan
 from tests.parallel.plans import BLOCK, MODEL, SEQ_LEN, TIED, change, make_model, plan_of
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from plans import BLOCK, EMBEDDING, HEAD, change, plan_of
 
-from meshwright.parallel.plan import MeshPlan
-from meshwright.parallel.planner.costs import (
+from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.planner.cost_model import (
     ASYNC_TP_HIDDEN,
     FLOAT8_CASTING,
     Group,
@@ -19,7 +19,7 @@ from meshwright.parallel.planner.costs import (
     strided_group,
 )
 from meshwright.parallel.planner.hardware import Hardware, Link, load_hardware
-from meshwright.parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Operation, Phase
 
 # 100 TF/s of bfloat16, half of it for a product of 1 GFLOP; 1 TB/s of memory at half; links of 100 and 10
 # GB/s, an all-gather at all of it, a reduce-scatter at a half, an all-reduce at a quarter; hops of 1 us and 1

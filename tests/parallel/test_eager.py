@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.parallel.plan import TensorPlan
-from meshwright.parallel.planner.eager import Subject, watch_eager
-from meshwright.parallel.planner.one_rank import apply_as_one_rank
-from meshwright.parallel.planner.work import Linear, Operation
+from meshwright.parallel.plan.schema import TensorPlan
+from meshwright.parallel.planner.tracing.eager import Subject, watch_eager
+from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
+from meshwright.parallel.planner.workload import Linear, Operation
 
 TOKENS, WIDE, OUT = 4, 4, 8
 # bytes in float32: input and output of a sequence, weight

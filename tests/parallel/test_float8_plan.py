@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from meshwright.models.llama import Llama
-from meshwright.parallel.check_plan import check_plan
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.float8 import apply_float8, check_float8
-from meshwright.parallel.plan import Float8Plan, Plan, PlanError
-from meshwright.parallel.plan_file import load_plan, plan_to_table, plan_to_yaml
-from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.plan.schema import Float8Plan, Plan
+from meshwright.parallel.plan.serialize import load_plan, plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.validate import check_plan
+from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory import predict_step_memory
+from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import parse_config
 from meshwright.train.planning import model_units, plan_run

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from meshwright.parallel.planner.graph import GraphInputs, KernelGraph
-from meshwright.parallel.planner.work import Linear
+from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
+from meshwright.parallel.planner.workload import Linear
 
 SEQUENCES = 2  # traced: amounts per sequence are half of what is seen
 TOKENS, DIM = 3, 4

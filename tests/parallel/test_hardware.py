@@ -13,7 +13,7 @@ from meshwright.parallel.planner.hardware import (
     read_hardware,
     share_at,
 )
-from meshwright.parallel.strict_yaml import YamlError
+from meshwright.parallel.yaml_io import YamlError
 
 FILES = sorted(HARDWARE_FOLDER.glob("*.yaml"))
 GPUS = [path for path in FILES if not load_hardware()[path.stem].cores]

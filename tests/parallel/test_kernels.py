@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from meshwright.models.attention import KERNELS
-from meshwright.parallel.inner_code import inner_code
-from meshwright.parallel.make_plan import LOSS_CHUNK_TOKENS
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import PlanError
-from meshwright.parallel.plan_file import load_plan, plan_to_yaml
-from meshwright.parallel.planner.costs import step_times, with_kernel
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.operators import inner_code
+from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
+from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
+from meshwright.parallel.planner.cost_model import step_times, with_kernel
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory import predict_step_memory
+from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.train.attention_kernel import attention_here, best_attention, check_attention
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run

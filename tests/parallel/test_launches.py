@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from meshwright.parallel.collectives import Collective
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.planner.flow import Task, find_waits, run_tasks
-from meshwright.parallel.planner.step_times import ModuleTimes, StepTimes, UnitTimes
-from meshwright.parallel.planner.streams import launch_tasks, simulate_step, start_ahead
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.fsdp_schedule import launch_tasks, simulate_step, start_ahead
+from meshwright.parallel.planner.stream_simulator import Task, find_waits, run_tasks
 from meshwright.parallel.planner.timeline import LANES, Timeline
+from meshwright.parallel.simulate.collectives import Collective
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run
 from tests.parallel.plans import change, make_model, plan_of

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.config import CompileConfig
-from meshwright.parallel.plan import MeshPlan, ModelUnits
+from meshwright.parallel.plan.schema import MeshPlan, ModelUnits
 from tests.parallel.plans import BLOCK, MODEL, TIED, make_model, plan_of, report_of
 
 

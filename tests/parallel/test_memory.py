@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.make_plan import Job, make_plan
-from meshwright.parallel.memory_by_kind import GIB, MemoryByKind, StepMemory
-from meshwright.parallel.plan import ModelUnits, Plan
+from meshwright.parallel.memory_breakdown import GIB, MemoryByKind, StepMemory
+from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory import least_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.offload import host_bytes, sent_blocks
-from meshwright.parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
+from meshwright.parallel.planner.memory_model import least_bytes, predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Phase
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run
 from meshwright.train.predict import predict_memory

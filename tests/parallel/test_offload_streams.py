@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from tests.parallel.plans import plan_of
 from tests.parallel.streams import bars, times_of

@@ -12,19 +12,19 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.parallel.check_plan import check_plan
 from meshwright.parallel.config import CompileConfig
-from meshwright.parallel.plan import (
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import (
     ACTIVATION_CHECKPOINTS,
     DTYPES,
     Float8Plan,
     MeshPlan,
     Plan,
-    PlanError,
     TensorPlan,
     UnitPlan,
 )
-from meshwright.parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.validate import check_plan
 from tests.parallel.plans import BLOCK, MODEL, SEQ_LEN, change, make_model, plan_of
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.parallel.plan import Plan, prefetch_schedule, regathered
+from meshwright.parallel.plan.schema import Plan, prefetch_schedule, regathered
 from tests.parallel.plans import BLOCK, TIED, change, plan_of
 
 

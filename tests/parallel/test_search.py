@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.make_plan import Job
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import ModelUnits, Plan, PlanError
-from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.make import Job
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.explain import give_reasons
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.reasons import give_reasons
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import EQUAL, Choice, Machines, frugal, search
-from meshwright.parallel.planner.streams import simulate_step
-from meshwright.parallel.planner.work import Linear, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
 # of a block, per sequence

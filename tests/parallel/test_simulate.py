@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from meshwright.parallel.collectives import Collective
-from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.parallel.simulate.collectives import Collective
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run
 from tests.support.simulated import TINY, in_words, simulated

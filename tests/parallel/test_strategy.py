@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.strategy import STRATEGIES, describe_strategy
+from meshwright.parallel.plan.strategy import STRATEGIES, describe_strategy
 from tests.parallel.plans import plan_of, report_of
 
 # name -> on one node of 8 and on four: degrees (replicate, shard), and resharding of the blocks

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.planner.step_times import StepTimes
-from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import StepTimes
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from tests.parallel.plans import BLOCK, TIED, change, make_model, plan_of
 from tests.parallel.streams import bars, times_of
 

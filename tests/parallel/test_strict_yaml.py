@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 REFUSED = {
     "duplicate": ("a: 1\nb: 2\na: 3\n", ["line 3", "'a'", "twice", "line 1"]),

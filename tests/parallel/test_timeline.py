@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from meshwright.parallel.planner.picture import (
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.plot.shapes import SCALE, Picture, Polygon, Text, rectangle, to_png, to_svg
+from meshwright.parallel.planner.plot.timeline import (
     COLORS,
     draw_timeline,
     facts,
@@ -18,9 +20,6 @@ from meshwright.parallel.planner.picture import (
     timeline_svg,
     zoom_window,
 )
-from meshwright.parallel.planner.shapes import Picture, Polygon, Text, rectangle, to_svg
-from meshwright.parallel.planner.shapes_png import SCALE, to_png
-from meshwright.parallel.planner.streams import simulate_step
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
 from tests.parallel.plans import make_model, plan_of
 from tests.parallel.streams import times_of

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.models.llama import Llama
 from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.train.build import build_model
 from meshwright.train.config import Config, parse_config
 from meshwright.train.data.loader import BatchShape

@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Iterable
 
-from meshwright.parallel.collectives import Collective
-from meshwright.parallel.simulate import Simulation
+from meshwright.parallel.simulate.collectives import Collective
+from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run

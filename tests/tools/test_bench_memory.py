@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from meshwright.parallel.memory_by_kind import MemoryByKind, StepMemory
+from meshwright.parallel.memory_breakdown import MemoryByKind, StepMemory
 from meshwright.tools.bench.memory import (
     CASES,
     EXACT_ERROR,

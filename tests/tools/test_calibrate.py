@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from meshwright.parallel.planner.costs import Group, collective_s
+from meshwright.parallel.planner.cost_model import Group, collective_s
 from meshwright.parallel.planner.hardware import (
     COLLECTIVES,
     HARDWARE_FOLDER,

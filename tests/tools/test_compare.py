@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.planner.shapes import Polygon, Text
+from meshwright.parallel.planner.plot.shapes import Polygon, Text
 from meshwright.tools.compare.__main__ import main
 from meshwright.tools.compare.bands import BFLOAT16, BITWISE, FLOAT32, own_band
 from meshwright.tools.compare.comparison import Comparison, compare_runs

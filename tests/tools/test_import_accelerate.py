@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.import_accelerate.__main__ import main, make_parser
 from meshwright.train.config import ConfigError, known_keys, load_config, parse_config
 from meshwright.train.planning import plan_run

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.overlap import (
     LEVERS,

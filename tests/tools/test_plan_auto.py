@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from meshwright.parallel.plan import PlanError
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.search import EQUAL
 from meshwright.tools.command import run_tool

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from meshwright.parallel.memory_by_kind import MemoryByKind, StepMemory
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.simulate import Simulation, eager_plan
+from meshwright.parallel.memory_breakdown import MemoryByKind, StepMemory
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.plan.__main__ import main
 from meshwright.tools.plan.check import Check, check_run, compare, predict_traffic
 from meshwright.tools.simulate import simulate_run

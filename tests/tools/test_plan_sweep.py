@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
 from meshwright.tools.plan.__main__ import main
 from meshwright.tools.plan.sweep import HIDDEN, _takes_over, read_sweep
 from meshwright.train.config import ConfigError

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshwright.parallel.plan import Plan, PlanError
-from meshwright.parallel.plan_file import load_plan, plan_to_yaml
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.plan.__main__ import main
 from meshwright.tools.plan.diff import diff_plans, in_words
 from meshwright.tools.plan.options import make_parser

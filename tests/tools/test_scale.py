@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshwright.parallel.planner.shapes import to_svg
+from meshwright.parallel.planner.plot.shapes import to_svg
 from meshwright.tools.bench import record
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.page import marks

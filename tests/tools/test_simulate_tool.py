@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
 from meshwright.tools.plan.__main__ import main as plan_main
 from meshwright.tools.simulate import FIRST, NO_BUDGET, main
 from meshwright.train.config import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.planner.shapes import Polygon
+from meshwright.parallel.planner.plot.shapes import Polygon
 from meshwright.tools.plot import (
     COLORS,
     Bar,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
 from meshwright.tools.sweep.__main__ import STUDIES, find_spec, main, read_overrides
 from meshwright.tools.sweep.attempt import Attempt, find_reason, judge, state_of, write_attempt
 from meshwright.tools.sweep.launch import Interrupts, hear_interrupts, run_once

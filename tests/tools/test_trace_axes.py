@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.plan import MeshPlan
-from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.trace.advice import advise
 from meshwright.tools.trace.answer import Answer, answer, find_steps
 from meshwright.tools.trace.axes import find_axis

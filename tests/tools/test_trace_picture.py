@@ -10,9 +10,8 @@ from itertools import combinations
 import pytest
 from PIL import Image
 
-from meshwright.parallel.planner.picture import COLORS, LEFT, MARK, RIGHT, WIDTH
-from meshwright.parallel.planner.shapes import Picture, Polygon, Text, text_width, to_svg
-from meshwright.parallel.planner.shapes_png import SCALE, to_png
+from meshwright.parallel.planner.plot.shapes import SCALE, Picture, Polygon, Text, text_width, to_png, to_svg
+from meshwright.parallel.planner.plot.timeline import COLORS, LEFT, MARK, RIGHT, WIDTH
 from meshwright.parallel.planner.timeline import Event, Round, Timeline
 from meshwright.tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
 from meshwright.train.data.config import DataError

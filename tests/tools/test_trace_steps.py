@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.trace.advice import advise
 from meshwright.tools.trace.answer import Answer, answer

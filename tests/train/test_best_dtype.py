@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.plan.__main__ import main as plan_main
 from meshwright.train.attention_kernel import best_attention

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.checkpoint import main as checkpoint_tool
 from meshwright.tools.convert_hf import main as convert
 from meshwright.train import init_from

@@ -11,9 +11,9 @@ import torch
 from meshwright.models.llama import Llama
 from meshwright.models.size import count_parameters
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import PlanError
-from meshwright.parallel.plan_file import plan_to_yaml
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import Config, ConfigError, parse_config
 from meshwright.train.fits import check_fits
 from meshwright.train.planning import plan_run

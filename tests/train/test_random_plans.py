@@ -13,16 +13,17 @@ from hypothesis import HealthCheck, assume, event, given, seed, settings
 from hypothesis import strategies as st
 
 from meshwright.models.llama import LlamaConfig
-from meshwright.parallel.advice import advise
-from meshwright.parallel.check_plan import check_plan
 from meshwright.parallel.config import CompileConfig, ParallelConfig
-from meshwright.parallel.memory_by_kind import StepMemory
-from meshwright.parallel.plan import Plan, PlanError, prefetch_schedule
-from meshwright.parallel.plan_file import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
-from meshwright.parallel.planner.memory import predict_step_memory
-from meshwright.parallel.planner.work import Linear, ModelWork, ModuleWork, Phase
-from meshwright.parallel.selective import POLICIES
-from meshwright.parallel.strategy import STRATEGIES
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import StepMemory
+from meshwright.parallel.plan.lint import advise
+from meshwright.parallel.plan.schema import Plan, prefetch_schedule
+from meshwright.parallel.plan.selective_policy import POLICIES
+from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.strategy import STRATEGIES
+from meshwright.parallel.plan.validate import check_plan
+from meshwright.parallel.planner.memory_model import predict_step_memory
+from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Phase
 from meshwright.train.config import Config, TrainConfig
 from meshwright.train.planning import model_units, plan_run
 from meshwright.train.predict import predict_memory

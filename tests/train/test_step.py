@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.parallel.fsdp import clip_divisor, gradient_norm
+from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.train.build import freeze
 from meshwright.train.config import ConfigError
 from meshwright.train.evaluation import evaluate

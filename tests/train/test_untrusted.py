@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 
 from meshwright.models.hf import config_to_hf
 from meshwright.models.llama import LlamaConfig
-from meshwright.parallel.make_plan import Job, make_plan
-from meshwright.parallel.plan import PlanError
-from meshwright.parallel.plan_file import load_plan, plan_to_yaml
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.import_accelerate.__main__ import judge as judge_import
 from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
 from meshwright.train.checkpoint.config import CheckpointError

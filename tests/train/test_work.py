@@ -11,8 +11,8 @@ from torch import nn
 
 from meshwright.models.cost import matmul_parameters
 from meshwright.models.size import count_parameters
-from meshwright.parallel.compile_check import count_compiled_graphs
-from meshwright.parallel.planner.work import ModelWork, ModuleWork
+from meshwright.parallel.compile.stats import count_compiled_graphs
+from meshwright.parallel.planner.workload import ModelWork, ModuleWork
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run
 from meshwright.train.predict import trace_run

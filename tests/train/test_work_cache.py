@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.compile_check import use_cache_folder
+from meshwright.parallel.compile.setup import use_cache_folder
 from meshwright.parallel.config import CompileConfig
-from meshwright.parallel.plan import PlanError
-from meshwright.parallel.planner.work import ModuleWork
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.planner.workload import ModuleWork
 from meshwright.train import work_cache
 from meshwright.train.config import parse_config
 from meshwright.train.planning import plan_run

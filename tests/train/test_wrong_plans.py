@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.parallel.plan import Plan, PlanError
-from meshwright.parallel.plan_file import plan_to_dict, plan_to_yaml
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_yaml
 from meshwright.train.config import ConfigError, parse_config
 from meshwright.train.planning import plan_run
 from tests.support.launch import run

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.planner.operators import attention_flops
+from meshwright.parallel.operators import attention_flops
 from meshwright.tools.bench.attention import Shape
 from meshwright.tools.bench.clock import (
     ROTATED_BYTES,

@@ -14,7 +14,7 @@ from torch.profiler import profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
-from meshwright.parallel.unit_names import name_units
+from meshwright.parallel.profiler_annotations import name_units
 from meshwright.tools.bench.run import PROG
 from meshwright.train.build import build_model
 from meshwright.train.config import Config, parse_config

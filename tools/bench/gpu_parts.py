@@ -17,7 +17,7 @@ from meshwright.models.attention import KERNELS, CausalAttention, within_documen
 from meshwright.models.head import LinearCrossEntropySum
 from meshwright.models.llama import Llama, init_weights
 from meshwright.models.projections import Projection
-from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.bench.attention import Shape
 from meshwright.tools.bench.calibrate_compute import attention_work, copy_rate
 from meshwright.tools.bench.calibrate_kernels import kernel_names

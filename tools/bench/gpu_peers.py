@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.bench.gpu_cases import ACCELERATE, PLAIN_PEERS, TORCHTITAN
 from meshwright.tools.bench.gpu_parts import draw_model
 from meshwright.tools.bench.gpu_shapes import STEPS, STEPS_PER_REPORT, GpuShape

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.models.cost import flops_per_token
-from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from meshwright.parallel.planner.memory import usable_bytes
+from meshwright.parallel.planner.memory_model import usable_bytes
 from meshwright.tools.bench import peer_torchtitan
 from meshwright.tools.bench.gpu_cases import ACCELERATE, TORCHTITAN, Case, PeerRun
 from meshwright.tools.bench.gpu_curves import Curves, measure_curves

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.parallel.memory_by_kind import GIB, StepMemory
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.tools.command import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import parse_config

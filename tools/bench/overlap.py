@@ -9,15 +9,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import Plan, PlanError, UnitPlan
-from meshwright.parallel.planner.costs import step_times
-from meshwright.parallel.planner.flow import Task, find_waits, run_tasks
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan, UnitPlan
+from meshwright.parallel.planner.cost_model import StepTimes, step_times
+from meshwright.parallel.planner.fsdp_schedule import launch_tasks, start_ahead
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import search
-from meshwright.parallel.planner.step_times import StepTimes
-from meshwright.parallel.planner.streams import launch_tasks, start_ahead
+from meshwright.parallel.planner.stream_simulator import Task, find_waits, run_tasks
 from meshwright.tools.bench.measurement import Result
 from meshwright.tools.bench.page import check_page, fill_page, markdown_table
 from meshwright.tools.bench.run import config_to_record

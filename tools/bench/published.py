@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.memory import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.streams import simulate_step
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.tools.bench.processes import BenchError
 from meshwright.tools.command import format_table
 from meshwright.train.config import Config, parse_config

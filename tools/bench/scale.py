@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.search import Choice, search
 from meshwright.tools.bench import record

@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.planner.shapes import to_svg
+from meshwright.parallel.planner.plot.shapes import to_svg
 from meshwright.tools.bench.page import fill_page, markdown_table
 from meshwright.tools.bench.scale_plot import draw_scaling
 from meshwright.tools.command import format_table

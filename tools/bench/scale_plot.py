@@ -7,8 +7,8 @@ from itertools import pairwise
 from math import hypot, log2
 from typing import Any
 
-from meshwright.parallel.planner.picture import BODY, FAINT, GRID, INK, LARGE, SMALL
-from meshwright.parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
+from meshwright.parallel.planner.plot.shapes import Picture, Polygon, Shape, Text, rectangle, text_width
+from meshwright.parallel.planner.plot.timeline import BODY, FAINT, GRID, INK, LARGE, SMALL
 
 Both = tuple[Mapping[str, Any], Mapping[str, Any]]  # the planner's choice, FSDP alone
 # model, kind of GPU, and both ways for each number of GPUs

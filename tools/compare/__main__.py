@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.parallel.planner.shapes import to_svg
+from meshwright.parallel.planner.plot.shapes import to_svg
 from meshwright.tools.command import positive, run_tool
 from meshwright.tools.compare.bands import BITWISE, own_band
 from meshwright.tools.compare.comparison import Comparison, compare_runs
@@ -89,7 +89,7 @@ def save_picture(path: Path, comparisons: Sequence[Comparison]) -> None:
         write_whole(path, to_svg(picture).encode())
         return
     try:
-        from meshwright.parallel.planner.shapes_png import to_png
+        from meshwright.parallel.planner.plot.shapes import to_png
     except ImportError:
         raise ConfigError(
             "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"

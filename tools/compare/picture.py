@@ -4,8 +4,8 @@ they lie."""
 import math
 from collections.abc import Iterator, Sequence
 
-from meshwright.parallel.planner.picture import INK
-from meshwright.parallel.planner.shapes import Picture, Polygon, Shape, Text, rectangle
+from meshwright.parallel.planner.plot.shapes import Picture, Polygon, Shape, Text, rectangle
+from meshwright.parallel.planner.plot.timeline import INK
 from meshwright.tools.compare.bands import Band, distance
 from meshwright.tools.compare.comparison import Comparison
 from meshwright.tools.plot import (

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.parallel.compile_check import cache_folder
+from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.config import CompileConfig
 from meshwright.tools.command import run_tool
 from meshwright.tools.doctor.checks import try_all_reduce, try_compile

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.tools.doctor.facts import Check
 
 LIMIT_S = 120.0  # a busy machine; without work elsewhere it is a few seconds

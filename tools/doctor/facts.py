@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 
 MAX_WHY = 200  # characters of why something is unknown
 T = TypeVar("T")

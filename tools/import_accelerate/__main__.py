@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.one_line import one_line
-from meshwright.parallel.strict_yaml import YamlError, load_mapping, read_text
+from meshwright.parallel.errors import one_line
+from meshwright.parallel.yaml_io import YamlError, load_mapping, read_text
 from meshwright.tools.command import run_tool
 from meshwright.tools.import_accelerate.accelerate import judge_accelerate
 from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported

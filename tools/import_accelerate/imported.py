@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.parallel.one_line import one_line
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError, one_line
 from meshwright.tools.import_accelerate.verdict import Item, refused
 from meshwright.train.config import Config, ConfigError, parse_config
 from meshwright.train.planning import plan_run

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.plan import AXES
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.plan.schema import AXES
+from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.command import run_tool
 from meshwright.tools.plan.answer import Answer, Place, answer, as_json, find_fewest, find_gpu, time_to_train
 from meshwright.tools.plan.check import Check, check_json, check_run, check_text

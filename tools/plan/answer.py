@@ -5,16 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.parallel.advice import advise, unused_keys
-from meshwright.parallel.memory_by_kind import GIB, StepMemory
-from meshwright.parallel.plan import Plan, PlanError
-from meshwright.parallel.plan_file import plan_to_dict
-from meshwright.parallel.planner.costs import step_times
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.plan.lint import advise, unused_keys
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_dict
+from meshwright.parallel.plan.strategy import describe_strategy
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.memory import usable_bytes
-from meshwright.parallel.planner.reasons import give_reasons
+from meshwright.parallel.planner.memory_model import usable_bytes
 from meshwright.parallel.planner.search import Candidate, Choice, Machines
-from meshwright.parallel.strategy import describe_strategy
 from meshwright.train.attention_kernel import best_attention, check_attention
 from meshwright.train.best_dtype import best_dtype
 from meshwright.train.choose import choose_plan, fewest_gpus

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from meshwright.models.llama import Llama
-from meshwright.parallel.memory_by_kind import GIB, StepMemory
-from meshwright.parallel.plan import Plan, UnitPlan, prefetch_schedule, regathered
-from meshwright.parallel.planner.one_rank import apply_as_one_rank
-from meshwright.parallel.planner.work import DTYPE_BYTES, ModelWork
-from meshwright.parallel.simulate import Simulation, eager_plan
-from meshwright.parallel.tensor import find_style
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.plan.schema import Plan, UnitPlan, find_style, prefetch_schedule, regathered
+from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork
+from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.command import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.build import freeze
@@ -162,7 +161,7 @@ def _of_norms(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
 
 def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]:
     """Where a part is left whole, the gradients of all weights that tp ranks hold alike
-    (parallel.tensor.share_copies)."""
+    (parallel.tensor_parallel.share_copies)."""
     styles = {
         name: find_style(plan.tensor, name.rpartition(".")[0]) or "" for name, _ in model.named_parameters()
     }

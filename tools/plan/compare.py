@@ -5,10 +5,10 @@ import dataclasses
 import json
 from typing import Any
 
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.simulate import Simulation
-from meshwright.parallel.strategy import describe_strategy
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.strategy import describe_strategy
+from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.command import format_table
 from meshwright.tools.simulate import simulate_run, totals
 from meshwright.train.config import Config, ConfigError

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.plan_file import join_names
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import join_names
 
 ONLY = "unit"  # the key of units that only one plan has
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.plan_file import plan_to_yaml
-from meshwright.parallel.planner.picture import draw_timeline, timeline_svg
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.parallel.planner.plot.timeline import draw_timeline, timeline_svg
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
 from meshwright.train.config import ConfigError
 
@@ -57,7 +57,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def _png(timeline: Timeline, title: str) -> bytes:
     try:
-        from meshwright.parallel.planner.shapes_png import to_png
+        from meshwright.parallel.planner.plot.shapes import to_png
     except ImportError:
         raise ConfigError(
             "--timeline: a PNG needs Pillow (pip install pillow); an SVG needs nothing"

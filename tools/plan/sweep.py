@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import AXES, Plan, PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import AXES, Plan
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.search import search
 from meshwright.tools.command import format_table

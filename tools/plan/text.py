@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from meshwright.parallel.memory_by_kind import GIB, StepMemory
-from meshwright.parallel.plan_file import plan_to_table
-from meshwright.parallel.planner.picture import ROWS, in_ms
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.parallel.plan.serialize import plan_to_table
+from meshwright.parallel.planner.plot.timeline import ROWS, in_ms
 from meshwright.parallel.planner.search import Candidate, Choice, Machines
 from meshwright.tools.command import format_table
 from meshwright.tools.plan.answer import (

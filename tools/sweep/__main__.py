@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.tools.command import EXIT_INTERRUPTED, positive, run_tool
 from meshwright.tools.plan.files import write_whole
 from meshwright.tools.sweep.attempt import Attempt, launched_with, state_of, write_attempt

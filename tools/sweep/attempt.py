@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.tools.plan.files import write_whole
 from meshwright.train.read_json import read_json
 from meshwright.train.status import read_status

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from meshwright.parallel.planner.picture import FAINT, GRID, INK
-from meshwright.parallel.planner.shapes import Picture, Shape, Text, rectangle
+from meshwright.parallel.planner.plot.shapes import Picture, Shape, Text, rectangle
+from meshwright.parallel.planner.plot.timeline import FAINT, GRID, INK
 from meshwright.tools.plot import (
     BAR_ROW,
     BODY,

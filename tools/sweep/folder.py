@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.tools.plan.files import write_whole
 from meshwright.train.config import ConfigError
 from meshwright.train.lock import lock_folder

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
 from meshwright.tools.bench.processes import alive, children, start_times
 from meshwright.tools.sweep.attempt import (
     OUTPUT,

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from meshwright.parallel.planner.picture import FAINT, GRID, INK
-from meshwright.parallel.planner.shapes import Picture, to_svg
+from meshwright.parallel.planner.plot.shapes import Picture, to_svg
+from meshwright.parallel.planner.plot.timeline import FAINT, GRID, INK
 from meshwright.tools.plot import PAPER, marker, style_of
 from meshwright.tools.run_figures import Figures, Rate
 from meshwright.tools.sweep.charts import draw_charts

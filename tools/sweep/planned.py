@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 
-from meshwright.parallel.memory_by_kind import GIB
-from meshwright.parallel.plan import PlanError
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.tools.run_folder import changed_keys, flatten, read_config
 from meshwright.tools.sweep.spec import Cell, Spec, make_cells, override_text, value_text

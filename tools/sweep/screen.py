@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.tools.run_folder import value_of
 from meshwright.tools.sweep.attempt import OUTPUT
 from meshwright.tools.sweep.planned import Planned

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.one_line import one_line
-from meshwright.parallel.strict_yaml import YamlError, load_mapping
+from meshwright.parallel.errors import one_line
+from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.tools.run_folder import flatten
 from meshwright.train.config import ConfigError, known_keys
 

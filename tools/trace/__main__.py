@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.planner.picture import draw_timeline
-from meshwright.parallel.planner.shapes import Picture, to_svg
+from meshwright.parallel.planner.plot.shapes import Picture, to_svg
+from meshwright.parallel.planner.plot.timeline import draw_timeline
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.command import format_table, natural, run_tool
 from meshwright.tools.plan.files import check_target, write_whole
@@ -123,7 +123,7 @@ def draw(path: Path, found: Answer, measured: Timeline, predicted: Timeline | No
 
 def _png(picture: Picture) -> bytes:
     try:
-        from meshwright.parallel.planner.shapes_png import to_png
+        from meshwright.parallel.planner.plot.shapes import to_png
     except ImportError:
         raise ConfigError(
             "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"

@@ -7,38 +7,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.parallel.plan import Plan
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from meshwright.parallel.planner.picture import (
+from meshwright.parallel.planner.plot.shapes import Picture, Shape, Text, rectangle
+from meshwright.parallel.planner.plot.timeline import (
     AXIS_HEIGHT,
     BODY,
     FAINT,
     LARGE,
+    MARGIN,
     MARK,
     RIGHT,
     ROWS,
     SMALL,
     WIDTH,
     Panel,
+    Span,
+    backward_spans,
     in_ms,
+    join_spans,
     kind_of,
     legend,
+    middle_units,
     name_stretches,
     one_line,
     paint_panel,
     phases,
-)
-from meshwright.parallel.planner.shapes import Picture, Shape, Text, rectangle
-from meshwright.parallel.planner.timeline import EXPOSED, Event, Timeline
-from meshwright.parallel.planner.zoom import (
-    MARGIN,
-    Span,
-    backward_spans,
-    join_spans,
-    middle_units,
     units_words,
 )
+from meshwright.parallel.planner.timeline import EXPOSED, Event, Timeline
 from meshwright.train.config import Config, load_config
 from meshwright.train.data.config import DataError
 from meshwright.train.predict import predict

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.trace.cpu import cpu_steps
 from meshwright.tools.trace.cuda import cuda_steps
 from meshwright.tools.trace.find import find_mesh, run_of

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.trace.labels import ROOT_END
 from meshwright.tools.trace.places import Place
 from meshwright.tools.trace.store import Store

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
-from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.trace.axes import find_axis, find_lane
 from meshwright.tools.trace.labels import Label
 from meshwright.tools.trace.places import Places

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.parallel.plan import MeshPlan
+from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.trace.axes import find_axis, find_lane, group_axes
 from meshwright.tools.trace.places import Place, Places
 from meshwright.tools.trace.spans import Interval, subtract

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-from meshwright.parallel.plan import MeshPlan, PlanError
-from meshwright.parallel.plan_file import load_plan
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.data.config import DataError
 
 _RANK = re.compile(r"rank-(\d+)\.json(\.gz)?")

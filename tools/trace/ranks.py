@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from meshwright.parallel.plan import AXES, MeshPlan
+from meshwright.parallel.plan.schema import AXES, MeshPlan
 from meshwright.tools.trace.spans import clip, intersect, total, union
 from meshwright.tools.trace.steps import Step, Transfer
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.parallel.planner.picture import ROWS
+from meshwright.parallel.planner.plot.timeline import ROWS
 from meshwright.tools.command import format_table
 from meshwright.tools.trace.advice import advise, ms
 from meshwright.tools.trace.answer import Answer

@@ -12,7 +12,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.checkpoint.config import CheckpointError
 from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, manifest_to_text
 from meshwright.train.flush_folder import flush_folder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.parallel.bounded_read import read_bounded
+from meshwright.parallel.yaml_io import read_bounded
 from meshwright.train.checkpoint.config import GONE, CheckpointError, make_unreadable
 from meshwright.train.read_json import parse_mapping
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.parallel.memory_by_kind import GIB
+from meshwright.parallel.memory_breakdown import GIB
 
 
 @dataclass(frozen=True)

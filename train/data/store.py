@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
 from meshwright.train.data.config import DataError
 from meshwright.train.data.split import MappedFile, Shard, Split
 from meshwright.train.data.tokenizer import TokenizerInfo

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.parallel.bounded_read import read_bounded
-from meshwright.parallel.one_line import one_line
+from meshwright.parallel.errors import one_line
+from meshwright.parallel.yaml_io import read_bounded
 from meshwright.train.data.config import DataError
 from meshwright.train.data.paths import user_path
 from meshwright.train.read_json import read_json

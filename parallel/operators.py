@@ -1,0 +1,61 @@
+"""Operators of ATen and c10d by what they do, eager or in a graph: views, matrix products, collectives; and
+what a model's own operator is made of."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._library.custom_ops import OPDEFS
+from torch.fx import Node
+
+
+def inner_code(op: Any) -> Callable[..., Any] | None:
+    """The Python function behind an operator made with torch.library.custom_op; None for all others, for
+    torch's own, and for those whose name says that they are one kernel."""
+    defined = OPDEFS.get(op.name()) if op.namespace != "aten" else None
+    if (
+        defined is None
+        or "attention" in op.name()
+        or "kernel" in op.name()
+        or defined._init_fn.__module__.startswith("torch.")
+    ):
+        return None
+    return defined._init_fn
+
+
+VIEWS = frozenset(
+    {
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "as_strided",
+        "unbind",
+        "wait_tensor",
+    }
+)
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+
+def attention_flops(name: str, arguments: Any) -> float:
+    """Of causal attention, half of the square. The forward is two products; the backward five, one of them
+    done again (FlashAttention, arXiv 2205.14135). Its arguments begin with q[B, N, T, H], k; the backward's
+    with the gradient."""
+    backward = "backward" in name
+    q, k = (x.meta["val"] if isinstance(x, Node) else x for x in arguments[backward : backward + 2])
+    square = q.numel() * k.shape[-2]
+    return float(square * (5 if backward else 2))

@@ -1,0 +1,55 @@
+"""Selective activation checkpointing: which operators' results a policy keeps."""
+
+from typing import Any
+
+import torch
+
+MATMUL = "aten.mm"
+# recomputed, they would be sent again
+TP_SUMS = ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce")
+# What each named policy keeps besides attention and the sums over tp: "OP/n" is every n-th call of OP.
+POLICIES = {"matmul": (MATMUL,), "half_matmul": (f"{MATMUL}/2",), "attention": ()}
+
+
+def blocks_of_every(policy: str) -> int:
+    """N of the policy every:N, else 0."""
+    number = policy.removeprefix("every:")
+    return int(number) if policy != number and number.isdecimal() else 0
+
+
+def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
+    """The operators that a policy, named or a list of its own, keeps the results of."""
+    if policy in POLICIES:
+        return (*POLICIES[policy], *attention_ops, *TP_SUMS)
+    return tuple(op.strip() for op in policy.split(",") if op.strip())
+
+
+def op_mistakes(
+    policy: str, attention_ops: tuple[str, ...], place: str = "parallel.selective_policy"
+) -> list[str]:
+    """What is wrong with a policy, in words."""
+    if policy.startswith("every:"):
+        return [] if blocks_of_every(policy) else [f"{place}={policy} must be every:N with N at least 1"]
+    unknown = [op for op in saved_ops(policy, attention_ops) if not _is_op(op)]
+    if not unknown and saved_ops(policy, attention_ops):
+        return []
+    what = (
+        f"{', '.join(unknown)} is not an operator of this torch"
+        if unknown
+        else "it keeps nothing, which is full"
+    )
+    return [
+        f"{place}={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as aten.mm or "
+        f"aten.mm/2"
+    ]
+
+
+def find_op(text: str) -> Any:
+    namespace, _, name = text.partition("/")[0].partition(".")
+    op = getattr(getattr(torch.ops, namespace, None), name, None) if name else None
+    return op if isinstance(op, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)) else None
+
+
+def _is_op(op: str) -> bool:
+    times = op.partition("/")[2]
+    return find_op(op) is not None and (times.isdecimal() and int(times) > 0 if "/" in op else True)

@@ -1,0 +1,300 @@
+"""A plan as text: the YAML file, which reads back to an equal plan, and the table for people.
+
+Units that are treated alike and differ only by one number in their names share an entry: `layers.[0-31]`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+
+from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.errors import PlanError, one_line
+from meshwright.parallel.plan.schema import AXES, Float8Plan, MeshPlan, Plan, TensorPlan, UnitPlan
+from meshwright.parallel.yaml_io import YamlError, load_mapping
+
+_RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
+_NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
+_TYPE_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a word",
+    NoneType: "null",
+    tuple: "a list of names",
+    dict: "a mapping of names to styles",
+}
+T = TypeVar("T", str, UnitPlan)
+MAX_RANGE = 10_000  # units of all entries; the deepest published Llama has 126
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, ready for YAML or JSON."""
+    return {
+        "mesh": dataclasses.asdict(plan.mesh),
+        "micro_batch_size": plan.micro_batch_size,
+        "accumulation": plan.accumulation,
+        "tensor": dataclasses.asdict(plan.tensor),
+        "cpu_offload": plan.cpu_offload,
+        "storage_dtype": plan.storage_dtype,
+        "attention": plan.attention,
+        "loss_chunk_tokens": plan.loss_chunk_tokens,
+        "fused_projections": plan.fused_projections,
+        "async_tp": plan.async_tp,
+        "float8": _lists(dataclasses.asdict(plan.float8)),
+        "compile": dataclasses.asdict(plan.compile),
+        "modules": join_names(plan.modules),
+        "units": [{"unit": name, **_treatment(unit)} for name, unit in group_units(plan.units)],
+    }
+
+
+def plan_to_yaml(plan: Plan) -> str:
+    """The plan file's text."""
+    return yaml.safe_dump(plan_to_dict(plan), sort_keys=False)
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file; raises PlanError with file, key and value for anything that is not a plan."""
+    try:
+        data = load_mapping(path)
+        _check_keys(data, [field.name for field in dataclasses.fields(Plan)], "the plan")
+        for key in ("modules", "units"):
+            if not isinstance(data[key], list):
+                raise PlanError(f"{key} must be a list")
+        return Plan(
+            mesh=_read(MeshPlan, data["mesh"], "mesh"),
+            micro_batch_size=_read_count(data, "micro_batch_size"),
+            accumulation=_read_count(data, "accumulation"),
+            tensor=_read(TensorPlan, data["tensor"], "tensor"),
+            cpu_offload=_value(bool, data["cpu_offload"], "cpu_offload"),
+            storage_dtype=_value(str, data["storage_dtype"], "storage_dtype"),
+            attention=_value(str, data["attention"], "attention"),
+            loss_chunk_tokens=_value(int, data["loss_chunk_tokens"], "loss_chunk_tokens"),
+            fused_projections=_value(bool, data["fused_projections"], "fused_projections"),
+            async_tp=_value(bool, data["async_tp"], "async_tp"),
+            float8=_read(Float8Plan, data["float8"], "float8"),
+            compile=_read(CompileConfig, data["compile"], "compile"),
+            modules=_read_all(data["modules"], lambda entry: _names(entry, "modules"), "modules"),
+            units=_read_all(data["units"], _read_units, "units"),
+        )
+    except YamlError as error:
+        raise PlanError(f"plan file {error}") from None
+    except PlanError as error:
+        raise PlanError(one_line(f"plan file {path}: {error}")) from None
+
+
+def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:
+    """Neighbouring units treated alike as one entry: its name, and the first unit it stands for."""
+    groups: list[list[UnitPlan]] = []
+    for unit in units:
+        # repr, because True == 1
+        if (
+            groups
+            and _is_next(groups[-1][-1].name, unit.name)
+            and repr(_treatment(groups[-1][0])) == repr(_treatment(unit))
+        ):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return [(_range_name([unit.name for unit in group]), group[0]) for group in groups]
+
+
+def join_names(names: Sequence[str]) -> list[str]:
+    """Neighbours whose names count up as one: layers.[0-31]."""
+    groups: list[list[str]] = []
+    for name in names:
+        if groups and _is_next(groups[-1][-1], name):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return [_range_name(group) for group in groups]
+
+
+def _range_name(names: Sequence[str]) -> str:
+    """layers.[0-31] for layers.0 to layers.31; a single name as it is."""
+    if len(names) == 1:
+        return names[0]
+    before, low, after = _NUMBER.fullmatch(names[0]).groups()  # type: ignore[union-attr]
+    return f"{before}[{low}-{int(low) + len(names) - 1}]{after}"
+
+
+def _is_next(one: str, other: str) -> bool:
+    """Whether `other` is `one` with its number one higher."""
+    match = _NUMBER.fullmatch(one)
+    if not match:
+        return False
+    before, number, after = match.groups()
+    if str(int(number)) != number:  # 09 would come back as 9
+        return False
+    return other == f"{before}{int(number) + 1}{after}"
+
+
+def _treatment(unit: UnitPlan) -> dict[str, Any]:
+    return {key: value for key, value in _lists(dataclasses.asdict(unit)).items() if key != "modules"}
+
+
+def _lists(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _read_units(entry: Any) -> list[UnitPlan]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
+        raise PlanError(f"units: each entry needs a key 'unit' with a name, got {entry!r}")
+    name = entry["unit"]
+    if "modules" in entry:
+        raise PlanError(f"unit {name} has unknown key modules: its name says them, as in first+second")
+    treatment = {key: value for key, value in entry.items() if key != "unit"}
+    return [
+        _read(UnitPlan, {"modules": n.split("+"), **treatment}, f"unit {name}")
+        for n in _names(name, f"unit {name}")
+    ]
+
+
+def _read_all(entries: list[Any], read: Callable[[Any], list[T]], place: str) -> tuple[T, ...]:
+    """What all entries stand for; each may be a range, so that a short file could mean any number."""
+    found: list[T] = []
+    for entry in entries:
+        found += read(entry)
+        if len(found) > MAX_RANGE:
+            raise PlanError(f"{place} are more than {MAX_RANGE}")
+    return tuple(found)
+
+
+def _names(name: Any, place: str) -> list[str]:
+    """The names that an entry such as layers.[0-31] stands for."""
+    match = _RANGE.fullmatch(_value(str, name, place))
+    if not match:
+        return [name]
+    before, low, high, after = match.groups()
+    if int(high) < int(low) or int(high) - int(low) >= MAX_RANGE:
+        raise PlanError(f"{place}: {name} must be a range of 1 to {MAX_RANGE} units, low to high")
+    return [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
+
+
+def _read(cls: type, data: Any, place: str) -> Any:
+    """Build a frozen dataclass from a mapping, every key present and of the field's type."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{place} must be a mapping, got {data!r}")
+    fields = {field.name: field.type for field in dataclasses.fields(cls)}
+    _check_keys(data, tuple(fields), place)
+    return cls(**{key: _value(fields[key], value, f"{place}: {key}") for key, value in data.items()})
+
+
+def _value(wanted: Any, value: Any, place: str) -> Any:
+    """`value` as the declared type: what YAML reads, and lists of names for tuples. A bool is not an int
+    here."""
+    for choice in get_args(wanted) if isinstance(wanted, UnionType) else (wanted,):
+        kind, arguments = get_origin(choice) or choice, get_args(choice)
+        if kind is Literal and value in arguments:
+            return value
+        if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if (
+            kind is dict
+            and isinstance(value, dict)
+            and all(isinstance(x, str) for item in value.items() for x in item)
+        ):
+            return value
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if kind in (bool, int, str, NoneType) and type(value) is kind:
+            return value
+    raise PlanError(f"{place}={value!r} must be {_type_words(wanted)}")
+
+
+def _type_words(wanted: Any) -> str:
+    if isinstance(wanted, UnionType):
+        return " or ".join(map(_type_words, get_args(wanted)))
+    if get_origin(wanted) is Literal:
+        return f"one of {', '.join(get_args(wanted))}"
+    return _TYPE_WORDS[get_origin(wanted) or wanted]
+
+
+def _read_count(data: dict[str, Any], key: str) -> int:
+    if type(data[key]) is not int or data[key] < 1:
+        raise PlanError(f"{key}={data[key]!r} must be a positive integer")
+    return int(data[key])
+
+
+def _check_keys(data: dict[str, Any], wanted: Sequence[str], place: str) -> None:
+    missing, unknown = set(wanted) - set(data), {str(key) for key in data} - set(wanted)
+    if missing or unknown:
+        parts = [
+            f"{word} {', '.join(sorted(keys))}"
+            for word, keys in (("lacks", missing), ("has unknown", unknown))
+            if keys
+        ]
+        raise PlanError(f"{place} {' and '.join(parts)}; its keys are {', '.join(wanted)}")
+
+
+def plan_to_table(plan: Plan) -> str:
+    """The plan for people: the mesh and the batch in a line each, then one row per group of equal units."""
+    mesh, plural = plan.mesh, "es" if plan.mesh.world_size > 1 else ""
+    head = ["unit", "dtype", "reduce", "reshard", "prefetch fwd/bwd", "activation checkpoint", "compiled"]
+    rows = [_table_row(name, unit, plan.compile.backend) for name, unit in group_units(plan.units)]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+    degrees = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
+    batch = (
+        f"{plan.global_batch_size} sequences = micro batch {plan.micro_batch_size} x data parallel "
+        f"{mesh.data_parallel} x accumulation {plan.accumulation}"
+    )
+    first = [f"mesh: {degrees} = {mesh.world_size} process{plural}", f"global batch: {batch}"]
+    if plan.tensor.styles:
+        whole = [pattern for pattern, style in plan.tensor.styles.items() if style.startswith("whole_")]
+        first.append(
+            f"tensor parallel: sequence parallel {'on' if plan.tensor.sequence_parallel else 'off'}, loss "
+            f"parallel {'on' if 'loss' in plan.tensor.styles.values() else 'off'}"
+            + (f", left whole: {', '.join(whole)}" if whole else "")
+        )
+    if plan.cpu_offload:
+        first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
+    loss = (
+        f"loss {plan.loss_chunk_tokens} tokens at a time"
+        if plan.loss_chunk_tokens
+        else "loss of all tokens at once"
+    )
+    first.append(f"kernels: attention {plan.attention}, {loss}; parameters stored in {plan.storage_dtype}")
+    if plan.fused_projections or plan.async_tp:
+        ways = {
+            "projections that read the same are one product": plan.fused_projections,
+            "async tp": plan.async_tp,
+        }
+        first.append(", ".join(way for way, taken in ways.items() if taken))
+    if plan.float8.linears:
+        sent = ", sent in it too" if plan.float8.all_gather else ""
+        first.append(f"float8 {plan.float8.recipe}{sent}: {', '.join(plan.float8.linears)}")
+    return "\n".join([*first, *lines])
+
+
+def _table_row(name: str, unit: UnitPlan, backend: str) -> list[str]:
+    output = "" if unit.output_dtype == "same" else f" -> {unit.output_dtype}"
+    ahead = f"{_ahead(unit.forward_prefetch)}/{_ahead(unit.backward_prefetch)}"
+    return [
+        name,
+        unit.param_dtype + output,
+        unit.reduce_dtype,
+        str(unit.reshard_after_forward).lower(),
+        ahead,
+        _activation_words(unit),
+        backend if unit.compiled else "-",
+    ]
+
+
+def _ahead(prefetch: int | tuple[str, ...]) -> str:
+    return str(prefetch) if isinstance(prefetch, int) else f"[{' '.join(prefetch)}]"
+
+
+def _activation_words(unit: UnitPlan) -> str:
+    if unit.activation_checkpoint == "selective":
+        return f"selective ({len(unit.saved_ops)} ops kept)"
+    if unit.activation_checkpoint == "budget":
+        return f"budget {unit.activation_budget}"
+    return unit.activation_checkpoint

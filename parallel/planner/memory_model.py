@@ -1,0 +1,232 @@
+"""Memory of one rank under a plan, moment by moment through a step: what the modules hold, which FSDP2's
+schedule of gathers and reductions adds to. Nothing runs.
+
+FSDP2's rules are those of torch/distributed/fsdp/_fully_shard (2.11 to 2.13): a unit is gathered into a
+buffer and copied out of it; in the forward the buffer lives until the next unit has been waited for, in the
+backward it is freed at once; a whole gradient is copied into a buffer in reduce_dtype, which lives until the
+next unit's gradient is reduced.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from operator import attrgetter
+
+from meshwright.parallel.memory_breakdown import GIB, MemoryByKind, StepMemory
+from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule, regathered
+from meshwright.parallel.planner.cost_model import sent_blocks
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWork, total
+
+
+def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:
+    """A step's memory under AdamW: parameters and gradients in the plan's storage_dtype, two moments, all
+    sharded alike. What the allocator adds is not in it, nor what `cpu_offload` keeps in host memory."""
+    moments = list(_Walk(plan, work).moments())
+    most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryByKind.__annotations__}
+    return StepMemory(MemoryByKind(**most), max(moments, key=attrgetter("total")))
+
+
+class _Walk:
+    """Goes through a step, the last micro batch where there are several: by then every gradient is there."""
+
+    def __init__(self, plan: Plan, work: ModelWork) -> None:
+        self._plan, self._work = plan, work
+        self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
+        self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
+        in_order = [sorted(unit.modules, key=plan.modules.index) for unit in plan.units]
+        self._first, self._last = {modules[0] for modules in in_order}, {modules[-1] for modules in in_order}
+        self._first_backward = {
+            next((name for name in modules if work.has_backward((name,))), "") for modules in in_order
+        }
+        # Bytes by unit: of gathered parameters, of buffers that all-gathers are filling, of whole gradients.
+        self._gathered: dict[str, int] = {}
+        self._in_flight: dict[str, int] = {}
+        self._whole_grads: dict[str, int] = {}
+        self._copied_out = 0  # of the all-gather buffer that is kept behind the unit at work
+        self._reducing = 0  # of the last reduction's buffer
+        # sums over replicas, where they are not the gradient: until the end of the backward
+        self._all_reduced = 0
+        self._kept = Linear()  # activations that the backward will need
+        self._passing = Linear()  # between two modules: hidden states, or their gradient
+        self._shares: dict[int, int] = {}
+        self._place = {name: place for place, name in enumerate(plan.modules)}
+        # block -> the one sent before it
+        self._behind = {after: name for name, after in sent_blocks(plan, work).items()}
+        self._stored_bytes = DTYPE_BYTES[plan.storage_dtype]
+        trained = sum(map(self._trained_share, plan.modules))
+        self._params = sum(map(self._share, plan.modules)) * self._stored_bytes
+        self._moments = 2 * trained * work.moment_bytes
+        self._grads = sum(map(self._waiting, plan.units))
+
+    def moments(self) -> Iterator[MemoryByKind]:
+        """Memory at every moment that can be the fullest, or the fullest of a kind."""
+        for name in self._plan.modules:
+            yield from self._forward(name)
+        self._copied_out = 0
+        for name in reversed(self._plan.modules):
+            if self._work.has_backward((name,)):
+                yield from self._backward(name)
+        self._reducing, self._all_reduced, self._passing = 0, 0, Linear()
+        yield self._moment()  # the optimizer's
+
+    def _forward(self, name: str) -> Iterator[MemoryByKind]:
+        unit, module = self._unit_of[name], self._work.modules[name]
+        if name in self._first:
+            yield from self._gather(unit, "forward")
+        for live in module.forward.live:
+            yield self._moment(name, live)
+        self._passing = module.output
+        if self._work.has_backward((name,)):
+            self._keep(module.keeps)
+        if name in self._behind:
+            self._keep(self._work.modules[self._behind[name]].keeps.times(-1))
+        if name in self._last and regathered(unit):
+            del self._gathered[unit.name]
+            if type(reshard := unit.reshard_after_forward) is int:
+                self._gathered[f"{unit.name}, kept"] = self._whole(unit) // reshard
+
+    def _backward(self, name: str) -> Iterator[MemoryByKind]:
+        unit, module = self._unit_of[name], self._work.modules[name]
+        if name in self._last:
+            yield from self._gather(unit, "backward")
+        if name in self._behind:
+            self._keep(self._work.modules[self._behind[name]].keeps)
+        self._keep(module.keeps.times(-1))
+        for live in module.backward.live:
+            yield self._moment(name, live)
+        self._passing = self._input(name)
+        trained = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
+        self._whole_grads[unit.name] = self._whole_grads.get(unit.name, 0) + trained
+        if name in self._first_backward:
+            del self._gathered[unit.name]
+            yield from self._reduce(unit)
+
+    def _keep(self, more: Linear) -> None:
+        """Activations that the backward will need, on the device. What a block sends to host memory is there
+        until the next block's forward has ended, and comes back as that one's backward begins."""
+        self._kept = total((self._kept, more))
+
+    def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryByKind]:
+        """A unit's parameters, unless they are there: a buffer is filled, copied out, and kept for a while or
+        freed."""
+        if unit.name not in self._gathered:
+            self._in_flight.setdefault(unit.name, self._buffer(unit))
+            yield self._moment()
+            self._copied_out = 0
+            self._gathered[unit.name] = self._whole(unit)
+            self._gathered.pop(f"{unit.name}, kept", None)
+            yield self._moment()
+            buffer = self._in_flight.pop(unit.name)
+            self._copied_out = buffer if phase == "forward" else 0
+        for ahead in self._ahead[phase][unit.name]:
+            if ahead.name not in self._gathered:
+                self._in_flight.setdefault(ahead.name, self._buffer(ahead))
+
+    def _reduce(self, unit: UnitPlan) -> Iterator[MemoryByKind]:
+        """A unit's whole gradient beside the buffer that it is copied into, which stays until the next; then
+        what comes of it, in reduce_dtype and as it is stored, beside the gradient of the last weight, which
+        torch's loop still holds."""
+        shards, reduce_bytes = self._plan.mesh.dp_shard, DTYPE_BYTES[unit.reduce_dtype]
+        reduced = sum(map(self._trained_share, unit.modules))
+        self._reducing = reduced * shards * reduce_bytes
+        yield self._moment()
+        whole = self._whole_grads.pop(unit.name)
+        cast = reduced * self._stored_bytes if reduce_bytes != self._stored_bytes else 0
+        if shards == 1:  # nothing to scatter: the buffer is divided into a copy, which is copied again
+            yield self._moment(copies=self._reducing + max(self._reducing, cast))
+        else:
+            weights = self._work.modules[unit.modules[-1]].weights
+            last = prod(weights[-1]) * DTYPE_BYTES[unit.param_dtype] if weights else 0
+            yield self._moment(copies=min(last, whole) + reduced * reduce_bytes + cast)
+        self._grads += reduced * self._stored_bytes - self._waiting(unit)
+        if cast and self._plan.mesh.dp_replicate > 1:
+            self._all_reduced += reduced * reduce_bytes
+        yield self._moment()
+
+    def _waiting(self, unit: UnitPlan) -> int:
+        """Bytes of a unit's gradient of the micro batches before the last, as it is stored; but where an
+        all-reduce over replicas is still to come, in reduce_dtype."""
+        kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self._stored_bytes
+        return sum(map(self._trained_share, unit.modules)) * kept if self._plan.accumulation > 1 else 0
+
+    def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryByKind:
+        """All that is there now. `live`: what the module `name`, at work, holds instead of what passes
+        between modules; `copies`: bytes of buffers of this moment alone."""
+        sequences = self._plan.micro_batch_size
+        activations = int(total((self._kept, live or self._passing)).at(sequences)) - int(
+            (live or self._passing).fixed
+        )
+        reductions = self._reducing + self._all_reduced + sum(self._whole_grads.values())
+        logits = 0
+        if live and name == self._work.logits:
+            logits = max(0, int(live.per_sequence - self._input(name).per_sequence) * sequences)
+        on_device = not self._plan.cpu_offload
+        return MemoryByKind(
+            params=self._params * on_device,
+            grads=self._grads * on_device,
+            optimizer=self._moments * on_device,
+            unsharded=sum(self._gathered.values()) + sum(self._in_flight.values()) + self._copied_out,
+            activations=activations - logits,
+            logits=logits,
+            buffers=self._work.tables + copies + reductions + int(live.fixed if live else 0),
+        )
+
+    def _input(self, name: str) -> Linear:
+        """What a module takes from the one before it."""
+        place = self._place[name]
+        return self._work.modules[self._plan.modules[place - 1]].output if place else Linear()
+
+    def _trained(self, name: str) -> int:
+        """Parameters of a module that get a gradient."""
+        return round(self._work.modules[name].parameters * self._work.trained.get(name, 1.0))
+
+    def _share(self, name: str) -> int:
+        """Of a module's parameters what one rank holds: some rows of each, the last ones padded."""
+        module, shards = self._work.modules[name], self._plan.mesh.dp_shard
+        if id(module) not in self._shares:  # blocks are one and the same work
+            weights = module.weights or ((module.parameters, 1),)
+            self._shares[id(module)] = sum(-(-rows // shards) * values for rows, values in weights)
+        return self._shares[id(module)]
+
+    def _trained_share(self, name: str) -> int:
+        """Of a module's gradients what one rank holds."""
+        return round(self._share(name) * self._work.trained.get(name, 1.0))
+
+    def _whole(self, unit: UnitPlan) -> int:
+        """Bytes of a unit's gathered parameters."""
+        narrower = (
+            sum(self._work.modules[name].float8 for name in unit.modules) * self._plan.float8.all_gather
+        )
+        whole = sum(map(self._share, unit.modules)) * self._plan.mesh.dp_shard
+        return whole * DTYPE_BYTES[unit.param_dtype] - narrower * (DTYPE_BYTES[unit.param_dtype] - 1)
+
+    def _buffer(self, unit: UnitPlan) -> int:
+        """Bytes that a unit is gathered through: none where there is nothing to gather."""
+        return self._whole(unit) if self._plan.mesh.dp_shard > 1 else 0
+
+
+def reserved_bytes(memory: StepMemory, hardware: Hardware) -> int:
+    """What a step's peak comes to with what the allocator reserves beyond it and the process takes before."""
+    return round(memory.peak_bytes * (1 + hardware.reserved_share) + hardware.reserved_gib * GIB)
+
+
+def usable_bytes(device_bytes: int, hardware: Hardware) -> int:
+    """The highest peak that a device has room for: `reserved_bytes` the other way round."""
+    return int((device_bytes - hardware.reserved_gib * GIB) / (1 + hardware.reserved_share))
+
+
+def least_bytes(plan: Plan, work: ModelWork) -> int:
+    """What a rank needs at least, known without a walk: its shards, and what the whole forward keeps."""
+    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
+    trained = (
+        sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules)
+        / plan.mesh.dp_shard
+    )
+    sent = sent_blocks(plan, work)
+    kept = sum(
+        work.modules[name].keeps.at(plan.micro_batch_size)
+        for name in plan.modules
+        if work.has_backward((name,)) and name not in sent
+    )
+    stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
+    return int((0 if plan.cpu_offload else stored) + kept)

@@ -1,0 +1,293 @@
+"""A compiler's graph of a forward or backward, read as kernels: what they compute and move, and what lives
+meanwhile.
+
+Fusion is inductor's in outline: operations on elements, and reductions, that touch each other with no matrix
+product, attention or collective in between are one kernel, which reads what comes from outside once and
+writes what goes outside. An operator of the model's own is opened: what its code does, seen with two micro
+batches.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, inner_code
+from meshwright.parallel.planner.tracing.eager import (
+    WATCHED_SEQUENCES,
+    Watched,
+    join_watched,
+    line,
+    watch_call,
+)
+from meshwright.parallel.planner.workload import Linear, Operation, Phase, fullest, total
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """What is known of a graph's placeholders: those that are not counted (weights and tables, whose sizes do
+    not depend on the micro batch), those that share another's storage, whether the caller holds the rest
+    until the end, those that are the graph's own to write into, and those that count but do not depend on the
+    micro batch either."""
+
+    uncounted: Collection[Node]
+    same_as: Mapping[Node, Node]
+    held: bool
+    donated: Collection[Node] = ()
+    fixed: Collection[Node] = ()
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """Nodes that run as one; what they read from outside, and what they write that others use."""
+
+    nodes: list[Node] = field(default_factory=list)
+    reads: set[Node] = field(default_factory=set)
+    writes: set[Node] = field(default_factory=set)
+
+
+class KernelGraph:
+    """The kernels of one graph, traced with inputs of `micro_batch_size` sequences."""
+
+    def __init__(self, graph: Graph, inputs: GraphInputs, micro_batch_size: int) -> None:
+        self._inputs, self._micro_batch_size = inputs, micro_batch_size
+        self._nodes = [node for node in graph.nodes if _tensors(node.meta.get("val"))]
+        (self._returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
+        self._fixed = set(inputs.uncounted) | set(inputs.fixed)
+        self._opened: dict[Node, Opened] = {}
+        self._place = {node: i for i, node in enumerate(graph.nodes)}
+        self.storage: dict[Node, Node] = {}  # node -> the node that made its storage
+        for node in self._nodes:
+            self.storage[node] = self._find_storage(node)
+            if code := _inner_code(node):
+                self._opened[node] = open_operator(node, code, self._fixed, micro_batch_size)
+            if node.op == "call_function" and self._is_fixed(node):
+                self._fixed.add(node)
+        self._kernel_of = self._find_kernels()
+        self.kernels = self._find_order()
+
+    def phase(self) -> Phase:
+        """What the kernels do, and the fullest moments."""
+        operations = (
+            self._opened[first].phase.operations
+            if (first := kernel.nodes[0]) in self._opened
+            else (self._operation(kernel),)
+            for kernel in self.kernels
+        )
+        return Phase(tuple(chain.from_iterable(operations)), fullest(self._moments()))
+
+    def returned(self) -> list[Node | None]:
+        """What the graph returns, in order, as the nodes that made the storages; None for what is no tensor,
+        and for what is not counted."""
+        made = (self.storage.get(value) if isinstance(value, Node) else None for value in self._returned)
+        return [None if node in self._inputs.uncounted else node for node in made]
+
+    def size(self, node: Node) -> Linear:
+        """Bytes of a storage."""
+        return self._opened_size(node) or self._scale(_bytes(node), node in self._fixed)
+
+    def _opened_size(self, node: Node) -> Linear | None:
+        """Bytes of what an opened operator returns, alone or as one of several; None for every other node."""
+        source, place = (node.args[0], node.args[1]) if _name(node) == "getitem" else (node, 0)
+        if source not in self._opened or isinstance(node.meta["val"], tuple):
+            return None
+        return self._opened[source].results[place]  # type: ignore[index]
+
+    def _scale(self, amount: float, fixed: bool) -> Linear:
+        return Linear(amount, 0.0) if fixed else Linear(0.0, amount / self._micro_batch_size)
+
+    def _find_storage(self, node: Node) -> Node:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if source is None:
+            return self._inputs.same_as.get(node, node)
+        is_view = _name(node) in VIEWS or (_name(node) == "getitem" and _name(source) in VIEWS)
+        return self.storage[source] if is_view else node
+
+    def _sources(self, node: Node) -> list[Node]:
+        return [source for source in node.all_input_nodes if source in self.storage]
+
+    def _is_fixed(self, node: Node) -> bool:
+        """Whether a result's size does not depend on the micro batch: made of such only, or summed over the
+        tokens."""
+        sources, name = self._sources(node), _name(node)
+        if size := self._opened_size(node):
+            return not size.per_sequence
+        fixed = [source in self._fixed for source in sources]
+        if name in PRODUCTS and len(sources) >= 2:
+            return not any(fixed)  # activations times activations: the gradient of a weight
+        if name == "sum" and len(node.args) > 1:
+            return 0 in [dim % sources[0].meta["val"].dim() for dim in node.args[1]]  # type: ignore[union-attr, operator]
+        return all(fixed) or name == "embedding_dense_backward"
+
+    def _find_kernels(self) -> dict[Node, _Kernel]:
+        """Every storage's kernel: anchors are alone, the rest joined to what it touches at the same depth of
+        anchors."""
+        depth: dict[Node, int] = {}
+        kernel_of: dict[Node, _Kernel] = {}
+        for node in self._nodes:
+            sources = self._sources(node)
+            depth[node] = max((depth[source] for source in sources), default=0) + _is_anchor(node)
+            if node.op != "call_function" or self.storage[node] is not node:
+                continue
+            kernel = kernel_of[node] = _Kernel([node])
+            for made in {self.storage[source] for source in sources}.intersection(kernel_of):
+                fused = depth[made] == depth[node] and not any(
+                    map(_is_anchor, (node, kernel_of[made].nodes[0]))
+                )
+                if (fused or _name(node) == "getitem") and kernel_of[made] is not kernel:
+                    kernel = _join(kernel_of, kernel_of[made], kernel)
+        self._connect(kernel_of)
+        return kernel_of
+
+    def _connect(self, kernel_of: Mapping[Node, _Kernel]) -> None:
+        for node, user in kernel_of.items():
+            for made in {self.storage[source] for source in self._sources(node)}:
+                if (maker := kernel_of.get(made)) is not user:
+                    user.reads.add(made)
+                    if maker is not None:
+                        maker.writes.add(made)
+        for value in filter(None, self.returned()):
+            if value in kernel_of:
+                kernel_of[value].writes.add(value)
+
+    def _find_order(self) -> list[_Kernel]:
+        """The graph's own order, but each kernel after all that it reads."""
+        order: dict[_Kernel, None] = {}
+        waiting = [*reversed(list(dict.fromkeys(self._kernel_of.values())))]
+        while waiting:
+            kernel = waiting[-1]
+            makers = {self._kernel_of[made] for made in kernel.reads if made in self._kernel_of}
+            if missing := [maker for maker in makers if maker not in order]:
+                waiting += sorted(missing, key=lambda maker: self._place[maker.nodes[0]], reverse=True)
+            else:
+                order.setdefault(waiting.pop())
+        return list(order)
+
+    def _operation(self, kernel: _Kernel) -> Operation:
+        moved = total(map(self.size, kernel.reads | kernel.writes))
+        first = kernel.nodes[0]
+        name, dtype = _name(first), str(_tensors(first.meta["val"])[0].dtype).removeprefix("torch.")
+        if name in PRODUCTS:
+            return Operation("matmul", name, self._scale(_product_flops(first), fixed=False), moved, dtype)
+        if "attention" in name:
+            return Operation(
+                "attention", name, self._scale(attention_flops(name, first.args), fixed=False), moved, dtype
+            )
+        if name in COLLECTIVES:
+            full = max((first, *self._sources(first)), key=_bytes)
+            return Operation("collective", COLLECTIVES[name], Linear(), self.size(full), dtype)
+        return Operation("memory", name, Linear(), moved, dtype)
+
+    def _moments(self) -> list[Linear]:
+        """Bytes that live while each kernel runs, its results included."""
+        end = len(self.kernels)
+        last_use = {node: i for i, kernel in enumerate(self.kernels) for node in kernel.reads | kernel.writes}
+        last_use |= dict.fromkeys(filter(None, self.returned()), end)
+        placeholders = {self.storage[node] for node in self._nodes if node.op == "placeholder"}
+        live = placeholders.difference(self._inputs.uncounted)
+        if self._inputs.held:
+            last_use |= dict.fromkeys(live, end)
+        ours = self._kernel_of.keys() | set(self._inputs.donated)
+        moments = [total(map(self.size, live))]
+        for i, kernel in enumerate(self.kernels):
+            dying = {node for node in kernel.reads & live & ours if last_use[node] == i}
+            if (first := kernel.nodes[0]) in self._opened:
+                moments += [
+                    total((*map(self.size, live), moment)) for moment in self._opened[first].phase.live
+                ]
+            live |= kernel.writes
+            moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
+            live = {node for node in live if last_use.get(node, -1) > i}
+        return moments
+
+
+def _overwritten(kernel: _Kernel, dying: Iterable[Node]) -> set[Node]:
+    """Of the dying inputs the one into which a kernel on elements writes its only result, as inductor does if
+    type and size are the same (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
+    depends on their loops, and no input is counted on."""
+    if _is_anchor(kernel.nodes[0]) or len(kernel.writes) != 1:
+        return set()
+    (made,) = kernel.writes
+    return set(islice((node for node in dying if _storage_key(node) == _storage_key(made)), 1))
+
+
+def _join(kernel_of: dict[Node, _Kernel], one: _Kernel, other: _Kernel) -> _Kernel:
+    one.nodes += other.nodes
+    kernel_of.update(dict.fromkeys(other.nodes, one))
+    return one
+
+
+def _is_anchor(node: Node) -> bool:
+    name = _name(node)
+    alone = name in PRODUCTS or name in COLLECTIVES or "attention" in name or name.startswith("embedding")
+    return alone or _inner_code(node) is not None
+
+
+def _inner_code(node: Node) -> Callable[..., Any] | None:
+    return inner_code(node.target) if isinstance(node.target, OpOverload) else None
+
+
+def _product_flops(node: Node) -> float:
+    left = node.all_input_nodes[-2].meta["val"]
+    return 2.0 * _tensors(node.meta["val"])[0].numel() * left.shape[-1]
+
+
+def _name(node: Node) -> str:
+    """An operation's name without namespace and overload: mm, add, getitem; "" for a placeholder."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return getattr(packet, "__name__", "") if node.op == "call_function" else ""
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage_key(node: Node) -> tuple[object, int]:
+    return _tensors(node.meta["val"])[0].dtype, _bytes(node)
+
+
+def _bytes(node: Node) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(node.meta["val"]))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The phase of an operator's code, whose `live` count its results but not its arguments; bytes of each
+    result."""
+
+    phase: Phase
+    results: tuple[Linear, ...]
+
+
+def open_operator(
+    node: Node, code: Callable[..., Any], fixed: Collection[Node], micro_batch_size: int
+) -> Opened:
+    """Run the code on fake tensors as large as a graph's, traced with `micro_batch_size` sequences, would be
+    with others; the sizes of `fixed` arguments stay."""
+    runs = [_run(node, code, fixed, sequences, micro_batch_size) for sequences in WATCHED_SEQUENCES]
+    results = zip(*(sizes for _, sizes in runs), strict=True)
+    return Opened(join_watched([watched for watched, _ in runs]), tuple(map(line, results)))
+
+
+def _run(
+    node: Node, code: Callable[..., Any], fixed: Collection[Node], sequences: int, traced: int
+) -> tuple[Watched, list[int]]:
+    def argument(value: Any) -> Any:
+        if not isinstance(value, Node):
+            return value
+        tensor: Tensor = value.meta["val"]
+        size = list(tensor.shape)
+        if size and value not in fixed:
+            size[0] = size[0] * sequences // traced
+        return tensor.new_empty(size)
+
+    arguments, options = tree_map(argument, (node.args, node.kwargs))
+    with torch.no_grad():
+        watched, result = watch_call(lambda: code(*arguments, **options), tree_leaves((arguments, options)))
+    return watched, [tensor.untyped_storage().nbytes() for tensor in tree_leaves(result)]

@@ -1,0 +1,173 @@
+"""Memory of one rank by kind, followed storage by storage while a step runs."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.parallel.activation_offload import SEND_LABEL
+from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.memory_breakdown import MemoryByKind
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.simulate.module_tracker import OPTIMIZER_LABEL, Position
+
+REDUCE_LABEL = "FSDP::post_backward_reduce"
+BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)
+UNSHARDED_LABELS = (
+    "FSDP::all_gather",
+    "FSDP::pre_",
+    "FSDP::root_pre_",
+    "FSDP::post_forward",
+    "FSDP::forward_prefetch",
+    "FSDP::backward_prefetch",
+)
+
+
+@dataclass
+class _Storage:
+    """A storage that lives: its kind, and the size it is counted with."""
+
+    ref: "weakref.ref[torch.UntypedStorage]"
+    kind: str
+    bytes: int = 0
+
+
+class StorageTracker:
+    """Counts every storage, of fake or real tensors, that it is shown, from then to its end.
+
+    `logits`: the modules that make the logits, and the loss of them. `on_host`: kinds that lie in host
+    memory, and so do not count for the peak.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        model: nn.Module,
+        plan: Plan,
+        logits: tuple[str, str],
+        on_host: frozenset[str],
+    ) -> None:
+        self.now: dict[str, int] = dict.fromkeys(MemoryByKind.__annotations__, 0)
+        self.largest = dict(self.now)
+        self.at_peak = dict(self.now)
+        self._peak = self._total = 0
+        self._position, self._on_host = position, on_host
+        self._output_module, self._loss_module = logits
+        self._logits_widths: set[int] = set()
+        self._live: dict[int, _Storage] = {}
+        self._params = list(model.parameters())
+        self._unit_params = {
+            u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units
+        }
+        self._modules = dict(model.named_modules())
+        self._differentiated = ""  # the module whose backward ran last
+        self._reduced: list[int] = []  # storages that the reduction under way has made
+
+    def mark(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say of what kind tensors are, whatever they were counted as before."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = _local(tensor).untyped_storage()
+                if storage._cdata in self._live:
+                    self._move(self._live[storage._cdata], kind)
+                else:
+                    self._follow(storage, kind)
+
+    def see(self, result: Any) -> None:
+        """Take in what came of an operation."""
+        self._follow_backward()
+        if self._position.label == SEND_LABEL:
+            return  # copies in host memory
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = _local(tensor).untyped_storage()
+                if storage._cdata not in self._live:
+                    self._follow(storage, self._kind(tensor))
+
+    def see_label(self, closed: str) -> None:
+        """Take in that a label has been opened, or `closed`."""
+        self._remeasure()
+        if closed == "FSDP::root_pre_forward":
+            # the first forward pads uneven shards into storages of their own
+            self.mark("params", self._params)
+        elif closed.startswith(REDUCE_LABEL):
+            self._mark_reduced(self._unit_params[self._position.unit_in(closed)])
+
+    def _kind(self, tensor: Tensor) -> str:
+        """Of what kind a tensor is that has just been made."""
+        position = self._position
+        if position.label.startswith(UNSHARDED_LABELS):
+            return "unsharded"
+        if position.label.startswith(BUFFER_LABELS) or position.phase == "optimizer":
+            return "buffers"
+        if (module := position.module) not in (self._output_module, self._loss_module):
+            return "activations"
+        width = tensor.shape[-1] if tensor.dim() else 0
+        if module == self._output_module and not position.in_backward:
+            self._logits_widths.add(width)
+        return "logits" if module == self._loss_module or width in self._logits_widths else "activations"
+
+    def _mark_reduced(self, params: Sequence[Tensor]) -> None:
+        """Mark the gradients that a unit's reduction has left."""
+        grads = [p.grad for p in params if p.grad is not None]
+        self.mark("grads", grads)
+        # HSDP keeps them apart until the all-reduce. The first that a reduction makes is what it reduces
+        # from.
+        for key in self._reduced[1:] if not grads else ():
+            if key in self._live:
+                self._move(self._live[key], "grads")
+        self._reduced.clear()
+
+    def _follow_backward(self) -> None:
+        """Tell gradients of weights from the activations as which they were born."""
+        # "" also while a gradient is accumulated
+        module = self._position.module if self._position.in_backward else ""
+        if module not in ("", self._differentiated):
+            # Autograd has taken the gradient that an operation made as it is: only now it can be known as
+            # one.
+            weights = self._modules[self._differentiated]._parameters.values()
+            self.mark("buffers", (weight.grad for weight in weights if weight is not None))
+            self._differentiated = module
+
+    def _follow(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key = storage._cdata
+        ref = weakref.ref(storage, lambda _: self._forget(key))
+        self._live[key] = _Storage(ref, kind)
+        if self._position.label.startswith(REDUCE_LABEL):
+            self._reduced.append(key)
+        self._resize(self._live[key], storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        self._resize(self._live.pop(key), 0)
+
+    def _remeasure(self) -> None:
+        """FSDP2 empties and refills the storages of gathered parameters, which is no operation that could be
+        seen."""
+        for followed in self._live.values():
+            if followed.kind == "unsharded" and (storage := followed.ref()) is not None:
+                self._resize(followed, storage.nbytes())
+
+    def _move(self, storage: _Storage, kind: str) -> None:
+        size = storage.bytes
+        self._resize(storage, 0)
+        storage.kind = kind
+        self._resize(storage, size)
+
+    def _resize(self, storage: _Storage, size: int) -> None:
+        kind, grown = storage.kind, size - storage.bytes
+        storage.bytes = size
+        self.now[kind] += grown
+        self.largest[kind] = max(self.largest[kind], self.now[kind])
+        self._total += 0 if kind in self._on_host else grown
+        if self._total > self._peak:
+            self._peak = self._total
+            self.at_peak = dict(self.now)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return local_part(tensor)

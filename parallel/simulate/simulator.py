@@ -1,0 +1,149 @@
+"""The real code as one rank of any number of processes, without any of them: fake process group, fake
+tensors.
+
+Nothing is computed and nothing is sent, but the same functions run that train: the model is built, sharded
+and stepped by the code it is handed, FSDP2's hooks fire, every collective is issued, every tensor has its
+shape and its life. So the result shares no arithmetic with a formula, and can check one.
+
+Eager only: what the plan compiles runs as written. Collectives and sharded memory are the same compiled;
+activations are those of eager operations, and `activation_checkpoint: budget`, which is the compiler's work,
+keeps all of them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.parallel.memory_breakdown import MemoryByKind, StepMemory
+from meshwright.parallel.mesh import build_mesh, data_parallel_group
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.simulate.collectives import Collective, StepRecorder, axes_of_groups
+from meshwright.parallel.simulate.memory_tracker import StorageTracker
+from meshwright.parallel.simulate.module_tracker import Position
+
+HOST_KINDS = frozenset({"params", "grads", "optimizer"})  # what cpu_offload keeps in host memory
+
+
+@dataclass(frozen=True)
+class TrainingCode:
+    """What is simulated, as functions of whoever knows the model.
+
+    Args:
+        shard: builds the model on the meta device and applies the plan
+        fill: makes this rank's tensors on the CPU, and the optimizer
+        step: one optimizer step, given the process group of all data-parallel ranks
+        logits: names of the modules that make the logits, and the loss of them
+    """
+
+    shard: Callable[[Plan, DeviceMesh], nn.Module]
+    fill: Callable[[nn.Module, Plan], torch.optim.Optimizer]
+    step: Callable[[nn.Module, torch.optim.Optimizer, Plan, dist.ProcessGroup], object]
+    logits: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Simulation(StepMemory):
+    """What one rank does and holds in one optimizer step; with cpu_offload, memory without what lies in host
+    memory.
+
+    Args:
+        collectives: in order, without those over a single rank
+        host_bytes: of parameters, gradients and optimizer state in host memory
+    """
+
+    collectives: tuple[Collective, ...]
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Names of the process groups, and the one of all data-parallel ranks."""
+
+    axes: Mapping[str, Sequence[str]]
+    data_parallel: dist.ProcessGroup
+
+
+def simulate(plan: Plan, code: TrainingCode, rank: int = 0) -> Simulation:
+    """One optimizer step of `rank`. The process must have no process group: it gets a fake one for the
+    time."""
+    plan = eager_plan(plan)
+    with _fake_process_group(plan.mesh.world_size, rank):
+        mesh = build_mesh(plan.mesh, "cpu")
+        # Not under fake tensors: making meshes looks at real numbers, and a model on the meta device costs
+        # nothing.
+        groups = _Groups(axes_of_groups(mesh), data_parallel_group(mesh))
+        model = code.shard(plan, mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            optimizer = code.fill(model, plan)
+            return _record_step(plan, code, model, optimizer, groups)
+
+
+def eager_plan(plan: Plan) -> Plan:
+    """The same plan with nothing compiled, and fused attention by what a CPU has: it keeps the same as any
+    other."""
+    units = tuple(dataclasses.replace(unit, compiled=False) for unit in plan.units)
+    attention = "math" if plan.attention == "math" else ""
+    return dataclasses.replace(
+        plan, units=units, attention=attention, compile=dataclasses.replace(plan.compile, enabled=False)
+    )
+
+
+def _record_step(
+    plan: Plan, code: TrainingCode, model: nn.Module, optimizer: torch.optim.Optimizer, groups: _Groups
+) -> Simulation:
+    position = Position(model, plan)
+    on_host = HOST_KINDS if plan.cpu_offload else frozenset()
+    storages = StorageTracker(position, model, plan, code.logits, on_host)
+    storages.mark("params", model.parameters())
+    storages.mark("buffers", model.buffers())
+    storages.mark("optimizer", _state(optimizer))
+    recorder = StepRecorder(position, groups.axes, storages)
+    with position.following(), recorder:
+        code.step(model, optimizer, plan, groups.data_parallel)
+    storages.mark("optimizer", _state(optimizer))  # some optimizers make it in their first step
+    memory, at_peak = dict(storages.largest), dict(storages.at_peak)
+    memory |= {kind: storages.now[kind] for kind in ("params", "optimizer")}
+    host_bytes = sum(memory[kind] for kind in on_host)
+    for kind in on_host:
+        memory[kind] = at_peak[kind] = 0
+    return Simulation(
+        MemoryByKind(**memory), MemoryByKind(**at_peak), tuple(recorder.collectives), host_bytes
+    )
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
+    """Every collective of this process is done at once, with nobody."""
+    assert not dist.is_initialized(), "a simulation needs a process without a process group"
+    _forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers results with their mesh, and takes an equal mesh for the same, though its process
+    groups are gone and it may have been seen by another rank (torch 2.13;
+    tests/parallel/test_simulate.py)."""
+    # As torch.distributed.tensor.debug does, whose import takes long. The second cache is not there in torch
+    # 2.11.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

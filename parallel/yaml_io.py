@@ -1,0 +1,114 @@
+"""YAML, read strictly and of bounded size: what plain PyYAML lets pass in silence is an error here, and so is
+what nobody writes by hand."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.parallel.errors import one_line
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """A file's content. OSError if it cannot be read; ValueError for what is no regular file, which may never
+    end, and for one of more than `limit_bytes`."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    with open(path, "rb") as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise ValueError(f"larger than the {limit_bytes:,} bytes that are read")
+    return content
+
+
+MAX_BYTES = 2**19  # of a file; a plan of 126 blocks with every unit written out has a third
+# of lists in one another, of which ours have five; and of one word, number or path
+MAX_DEPTH, MAX_LETTERS = 32, 1000
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no text, and cannot be written
+MAX_INTEGER = 2**63 - 1  # what torch counts with; larger ones overflow a float, or are too long to be printed
+
+
+class YamlError(ValueError):
+    """The file is missing, is not YAML, or is YAML of a kind that hides mistakes."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe loader that refuses duplicate keys (the last would win), aliases and depth (they can explode), and
+    tags."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if problem := _refusal(event, self.depth):
+            raise YamlError(f"line {event.start_mark.line + 1}: {problem}")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        value = super().construct_object(node, deep)
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise YamlError(f"line {node.start_mark.line + 1}: a number beyond 64 bits")
+        return value
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """The node's mapping; YamlError, naming the line, for a key that stands twice or is no plain word."""
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if (
+                not isinstance(key_node, yaml.ScalarNode)
+                or key_node.value == "<<"
+                or not key_node.value.isprintable()
+            ):
+                raise YamlError(f"line {line}: a key must be a plain word, not a list, a mapping or <<")
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise YamlError(
+                    f"line {line}: key '{key}' stands twice (first in line {seen[key]}): delete one"
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def _refusal(event: Any, depth: int) -> str:
+    """Why a word, list or mapping is not read, or ""."""
+    if isinstance(event, yaml.AliasEvent):
+        return f"aliases (*{event.anchor}) are not allowed, repeat the value"
+    if event.tag:
+        return f"tags ({event.tag}) are not allowed, leave it out"
+    if depth > MAX_DEPTH:
+        return f"nested deeper than {MAX_DEPTH} levels"
+    value = getattr(event, "value", "")
+    if len(value) > MAX_LETTERS:
+        return f"more than {MAX_LETTERS} letters in one value"
+    return "half of a surrogate pair, which is no text" if _HALF.search(value) else ""
+
+
+def load_mapping(path: Path) -> dict[str, Any]:
+    """The mapping a YAML file holds; an empty file is an empty mapping. Raises YamlError naming file and
+    line."""
+    try:
+        value = yaml.load(read_text(path), _StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
+        raise YamlError(one_line(f"{path}:{line} {error.problem}")) from None
+    except (OSError, yaml.YAMLError, TypeError, ValueError, ArithmeticError) as error:
+        # The last three are ours, and PyYAML's on values such as 2001-13-45 or 1:1:1.5 with 300 parts.
+        raise YamlError(one_line(f"{path}: {error}")) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise YamlError(
+            f"{path}: the top level must be a mapping of keys to values, not a {type(value).__name__}"
+        )
+    return value
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that people write. OSError; ValueError for one that is too large, not regular, or
+    not UTF-8."""
+    return read_bounded(path, MAX_BYTES).decode("utf-8")
