@@ -8,10 +8,10 @@ import torch
 
 from meshwright.models.llama import Llama
 from meshwright.models.size import count_parameters
-from meshwright.train.config import CONFIG_FOLDER, list_configs, load_config, parse_config
+from meshwright.train.config_parser import CONFIG_FOLDER, list_configs, load_config, parse_config
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER
 
 # config: GPUs, parameters in billions

@@ -20,10 +20,10 @@ from torch import Tensor
 from meshwright.tools.checkpoint_diff import compare_checkpoints, difference_text
 from meshwright.tools.command import format_table, run_tool
 from meshwright.tools.whole_weights import checkpoints_folder, find_newest, load_whole_weights
-from meshwright.train.checkpoint.config import CheckpointError
-from meshwright.train.checkpoint.folder import list_checkpoints, step_of
 from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
+from meshwright.train.errors import CheckpointError
 
 GIB = 2**30
 EXIT_DIFFERENT = 1  # as of the diff command

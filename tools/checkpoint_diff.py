@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from meshwright.tools.command import format_table
+from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import open_reader, read_tensors
 from meshwright.train.checkpoint.manifest import Manifest, SavedTensor
 from meshwright.train.checkpoint.verify import verify_alone
-from meshwright.train.hf_folder import FilesReader
 
 RANDOM = "random."  # states of the processes that saved, which say nothing of the model
 _Opened = tuple[Path, Manifest, FilesReader]

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from meshwright.train.config import USER_ERRORS
+from meshwright.train.errors import USER_ERRORS
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C

@@ -24,8 +24,16 @@ from torch import Tensor
 from meshwright.models.hf import config_to_hf, hf_name
 from meshwright.tools.command import run_tool
 from meshwright.tools.whole_weights import checkpoint_config, find_newest, saved_weights
-from meshwright.train.checkpoint.config import CheckpointError
-from meshwright.train.checkpoint.folder import write_synced
+from meshwright.train.checkpoint.huggingface import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    ONE_FILE,
+    FilesReader,
+    HfFolder,
+    open_folder,
+)
+from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -34,12 +42,11 @@ from meshwright.train.checkpoint.manifest import (
     dtype_word,
     manifest_to_text,
 )
+from meshwright.train.checkpoint.storage import write_synced
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config
-from meshwright.train.data.paths import user_path
-from meshwright.train.hf_folder import CONFIG, DTYPES, INDEX, ONE_FILE, FilesReader, HfFolder, open_folder
-from meshwright.train.init_from import PREFIX, check_folder, weight_shapes
-from meshwright.train.read_json import read_json
+from meshwright.train.errors import CheckpointError
+from meshwright.train.files import read_json, user_path
 
 GENERATION, GENERATION_BYTES = "generation_config.json", 2**20
 # optimizer steps, in the config of an imported model, as in the shipped ones of its size: the default is

@@ -27,24 +27,23 @@ from meshwright.tools.command import EXIT_INTERRUPTED, format_table, natural, po
 from meshwright.tools.convert_hf import config_text
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.whole_weights import find_newest
-from meshwright.train.build import build_model
+from meshwright.train.build_model import build_model
+from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
+from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import MANIFEST
-from meshwright.train.config import USER_ERRORS, Config, ConfigError, parse_config
-from meshwright.train.data.checks import check_data
-from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.config import Config, DataConfig
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.corpus import Corpus, check_data, load_together
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import make_sequence_shape
-from meshwright.train.data.split import Split
-from meshwright.train.data.together import load_together
+from meshwright.train.data.token_store import Split
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
-from meshwright.train.data.tokens import Corpus
-from meshwright.train.ending import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
+from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import Place, choose_device, read_place
+from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
-from meshwright.train.hf_folder import CONFIG, open_folder
-from meshwright.train.init_from import Weights, find_weights, load_weights
-from meshwright.train.place import Place, choose_device, read_place
-from meshwright.train.plan_here import plan_here
-from meshwright.train.runtime import start_process
+from meshwright.train.planning.resolve import plan_here
 
 PROG = "tools.eval"
 # How a run was spread over its processes says nothing of how its model is evaluated: fully sharded over those

@@ -17,9 +17,8 @@ from meshwright.models.llama import Llama
 from meshwright.models.rope import rope_tables
 from meshwright.tools.command import run_tool
 from meshwright.tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
-from meshwright.train.best_dtype import dtype_here
-from meshwright.train.config import Config, ConfigError
-from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.config import Config, DataConfig
+from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sources import find_files
 from meshwright.train.data.tokenizer import (
     JsonTokenizer,
@@ -28,7 +27,8 @@ from meshwright.train.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
-from meshwright.train.data.tokens import find_tokenizer, is_prepared
+from meshwright.train.errors import ConfigError, DataError
+from meshwright.train.planning.device_defaults import dtype_here
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet a whole one
 

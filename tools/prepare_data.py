@@ -14,14 +14,13 @@ import rich.progress
 from rich.console import Console
 
 from meshwright.tools.command import format_table, positive, run_tool
-from meshwright.train.cores import usable_threads
-from meshwright.train.data.config import DataError
-from meshwright.train.data.paths import user_path
-from meshwright.train.data.preparing.partial_folder import is_there
-from meshwright.train.data.preparing.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, is_there, prepare
 from meshwright.train.data.sources import HF_PREFIX
-from meshwright.train.data.store import MANIFEST, SPLITS, Manifest
+from meshwright.train.data.token_store import MANIFEST, SPLITS, Manifest
 from meshwright.train.data.tokenizer import padded_vocab_size
+from meshwright.train.distributed.process_group import usable_threads
+from meshwright.train.errors import DataError
+from meshwright.train.files import user_path
 
 MIB = 2**20
 LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on

@@ -12,9 +12,10 @@ from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.config import ConfigError, known_keys
-from meshwright.train.read_json import parse_mapping
-from meshwright.train.status import Status, read_status
+from meshwright.train.config_parser import known_keys
+from meshwright.train.errors import ConfigError
+from meshwright.train.fault_tolerance.run_status import Status, read_status
+from meshwright.train.files import parse_mapping
 
 MAX_LINE_BYTES = 1 << 20  # of a row; ours have less than a thousandth of it
 Row = Mapping[str, Any]

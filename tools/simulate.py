@@ -21,11 +21,14 @@ from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
 from meshwright.tools.command import format_table, natural, positive, run_tool
-from meshwright.train.build import fill_model, shard_model
-from meshwright.train.config import Config, ConfigError, parse_config
-from meshwright.train.optim import build_optimizer
-from meshwright.train.planning import plan_run
-from meshwright.train.step import Batch, train_step
+from meshwright.train.build_model import fill_model, shard_model
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.batch import Batch
+from meshwright.train.errors import ConfigError
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.step import train_step
 
 PROG = "tools.simulate"
 LOGITS = ("head.output", "head.loss")  # of models.llama

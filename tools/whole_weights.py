@@ -5,13 +5,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.train.checkpoint.config import CheckpointError
-from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.load import read_tensors
 from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, SavedTensor
+from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone
-from meshwright.train.config import Config, ConfigError, load_config
-from meshwright.train.init_from import PREFIX, weight_shapes
+from meshwright.train.config import Config
+from meshwright.train.config_parser import load_config
+from meshwright.train.errors import CheckpointError, ConfigError
 
 
 def checkpoints_folder(path: Path) -> Path:

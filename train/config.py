@@ -1,45 +1,295 @@
-"""The whole configuration: one dataclass per section, each beside its consumer, read from YAML and dotted
-overrides."""
+"""The configuration: one frozen dataclass per section, with the bounds of its numbers. Dataclasses only."""
 
 import dataclasses
-import difflib
-import re
-import typing
-from argparse import HelpFormatter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from typing import Any
-
-import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.errors import PlanError, one_line
-from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.bounds import check_bounds
-from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError
-from meshwright.train.data.config import DataConfig, DataError
-from meshwright.train.lock import LockError
-from meshwright.train.metrics import MetricsConfig
-from meshwright.train.optim import OptimConfig
-from meshwright.train.profiling import ProfileConfig
-from meshwright.train.restarts import CrashLoopError
-from meshwright.train.run_config import RunConfig
-from meshwright.train.train_config import TrainConfig
-from meshwright.train.type_errors import explain
-
-CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "configs"
 
 
-class ConfigError(ValueError):
-    """The configuration is wrong: the message names key, value, place and way out."""
+def bounded(default: float, low: float, high: float = math.inf) -> Any:
+    """A dataclass field with a default, whose value must lie between `low` and `high`, both included."""
+    return field(default=default, metadata={"bounds": (low, high)})
 
 
-# one message, exit code 2
-USER_ERRORS = (ConfigError, PlanError, DataError, CheckpointError, LockError, CrashLoopError)
+def check_bounds(section: str, config: Any) -> None:
+    """ValueError that names key, value and bounds if a bounded field of a config section, or of one in it,
+    lies outside."""
+    for item in fields(config):
+        low, high = item.metadata.get("bounds", (None, None))
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            check_bounds(f"{section}.{item.name}", value)
+        elif low is not None and not (low <= value <= high and math.isfinite(value)):
+            rule = f"be a number of at least {low}" if high == math.inf else f"lie between {low} and {high}"
+            raise ValueError(f"{section}.{item.name}={value} must {rule}")
+
+
+VerifyMode = Literal["full", "size"]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save and where to go on.
+
+    Args:
+        every: optimizer steps between checkpoints; the last step and a stop are saved too; 0 is never
+        keep: how many of the newest checkpoints stay; 0 keeps all
+        keep_every: checkpoints of steps that this number divides stay for good; 0 is none
+        asynchronous: write beside the training, from a copy in host memory; false lets the training wait (as
+            a CPU without room for the copy does anyway)
+        on_error: what a failed save does: stop ends the run as failed after the step; warn says so and trains
+            on. Too little host memory for the copy, which GPUs take before the first step, is an error of the
+            config, or likewise a warning
+        resume: auto goes on from the newest checkpoint of run.dir that verifies, or starts if there is none;
+            none starts anew; or the path of a checkpoint
+        verify: what is compared with the manifest before a tensor is used: full hashes every byte; size only
+            the files' sizes
+        init_from: weights to start with at step 0: folder of a Hugging Face Llama (config.json,
+            *.safetensors), or a checkpoint, of which the optimizer's state is left; null draws random ones. A
+            run that resumes does not read them
+    """
+
+    every: int = bounded(0, low=0)
+    keep: int = bounded(2, low=0)
+    keep_every: int = bounded(0, low=0)
+    asynchronous: bool = True
+    on_error: Literal["stop", "warn"] = "stop"
+    resume: str = "auto"
+    verify: VerifyMode = "full"
+    init_from: str | None = None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text to train on.
+
+    Args:
+        source: stdlib (the source code of this Python's standard library); a file, folder or glob of text
+            (.txt, .md, source
+            code ...: one document each) or of records (.jsonl[.gz|.zst], .parquet, .arrow: a document each);
+                or a folder
+            that tools.prepare_data has written
+        mixture: instead of source: name of a source -> its share of the sequences, as in {/data/web: 0.7,
+            /data/code: 0.3}
+        validation: name -> source, each evaluated whole besides what is held out, as in {wiki:
+            /data/wiki.jsonl}
+        tokenizer: bytes (every byte is a token, and 256 separates documents), or a tokenizer.json or the
+            folder it lies in; auto is the one that prepared data was made with, else bytes
+        bos: token in front of each document: auto (as the tokenizer's own files say), none, or a token such
+            as <s>
+        eos: token after each document: auto, or a token such as </s>
+        text_field: field of a record that holds its text
+        held_out: share of documents kept for evaluation, chosen by a hash of their names; prepared data has
+            its own
+        packing: true puts documents one after another and cuts the stream into sequences; false gives every
+            document a sequence of its own, clipped or padded
+        document_mask: with packing, attention does not cross documents, and positions begin anew in each
+        verify: full compares prepared shards with their checksums once, and again when they have changed;
+            size only their sizes
+        cache_dir: folder of tokenised text; null is ~/.cache/meshwright
+        prefetch: how many optimizer steps of batches the loader prepares ahead
+    """
+
+    source: str = "stdlib"
+    mixture: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, str] = field(default_factory=dict)
+    tokenizer: str = "auto"
+    bos: str = "auto"
+    eos: str = "auto"
+    text_field: str = "text"
+    held_out: float = bounded(0.02, low=0, high=0.999)
+    packing: bool = True
+    document_mask: bool = False
+    verify: str = "full"
+    cache_dir: str | None = None
+    prefetch: int = bounded(2, low=1)
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("data.source is empty: name a file, a folder or a glob, or use stdlib")
+        for source, weight in self.mixture.items():
+            if not 0 < weight < float("inf"):
+                raise ValueError(
+                    f"data.mixture: {source} has the weight {weight}, which must be greater than 0"
+                )
+        if self.verify not in ("full", "size"):
+            raise ValueError(f"data.verify={self.verify} must be full or size")
+        if self.document_mask and not self.packing:
+            raise ValueError(
+                "data.document_mask is for packed sequences: with data.packing=false each has one document "
+                "anyway"
+            )
+
+
+@dataclass(frozen=True)
+class TimeoutConfig:
+    """Seconds after which a run counts as stuck, ends, and says which rank is behind; 0: never.
+
+    Args:
+        setup_s: from the start to the first step or evaluation: joining, planning, weights, but not preparing
+            the corpus
+        data_s: preparing the corpus, which takes as long as it is large: never by default
+        first_step_s: the first step of a run, which compiles
+        step_s: any other step, with its share of loading data
+        evaluation_s: one evaluation
+        checkpoint_s: saving one checkpoint
+    """
+
+    setup_s: float = bounded(1800.0, low=0, high=1e6)
+    data_s: float = bounded(0.0, low=0, high=1e6)
+    first_step_s: float = bounded(3600.0, low=0, high=1e6)
+    step_s: float = bounded(600.0, low=0, high=1e6)
+    evaluation_s: float = bounded(3600.0, low=0, high=1e6)
+    checkpoint_s: float = bounded(3600.0, low=0, high=1e6)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and how long.
+
+    Args:
+        dir: folder of the run, in which the same command goes on where it stopped. null: runs/ plus the
+            config's name
+        seed: seed of the initial weights and of the order of the data
+        device: auto takes the GPU where every local process has one, else the CPU; or cpu, or cuda
+        threads: CPU threads per process; 0 shares the cores among the local processes
+        max_hours: stop after this many hours, saving first; 0 is never
+        expandable_segments: on a GPU, let segments of allocated memory grow instead of leaving gaps between
+            them; without effect where PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set
+        grace_s: seconds a stop may take after a signal, before the process ends without saving; torchrun
+            allows its workers 30, or what --shutdown-timeout (torch 2.13) says. Slurm: --signal=TERM@180
+        timeouts: after which a section of the run counts as stuck
+    """
+
+    dir: str | None = None
+    seed: int = bounded(0, low=0, high=2**63 - 1)
+    device: str = "auto"
+    threads: int = bounded(0, low=0, high=4096)
+    expandable_segments: bool = True
+    max_hours: float = bounded(0.0, low=0, high=1e6)
+    grace_s: float = bounded(120.0, low=1, high=1e6)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"run.device={self.device} must be auto, cpu or cuda")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop.
+
+    Args:
+        steps: optimizer steps
+        epochs: instead of steps: passes over the training text (may be a fraction); of a mixture, as many
+            sequences as its sources have together; 0 means steps counts
+        seq_len: tokens per sequence
+        micro_batch_size: sequences per rank in one forward and backward; auto is a rank's whole share of
+            global_batch_size, or 1 where that is -1; under parallel.plan=auto the planner chooses it, and
+            with it the global batch where that is -1
+        global_batch_size: sequences per optimizer step over all ranks; -1 is micro_batch_size x data-parallel
+            degree
+        grad_clip: largest global gradient norm; 0 does not clip
+        z_loss: weight of the squared log-partition of the logits, which keeps them from drifting (PaLM:
+            1e-4); counted in the reported loss, but not in evaluations; 0 is none
+        max_skipped_steps: steps that may go without an update because their loss or gradient is not finite,
+            before the run stops; 0 stops at the first
+        eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before
+            training; 0 is never
+        eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
+        gc_every: optimizer steps between collections of Python's cyclic garbage, on all ranks after the same
+            step; 0 leaves it to Python, which stops a rank whenever it likes
+        freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
+    """
+
+    steps: int = bounded(1000, low=1)
+    epochs: float = bounded(0.0, low=0)
+    seq_len: int = bounded(1024, low=1)
+    micro_batch_size: int | str = "auto"
+    global_batch_size: int = -1
+    grad_clip: float = bounded(1.0, low=0)
+    z_loss: float = bounded(0.0, low=0)
+    max_skipped_steps: int = bounded(5, low=0)
+    eval_every: int = bounded(0, low=0)
+    eval_sequences: int = bounded(64, low=0)
+    gc_every: int = bounded(50, low=0)
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """How often a run reports.
+
+    Args:
+        every: optimizer steps between reports; 0 is never
+        tensorboard: write TensorBoard files into run.dir/tb
+        gradient_norms: at every report, the norm of each FSDP unit's gradient
+    """
+
+    every: int = bounded(10, low=0)
+    tensorboard: bool = True
+    gradient_norms: bool = False
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with decoupled weight decay and a learning-rate schedule.
+
+    Args:
+        lr: peak learning rate
+        betas: decay rates of the first and second moment
+        eps: added to the square root of the second moment; greater than 0
+        weight_decay: decoupled decay, of matrices only: norms and embeddings have none
+        warmup_steps: optimizer steps of linear warm-up from 0
+        schedule: shape after warm-up: constant, linear, cosine, or wsd (warmup-stable-decay: constant, then
+            linear)
+        min_lr_ratio: learning rate at the end, as a share of lr (not for constant)
+        decay_ratio: wsd only: share of all steps, at the end, that decays
+        state_dtype: of the two moments: float32, or bfloat16, rounded stochastically, which takes half the
+            memory
+    """
+
+    lr: float = bounded(3e-4, low=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = bounded(1e-8, low=0)
+    weight_decay: float = bounded(0.1, low=0)
+    warmup_steps: int = bounded(100, low=0)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    min_lr_ratio: float = bounded(0.1, low=0, high=1)
+    decay_ratio: float = bounded(0.2, low=0, high=1)
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)} must both lie in [0, 1)")
+        if self.eps == 0:
+            raise ValueError(
+                "optim.eps=0 must be greater than 0: a weight without a gradient so far would become 0/0"
+            )
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps to profile, into run.dir/profile/step-START; python -m tools.trace RUN explains what is
+    there.
+
+    Args:
+        start: first optimizer step of the profiled window; 0 is never
+        steps: length of the window, in optimizer steps
+        all_ranks: profile every rank, not only the first: shows who waits for whom
+        stacks: note where in Python each operator was called; slows the profiled steps
+        memory: on a GPU, a snapshot of its memory at the end of the window, with what allocated it, for
+            pytorch.org/memory_viz; on a CPU, allocations in the trace
+    """
+
+    start: int = bounded(0, low=0)
+    steps: int = bounded(3, low=1, high=100)  # a trace of more fills memory, and takes minutes to write
+    all_ranks: bool = False
+    stacks: bool = False
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,217 +318,3 @@ class Config:
                 f"train.seq_len={self.train.seq_len} must not exceed "
                 f"model.max_seq_len={self.model.max_seq_len}"
             )
-
-
-def find_config(name: str) -> Path:
-    """A path as it is, or a bare name from configs/, with or without .yaml; ConfigError names the nearest
-    one."""
-    for path in (Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml"):
-        if path.is_file():
-            return path
-    known = [path.name for path in list_configs()]
-    near = difflib.get_close_matches(Path(name).name, known, n=1, cutoff=0.4)
-    hint = f"Did you mean {near[0]}?" if near else f"Shipped: {', '.join(known)}."
-    raise ConfigError(f"--config {name}: no such file, here or in {CONFIG_FOLDER}. {hint}")
-
-
-def parse_config(arguments: Sequence[str], prog: str = "train.main") -> Config:
-    """Config from `--config NAME_OR_PATH` and `--section.key=value` overrides, which win.
-
-    Raises ConfigError. `-h` and `--print_config` print and leave with SystemExit(0).
-    """
-    # A parser that was asked to print, and then found a mistake, would print at its next use: it is not used
-    # again.
-    parser = (
-        make_parser(prog)
-        if any(argument.startswith("--print_config") for argument in arguments)
-        else _shared_parser(prog)
-    )
-    return config_from(parser, parser_arguments(parser, arguments))
-
-
-def load_config(path: Path) -> Config:
-    """Config of a YAML file alone."""
-    return parse_config([f"--config={path}"])
-
-
-def list_configs() -> list[Path]:
-    """The configs that come with the project."""
-    return sorted(CONFIG_FOLDER.glob("*.yaml"))
-
-
-def config_to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that reads back to an equal one."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, value and declared type of each key of a section of the config, whose own name is
-    `name`."""
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from keys_of(value, f"{name}.{item.name}")
-        else:
-            yield f"{name}.{item.name}", value, item.type
-
-
-class _Parser(ArgumentParser):
-    """Its help leaves out jsonargparse's options for a file per section: --config is the one way."""
-
-    def format_help(self, formatter: HelpFormatter | None = None) -> str:
-        text = super().format_help(formatter)
-        return re.sub(r"\n  --[\w.]+ CONFIG\s+Path to a configuration file\.", "", text)
-
-
-def make_parser(prog: str, description: str = "Train a Llama, sharded and compiled.") -> ArgumentParser:
-    """A parser of every section's keys, for train.main and for tools that take a config."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=False)
-    usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
-    parser = _Parser(prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False)
-    defaults = Config()
-    for section in dataclasses.fields(Config):
-        parser.add_argument(f"--{section.name}", type=section.type, default=getattr(defaults, section.name))
-    parser.add_argument(
-        "--config", action="config", help="YAML file: a path, or a name in configs/ such as llama_debug.yaml"
-    )
-    return parser
-
-
-@cache
-def _shared_parser(prog: str) -> ArgumentParser:
-    """A parser of `make_parser` for many uses: to make one takes as long as to parse."""
-    return make_parser(prog)
-
-
-def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parse the config file, read strictly, and the overrides, which win wherever they stand. Raises
-    ConfigError."""
-    files, overrides = _split_arguments(arguments)
-    paths = [find_config(name) for name in files]
-    mappings = {path: _read_strictly(path) for path in paths}
-    for override in overrides:
-        _check_override(override)
-    lines = [f"--config={path}" for path, mapping in mappings.items() if mapping]
-    try:
-        namespace = parser.parse_args([*lines, *overrides])
-    except Exception as error:  # jsonargparse raises several kinds; all of them are about what the user wrote
-        keys = {path: [key for key, _ in _leaves(mapping)] for path, mapping in mappings.items()}
-        raise ConfigError(one_line(explain(str(error), keys, overrides))) from None
-    if not namespace["run.dir"]:
-        namespace["run.dir"] = f"runs/{paths[-1].stem if paths else 'llama'}"
-    return namespace
-
-
-def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names given to --config, and everything else."""
-    files, overrides = [], []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--config":
-            argument = f"--config={next(rest, '')}"
-        if argument == "--config=":
-            raise ConfigError("--config needs a path, or a name in configs/ such as llama_debug.yaml")
-        if argument.startswith("--config="):
-            files.append(argument.removeprefix("--config="))
-        else:
-            overrides.append(argument)
-    return files, overrides
-
-
-def _check_override(argument: str) -> None:
-    if not argument.startswith("--") or argument.startswith(("--print_config", "--help")):
-        return
-    key = argument[2:].split("=")[0].removesuffix(".help")
-    _check_key(key, "the command line")
-    if key not in known_keys() and dataclasses.is_dataclass(_type_at(key)):
-        raise ConfigError(
-            f"--{key} is a section: give its keys one by one, as --{key}.NAME=value, or in a --config file"
-        )
-
-
-def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
-    """Build the frozen dataclasses of a parsed namespace; their own checks raise ConfigError."""
-    try:
-        built = parser.instantiate(namespace)
-        return Config(
-            **{section.name: getattr(built, section.name) for section in dataclasses.fields(Config)}
-        )
-    except ValueError as error:
-        raise ConfigError(one_line(error)) from None
-
-
-def _read_strictly(path: Path) -> dict[str, Any]:
-    """The file's mapping, after checking that every key exists, sections are mappings, and null is where it
-    may be."""
-    try:
-        data = load_mapping(path)
-    except YamlError as error:
-        raise ConfigError(str(error)) from None
-    leaves = list(_leaves(data))
-    for i, (key, value) in enumerate(leaves):
-        _check_key(key, str(path))
-        if key in dict(leaves[:i]):
-            raise ConfigError(f"{path}: {key} stands twice, with a dot and without: delete one")
-        wanted = _type_at(key)
-        # A word in place of a section would do: jsonargparse takes one for a class, and imports its module.
-        if value != {} and (
-            dataclasses.is_dataclass(wanted) or (_dataclass_in(wanted) and value is not None)
-        ):
-            raise ConfigError(
-                one_line(f"{path}: {key} is a section and needs a mapping of keys to values, not {value!r}")
-            )
-        if value is None and type(None) not in typing.get_args(wanted):
-            raise ConfigError(
-                f"{path}: {key} has no value. Give it one, or leave the key out for its default"
-            )
-    return data
-
-
-def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        # but for keys that have mappings
-        if isinstance(value, dict) and value and f"{prefix}{key}" not in known_keys():
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _check_key(key: str, place: str) -> None:
-    """ConfigError naming the nearest valid key, unless `key` (dotted) is one, or a section."""
-    known = known_keys()
-    if key in known or any(k.startswith(f"{key}.") for k in known):
-        return
-    same_end = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    raise ConfigError(
-        f"unknown key {one_line(key, 80)} in {place}. "
-        f"{f'Did you mean {near[0]}?' if near else 'See -h for all.'}"
-    )
-
-
-@cache
-def known_keys() -> tuple[str, ...]:
-    """Every dotted key a config can have."""
-    return tuple(_keys_of(Config, ""))
-
-
-def _keys_of(cls: Any, prefix: str) -> list[str]:
-    keys = []
-    for item in dataclasses.fields(cls):
-        inner = _dataclass_in(item.type)
-        keys += _keys_of(inner, f"{prefix}{item.name}.") if inner else [f"{prefix}{item.name}"]
-    return keys
-
-
-def _dataclass_in(wanted: Any) -> Any:
-    """The dataclass that a field's type is or may be (as in RopeScaling | None), or None."""
-    return next((t for t in (wanted, *typing.get_args(wanted)) if dataclasses.is_dataclass(t)), None)
-
-
-def _type_at(key: str) -> Any:
-    """The declared type of a dotted key."""
-    wanted: Any = Config
-    for name in key.split("."):
-        wanted = {item.name: item.type for item in dataclasses.fields(_dataclass_in(wanted))}[name]
-    return wanted

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from meshwright.models.head import LinearCrossEntropySum
 from meshwright.parallel.forward_only import without_backward
+from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
-from meshwright.train.data.split import Split
-from meshwright.train.data.to_device import to_device
-from meshwright.train.step import Batch, count_targets, summed
+from meshwright.train.data.token_store import Split
+from meshwright.train.step import count_targets, summed
 
 
 @dataclass(frozen=True)

@@ -14,26 +14,24 @@ from torch import nn
 from meshwright.parallel.compile.async_tp import describe_async_tp
 from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.plan.schema import Plan
-from meshwright.train.checkpoint.folder import SaveError
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.save import Saver
 from meshwright.train.config import Config
 from meshwright.train.console import Screen
-from meshwright.train.data.loader import BatchShape, SampleOrder, StepData, TrainLoader
-from meshwright.train.data.progress import data_progress
+from meshwright.train.data.corpus import Corpus
+from meshwright.train.data.loader import BatchShape, StepData, TrainLoader
+from meshwright.train.data.sample_order import SampleOrder, data_progress
 from meshwright.train.data.sequences import SequenceShape
-from meshwright.train.data.tokens import Corpus
+from meshwright.train.errors import PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
-from meshwright.train.garbage import Garbage
-from meshwright.train.host_memory import return_free_memory
-from meshwright.train.kernel_check import KernelCheck
-from meshwright.train.metrics import Metrics
-from meshwright.train.nonfinite import FiniteGuard
-from meshwright.train.optim import learning_rate, set_learning_rate
-from meshwright.train.profiling import Profiled, StepProfiler
+from meshwright.train.fault_tolerance.nonfinite import FiniteGuard
+from meshwright.train.fault_tolerance.shutdown import INTACT, Stop
+from meshwright.train.fault_tolerance.watchdog import Watchdog
+from meshwright.train.memory import Garbage, return_free_memory
+from meshwright.train.metrics.collector import Metrics
+from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
+from meshwright.train.profiling import KernelCheck, Profiled, StepProfiler
 from meshwright.train.step import StepResult, train_step
-from meshwright.train.stop import INTACT, PeerLostError, Stop
-from meshwright.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

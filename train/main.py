@@ -1,7 +1,6 @@
 """`torchrun -m train.main --config llama_debug.yaml`: the journey of a run, top to bottom."""
 
 import dataclasses
-import platform
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -12,39 +11,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright import __version__
 from meshwright.models.llama import Llama
-from meshwright.models.size import count_parameters
-from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
 from meshwright.parallel.compile.stats import RecompileGuard
-from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
-from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
-from meshwright.parallel.plan.strategy import describe_strategy
-from meshwright.parallel.planner.hardware import find_hardware
-from meshwright.parallel.planner.memory_model import usable_bytes
-from meshwright.parallel.planner.timeline import Timeline
-from meshwright.train.auto import choose_here
-from meshwright.train.best_dtype import describe_dtype
-from meshwright.train.board import Outcome
-from meshwright.train.board_facts import describe_run
-from meshwright.train.build import build_model
-from meshwright.train.checkpoint.config import CheckpointConfig
-from meshwright.train.checkpoint.folder import SaveError, list_checkpoints, refuse_newer
-from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.train.build_model import build_model
+from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights, say_start
+from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.resume import Start, find_start
-from meshwright.train.checkpoint.saver import Saver
-from meshwright.train.config import USER_ERRORS, Config, ConfigError, config_to_yaml, parse_config
+from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.storage import list_checkpoints, refuse_newer
+from meshwright.train.config import CheckpointConfig, Config
+from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.console import Screen
-from meshwright.train.data.checks import check_data, check_evaluation, check_sequences
-from meshwright.train.data.loader import BatchShape, SampleOrder
+from meshwright.train.data.corpus import Corpus, check_data, check_evaluation, check_sequences, load_together
+from meshwright.train.data.loader import BatchShape
+from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import SequenceShape, make_sequence_shape
-from meshwright.train.data.together import load_together
-from meshwright.train.data.tokens import Corpus
-from meshwright.train.ending import (
+from meshwright.train.distributed.exit import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -52,42 +37,30 @@ from meshwright.train.ending import (
     say_error,
     say_user_error,
 )
-from meshwright.train.fits import check_fits
-from meshwright.train.host_memory import device_memory_bytes, free_host_bytes
-from meshwright.train.init_from import Weights, find_weights, load_weights, say_start
-from meshwright.train.journal import Journal
+from meshwright.train.distributed.process_group import init_distributed
+from meshwright.train.distributed.ranks import (
+    Place,
+    check_alike,
+    from_main,
+    lines_of,
+    read_place,
+    with_restarts_of_all,
+)
+from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS, ConfigError
+from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
+from meshwright.train.fault_tolerance.nonfinite import FiniteGuard
+from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
+from meshwright.train.fault_tolerance.run_lock import take_folder
+from meshwright.train.fault_tolerance.run_status import Journal, read_status
+from meshwright.train.fault_tolerance.shutdown import Stop, as_lost_peer
+from meshwright.train.fault_tolerance.watchdog import Watchdog
 from meshwright.train.loop import Run, train_loop
-from meshwright.train.metrics import Metrics
-from meshwright.train.nonfinite import FiniteGuard, NonFiniteError
-from meshwright.train.optim import build_optimizer
-from meshwright.train.out_of_memory import OutOfMemory, explaining_out_of_memory
-from meshwright.train.place import Place, choose_device, read_place
-from meshwright.train.plan_here import plan_here
-from meshwright.train.restarts import check_crash_loop
-from meshwright.train.runtime import start_process
-from meshwright.train.status import read_status
-from meshwright.train.stop import PeerLostError, Stop, as_lost_peer
-from meshwright.train.take_folder import take_folder
-from meshwright.train.throughput import make_throughput
-from meshwright.train.together import check_alike, from_main, lines_of, settings_of, with_restarts_of_all
-from meshwright.train.watchdog import Watchdog
-
-# failures of which the message says all: no traceback
-EXPLAINED = (SaveError, NonFiniteError, OutOfMemory, PeerLostError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """Where a run computes and how, the bytes a process needs; and where the planner chose, its figures,
-    reasons and step."""
-
-    device: torch.device
-    device_name: str
-    plan: Plan
-    needed_bytes: int
-    predicted: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    said: tuple[str, ...] = ()
-    timeline: Timeline | None = None
+from meshwright.train.memory import free_host_bytes
+from meshwright.train.metrics.collector import Metrics, make_throughput
+from meshwright.train.metrics.run_summary import describe_run, log_run_summary
+from meshwright.train.metrics.tensorboard import Outcome
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.planning.run_plan import Planned, make_run_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -99,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except USER_ERRORS as error:
         say_user_error(place, f"{type(error).__name__}: {error}")
         exit_process(place, EXIT_USER_ERROR, error)
-    except EXPLAINED as error:
+    except EXPLAINED_ERRORS as error:
         say_error(f"{type(error).__name__}: {error}")
         exit_process(place, EXIT_FAILED, error)
     except KeyboardInterrupt as error:
@@ -124,12 +97,12 @@ def run(config: Config, place: Place) -> bool:
     )
     stop = Stop(config.run, lambda why: journal.say("stopped", why))
     try:
-        planned = _plan(config, place, screen)
+        planned = make_run_plan(config, place, screen)
         # a source that is not there is found out here, by every rank alike
         check_data(config.data, config.model.vocab_size)
         folder = _make_folder(config)
         if config.parallel.plan != "auto":  # else they have joined before they planned
-            _join(config, place, planned.device)
+            init_distributed(config, place, planned.device)
         check_alike(place, lines_of(planned.plan))
         watchdog.connect()
         stop.connect()
@@ -142,37 +115,6 @@ def run(config: Config, place: Place) -> bool:
     stop.close()
     dist.destroy_process_group()
     return stopped
-
-
-def _plan(config: Config, place: Place, screen: Screen) -> Planned:
-    """The device and the plan for it, of which everything that can be checked has been checked."""
-    device, device_name = choose_device(config.run, place)
-    if config.parallel.plan == "auto":
-        use_cache_folder(config.parallel.compile)  # the planner asks the compiler
-        _join(config, place, device)  # one process plans for all: they must not differ
-        screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
-        chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
-        check_compiler(chosen.plan, device.type, place.local_world_size)
-        return Planned(
-            device,
-            device_name,
-            chosen.plan,
-            chosen.peak_bytes,
-            chosen.predicted,
-            chosen.said,
-            chosen.timeline,
-        )
-    plan = plan_here(config, place, device, device_name)
-    use_cache_folder(plan.compile)
-    check_compiler(plan, device.type, place.local_world_size)
-    return Planned(device, device_name, plan, _check_memory(config, plan, place, device, device_name))
-
-
-def _join(config: Config, place: Place, device: torch.device) -> None:
-    """Meet the other ranks, who must have been started alike."""
-    if not dist.is_initialized():
-        start_process(config.run, place, device)
-    check_alike(place, settings_of(config))
 
 
 def _run_in(
@@ -192,7 +134,7 @@ def _run_in(
     weights = find_weights(config.checkpoint.init_from, config.model, origin.checkpoint)
     failed = from_main(place, lambda: check_crash_loop(read_status(folder), place, origin.step))
     journal.begin(origin.step if origin.checkpoint else None, failed)
-    _say_what_runs(screen, place, planned, config)
+    log_run_summary(screen, place, planned, config)
     watchdog.enter("data")
     corpus = load_together(config.data, place, origin.checkpoint)
     watchdog.enter("set-up")
@@ -355,16 +297,6 @@ def _asked_checkpoint(config: Config, place: Place, checkpoints: Path) -> Checkp
     return config.checkpoint
 
 
-def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device, device_name: str) -> int:
-    """Bytes that a process will need. Raises PlanError if it has less."""
-    # On a CPU what cpu_offload keeps in host memory is on the device.
-    in_memory = dataclasses.replace(plan, cpu_offload=plan.cpu_offload and device.type != "cpu")
-    available, kind = device_memory_bytes(device, place), find_hardware(device_name)
-    return check_fits(
-        config, in_memory, usable_bytes(available, kind) if kind else available, device_name
-    ).peak_bytes
-
-
 def _make_folder(config: Config) -> Path:
     folder = Path(str(config.run.dir)).expanduser()
     try:
@@ -386,32 +318,6 @@ def _write_texts(folder: Path, config: Config, plan: Plan, place: Place, screen:
         except OSError as error:
             screen.line(f"warning: {folder / name} cannot be written ({error.strerror})")
     return texts
-
-
-def _say_what_runs(screen: Screen, place: Place, planned: Planned, config: Config) -> None:
-    """The first lines on the screen: versions, device, model, plan."""
-    plan, plural = planned.plan, "es" if place.world_size > 1 else ""
-    screen.line(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
-    screen.line(
-        f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU "
-        f"threads each"
-    )
-    screen.lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
-    parameters = count_parameters(config.model).total
-    screen.line(
-        f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for "
-        f"training"
-    )
-    if config.parallel.strategy:
-        screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
-    screen.line(plan_to_table(plan))
-    if config.parallel.plan != "auto":  # there the planner has weighed what advice could say
-        screen.lines(
-            f"advice: {told}"
-            for told in (*advise(plan, place.local_world_size), *unused_keys(config.parallel))
-        )
-    screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
-    screen.lines(f"planner: {line}" for line in planned.said)
 
 
 def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen) -> Position:

@@ -1,9 +1,10 @@
 """A window of steps through torch's profiler: a Chrome trace of each profiled rank, which `tools.trace`
-explains."""
+explains. And which attention kernel a run really uses, read from a profile of one step."""
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,35 +13,67 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.parallel.compile.stats import compiled_graphs
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
-from meshwright.train.bounds import bounded
-from meshwright.train.ending import say_error
-from meshwright.train.place import read_place
+from meshwright.train.config import ProfileConfig
+from meshwright.train.distributed.exit import say_error
+from meshwright.train.distributed.ranks import read_place
+
+CHECKED_STEP = 2  # of this process: the first one compiles
+# How a kernel's names begin or what is in them, on a GPU as the driver reports them, on a CPU as torch's
+# operators.
+NAMES = {
+    "cudnn": r"cudnn.*(sdpa|attention|flash_fprop)",
+    "flash": r"flash_(fwd|attention|fprop)",
+    "efficient": r"fmha|efficient_attention",
+    "flex": r"flex_attention",
+    "cpu": r"cpu_causal_attention",
+    "math": r"softmax",
+}
 
 
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Which steps to profile, into run.dir/profile/step-START; python -m tools.trace RUN explains what is
-    there.
+class KernelCheck:
+    """Profiles one step and says which attention ran in it. `kernel`: of the plan."""
 
-    Args:
-        start: first optimizer step of the profiled window; 0 is never
-        steps: length of the window, in optimizer steps
-        all_ranks: profile every rank, not only the first: shows who waits for whom
-        stacks: note where in Python each operator was called; slows the profiled steps
-        memory: on a GPU, a snapshot of its memory at the end of the window, with what allocated it, for
-            pytorch.org/memory_viz; on a CPU, allocations in the trace
-    """
+    def __init__(self, kernel: str, device: torch.device, say: Callable[[str], None]) -> None:
+        self._kernel, self._device, self._say = kernel, device, say
+        self._steps_left = CHECKED_STEP
 
-    start: int = bounded(0, low=0)
-    steps: int = bounded(3, low=1, high=100)  # a trace of more fills memory, and takes minutes to write
-    all_ranks: bool = False
-    stacks: bool = False
-    memory: bool = False
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around every step."""
+        self._steps_left -= 1
+        if self._steps_left != 0:
+            yield
+            return
+        on_gpu = self._device.type == "cuda"
+        profile = torch.profiler.profile(
+            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True
+        )
+        with profile:
+            yield
+            if on_gpu:
+                torch.cuda.synchronize(self._device)
+        self._say(describe_attention(self._kernel, {event.name for event in profile.events() or ()}))
+
+
+def describe_attention(kernel: str, names: Iterable[str]) -> str:
+    """One line: the attention kernels among all names of a step, and whether they are what was asked for."""
+    first = {
+        kind: min(found)
+        for kind, pattern in NAMES.items()
+        if kind != "math" and (found := [name for name in names if re.search(pattern, name, re.IGNORECASE)])
+    }
+    if first.keys() & {"cudnn", "cpu"}:
+        first.pop("flash", None)  # cuDNN's names say flash too, and our own forward is torch's
+    ran = ", ".join(f"{kind} ({name[:100]})" for kind, name in first.items()) or "math (no fused kernel)"
+    if kernel in first or (kernel == "math" and not first):
+        return f"attention: {ran} ran, as planned"
+    return f"warning: attention={kernel} was planned, but a profile of a step shows {ran}"
 
 
 @dataclass(frozen=True)

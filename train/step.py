@@ -14,17 +14,7 @@ from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.fsdp import set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.parallel.tensor_parallel import share_copies
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro batch of one rank, on its device: int64 tokens[B, T] and, one position on, targets[B, T];
-    where documents are kept apart also first[B, T], the place in its sequence where each token's document
-    begins."""
-
-    tokens: Tensor
-    targets: Tensor
-    first: Tensor | None = None
+from meshwright.train.data.batch import Batch
 
 
 @dataclass(frozen=True)

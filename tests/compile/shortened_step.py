@@ -4,8 +4,9 @@ import sys
 from typing import Any
 
 import meshwright.train.loop
+from meshwright.train.data.batch import Batch
 from meshwright.train.main import main
-from meshwright.train.step import Batch, train_step
+from meshwright.train.step import train_step
 
 if __name__ == "__main__":
     steps = iter(range(1, 1000))

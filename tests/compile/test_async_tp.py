@@ -21,8 +21,8 @@ from meshwright.parallel.compile.async_tp import (
 )
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 
 TP = [

@@ -13,8 +13,8 @@ import yaml
 
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 from tests.distributed.parity import Job, check_compiled, run_jobs
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run, write_text
 from tests.support.sharded import build_sharded

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.train.init_from import find_weights, load_weights
-from meshwright.train.step import Batch, train_step
+from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
+from meshwright.train.data.batch import Batch
+from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 
 

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.train.data.loader import SampleOrder, TrainLoader
+from meshwright.train.data.corpus import load_corpus
+from meshwright.train.data.loader import TrainLoader
+from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
-from meshwright.train.data.tokens import load_corpus
-from meshwright.train.nonfinite import FiniteGuard, NonFiniteError
+from meshwright.train.errors import NonFiniteError
+from meshwright.train.fault_tolerance.nonfinite import FiniteGuard
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.train.config import parse_config
+from meshwright.train.config_parser import parse_config
 from tests.distributed.matrix import SHAPE, STEPS
 from tests.distributed.reference import train_plainly
 from tests.distributed.training import Case, train_cases

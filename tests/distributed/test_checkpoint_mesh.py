@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.train.checkpoint.config import CheckpointConfig
-from meshwright.train.checkpoint.folder import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint, read_tensors
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.save import Saver
 from meshwright.train.checkpoint.shards import own_shards, training_tensors
+from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_together
+from meshwright.train.config import CheckpointConfig
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.train.config import parse_config
-from meshwright.train.data.split import Split
-from meshwright.train.data.tokens import load_corpus
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.corpus import load_corpus
+from meshwright.train.data.token_store import Split
 from tests.distributed.faulty_training import FAULTY_STEP, STEPS, Case, train_all
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks

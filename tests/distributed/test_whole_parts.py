@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.tools.plan.check import check_run
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, random_batches

@@ -20,12 +20,14 @@ import meshwright.models.llama
 import meshwright.parallel.tensor_parallel
 from meshwright.models.kernels.document_blocks import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
-from meshwright.train.data.loader import SampleOrder, TrainLoader
+from meshwright.train.data.batch import Batch
+from meshwright.train.data.corpus import load_corpus
+from meshwright.train.data.loader import TrainLoader
+from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
-from meshwright.train.data.tokens import load_corpus
 from meshwright.train.evaluation import mean_loss, score_sets
-from meshwright.train.optim import learning_rate, set_learning_rate
-from meshwright.train.step import Batch, train_step
+from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
+from meshwright.train.step import train_step
 from tests.distributed.reference import EVALUATE_AFTER, pad_unevenly
 from tests.support.sharded import build_sharded
 

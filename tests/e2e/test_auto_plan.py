@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.train.board_tags import tag_of
+from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
 from tests.e2e.faults import curve, rows
 from tests.support.launch import run

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.train.board_tags import tag_of
-from meshwright.train.checkpoint.folder import list_checkpoints, step_of
-from meshwright.train.config import load_config
-from meshwright.train.data.preparing.prepare import PrepareSettings
-from meshwright.train.data.preparing.prepare import prepare as prepare_store
-from meshwright.train.data.store import MANIFEST
-from meshwright.train.data.tokens import load_corpus
+from meshwright.train.checkpoint.storage import list_checkpoints, step_of
+from meshwright.train.config_parser import load_config
+from meshwright.train.data.corpus import load_corpus
+from meshwright.train.data.prepare.prepare import PrepareSettings
+from meshwright.train.data.prepare.prepare import prepare as prepare_store
+from meshwright.train.data.token_store import MANIFEST
+from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.faults import started, wait_for_commit
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run
 from tests.train.texts import train_bpe

@@ -139,7 +139,7 @@ def test_nothing_waits_for_the_gpu_between_two_reports(profiled):
         if e.get("cat") == "cuda_runtime" and min(launches) <= e["ts"] <= max(launches)
     ]
     assert [name for name in calls if name in WAITS] == []
-    # The flag of the step before, once the next is enqueued (train/nonfinite.py).
+    # The flag of the step before, once the next is enqueued (train/fault_tolerance/nonfinite.py).
     assert calls.count("cudaEventSynchronize") <= LAST - FIRST + 1
 
 
@@ -160,8 +160,9 @@ def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
 def test_batches_from_another_stream_are_whole_when_they_are_used():
     """Each step's device memory is used again soon, while the current stream is kept busy: what comes out
     must be what the same order gives on a CPU."""
-    from meshwright.train.data.loader import SampleOrder, TrainLoader
-    from meshwright.train.data.tokens import Source
+    from meshwright.train.data.loader import TrainLoader
+    from meshwright.train.data.sample_order import SampleOrder
+    from meshwright.train.data.token_store import Source
     from tests.train.test_data import SEQUENCES, TOKENS, shape_of
 
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)

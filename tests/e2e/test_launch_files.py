@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.train.config import parse_config
-from meshwright.train.run_config import RunConfig
+from meshwright.train.config import RunConfig
+from meshwright.train.config_parser import parse_config
 from tests.support.launch import ROOT, environment
 
 LAUNCH = ROOT / "configs/launch"

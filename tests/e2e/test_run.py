@@ -16,10 +16,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.train.board_tags import tag_of
-from meshwright.train.config import load_config
-from meshwright.train.data.tokens import load_corpus
+from meshwright.train.config_parser import load_config
+from meshwright.train.data.corpus import load_corpus
 from meshwright.train.main import main
+from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
 from tests.e2e.faults import LIMIT_S, rows, started, tiny, wait_for_step
 from tests.support.forks import environment, fork

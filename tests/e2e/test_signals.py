@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.storage import list_checkpoints
 from tests.e2e.faults import (
     LIMIT_S,
     check_commits,

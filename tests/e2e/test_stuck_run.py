@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from meshwright.train.config import parse_config
-from meshwright.train.data.tokens import load_corpus
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.corpus import load_corpus
 from tests.e2e.faults import (
     LIMIT_S,
     check_commits,

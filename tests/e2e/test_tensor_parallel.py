@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from meshwright.models.llama import Llama, init_weights
 from meshwright.tools.checkpoint import consolidate
-from meshwright.train.config import load_config
+from meshwright.train.config_parser import load_config
 from tests.distributed.parity import LOSS, NORM
 from tests.e2e.conftest import SMALL
 from tests.support.launch import read_metrics, read_status, run

@@ -13,7 +13,7 @@ import triton
 
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.command import format_table
-from meshwright.train.kernels.adamw import Slice, Step
+from meshwright.train.optim.adamw_kernel import Slice, Step
 from tests.fake_gpu.cubins import disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import CLOCK, bound_of
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton

@@ -20,13 +20,14 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the back end "fake", for tensors on the CPU
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
-from meshwright.train.allocator import use_expandable_segments
-from meshwright.train.attention_kernel import attention_here, check_attention
-from meshwright.train.build import build_model
-from meshwright.train.config import parse_config
-from meshwright.train.optim import build_optimizer
-from meshwright.train.planning import plan_run
-from meshwright.train.step import Batch, train_step
+from meshwright.train.build_model import build_model
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.batch import Batch
+from meshwright.train.distributed.process_group import use_expandable_segments
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.planning.device_defaults import attention_here, check_attention
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.step import train_step
 
 DEVICE = torch.device("cuda", 0)
 

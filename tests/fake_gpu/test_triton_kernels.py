@@ -22,8 +22,8 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows
-from meshwright.train.kernels import adamw
-from meshwright.train.kernels.adamw import Slice, Step
+from meshwright.train.optim import adamw_kernel as adamw
+from meshwright.train.optim.adamw_kernel import Slice, Step
 from tests.fake_gpu.cubins import TOOLS, disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import bound_of
 from tests.fake_gpu.kernel_table import (

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.models.llama import Block, Llama, LlamaConfig, init_weights
 from meshwright.parallel.planner.tracing.eager import Subject
 from meshwright.parallel.planner.tracing.trace import trace_module
-from meshwright.train.config import parse_config
-from meshwright.train.place import Place
-from meshwright.train.planning import plan_run
-from meshwright.train.runtime import start_process
-from meshwright.train.step import Batch, train_step
-from meshwright.train.work import trace_model
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.batch import Batch
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.trace_model import trace_model
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded
 

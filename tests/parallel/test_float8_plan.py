@@ -16,9 +16,9 @@ from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.tools.simulate import simulate_run
-from meshwright.train.config import parse_config
-from meshwright.train.planning import model_units, plan_run
-from meshwright.train.predict import predict, trace_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import predict, trace_run
+from meshwright.train.planning.resolve import model_units, plan_run
 from tests.support.launch import TINY
 
 TENSORWISE = "--parallel.float8.recipe=tensorwise"

@@ -16,10 +16,10 @@ from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.parallel.planner.cost_model import step_times, with_kernel
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
-from meshwright.train.attention_kernel import attention_here, best_attention, check_attention
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory, trace_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.device_defaults import attention_here, best_attention, check_attention
+from meshwright.train.planning.predict import predict_memory, trace_run
+from meshwright.train.planning.resolve import plan_run
 from tests.parallel.plans import plan_of, report_of
 from tests.support.simulated import simulated
 from tests.support.worlds import run_ranks

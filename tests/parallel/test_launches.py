@@ -13,8 +13,8 @@ from meshwright.parallel.planner.fsdp_schedule import launch_tasks, simulate_ste
 from meshwright.parallel.planner.stream_simulator import Task, find_waits, run_tasks
 from meshwright.parallel.planner.timeline import LANES, Timeline
 from meshwright.parallel.simulate.collectives import Collective
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 from tests.parallel.plans import change, make_model, plan_of
 from tests.support.simulated import TINY, in_words, simulated
 

@@ -13,9 +13,9 @@ from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import least_bytes, predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Phase
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
 from tests.parallel.plans import change
 from tests.support.simulated import simulated
 

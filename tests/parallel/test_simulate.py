@@ -11,8 +11,8 @@ import yaml
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.simulate.collectives import Collective
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 from tests.support.simulated import TINY, in_words, simulated
 
 TP = "--parallel.tp=2"  # its collectives show when a unit computes

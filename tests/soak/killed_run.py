@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from meshwright.tools.bench.processes import BenchError
 from meshwright.tools.bench.run import read_rows
-from meshwright.train.checkpoint.config import CheckpointError
-from meshwright.train.checkpoint.folder import list_checkpoints, step_of
+from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
-from meshwright.train.status import read_status
+from meshwright.train.errors import CheckpointError
+from meshwright.train.fault_tolerance.run_status import read_status
 from tests.support.launch import Launch, started
 
 LIMIT_S = 300.0  # for anything that is waited for: a machine may be busy

@@ -14,7 +14,7 @@ from meshwright.tools.bench.data import check_room, spread
 from meshwright.tools.bench.processes import make_environment, python_command, run_to_end
 from meshwright.tools.bench.run import config_to_record
 from meshwright.tools.command import format_table, positive
-from meshwright.train.config import parse_config
+from meshwright.train.config_parser import parse_config
 from tests.soak.program import Measured, make_parser, run_program
 
 MOST_SAVE, MOST_STALL = 1.15, 1.5  # asked: of torch's own save with either storage; of a normal step

@@ -27,21 +27,22 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.tools.bench.data import set_cache
-from meshwright.train.build import build_model
-from meshwright.train.checkpoint.config import CheckpointConfig, VerifyMode
-from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.save import Saver
 from meshwright.train.checkpoint.shards import count_bytes, training_tensors
+from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
-from meshwright.train.config import Config, parse_config
-from meshwright.train.ending import end_process
-from meshwright.train.optim import build_optimizer
-from meshwright.train.place import read_place
-from meshwright.train.planning import plan_run
-from meshwright.train.runtime import start_process
-from meshwright.train.step import Batch, train_step
+from meshwright.train.config import CheckpointConfig, Config, VerifyMode
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.batch import Batch
+from meshwright.train.distributed.exit import end_process
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import read_place
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.step import train_step
 
 # verified; torch's checkpoint with its safetensors storage; with its own storage
 WAYS = ("ours", "safetensors", "plain")

@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.models.llama import Llama
 from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
-from meshwright.train.build import build_model
-from meshwright.train.config import Config, parse_config
+from meshwright.train.build_model import build_model
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape
-from meshwright.train.optim import build_optimizer
-from meshwright.train.place import Place
-from meshwright.train.planning import plan_run
-from meshwright.train.runtime import start_process
-from meshwright.train.step import Batch
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.planning.resolve import plan_run
 
 CPU = torch.device("cpu")
 

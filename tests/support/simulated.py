@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.simulate import simulate_run
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 
 TINY = (
     "--model.dim=32",

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.train.data.split import Split
-from meshwright.train.data.store import MANIFEST, Manifest, ShardInfo, manifest_to_json, open_split
+from meshwright.train.data.token_store import (
+    MANIFEST,
+    Manifest,
+    ShardInfo,
+    Split,
+    manifest_to_json,
+    open_split,
+)
 from meshwright.train.data.tokenizer import ByteTokenizer
 
 Documents = Sequence[Sequence[int]]  # the tokens of each

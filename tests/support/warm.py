@@ -8,7 +8,7 @@ apart from Python's collector, which would go over all of it in every fork.
 import gc
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.train.config import parse_config
+from meshwright.train.config_parser import parse_config
 
 parse_config([])
 load_hardware()

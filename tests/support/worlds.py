@@ -205,4 +205,4 @@ def _run_rank(folder: Path, function: Callable[..., Any], arguments: Sequence[An
         written.rename(folder / f"{rank}.error")
         signal.pause()  # to end now would make the others fail too, in a way that says nothing
     dist.destroy_process_group()
-    os._exit(0)  # as train/ending.py does: no teardown of the interpreter beside gloo's threads
+    os._exit(0)  # as train/distributed/exit.py does: no teardown of the interpreter beside gloo's threads

@@ -32,7 +32,7 @@ from meshwright.tools.bench.processes import BenchError, run_to_end, start_times
 from meshwright.tools.bench.record import make_document, without_names, write_record
 from meshwright.tools.bench.run import Setup, make_figures, read_rows, resolve
 from meshwright.tools.bench.variants import parse_variants, variant_figures, variant_rows
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 from tests.support.launch import TINY
 from tests.support.nested import run_nested
 

@@ -19,7 +19,7 @@ from meshwright.tools.bench.cpu_rates import Allowed, add_up, measure_here, step
 from meshwright.tools.bench.peers import OURS, Contender, make_spreads, run_what_runs
 from meshwright.tools.bench.processes import BenchError, descendant_age_s
 from meshwright.tools.bench.startup import split_start
-from meshwright.train.config import parse_config
+from meshwright.train.config_parser import parse_config
 from tests.support.launch import EAGER, TINY, write_text
 
 Output = pytest.CaptureFixture[str]

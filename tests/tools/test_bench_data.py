@@ -23,9 +23,8 @@ from meshwright.tools.bench.data import (
     write_store,
 )
 from meshwright.tools.bench.processes import BenchError
-from meshwright.train.data.config import DataError
-from meshwright.train.data.store import open_split, read_manifest
-from meshwright.train.data.verify import verify
+from meshwright.train.data.token_store import open_split, read_manifest, verify
+from meshwright.train.errors import DataError
 
 
 @pytest.fixture(scope="module")

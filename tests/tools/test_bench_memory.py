@@ -20,8 +20,8 @@ from meshwright.tools.bench.memory import (
     relative_error,
     summarise,
 )
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 
 SMALL = "model.n_layers=2 train.seq_len=1024"
 FAST = [

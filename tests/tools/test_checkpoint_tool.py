@@ -19,14 +19,15 @@ from meshwright.tools.checkpoint import main
 from meshwright.tools.checkpoint_diff import compare_checkpoints
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.whole_weights import find_newest, load_whole_weights
-from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError
-from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
-from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
-from meshwright.train.config import load_config
-from meshwright.train.hf_folder import FilesReader
+from meshwright.train.config import CheckpointConfig
+from meshwright.train.config_parser import load_config
+from meshwright.train.errors import CheckpointError
 from tests.support.sharded import sharded_alone
 
 Tool = Callable[..., CompletedProcess[str]]

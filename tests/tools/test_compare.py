@@ -16,7 +16,7 @@ from meshwright.tools.compare.comparison import Comparison, compare_runs
 from meshwright.tools.compare.picture import draw_comparisons
 from meshwright.tools.compare.text import as_json, as_text
 from meshwright.tools.run_folder import changed_keys, flatten, read_run
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, run, write_text
 from tests.tools.sweeps import row, write_run
 

@@ -27,11 +27,12 @@ from meshwright.tools.checkpoint import consolidate
 from meshwright.tools.convert_hf import main, write_files
 from meshwright.tools.generate import load_model
 from meshwright.tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
-from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.manifest import MANIFEST, Position, manifest_to_text, read_manifest
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
-from meshwright.train.config import Config, parse_config
-from meshwright.train.init_from import find_weights
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import CheckpointError
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import run as launch
 

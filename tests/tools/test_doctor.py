@@ -22,7 +22,7 @@ from meshwright.tools.doctor.machine import (
 )
 from meshwright.tools.doctor.software import find_library, is_bundled, parse_gpus, strip_colours
 from meshwright.tools.doctor.text import format_report
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 from tests.support.launch import run
 from tests.support.limited import LIMITED
 from tests.support.nested import run_nested

@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM
 from meshwright.tools.eval import ANEW, Subject, find_subject, make_parser
 from meshwright.tools.generate import load_model
 from meshwright.tools.whole_weights import checkpoint_config, find_newest
-from meshwright.train.checkpoint.config import CheckpointError
-from meshwright.train.config import ConfigError, config_to_yaml, parse_config
-from meshwright.train.data.checks import check_data
-from meshwright.train.data.config import DataError
-from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
+from meshwright.train.config_parser import config_to_yaml, parse_config
+from meshwright.train.data.corpus import check_data
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.tokenizer import JsonTokenizer
-from meshwright.train.planning import plan_run
+from meshwright.train.errors import CheckpointError, ConfigError, DataError
+from meshwright.train.planning.resolve import plan_run
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY, read_metrics
 from tests.support.launch import run as launch

@@ -26,13 +26,13 @@ from meshwright.tools.generate import (
     print_stream,
 )
 from meshwright.tools.whole_weights import checkpoint_config, find_newest
-from meshwright.train.checkpoint.config import CheckpointError
-from meshwright.train.config import ConfigError, load_config
-from meshwright.train.data.config import DataConfig, DataError
+from meshwright.train.config import DataConfig
+from meshwright.train.config_parser import load_config
+from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.tokenizer import ByteTokenizer, JsonTokenizer
-from meshwright.train.data.tokens import load_corpus
+from meshwright.train.errors import CheckpointError, ConfigError, DataError
 from meshwright.train.evaluation import set_batches
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY

@@ -12,8 +12,9 @@ import yaml
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.import_accelerate.__main__ import main, make_parser
-from meshwright.train.config import ConfigError, known_keys, load_config, parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import known_keys, load_config, parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 
 Tool = Callable[..., CompletedProcess[str]]

@@ -18,8 +18,9 @@ from meshwright.parallel.planner.search import EQUAL
 from meshwright.tools.command import run_tool
 from meshwright.tools.plan.__main__ import main
 from meshwright.tools.plan.answer import Place, answer
-from meshwright.train.config import ConfigError, parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import run
 from tests.support.simulated import TINY
 

@@ -12,9 +12,10 @@ from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.plan.__main__ import main
 from meshwright.tools.plan.check import Check, check_run, compare, predict_traffic
 from meshwright.tools.simulate import simulate_run
-from meshwright.train.config import Config, parse_config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
 from tests.support.simulated import TINY
 
 Output = pytest.CaptureFixture[str]

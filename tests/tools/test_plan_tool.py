@@ -16,8 +16,9 @@ from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.plan.__main__ import main
 from meshwright.tools.plan.diff import diff_plans, in_words
 from meshwright.tools.plan.options import make_parser
-from meshwright.train.config import ConfigError, parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.resolve import plan_run
 
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]

@@ -20,8 +20,8 @@ from meshwright.tools.bench.predictions import (
 )
 from meshwright.tools.bench.processes import BenchError
 from meshwright.tools.bench.run import WARM_UP_STEPS, RunFigures
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 
 
 def row(name: str, sweep: str, predicted_s: float, measured_s: float, choice: bool = True) -> Row:

@@ -17,10 +17,10 @@ import pytest
 from meshwright.tools.bench.processes import children, start_times
 from meshwright.tools.command import run_tool
 from meshwright.tools.prepare_data import PlainLines, main, make_figures, to_line
-from meshwright.train.data.config import DataError
-from meshwright.train.data.preparing import pool
-from meshwright.train.data.preparing.prepare import PrepareSettings, Progress, prepare
-from meshwright.train.data.store import read_manifest
+from meshwright.train.data.prepare import worker_pool as pool
+from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.token_store import read_manifest
+from meshwright.train.errors import DataError
 from tests.support.forks import fork, run_module
 from tests.support.launch import LIMIT_S, Launch, kill, started
 from tests.support.nested import NESTED, fork_what_it_starts, run_nested

@@ -16,7 +16,7 @@ from meshwright.tools.bench.processes import BenchError
 from meshwright.tools.bench.scale_page import page_part, pairs, recomputed
 from meshwright.tools.bench.scale_plot import draw_scaling
 from meshwright.tools.plan.__main__ import main as plan_tool
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 from tests.support.launch import TINY
 
 Output = pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ import pytest
 from meshwright.parallel.errors import PlanError
 from meshwright.tools.plan.__main__ import main as plan_main
 from meshwright.tools.simulate import FIRST, NO_BUDGET, main
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 from tests.support.launch import run
 from tests.support.simulated import TINY, simulated
 

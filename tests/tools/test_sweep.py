@@ -17,8 +17,8 @@ import yaml
 from meshwright.tools.bench.processes import children
 from meshwright.tools.sweep import launch
 from meshwright.tools.sweep.__main__ import main
-from meshwright.train.checkpoint.folder import list_checkpoints, step_of
-from meshwright.train.config import ConfigError
+from meshwright.train.checkpoint.storage import list_checkpoints, step_of
+from meshwright.train.errors import ConfigError
 from tests.support.launch import (
     EAGER,
     LIMIT_S,

@@ -16,8 +16,8 @@ from meshwright.tools.sweep.attempt import Attempt, find_reason, judge, state_of
 from meshwright.tools.sweep.launch import Interrupts, hear_interrupts, run_once
 from meshwright.tools.sweep.planned import changed_runs, check_sweep, refuse_changed
 from meshwright.tools.sweep.spec import Cell, make_cells, read_spec
-from meshwright.train.config import ConfigError
-from meshwright.train.lock import LockError, lock_folder
+from meshwright.train.errors import ConfigError, LockError
+from meshwright.train.fault_tolerance.run_lock import lock_folder
 from tests.tools.sweeps import write_run, write_spec
 
 

@@ -15,7 +15,7 @@ from meshwright.tools.trace import read
 from meshwright.tools.trace.__main__ import main, make_parser
 from meshwright.tools.trace.find import find_traces
 from meshwright.tools.trace.read import Trace, read_events
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 from tests.tools.test_trace_steps import CPU_EVENTS, CUDA_EVENTS, write_trace
 
 Output = pytest.CaptureFixture[str]

@@ -18,8 +18,8 @@ from meshwright.tools.trace.measured import to_timeline
 from meshwright.tools.trace.places import Place
 from meshwright.tools.trace.shares import Communication
 from meshwright.tools.trace.store import load_store
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
 from tests.tools.test_trace_steps import GATHER, GLOO, Event, label, op, write_trace
 
 REDUCE = "c10d::allreduce_"

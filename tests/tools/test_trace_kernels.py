@@ -13,8 +13,8 @@ from meshwright.tools.trace.kernel_names import LONGEST, graph_name, short_name
 from meshwright.tools.trace.kernel_rows import KernelRow
 from meshwright.tools.trace.kernels import top_kernels
 from meshwright.tools.trace.roofs import find_roof
-from meshwright.train.config import load_config
-from meshwright.train.data.config import DataError
+from meshwright.train.config_parser import load_config
+from meshwright.train.errors import DataError
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
 

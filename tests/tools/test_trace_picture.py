@@ -14,7 +14,7 @@ from meshwright.parallel.planner.plot.shapes import SCALE, Picture, Polygon, Tex
 from meshwright.parallel.planner.plot.timeline import COLORS, LEFT, MARK, RIGHT, WIDTH
 from meshwright.parallel.planner.timeline import Event, Round, Timeline
 from meshwright.tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 
 LANES_PX = WIDTH - LEFT - RIGHT
 UNITS = [f"layers.{i}" for i in range(8)]

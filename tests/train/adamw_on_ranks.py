@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.fsdp import copy_shard
-from meshwright.train.kernels import adamw
+from meshwright.train.optim import adamw_kernel as adamw
 from tests.support.sharded import build_sharded
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = (torch.float32, torch.bfloat16)
-PROGRAM = 512 * 32  # elements, of train.kernels.adamw_triton
+PROGRAM = 512 * 32  # elements, of train.optim.adamw_triton
 # Elements, place of the first, columns, gap: less than a block, more than one, more than a program, beyond 32
 # bits, one.
 PARTS = [
@@ -83,7 +83,7 @@ def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], l
             if name.partition(".")[0] == "triton" and not name.startswith("triton._C")
         ]:
             del sys.modules[name]
-    from meshwright.train.kernels import adamw_triton
+    from meshwright.train.optim import adamw_triton
 
     assert adamw_triton.BLOCK * adamw_triton.BLOCKS == PROGRAM
     numpy.seterr(all="ignore")  # the interpreter's arithmetic: infinity by infinity is no reason to stop

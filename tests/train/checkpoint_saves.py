@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from meshwright.train.checkpoint import folder as folder_module
-from meshwright.train.checkpoint import saver as saver_module
-from meshwright.train.checkpoint import shard_file
-from meshwright.train.checkpoint.config import CheckpointConfig
+from meshwright.train.checkpoint import save as saver_module
+from meshwright.train.checkpoint import shards as shard_file
+from meshwright.train.checkpoint import storage as folder_module
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.saver import Saved, Saver
-from meshwright.train.optim import OptimConfig, build_optimizer
+from meshwright.train.checkpoint.save import Saved, Saver
+from meshwright.train.config import CheckpointConfig, OptimConfig
+from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.worlds import forked
 
 RANKS = 2

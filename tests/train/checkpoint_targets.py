@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from meshwright.train.checkpoint.config import CheckpointError
 from meshwright.train.checkpoint.load import read_tensors
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
@@ -17,9 +16,9 @@ from meshwright.train.checkpoint.manifest import (
     manifest_to_text,
     read_manifest,
 )
-from meshwright.train.checkpoint.shard_file import write_shard_file
-from meshwright.train.checkpoint.shards import Shard
+from meshwright.train.checkpoint.shards import Shard, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
+from meshwright.train.errors import CheckpointError
 from tests.train.mutations import Target
 
 NAME = "model.weight"

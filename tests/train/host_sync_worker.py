@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.train.config import parse_config
-from meshwright.train.ending import exit_process
+from meshwright.train.config_parser import parse_config
+from meshwright.train.distributed.exit import exit_process
+from meshwright.train.distributed.ranks import read_place
 from meshwright.train.main import run
-from meshwright.train.place import read_place
 
 PACKAGE = Path(__file__).parents[2] / "meshwright"
 # not a virtual environment that lies beside them

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.train import stop as stop_module
-from meshwright.train.run_config import RunConfig
-from meshwright.train.stop import PeerLostError, Stop
+from meshwright.train.config import RunConfig
+from meshwright.train.errors import PeerLostError
+from meshwright.train.fault_tolerance import shutdown as stop_module
+from meshwright.train.fault_tolerance.shutdown import Stop
 
 STEP_S = 0.02
 FOR_EVER_S = 600

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
-from meshwright.train.adamw import RoundedAdamW
-from meshwright.train.checkpoint.config import CheckpointError
 from meshwright.train.checkpoint.load import refuse_different
 from meshwright.train.checkpoint.manifest import SavedTensor
-from meshwright.train.config import parse_config
-from meshwright.train.kernels.adamw import (
+from meshwright.train.config import OptimConfig
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import CheckpointError
+from meshwright.train.optim.adamw_kernel import (
     Slice,
     Step,
     element_bits,
@@ -25,7 +25,8 @@ from meshwright.train.kernels.adamw import (
     stream_bits,
     update,
 )
-from meshwright.train.optim import OptimConfig, build_optimizer
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.optim.stochastic_adamw import RoundedAdamW
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone

@@ -9,19 +9,18 @@ import torch
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.plan.__main__ import main as plan_main
-from meshwright.train.attention_kernel import best_attention
-from meshwright.train.best_dtype import (
+from meshwright.train.config_parser import parse_config
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.planning.device_defaults import (
     FAST_ON_CPUS,
+    best_attention,
     best_dtype,
     cpu_dtype,
     describe_dtype,
     dtype_here,
     gpu_dtype,
 )
-from meshwright.train.config import parse_config
-from meshwright.train.place import Place
-from meshwright.train.plan_here import plan_here
-from meshwright.train.planning import plan_run
+from meshwright.train.planning.resolve import plan_here, plan_run
 from tests.support.launch import EAGER, TINY, run, write_text
 
 AUTO = "--parallel.param_dtype=auto"

@@ -18,16 +18,23 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.train.board import Outcome, Shown
-from meshwright.train.board_facts import describe_run, first_keys, hparams_of
-from meshwright.train.board_hparams import COMPARED, HParams
-from meshwright.train.board_layout import CHARTS
-from meshwright.train.board_tags import TAGS, scalars_of, tag_of
-from meshwright.train.config import Config, parse_config
+from meshwright.train.config import Config, MetricsConfig
+from meshwright.train.config_parser import parse_config
 from meshwright.train.evaluation import Score
-from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict
+from meshwright.train.metrics.collector import Metrics, Throughput
+from meshwright.train.metrics.run_summary import describe_run, first_keys, hparams_of
+from meshwright.train.metrics.tensorboard import (
+    CHARTS,
+    COMPARED,
+    TAGS,
+    HParams,
+    Outcome,
+    Shown,
+    scalars_of,
+    tag_of,
+)
+from meshwright.train.planning.predict import predict
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER, TINY
 
 with warnings.catch_warnings():

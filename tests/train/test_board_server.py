@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.train.board_hparams import COMPARED
-from meshwright.train.board_layout import CHARTS
+from meshwright.train.metrics.tensorboard import CHARTS, COMPARED
 from tests.support.launch import ROOT, environment
 from tests.train.test_board import board_of, with_lr
 

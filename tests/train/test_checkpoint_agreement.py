@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.train.checkpoint.config import CheckpointConfig
-from meshwright.train.checkpoint.folder import list_checkpoints
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.saver import Saved, Saver
+from meshwright.train.checkpoint.save import Saved, Saver
 from meshwright.train.checkpoint.shards import needed_bytes, random_state, training_tensors
+from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.config import CheckpointConfig
 
 
 @pytest.fixture

@@ -19,22 +19,22 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.checkpoint import main as checkpoint_tool
 from meshwright.tools.convert_hf import main as convert
-from meshwright.train import init_from
-from meshwright.train.build import build_model
-from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError
-from meshwright.train.checkpoint.folder import list_checkpoints
-from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.build_model import build_model
+from meshwright.train.checkpoint import initial_weights as init_from
+from meshwright.train.checkpoint.huggingface import FilesReader
+from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
+from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.resume import Start, find_start
-from meshwright.train.checkpoint.saver import Saver
+from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
-from meshwright.train.config import Config, config_to_yaml, parse_config
-from meshwright.train.hf_folder import FilesReader
-from meshwright.train.init_from import find_weights, load_weights
-from meshwright.train.optim import build_optimizer
-from meshwright.train.place import Place
-from meshwright.train.planning import plan_run
-from meshwright.train.runtime import start_process
+from meshwright.train.config import CheckpointConfig, Config
+from meshwright.train.config_parser import config_to_yaml, parse_config
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.errors import CheckpointError
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks

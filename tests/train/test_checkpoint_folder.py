@@ -10,18 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.train.checkpoint import verify as verify_module
-from meshwright.train.checkpoint.config import CheckpointConfig, CheckpointError, UnreadableError
-from meshwright.train.checkpoint.folder import (
-    SaveError,
-    begin_save,
-    commit,
-    delete_others,
-    list_checkpoints,
-    make_retained,
-    put_aside,
-    refuse_newer,
-    write_synced,
-)
+from meshwright.train.checkpoint.load import find_start
 from meshwright.train.checkpoint.manifest import (
     LIMIT_BYTES,
     MANIFEST,
@@ -31,9 +20,20 @@ from meshwright.train.checkpoint.manifest import (
     SavedTensor,
     read_manifest,
 )
-from meshwright.train.checkpoint.resume import find_start
+from meshwright.train.checkpoint.storage import (
+    begin_save,
+    commit,
+    delete_others,
+    list_checkpoints,
+    make_retained,
+    put_aside,
+    refuse_newer,
+    write_synced,
+)
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
-from meshwright.train.place import Place
+from meshwright.train.config import CheckpointConfig
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.errors import CheckpointError, SaveError, UnreadableError
 
 
 @pytest.fixture

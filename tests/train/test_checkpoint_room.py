@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import meshwright.train.main
-from meshwright.train.checkpoint.config import CheckpointConfig
+from meshwright.train.checkpoint.host_buffers import RoomAsked, copy_bytes, describe_missing, round_up
 from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.room import RoomAsked, copy_bytes, describe_missing, round_up
-from meshwright.train.checkpoint.saver import Saver
-from meshwright.train.config import ConfigError
+from meshwright.train.checkpoint.save import Saver
+from meshwright.train.config import CheckpointConfig, OptimConfig
 from meshwright.train.console import Screen
-from meshwright.train.optim import OptimConfig, build_optimizer
-from meshwright.train.place import Place
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.errors import ConfigError
+from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.worlds import run_ranks
 from tests.train.checkpoint_saves import Trainer, save
 

@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 import meshwright.train.main
-from meshwright.train.checkpoint import folder as folder_module
-from meshwright.train.checkpoint import saver as saver_module
-from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint import save as saver_module
+from meshwright.train.checkpoint import storage as folder_module
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY

@@ -9,16 +9,16 @@ import yaml
 
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.parallel.config import CompileConfig
-from meshwright.train.config import (
+from meshwright.train.config import Config
+from meshwright.train.config_parser import (
     CONFIG_FOLDER,
-    Config,
-    ConfigError,
     config_to_yaml,
     find_config,
     known_keys,
     load_config,
     parse_config,
 )
+from meshwright.train.errors import ConfigError
 from tests.support.tables import try_each
 
 DEBUG_STEPS = yaml.safe_load((CONFIG_FOLDER / "llama_debug.yaml").read_text())["train"]["steps"]

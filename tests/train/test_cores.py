@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.train import cores as cores_module
-from meshwright.train.cores import usable_cores, usable_threads
-from meshwright.train.place import Place
-from meshwright.train.run_config import RunConfig
-from meshwright.train.runtime import start_process
+from meshwright.train.config import RunConfig
+from meshwright.train.distributed import process_group as cores_module
+from meshwright.train.distributed.process_group import start_process, usable_cores, usable_threads
+from meshwright.train.distributed.ranks import Place
 from tests.support.control_groups import write_groups
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 

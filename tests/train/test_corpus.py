@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.train.data.checks import check_data
-from meshwright.train.data.config import DataConfig, DataError
-from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
-from meshwright.train.data.split import Split
-from meshwright.train.data.store import MANIFEST
+from meshwright.train.config import DataConfig
+from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.token_store import MANIFEST, Split
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
-from meshwright.train.data.tokens import find_tokenizer, load_corpus
+from meshwright.train.errors import DataError
 from tests.train.texts import train_bpe
 
 

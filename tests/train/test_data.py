@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.data import batch as to_device_module
 from meshwright.train.data import loader as loader_module
-from meshwright.train.data import to_device as to_device_module
-from meshwright.train.data.checks import check_sequences
-from meshwright.train.data.config import DataError
-from meshwright.train.data.loader import BatchShape, SampleOrder, TrainLoader, hash_tokens
-from meshwright.train.data.order import sample_indices
+from meshwright.train.data.batch import Batch
+from meshwright.train.data.corpus import check_sequences
+from meshwright.train.data.loader import BatchShape, TrainLoader, hash_tokens
+from meshwright.train.data.sample_order import SampleOrder, sample_indices
 from meshwright.train.data.sequences import SequenceShape, read_batch
-from meshwright.train.data.split import Split
-from meshwright.train.data.tokens import Source
+from meshwright.train.data.token_store import Source, Split
+from meshwright.train.errors import DataError
 from meshwright.train.evaluation import set_batches
-from meshwright.train.step import Batch
 from tests.support import stores
 from tests.support.device_calls import DeviceCalls
 

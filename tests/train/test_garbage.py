@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright.train.garbage import Garbage
+from meshwright.train.memory import Garbage
 
 
 class Node:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.train.gradient_norms import GradientNorms
-from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
+from meshwright.train.config import MetricsConfig
+from meshwright.train.metrics.collector import GradientNorms, Metrics, Throughput
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import Sharded, build_sharded, random_batches, sharded_alone

@@ -10,7 +10,10 @@ from tests.support.launch import EAGER, TINY, run, write_text
 REPORT_EVERY, STEPS = 3, 8
 # What a step reads between reports, on a CPU: the flag that says whether it was skipped, which a GPU copies
 # to the host by itself; and, over gloo and always on the host, whether another rank has asked to stop.
-NAMED = {"train/nonfinite.py FiniteGuard._read": 1, "train/stop.py Stop._anyone_asked": 1}
+NAMED = {
+    "train/fault_tolerance/nonfinite.py FiniteGuard._read": 1,
+    "train/fault_tolerance/shutdown.py Stop._anyone_asked": 1,
+}
 
 
 def test_every_step_between_reports_reads_the_same_two_values_and_none_on_the_device(tmp_path: Path) -> None:
@@ -34,5 +37,6 @@ def test_every_step_between_reports_reads_the_same_two_values_and_none_on_the_de
             assert reads - Counter(others) == Counter(NAMED), step
             assert bool(others) == (step % REPORT_EVERY == 0), f"step {step}: {others}"
             assert all(
-                caller.startswith(("train/metrics.py", "train/loop.py _hash_of_all")) for caller in others
+                caller.startswith(("train/metrics/collector.py", "train/loop.py _hash_of_all"))
+                for caller in others
             )

@@ -20,12 +20,11 @@ from meshwright.models.rope_scaling import RopeScaling
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.generate import load_model
 from meshwright.tools.whole_weights import checkpoint_config, find_newest
-from meshwright.train.checkpoint.config import CheckpointError
+from meshwright.train.checkpoint.huggingface import INDEX, open_folder
+from meshwright.train.checkpoint.initial_weights import find_weights, load_weights, say_start
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
 from meshwright.train.checkpoint.verify import hash_file
-from meshwright.train.config import ConfigError
-from meshwright.train.hf_folder import INDEX, open_folder
-from meshwright.train.init_from import find_weights, load_weights, say_start
+from meshwright.train.errors import CheckpointError, ConfigError
 from tests.support.hf_models import make_hf, make_tokens, save_hf
 from tests.support.launch import EAGER, read_metrics, run, write_text
 from tests.support.tables import try_each

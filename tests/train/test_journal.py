@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.console import Screen
-from meshwright.train.journal import Journal
-from meshwright.train.place import Place
-from meshwright.train.status import FailedStarts, read_status, write_status
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.fault_tolerance.run_status import FailedStarts, Journal, read_status, write_status
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 

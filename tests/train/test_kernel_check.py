@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.models.attention import KERNELS, CausalAttention
-from meshwright.train.kernel_check import CHECKED_STEP, NAMES, KernelCheck, describe_attention
+from meshwright.train.profiling import CHECKED_STEP, NAMES, KernelCheck, describe_attention
 
 CPU = torch.device("cpu")
 # As profiles of others show them, but for "math".

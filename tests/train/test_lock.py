@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.lock import LockError, lock_folder
+from meshwright.train.errors import LockError
+from meshwright.train.fault_tolerance.run_lock import lock_folder
 from tests.support.launch import ROOT
 
 HOLDER = """

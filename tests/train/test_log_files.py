@@ -20,13 +20,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import meshwright.train.main
-from meshwright.train import log_files, row_files
-from meshwright.train.board import Board, Shown
-from meshwright.train.board_hparams import HParams
-from meshwright.train.checkpoint.folder import list_checkpoints
+from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.config import MetricsConfig
 from meshwright.train.evaluation import Score
-from meshwright.train.log_files import LogFile, Trouble
-from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
+from meshwright.train.metrics import log_file as log_files
+from meshwright.train.metrics import writer as row_files
+from meshwright.train.metrics.collector import Metrics, Throughput
+from meshwright.train.metrics.log_file import LogFile, Trouble
+from meshwright.train.metrics.tensorboard import Board, HParams, Shown
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_metrics, write_text
 

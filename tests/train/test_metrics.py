@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.train.board import Shown
-from meshwright.train.bounds import check_bounds
+from meshwright.train.config import MetricsConfig, check_bounds
 from meshwright.train.evaluation import Score
-from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
-from meshwright.train.status import State, write_status
+from meshwright.train.fault_tolerance.run_status import State, write_status
+from meshwright.train.metrics.collector import Metrics, Throughput
+from meshwright.train.metrics.tensorboard import Shown
 from tests.support.launch import read_status
 
 THROUGHPUT = Throughput(

@@ -15,10 +15,18 @@ from numpy.typing import NDArray
 
 from meshwright.train import loop
 from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
-from meshwright.train.first_bad import BadValue, all_finite, first_bad_value
-from meshwright.train.nonfinite import Finding, FiniteGuard, NonFiniteError, describe
-from meshwright.train.step import Batch, StepResult, train_step
+from meshwright.train.errors import NonFiniteError
+from meshwright.train.fault_tolerance.nonfinite import (
+    BadValue,
+    Finding,
+    FiniteGuard,
+    all_finite,
+    describe,
+    first_bad_value,
+)
+from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
 
@@ -143,7 +151,7 @@ def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("meshwright.train.nonfinite.first_bad_value", full)
+    monkeypatch.setattr("meshwright.train.fault_tolerance.nonfinite.first_bad_value", full)
     guard = open_guard(eager[0], eager[2], 0)
     with pytest.raises(NonFiniteError, match=r"rank 0: no memory to repeat it") as error:
         guard.step_done(1, 0, StepData([], 0, 0.0), result_of(True))

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from meshwright.train.data import split as split_module
-from meshwright.train.data.config import DataError
-from meshwright.train.data.store import open_split, read_manifest
-from meshwright.train.open_files import ENOUGH, allow_open_files, open_files_limit
+from meshwright.train.data import token_store as split_module
+from meshwright.train.data.token_store import open_split, read_manifest
+from meshwright.train.errors import DataError
+from meshwright.train.files import ENOUGH, allow_open_files, open_files_limit
 from tests.support.launch import EAGER, TINY, read_metrics, run
 from tests.support.limited import LIMITED
 from tests.support.stores import split_of, write_store

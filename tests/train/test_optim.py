@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
-from meshwright.train.bounds import check_bounds
-from meshwright.train.optim import OptimConfig, build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.config import OptimConfig, check_bounds
+from meshwright.train.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
 
 CONFIG = OptimConfig(lr=1e-2, warmup_steps=10, schedule="cosine", min_lr_ratio=0.1, decay_ratio=0.2)
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import meshwright.train.loop
-import meshwright.train.savings
+import meshwright.train.planning.memory_fit
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.train.config import parse_config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.fault_tolerance.out_of_memory import is_out_of_memory
 from meshwright.train.main import main
-from meshwright.train.out_of_memory import is_out_of_memory
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory
-from meshwright.train.savings import largest_savings
+from meshwright.train.planning.memory_fit import largest_savings
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_status, write_text
@@ -94,8 +94,8 @@ def test_what_counts_as_running_out_of_memory() -> None:
 
 def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a run that does not name it, whose global batch is what its ranks take at once."""
-    monkeypatch.setattr(meshwright.train.savings, "SHOWN", 100)
-    monkeypatch.setattr(meshwright.train.savings, "WORTH", -100.0)
+    monkeypatch.setattr(meshwright.train.planning.memory_fit, "SHOWN", 100)
+    monkeypatch.setattr(meshwright.train.planning.memory_fit, "WORTH", -100.0)
     keys = [
         *EAGER,
         "--model.n_heads=8",

@@ -14,10 +14,12 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.config import Config, ConfigError, parse_config
-from meshwright.train.fits import check_fits
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.memory_fit import check_fits
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER
 from tests.support.tables import try_each
 

@@ -10,12 +10,13 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from meshwright.train.data.preparing import long_texts, worker
-from meshwright.train.data.preparing.pieces import cut_source, unit_hash
-from meshwright.train.data.preparing.prepare import PrepareSettings, Progress, prepare
-from meshwright.train.data.preparing.readers import read_part
+from meshwright.train.data.prepare import worker
+from meshwright.train.data.prepare import worker as long_texts
+from meshwright.train.data.prepare.partition import cut_source, unit_hash
+from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.readers import read_part
 from meshwright.train.data.sources import find_files
-from meshwright.train.data.store import SPLITS, read_manifest
+from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
 from tests.support.forks import environment, fork
 from tests.train.texts import (

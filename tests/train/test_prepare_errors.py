@@ -13,10 +13,10 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from meshwright.train.data.config import DataError
-from meshwright.train.data.preparing.pieces import cut_source
-from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
-from meshwright.train.data.preparing.readers import read_part
+from meshwright.train.data.prepare.partition import cut_source
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.readers import read_part
+from meshwright.train.errors import DataError
 from tests.train.texts import odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +242,7 @@ def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "a.txt").write_bytes(b"y" * 2_000_000)
     code = (
-        "import os; from pathlib import Path; from meshwright.train.data.preparing.prepare import *\n"
+        "import os; from pathlib import Path; from meshwright.train.data.prepare.prepare import *\n"
         f"try: prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), "
         f"PrepareSettings(workers={workers}))\n"
         "except ValueError as error: print(error, os.listdir('full'))\n"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.data.config import DataError
-from meshwright.train.data.preparing.prepare import PrepareSettings, Progress, prepare
-from meshwright.train.data.store import Manifest
+from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.token_store import Manifest
+from meshwright.train.errors import DataError
 from tests.support.forks import Fork, fork
 from tests.train.texts import (
     files_of,

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.train.profiling import ProfileConfig, Profiled, StepProfiler
-from meshwright.train.step import Batch, train_step
+from meshwright.train.config import ProfileConfig
+from meshwright.train.data.batch import Batch
+from meshwright.train.profiling import Profiled, StepProfiler
+from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from tests.support.sharded import build_sharded
 

@@ -25,8 +25,8 @@ from meshwright.parallel.plan.validate import check_plan
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Phase
 from meshwright.train.config import Config, TrainConfig
-from meshwright.train.planning import model_units, plan_run
-from meshwright.train.predict import predict_memory
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import model_units, plan_run
 
 MANY = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 OF_THE_SEED = seed(os.environ["MESHWRIGHT_TESTS_SEED"])  # of the tests, which is printed

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright.train.place import Place
-from meshwright.train.restarts import CrashLoopError, check_crash_loop
-from meshwright.train.status import FailedStarts, State, Status, read_status, write_status
-from meshwright.train.together import with_restarts_of_all
+from meshwright.train.distributed.ranks import Place, with_restarts_of_all
+from meshwright.train.errors import CrashLoopError
+from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
+from meshwright.train.fault_tolerance.run_status import FailedStarts, State, Status, read_status, write_status
 from tests.support.worlds import run_ranks
 
 NONE = FailedStarts()

@@ -15,12 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.train.allocator import VARIABLES, use_expandable_segments
-from meshwright.train.ending import end_process
-from meshwright.train.place import Place, read_place
-from meshwright.train.run_config import RunConfig
-from meshwright.train.runtime import group_timeout, start_process
-from meshwright.train.watchdog import TimeoutConfig
+from meshwright.train.config import RunConfig, TimeoutConfig
+from meshwright.train.distributed.exit import end_process
+from meshwright.train.distributed.process_group import (
+    VARIABLES,
+    group_timeout,
+    start_process,
+    use_expandable_segments,
+)
+from meshwright.train.distributed.ranks import Place, read_place
 from tests.support.worlds import forked, run_ranks
 
 

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from meshwright.models.llama import Llama, LlamaConfig, init_weights
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.train.data.config import DataError
-from meshwright.train.data.loader import BatchShape, SampleOrder
-from meshwright.train.data.mixture import CYCLE, draw, drawn, shares
-from meshwright.train.data.progress import data_progress
+from meshwright.train.data.batch import Batch
+from meshwright.train.data.loader import BatchShape
+from meshwright.train.data.sample_order import CYCLE, SampleOrder, data_progress, draw, drawn, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences, read_batch
-from meshwright.train.data.split import Split
-from meshwright.train.data.tokens import Source
+from meshwright.train.data.token_store import Source, Split
+from meshwright.train.errors import DataError
 from meshwright.train.evaluation import score_sets
-from meshwright.train.step import Batch
 from tests.support import stores
 
 BOS, EOS = 1, 2

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.data.config import DataError
-from meshwright.train.data.preparing.pieces import choose_held_out, cut_source
+from meshwright.train.data.prepare.partition import choose_held_out, cut_source
 from meshwright.train.data.sources import find_files, fingerprint_file, kind_of
+from meshwright.train.errors import DataError
 
 MIB = 2**20
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.train.metrics import Metrics, MetricsConfig, Throughput
-from meshwright.train.spikes import MIN_REPORTS, THRESHOLD, SpikeDetector, find_spike
+from meshwright.train.config import MetricsConfig
+from meshwright.train.metrics.collector import Metrics, Throughput
+from meshwright.train.metrics.loss_spikes import MIN_REPORTS, THRESHOLD, SpikeDetector, find_spike
 from meshwright.train.step import StepResult
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.run_config import RunConfig
-from meshwright.train.stop import CLOSE_S, REPEAT_S, Stop, Wish, choose_wish
+from meshwright.train.config import RunConfig
+from meshwright.train.fault_tolerance.shutdown import CLOSE_S, REPEAT_S, Stop, Wish, choose_wish
 from tests.support.forks import Fork, fork
 from tests.train.stop_worker import Scene, play
 

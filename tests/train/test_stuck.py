@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.stacks import ROOT as OUR_ROOT
-from meshwright.train.stacks import TORCH, Call, find_where
-from meshwright.train.stuck import RankReport, TimedOut, as_ranges, diagnose, diagnose_alone
+from meshwright.train.fault_tolerance.hang_diagnosis import (
+    RankReport,
+    TimedOut,
+    as_ranges,
+    diagnose,
+    diagnose_alone,
+)
+from meshwright.train.fault_tolerance.stack_traces import ROOT as OUR_ROOT
+from meshwright.train.fault_tolerance.stack_traces import TORCH, Call, find_where
 
 # The message
 
@@ -18,7 +24,7 @@ WAITS = RankReport(
     0, "step", 120, 600.0, place="train/step.py:70 train_step", waits_in="all_reduce", path=("a", "b")
 )
 LOADS = replace(WAITS, place="train/data/loader.py:61 next", waits_in="")
-GATHERS = replace(WAITS, place="train/metrics.py:88 log", waits_in="all_gather_object")
+GATHERS = replace(WAITS, place="train/metrics/collector.py:88 log", waits_in="all_gather_object")
 
 
 def ranks(*reports: RankReport) -> list[RankReport]:
@@ -59,7 +65,7 @@ def ranks(*reports: RankReport) -> list[RankReport]:
         (
             ranks(WAITS, WAITS, WAITS, GATHERS),
             "a desynchronised collective: all_reduce called from train/step.py:70 train_step by ranks 0-2, "
-            "all_gather_object called from train/metrics.py:88 log by rank 3",
+            "all_gather_object called from train/metrics/collector.py:88 log by rank 3",
         ),
         (
             ranks(WAITS, replace(WAITS, place="train/step.py:71 train_step")),
@@ -100,11 +106,11 @@ def ranks(*reports: RankReport) -> list[RankReport]:
             "rank 1 is behind the others, in step 119 at train/data/loader.py:61 next",
         ),
         (
-            ranks(LOADS, LOADS, replace(LOADS, place="train/metrics.py:9 log")),
-            "rank 2 is elsewhere than the others, at train/metrics.py:9 log",
+            ranks(LOADS, LOADS, replace(LOADS, place="train/metrics/collector.py:9 log")),
+            "rank 2 is elsewhere than the others, at train/metrics/collector.py:9 log",
         ),
         (
-            ranks(LOADS, replace(LOADS, place="train/metrics.py:9 log")),
+            ranks(LOADS, replace(LOADS, place="train/metrics/collector.py:9 log")),
             "the ranks are at different places, and none stands out",
         ),
         (

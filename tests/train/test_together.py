@@ -6,8 +6,9 @@ import pytest
 import torch.distributed as dist
 
 import meshwright.train.main
-from meshwright.train.config import ConfigError, parse_config
-from meshwright.train.place import Place
+from meshwright.train.config_parser import parse_config
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks
 

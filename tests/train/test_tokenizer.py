@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from meshwright.train.data.config import DataError
 from meshwright.train.data.tokenizer import (
     ByteTokenizer,
     TokenizerInfo,
@@ -18,6 +17,7 @@ from meshwright.train.data.tokenizer import (
     load_tokenizer,
     padded_vocab_size,
 )
+from meshwright.train.errors import DataError
 from tests.train.texts import odd_texts, train_bpe
 
 

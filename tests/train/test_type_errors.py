@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.train.config import ConfigError, parse_config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,9 @@ from meshwright.parallel.plan.make import Job, make_plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.import_accelerate.__main__ import judge as judge_import
 from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
-from meshwright.train.checkpoint.config import CheckpointError
-from meshwright.train.config import (
-    Config,
-    ConfigError,
+from meshwright.train.checkpoint.huggingface import open_folder
+from meshwright.train.config import Config, DataConfig
+from meshwright.train.config_parser import (
     config_from,
     known_keys,
     list_configs,
@@ -38,16 +37,14 @@ from meshwright.train.config import (
     parse_config,
     parser_arguments,
 )
-from meshwright.train.data.config import DataConfig, DataError
-from meshwright.train.data.loader import SampleOrder
-from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
-from meshwright.train.data.preparing.worker import read_result
+from meshwright.train.data.corpus import find_tokenizer, load_corpus
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.worker import read_result
+from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape, read_batch
 from meshwright.train.data.tokenizer import load_tokenizer
-from meshwright.train.data.tokens import find_tokenizer, load_corpus
-from meshwright.train.hf_folder import open_folder
-from meshwright.train.plan_from_file import read_plan
-from meshwright.train.planning import model_units
+from meshwright.train.errors import CheckpointError, ConfigError, DataError
+from meshwright.train.planning.resolve import model_units, read_plan
 from tests.train.checkpoint_targets import checkpoint_targets
 from tests.train.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
 from tests.train.texts import odd_texts, train_bpe, write_jsonl

@@ -16,10 +16,10 @@ from typing import Any, get_args
 
 import pytest
 
-import meshwright.train.watchdog
-from meshwright.train.bounds import bounded, check_bounds
-from meshwright.train.stuck import RankReport
-from meshwright.train.watchdog import KEYS, Section, TimeoutConfig, Watchdog
+import meshwright.train.fault_tolerance.watchdog
+from meshwright.train.config import TimeoutConfig, bounded, check_bounds
+from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
+from meshwright.train.fault_tolerance.watchdog import KEYS, Section, Watchdog
 from tests.support.forks import run_module
 from tests.support.launch import run
 from tests.support.worlds import Keeper, forked, launcher_store, run_ranks
@@ -287,7 +287,7 @@ def outlast(watchdog: Looking) -> None:
 
 def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
     """What is said, and which threads are left."""
-    meshwright.train.watchdog.HEARTBEAT_S = 0.1
+    meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
     said: list[str] = []
     watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), 0, 1, said.append)
     watchdog.connect()
@@ -312,7 +312,7 @@ def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str,
 
 def go_on_while_looked_at() -> list[str]:
     """The main thread's next step begins while the watchdog looks at its stack: what is said."""
-    meshwright.train.watchdog.HEARTBEAT_S = 0.1
+    meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
     looked, said = threading.Event(), list[str]()
 
     class Late(Looking):

@@ -13,10 +13,10 @@ from meshwright.models.cost import matmul_parameters
 from meshwright.models.size import count_parameters
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.planner.workload import ModelWork, ModuleWork
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import trace_run
-from meshwright.train.work import trace_model
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import trace_run
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.trace_model import trace_model
 
 MIB = 2**20
 SEQ_LEN = 8192

@@ -8,12 +8,11 @@ from meshwright.parallel.compile.setup import use_cache_folder
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.planner.workload import ModuleWork
-from meshwright.train import work_cache
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import trace_run
-from meshwright.train.work import _trace
-from meshwright.train.work_cache import remember
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning import trace_model as work_cache
+from meshwright.train.planning.predict import trace_run
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.trace_model import _trace, remember
 from tests.support.launch import EAGER
 
 TINY = ["--model.dim=32", "--model.n_layers=2", "--train.seq_len=64", "--parallel.tp=2", *EAGER]
@@ -28,10 +27,10 @@ def counted(monkeypatch) -> list[object]:
         traced.append(build.args[0])
         return original(build, compiled, budget)
 
-    import meshwright.train.work
+    import meshwright.train.planning.trace_model
 
-    original = meshwright.train.work.trace_module
-    monkeypatch.setattr(meshwright.train.work, "trace_module", trace)
+    original = meshwright.train.planning.trace_model.trace_module
+    monkeypatch.setattr(meshwright.train.planning.trace_model, "trace_module", trace)
     return traced
 
 

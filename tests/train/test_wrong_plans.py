@@ -12,8 +12,9 @@ import yaml
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_yaml
-from meshwright.train.config import ConfigError, parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import run
 from tests.support.tables import try_each
 

@@ -10,8 +10,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
-from meshwright.train.data.store import SPLITS, Manifest, open_split
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.token_store import SPLITS, Manifest, open_split
 
 BITS = [
     "a",

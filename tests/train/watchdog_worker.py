@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.train.watchdog import TimeoutConfig, Watchdog
+from meshwright.train.config import TimeoutConfig
+from meshwright.train.fault_tolerance.watchdog import Watchdog
 
 WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
 STUCK_RANK = int(sys.argv[3]) if len(sys.argv) > 3 else -1

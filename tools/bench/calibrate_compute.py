@@ -30,8 +30,8 @@ from meshwright.tools.bench.clock import (
     product_runs,
     rotate,
 )
-from meshwright.train.attention_kernel import attention_here
 from meshwright.train.config import Config
+from meshwright.train.planning.device_defaults import attention_here
 
 DTYPES = ("float32", "bfloat16")
 TINY_OPERATIONS = 256

@@ -12,7 +12,7 @@ import torch
 from meshwright.parallel.planner.hardware import COLLECTIVES, GIB, HARDWARE_FOLDER, Hardware, Link
 from meshwright.tools.bench.calibrate_file import Noted, source_in
 from meshwright.tools.bench.calibrate_links import LinkFit, Timing, fit_link
-from meshwright.train.control_groups import memory_limit_bytes
+from meshwright.train.cgroups import memory_limit_bytes
 
 ATTENTION = ("attention_forward", "attention_backward")
 

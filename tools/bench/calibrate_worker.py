@@ -20,10 +20,10 @@ from meshwright.tools.bench.calibrate_links import (
     QUICK_SIZES_BYTES,
     measure_collectives,
 )
-from meshwright.train.ending import end_process
-from meshwright.train.place import choose_device, read_place
-from meshwright.train.run_config import RunConfig
-from meshwright.train.runtime import start_process
+from meshwright.train.config import RunConfig
+from meshwright.train.distributed.exit import end_process
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import choose_device, read_place
 
 GIB = 2**30
 

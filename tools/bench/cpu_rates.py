@@ -24,10 +24,10 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.attention import Shape
 from meshwright.tools.bench.clock import Clock, Products, attention_runs, product_runs
 from meshwright.tools.bench.processes import make_environment, python_command, run_to_end
-from meshwright.train.ending import end_process
-from meshwright.train.place import choose_device, read_place
-from meshwright.train.run_config import RunConfig
-from meshwright.train.runtime import start_process
+from meshwright.train.config import RunConfig
+from meshwright.train.distributed.exit import end_process
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import choose_device, read_place
 
 WORKER = "meshwright.tools.bench.cpu_rates"
 BUDGET_S = 0.5  # seconds that each product is repeated for, and attention

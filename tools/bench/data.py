@@ -19,14 +19,20 @@ from meshwright.tools.bench.processes import BenchError
 from meshwright.tools.bench.published import published_rows
 from meshwright.tools.bench.tokenising import measure_tokenising
 from meshwright.tools.command import format_table
-from meshwright.train.data.config import DataConfig
-from meshwright.train.data.loader import BatchShape, SampleOrder, TrainLoader
-from meshwright.train.data.preparing.shard_writer import ShardWriter
+from meshwright.train.config import DataConfig
+from meshwright.train.data.loader import BatchShape, TrainLoader
+from meshwright.train.data.prepare.shard_writer import ShardWriter
+from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import SequenceShape, read_batch
-from meshwright.train.data.store import Manifest, manifest_to_json, open_split, read_manifest
+from meshwright.train.data.token_store import (
+    Manifest,
+    Source,
+    manifest_to_json,
+    open_split,
+    read_manifest,
+    verify,
+)
 from meshwright.train.data.tokenizer import TokenizerInfo
-from meshwright.train.data.tokens import Source
-from meshwright.train.data.verify import verify
 
 SUMMARY = "tokenising, checking shards, shuffled reading, and what a step waits for data"
 # of the pretend step: a node, and torchtitan's 8B of 8,192 tokens (tests/published_runs.csv)

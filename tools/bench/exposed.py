@@ -17,7 +17,7 @@ from meshwright.tools.trace.answer import find_steps
 from meshwright.tools.trace.shares import split_step
 from meshwright.tools.trace.steps import Step
 from meshwright.tools.trace.store import Store, load_store
-from meshwright.train.config import parse_config
+from meshwright.train.config_parser import parse_config
 
 SUMMARY = "exposed communication by tools.trace against a step without communication"
 ASKED = 0.1  # the difference that is allowed, of the step's own

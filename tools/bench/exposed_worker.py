@@ -16,14 +16,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.profiler_annotations import name_units
 from meshwright.tools.bench.run import PROG
-from meshwright.train.build import build_model
-from meshwright.train.config import Config, parse_config
-from meshwright.train.ending import end_process
-from meshwright.train.optim import build_optimizer
-from meshwright.train.place import Place, read_place
-from meshwright.train.planning import plan_run
-from meshwright.train.runtime import start_process
-from meshwright.train.step import Batch, train_step
+from meshwright.train.build_model import build_model
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.batch import Batch
+from meshwright.train.distributed.exit import end_process
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import Place, read_place
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.step import train_step
 
 WARM_UP_STEPS = 3
 CPU = torch.device("cpu")

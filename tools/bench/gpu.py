@@ -17,7 +17,7 @@ from meshwright.tools.bench.gpu_text import gpu_text
 from meshwright.tools.bench.measurement import KEYS, Result
 from meshwright.tools.bench.processes import BenchError
 from meshwright.tools.command import positive
-from meshwright.train.config import USER_ERRORS
+from meshwright.train.errors import USER_ERRORS
 
 SUMMARY = "one GPU: end to end at Llama 8B's shape, its parts, its peers"
 DESCRIPTION = (

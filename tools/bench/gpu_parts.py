@@ -23,7 +23,8 @@ from meshwright.tools.bench.calibrate_compute import attention_work, copy_rate
 from meshwright.tools.bench.calibrate_kernels import kernel_names
 from meshwright.tools.bench.clock import Clock, Timing, attention_runs, draw, product_runs
 from meshwright.tools.bench.gpu_shapes import GpuShape
-from meshwright.train.optim import OptimConfig, build_optimizer
+from meshwright.train.config import OptimConfig
+from meshwright.train.optim.optimizer import build_optimizer
 
 Figures = dict[str, Any]
 CHUNKS = (1, 2, 4)  # of the shape's chunk: time and memory against the chunk's size

@@ -23,10 +23,10 @@ from meshwright.tools.bench.gpu_shapes import STEPS_PER_REPORT, EndToEnd, GpuSha
 from meshwright.tools.bench.kernel_table import table_of
 from meshwright.tools.bench.processes import BenchError, make_environment, python_command, run_to_end
 from meshwright.tools.bench.run import MFUS, WARM_UP_STEPS, Setup, config_to_record, measure_run_in, resolve
-from meshwright.train.attention_kernel import best_attention
 from meshwright.train.config import Config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import ATTENTION_KINDS, Prediction, predict
+from meshwright.train.planning.device_defaults import best_attention
+from meshwright.train.planning.predict import ATTENTION_KINDS, Prediction, predict
+from meshwright.train.planning.resolve import plan_run
 
 PROFILED_STEPS = STEPS_PER_REPORT  # between two reports, which wait for the GPU: nothing else runs into them
 # what holds the package meshwright

@@ -11,7 +11,7 @@ import torch
 from meshwright.tools.bench.gpu_parts import PARTS
 from meshwright.tools.bench.gpu_peers import NEEDED, measure_peer
 from meshwright.tools.bench.gpu_shapes import SHAPES
-from meshwright.train.ending import end_process
+from meshwright.train.distributed.exit import end_process
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.tools.command import format_table
 from meshwright.tools.simulate import simulate_run
-from meshwright.train.config import parse_config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
 
 SUMMARY = "the planner's memory against the real code on fake tensors"
 DESCRIPTION = (

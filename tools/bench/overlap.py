@@ -23,9 +23,10 @@ from meshwright.tools.bench.page import check_page, fill_page, markdown_table
 from meshwright.tools.bench.run import config_to_record
 from meshwright.tools.command import format_table, positive
 from meshwright.tools.plan.answer import Place, find_gpu
-from meshwright.train.config import Config, parse_config
-from meshwright.train.planning import make_job, model_units
-from meshwright.train.predict import trace_run
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import trace_run
+from meshwright.train.planning.resolve import make_job, model_units
 
 SUMMARY = "what of communication is exposed in the simulated step, and what would hide it"
 DESCRIPTION = (

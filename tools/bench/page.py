@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -24,10 +24,10 @@ from meshwright.tools.bench.run import (
     resolve,
 )
 from meshwright.tools.command import format_table, positive
-from meshwright.train.attention_kernel import best_attention
 from meshwright.train.config import Config
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict
+from meshwright.train.planning.device_defaults import best_attention
+from meshwright.train.planning.predict import predict
+from meshwright.train.planning.resolve import plan_run
 
 SUMMARY = "the planner's predictions against real runs"
 DESCRIPTION = (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 POLL_S = 0.02  # how often a command that runs is looked at: the resolution of start-up times
 GRACE_S = 10.0  # between asking a command to end and killing it; torchrun wants some to end its workers

@@ -19,9 +19,10 @@ from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.tools.bench.processes import BenchError
 from meshwright.tools.command import format_table
-from meshwright.train.config import Config, parse_config
-from meshwright.train.planning import plan_run
-from meshwright.train.work import trace_model
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.trace_model import trace_model
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "tests" / "published_runs.csv"
 # by the source's first word

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.tools.bench.processes import BenchError, make_environment, python_command, run_to_end
-from meshwright.train.config import Config, parse_config
-from meshwright.train.data.tokens import load_corpus
-from meshwright.train.planning import plan_run
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.corpus import load_corpus
+from meshwright.train.planning.resolve import plan_run
 
 PROG = "tools.bench"
 WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones

@@ -24,9 +24,11 @@ from meshwright.tools.bench.scale_page import scale_text, write_page
 from meshwright.tools.command import positive
 from meshwright.tools.plan.answer import Place, find_gpu, needed_words
 from meshwright.tools.plan.sweep import read_sweep
-from meshwright.train.config import Config, ConfigError, parse_config
-from meshwright.train.planning import make_job, model_units
-from meshwright.train.predict import predict, trace_run
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.predict import predict, trace_run
+from meshwright.train.planning.resolve import make_job, model_units
 
 SUMMARY = "predicted speed and memory on 8 to 4,096 GPUs"
 DESCRIPTION = (

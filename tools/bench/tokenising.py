@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.train.data.preparing.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.sources import find_files
 
 ROUNDS = 3

@@ -14,7 +14,7 @@ from meshwright.tools.compare.picture import draw_comparisons
 from meshwright.tools.compare.text import as_json, as_text, summary
 from meshwright.tools.plan.files import check_target, write_whole
 from meshwright.tools.run_folder import read_run
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 EXIT_DIFFERENT = 1  # as of the diff command
 PICTURES = (".svg", ".png")

@@ -10,7 +10,7 @@ from meshwright.tools.plan.diff import diff_plans, in_words
 from meshwright.tools.run_figures import Figures, figures_of
 from meshwright.tools.run_folder import RunFolder, changed_keys, series
 from meshwright.tools.sweep.spec import value_text
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 
 @dataclass(frozen=True)

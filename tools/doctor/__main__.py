@@ -19,7 +19,7 @@ from meshwright.tools.doctor.judge import judge
 from meshwright.tools.doctor.machine import look_at_cache_folder, look_at_machine, look_at_run_folder
 from meshwright.tools.doctor.software import look_at_gpus, look_at_software, look_at_topology
 from meshwright.tools.doctor.text import format_report
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 EXIT_WILL_FAIL = 1
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshwright.train.ending import end_process
+from meshwright.train.distributed.exit import end_process
 
 SIZE = 512  # of the square matrices: 0.27 GFLOP, a millisecond of one core
 REDUCED_BYTES = 2**24

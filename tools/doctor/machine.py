@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.tools.doctor.facts import Folder, Machine, Unknown, find
-from meshwright.train.control_groups import memory_limit_bytes, unescaped
-from meshwright.train.cores import usable_cores
-from meshwright.train.host_memory import free_host_bytes
-from meshwright.train.open_files import ENOUGH
+from meshwright.train.cgroups import memory_limit_bytes, unescaped
+from meshwright.train.distributed.process_group import usable_cores
+from meshwright.train.files import ENOUGH
+from meshwright.train.memory import free_host_bytes
 
 GIB = 2**30
 WRITTEN_BYTES = 256 * 2**20

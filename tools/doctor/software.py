@@ -14,7 +14,7 @@ import torch
 
 from meshwright import __version__
 from meshwright.tools.doctor.facts import Gpu, Software, Unknown, find
-from meshwright.train.best_dtype import describe_dtype
+from meshwright.train.planning.device_defaults import describe_dtype
 
 OPTIONAL = ("transformers", "datasets", "torchao")
 PACKAGES = ("torch", "triton", "torchao", "tensorboard", "numpy", "safetensors", "tokenizers")

@@ -22,7 +22,7 @@ from meshwright.tools.import_accelerate.accelerate import judge_accelerate
 from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
 from meshwright.tools.import_accelerate.torchtitan import judge_torchtitan, parse_flags
 from meshwright.tools.import_accelerate.verdict import Item
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 EPILOG = """examples:
   python -m tools.import_accelerate FSDP.yaml > my.yaml            what `accelerate config` wrote

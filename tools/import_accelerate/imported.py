@@ -11,8 +11,10 @@ import yaml
 
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.tools.import_accelerate.verdict import Item, refused
-from meshwright.train.config import Config, ConfigError, parse_config
-from meshwright.train.planning import plan_run
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.resolve import plan_run
 
 SECTION_ORDER = ("run", "model", "parallel", "optim", "train")
 LAUNCH_ORDER = ("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint")

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.tools.import_accelerate.titan_names import ALIASES, DEFAULTS, SECTIONS
 from meshwright.tools.import_accelerate.titan_rules import RULES
 from meshwright.tools.import_accelerate.verdict import Item, dropped, judge, refused, unknown_key
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 
 def judge_torchtitan(file: Mapping[str, Any] | None, flags: Mapping[str, Any]) -> list[Item]:

@@ -16,13 +16,13 @@ from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.memory_model import usable_bytes
 from meshwright.parallel.planner.search import Candidate, Choice, Machines
-from meshwright.train.attention_kernel import best_attention, check_attention
-from meshwright.train.best_dtype import best_dtype
-from meshwright.train.choose import choose_plan, fewest_gpus
-from meshwright.train.config import Config, ConfigError
-from meshwright.train.fits import MAX_PROCESSES, check_fits
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import Prediction, predict, predict_memory, trace_run
+from meshwright.train.config import Config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.auto import choose_plan, fewest_gpus
+from meshwright.train.planning.device_defaults import best_attention, best_dtype, check_attention
+from meshwright.train.planning.memory_fit import MAX_PROCESSES, check_fits
+from meshwright.train.planning.predict import Prediction, predict, predict_memory, trace_run
+from meshwright.train.planning.resolve import plan_run
 
 HOUR_S, DAY_S = 3600, 86400
 

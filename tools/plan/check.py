@@ -23,9 +23,9 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.command import format_table
 from meshwright.tools.simulate import simulate_run
-from meshwright.train.build import freeze
+from meshwright.train.build_model import freeze
 from meshwright.train.config import Config
-from meshwright.train.predict import predict_memory, trace_run
+from meshwright.train.planning.predict import predict_memory, trace_run
 
 EXACT, ABOUT = 0.01, 0.08  # differences that are allowed: of what is exact by nature, and of the peak
 EXACT_KINDS = ("params", "grads", "optimizer")

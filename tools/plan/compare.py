@@ -11,9 +11,10 @@ from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.command import format_table
 from meshwright.tools.simulate import simulate_run, totals
-from meshwright.train.config import Config, ConfigError
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict_memory
+from meshwright.train.config import Config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
 
 COMPARED = {"no_shard": "DDP", "full_shard": "FSDP", "hybrid_shard": "HSDP"}
 OPS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -11,7 +11,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.planner.plot.timeline import draw_timeline, timeline_svg
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 PLAN_SUFFIXES = (".yaml", ".yml")
 

@@ -7,7 +7,9 @@ from typing import NoReturn
 
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.command import positive
-from meshwright.train.config import Config, ConfigError, parse_config
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
 
 PROG = "tools.plan"
 KEYS = "[--section.key=value ...]"

@@ -14,11 +14,12 @@ from meshwright.parallel.planner.search import search
 from meshwright.tools.command import format_table
 from meshwright.tools.plan.answer import DAY_S, Place, needed_words
 from meshwright.tools.plan.text import seconds
-from meshwright.train.choose import describe_choices
-from meshwright.train.config import Config, ConfigError
-from meshwright.train.fits import MAX_PROCESSES
-from meshwright.train.planning import make_job, model_units, plan_run
-from meshwright.train.predict import Prediction, predict, trace_run
+from meshwright.train.config import Config
+from meshwright.train.errors import ConfigError
+from meshwright.train.planning.auto import describe_choices
+from meshwright.train.planning.memory_fit import MAX_PROCESSES
+from meshwright.train.planning.predict import Prediction, predict, trace_run
+from meshwright.train.planning.resolve import make_job, model_units, plan_run
 
 HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden
 BAR = 30  # letters of the longest bar

@@ -17,7 +17,7 @@ from meshwright.tools.plan.answer import (
     token_rate,
 )
 from meshwright.train.config import Config
-from meshwright.train.predict import Prediction
+from meshwright.train.planning.predict import Prediction
 
 RUNNERS_UP = 5
 TOO_LARGE = 3

@@ -19,7 +19,8 @@ from meshwright.tools.sweep.planned import Planned, changed_runs, check_sweep, r
 from meshwright.tools.sweep.rows import SweepReport, read_sweep, report_json
 from meshwright.tools.sweep.screen import SweepScreen
 from meshwright.tools.sweep.spec import Spec, near_key, read_spec
-from meshwright.train.config import ConfigError, known_keys
+from meshwright.train.config_parser import known_keys
+from meshwright.train.errors import ConfigError
 
 EXIT_NOT_ALL = 1  # not every run has finished
 STUDIES = Path(__file__).resolve().parents[2] / "configs" / "experiments"

@@ -11,8 +11,8 @@ from typing import Literal, cast, get_args
 
 from meshwright.parallel.errors import one_line
 from meshwright.tools.plan.files import write_whole
-from meshwright.train.read_json import read_json
-from meshwright.train.status import read_status
+from meshwright.train.fault_tolerance.run_status import read_status
+from meshwright.train.files import read_json
 
 NAME, OUTPUT = "attempt.json", "output.txt"
 LIMIT_BYTES = 1 << 20

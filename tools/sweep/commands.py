@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from meshwright.tools.sweep.planned import Planned
-from meshwright.train.config import ConfigError
+from meshwright.train.errors import ConfigError
 
 SLURM_SCRIPT = "configs/launch/slurm.sh"
 LAUNCHER = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from meshwright.parallel.errors import one_line
 from meshwright.tools.plan.files import write_whole
-from meshwright.train.config import ConfigError
-from meshwright.train.lock import lock_folder
-from meshwright.train.read_json import read_json
+from meshwright.train.errors import ConfigError
+from meshwright.train.fault_tolerance.run_lock import lock_folder
+from meshwright.train.files import read_json
 
 NOTE = "sweep.json"
 LIMIT_BYTES = 4096

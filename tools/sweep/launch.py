@@ -24,12 +24,12 @@ from meshwright.tools.sweep.attempt import (
 )
 from meshwright.tools.sweep.commands import run_command, run_environment
 from meshwright.tools.sweep.planned import Planned, predict_here
-from meshwright.train.config import ConfigError
-from meshwright.train.lock import LockError, lock_folder
+from meshwright.train.errors import ConfigError, LockError
+from meshwright.train.fault_tolerance.run_lock import lock_folder
 
 POLL_S = 0.2
 LAST_S = 10.0  # that workers may take to end when their launcher has; then they are killed
-# a run's own, in train/lock.py: a sweep's runs have their folders
+# a run's own, in train/fault_tolerance/run_lock.py: a sweep's runs have their folders
 TAKEN_ADVICE = ": end that run, or use another run.dir"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

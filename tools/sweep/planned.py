@@ -15,21 +15,13 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.tools.run_folder import changed_keys, flatten, read_config
 from meshwright.tools.sweep.spec import Cell, Spec, make_cells, override_text, value_text
-from meshwright.train.config import (
-    Config,
-    ConfigError,
-    config_from,
-    find_config,
-    known_keys,
-    make_parser,
-    parser_arguments,
-)
-from meshwright.train.cores import usable_cores
-from meshwright.train.data.config import DataError
-from meshwright.train.place import Place, choose_device
-from meshwright.train.plan_here import plan_here
-from meshwright.train.planning import plan_run
-from meshwright.train.predict import predict
+from meshwright.train.config import Config
+from meshwright.train.config_parser import config_from, find_config, known_keys, make_parser, parser_arguments
+from meshwright.train.distributed.process_group import usable_cores
+from meshwright.train.distributed.ranks import Place, choose_device
+from meshwright.train.errors import ConfigError, DataError
+from meshwright.train.planning.predict import predict
+from meshwright.train.planning.resolve import plan_here, plan_run
 
 SHOWN = 8  # changed keys of a run, in a message
 

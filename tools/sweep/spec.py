@@ -13,7 +13,8 @@ from typing import Any
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.tools.run_folder import flatten
-from meshwright.train.config import ConfigError, known_keys
+from meshwright.train.config_parser import known_keys
+from meshwright.train.errors import ConfigError
 
 KEYS = ("config", "processes", "nodes", "overrides", "grid", "runs", "seeds", "repeat", "folder")
 LAUNCH = ("processes", "nodes")  # keys of a run that are no keys of a config

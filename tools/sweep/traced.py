@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.tools.trace.answer import answer
 from meshwright.tools.trace.find import find_traces
-from meshwright.train.config import USER_ERRORS
+from meshwright.train.errors import USER_ERRORS
 
 EXPOSED = "exposed"  # of tools.trace.shares.KINDS
 

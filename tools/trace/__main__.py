@@ -23,8 +23,8 @@ from meshwright.tools.trace.kernels import top_kernels
 from meshwright.tools.trace.measured import to_timeline
 from meshwright.tools.trace.roofs import Roof, find_roof
 from meshwright.tools.trace.text import describe, printable
-from meshwright.train.config import ConfigError, load_config
-from meshwright.train.data.config import DataError
+from meshwright.train.config_parser import load_config
+from meshwright.train.errors import ConfigError, DataError
 
 EPILOG = """
 examples:

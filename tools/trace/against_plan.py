@@ -37,9 +37,10 @@ from meshwright.parallel.planner.plot.timeline import (
     units_words,
 )
 from meshwright.parallel.planner.timeline import EXPOSED, Event, Timeline
-from meshwright.train.config import Config, load_config
-from meshwright.train.data.config import DataError
-from meshwright.train.predict import predict
+from meshwright.train.config import Config
+from meshwright.train.config_parser import load_config
+from meshwright.train.errors import DataError
+from meshwright.train.planning.predict import predict
 
 # pixels over a panel for its line of figures, and for the names of phases
 WORDS_HEIGHT, PHASES_HEIGHT = 24, 24

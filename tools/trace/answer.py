@@ -15,7 +15,7 @@ from meshwright.tools.trace.ranks import Clock, SlowUnit, Straggler, find_slow_u
 from meshwright.tools.trace.shares import Communication, Shares, median_step, split_step, sum_communication
 from meshwright.tools.trace.steps import Step
 from meshwright.tools.trace.store import Store, load_store
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 
 _RANK = re.compile(r"rank-(\d+)\.json(\.gz)?")
 _STEP = re.compile(r"step-(\d+)")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 
 RUN, GROUPS = "meshwright", "distributedInfo"  # written by train.profiling, and by torch's profiler
 COUNTS = ("rank", "world_size", "local_world_size", "first_step", "steps")

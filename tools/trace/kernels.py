@@ -13,7 +13,7 @@ from meshwright.tools.trace.kernel_rows import KernelRow, ranked
 from meshwright.tools.trace.read import read_events
 from meshwright.tools.trace.roofs import Roof
 from meshwright.tools.trace.store import DEVICE_WORK
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 
 
 def top_kernels(path: Path, steps: int, roof: Roof | None, most: int = 12) -> list[KernelRow]:

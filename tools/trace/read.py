@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 
 EVENTS = "traceEvents"
 CHUNK_CHARS = 1 << 20

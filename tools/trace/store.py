@@ -1,7 +1,6 @@
 """What is needed of a trace, in compact columns: one pass over a file of any size. In memory it takes, by
 tracemalloc, 17 bytes an operator that lies in no other, about 35 a call that launches or a kernel (180 one of
-NCCL's), 140 a collective's launch or gloo's span, and 265 an annotation.
-"""
+NCCL's), 140 a collective's launch or gloo's span, and 265 an annotation."""
 
 from array import array
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from meshwright.tools.trace.labels import (
 )
 from meshwright.tools.trace.read import Trace
 from meshwright.tools.trace.spans import Interval
-from meshwright.train.data.config import DataError
+from meshwright.train.errors import DataError
 
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHING = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})

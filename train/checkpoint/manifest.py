@@ -13,8 +13,8 @@ import torch
 
 from meshwright import __version__
 from meshwright.parallel.yaml_io import read_bounded
-from meshwright.train.checkpoint.config import GONE, CheckpointError, make_unreadable
-from meshwright.train.read_json import parse_mapping
+from meshwright.train.errors import CheckpointError, UnreadableError
+from meshwright.train.files import parse_mapping
 
 MANIFEST, FORMAT = "manifest.json", "meshwright checkpoint 2"
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,255}")
@@ -151,3 +151,15 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise TypeError
     return value
+
+
+# what says for certain that a file is not there; no other OSError does
+GONE = (FileNotFoundError, NotADirectoryError)
+
+
+def make_unreadable(path: Path, error: OSError) -> UnreadableError:
+    """The error for a file or folder of a checkpoint that is there, or may be, and cannot be read."""
+    return UnreadableError(
+        f"{path} cannot be read ({error.strerror or error}), which does not mean that it is damaged; nothing "
+        "was passed over: mend that and start again"
+    )

@@ -12,14 +12,16 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.errors import one_line
-from meshwright.train.checkpoint.config import (
+from meshwright.train.checkpoint.manifest import (
     GONE,
-    CheckpointError,
-    UnreadableError,
-    VerifyMode,
+    MANIFEST,
+    Manifest,
+    SavedFile,
     make_unreadable,
+    read_manifest,
 )
-from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, SavedFile, read_manifest
+from meshwright.train.config import VerifyMode
+from meshwright.train.errors import CheckpointError, UnreadableError
 
 _READ_BYTES = 16 * 2**20
 

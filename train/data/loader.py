@@ -9,16 +9,11 @@ import time
 import zlib
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from meshwright.train.data.mixture import draw
-from meshwright.train.data.order import sample_indices
-from meshwright.train.data.sequences import SequenceShape, count_sequences, read_batch
-from meshwright.train.data.to_device import await_copies, copy_beside
-from meshwright.train.data.tokens import Source
-from meshwright.train.step import Batch
+from meshwright.train.data.batch import Batch, await_copies, copy_beside
+from meshwright.train.data.sample_order import SampleOrder
+from meshwright.train.data.sequences import SequenceShape, read_batch
 
 # a step's batches, their hash, and when they are on the GPU
 _Ready = tuple[list[Batch], int, torch.cuda.Event | None]
@@ -53,32 +48,6 @@ class StepData:
     micro_batches: list[Batch]
     data_hash: int
     wait_s: float
-
-
-class SampleOrder:
-    """Which sequence stands at each position of the endless order: a pure function of the seed."""
-
-    def __init__(self, sources: tuple[Source, ...], shape: SequenceShape, seed: int) -> None:
-        self.splits, self.seed = [source.split for source in sources], seed
-        self.sizes = [count_sequences(split, shape) for split in self.splits]
-        self.names, self.weights = (
-            [source.name for source in sources],
-            tuple(source.weight for source in sources),
-        )
-
-    def rows(self, first: int, count: int) -> NDArray[np.int64]:
-        """rows[count] = (source, index) of positions first .. first + count - 1."""
-        positions = np.arange(first, first + count, dtype=np.int64)
-        if len(self.sizes) == 1:
-            return np.stack(
-                (np.zeros_like(positions), sample_indices(positions, self.sizes[0], self.seed)), axis=1
-            )
-        sources, places = draw(first, count, self.weights, self.seed)
-        rows = np.stack((sources, places), axis=1)
-        for source, size in enumerate(self.sizes):
-            mine = sources == source
-            rows[mine, 1] = sample_indices(places[mine], size, self.seed + source)
-        return rows
 
 
 class TrainLoader:

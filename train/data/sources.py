@@ -8,9 +8,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from meshwright.train.data.config import DataError
-from meshwright.train.data.paths import user_path
-from meshwright.train.data.store import MANIFEST
+from meshwright.train.data.token_store import MANIFEST
+from meshwright.train.errors import DataError
+from meshwright.train.files import user_path
 
 TEXT_SUFFIXES = {
     ".txt",

@@ -1,0 +1,70 @@
+"""The sharded model with its initial weights."""
+
+import fnmatch
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.models.llama import Llama, init_weights
+from meshwright.parallel.apply import apply_plan
+from meshwright.parallel.fsdp import copy_shard
+from meshwright.parallel.plan.schema import Plan
+from meshwright.train.config import Config
+from meshwright.train.errors import ConfigError
+
+
+def build_model(config: Config, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Llama:
+    """Built on the meta device and filled one parameter at a time, so no rank ever holds the whole.
+
+    With `plan.cpu_offload` parameters stay in host memory. Raises ConfigError for a `train.freeze` that
+    matches nothing.
+    """
+    model = shard_model(config, plan, mesh)
+    fill_model(model, config, plan, device)
+    return model
+
+
+def shard_model(config: Config, plan: Plan, mesh: DeviceMesh) -> Llama:
+    """The first half of building: a model on the meta device with the plan applied to it."""
+    with torch.device("meta"):
+        model = Llama(config.model)
+    model.head.loss.z_loss = config.train.z_loss
+    for parameter in model.parameters():  # not the buffers: RoPE's tables stay float32
+        parameter.data = parameter.data.to(getattr(torch, plan.storage_dtype))
+    freeze(model, config.train.freeze)
+    apply_plan(model, plan, mesh)
+    return model
+
+
+def fill_model(
+    model: Llama, config: Config, plan: Plan, device: torch.device, copy: Callable[..., None] = copy_shard
+) -> None:
+    """The second half: this rank's tensors, with initial values that `copy` puts into them, as in
+    `init_weights`."""
+    model.to_empty(device="cpu" if plan.cpu_offload else device)
+    for name, buffer in model.named_buffers():  # all of them belong to the model itself
+        setattr(model, name, buffer.to(device))
+    init_weights(model, config.run.seed, copy)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude parameters from training by fqn pattern, as in layers.0.* (their gradients are not even
+    computed)."""
+    for pattern in patterns:
+        # A tied weight by either of its names.
+        found = [
+            p
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if fnmatch.fnmatchcase(name, pattern)
+        ]
+        if not found:
+            raise ConfigError(
+                f"train.freeze: {pattern} matches no parameter; names are as tok_embeddings.weight or "
+                f"layers.0.*"
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"train.freeze={list(patterns)} leaves nothing to train")

@@ -1,0 +1,173 @@
+"""`checkpoint.init_from`: a run that starts at step 0 from weights that are already there.
+
+They are a Hugging Face folder or one of our checkpoints, of which the optimizer's state and the position are
+left. Each rank reads the slices of its own shards straight into them, converted to the parameters' dtype: no
+rank holds the model, nor sends any of it to another.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.models.hf import different_keys, hf_name, is_ignored
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
+from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
+from meshwright.train.config import VerifyMode
+from meshwright.train.config_parser import load_config
+from meshwright.train.errors import CheckpointError, ConfigError
+from meshwright.train.files import user_path
+
+PREFIX = "model."  # of the weights, among everything else that a checkpoint of ours holds
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a model's weights are: the files, and each parameter's name in them by our fqn; and the
+    checkpoint of ours that they are, if they are one."""
+
+    files: tuple[Path, ...]
+    names: dict[str, str]
+    checkpoint: Path | None = None
+
+
+def find_weights(init_from: str | None, model: LlamaConfig, resume_from: Path | None) -> Weights | None:
+    """The weights that `checkpoint.init_from` means, checked against the model by name and shape; None
+    without it, or where the run goes on from a checkpoint of its own. Raises CheckpointError and
+    ConfigError."""
+    if init_from is None or resume_from:
+        return None
+    path = user_path(init_from, "checkpoint.init_from", CheckpointError)
+    if (path / MANIFEST).is_file():
+        return _of_checkpoint(path, model)
+    if (path / CONFIG).is_file():
+        return _of_folder(open_folder(path), model)
+    saved = [] if not path.is_dir() else [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
+    hint = f", such as {saved[-1]}" if saved else ""
+    raise CheckpointError(
+        f"checkpoint.init_from={init_from} has neither {CONFIG} nor {MANIFEST}: name the folder of a "
+        f"Hugging Face Llama, or a checkpoint{hint}"
+    )
+
+
+def say_start(init_from: str | None, resume_from: Path | None) -> list[str]:
+    """Which weights the run starts with, if that is a question, in a line."""
+    if init_from is None:
+        return []
+    if resume_from:
+        return [f"weights: checkpoint.init_from is not read, since the run goes on from {resume_from}"]
+    return [f"weights: from {init_from}, with a new optimizer at step 0"]
+
+
+def load_weights(weights: Weights, model: nn.Module, verify: VerifyMode = "full") -> None:
+    """Read each rank's slices into its parameters, in place, on whatever mesh they are; all ranks call it.
+    Raises CheckpointError if they are of a checkpoint that does not verify."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    if weights.checkpoint:
+        verify_together(weights.checkpoint, verify)
+    tensors: dict[str, Any] = {
+        weights.names[fqn]: parameter.detach() for fqn, parameter in model.named_parameters()
+    }
+    load(tensors, storage_reader=FilesReader(weights.files))
+
+
+def check_folder(folder: HfFolder) -> None:
+    """CheckpointError if the tensors of a Hugging Face folder are not those that its config.json says."""
+    saved = {
+        name: t.shape
+        for name, t in folder.tensors.items()
+        if not is_ignored(name, folder.config.tie_embeddings)
+    }
+    names = {hf_name(fqn): shape for fqn, shape in weight_shapes(folder.config).items()}
+    _check_tensors(folder.path, names, saved)
+    odd = [
+        f"{name} ({folder.tensors[name].dtype})" for name in names if folder.tensors[name].dtype not in DTYPES
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{folder.path}: {_first(odd)} is stored in a dtype that we do not read (only "
+            f"{', '.join(DTYPES)}): save the model without quantization"
+        )
+
+
+def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter by fqn; a tied weight once. Nothing is allocated."""
+    with torch.device("meta"):
+        model = Llama(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _of_folder(folder: HfFolder, model: LlamaConfig) -> Weights:
+    _check_config(
+        f"{folder.path}/{CONFIG}",
+        folder.config,
+        model,
+        f"`python -m tools.convert_hf import {folder.path} OUT` writes a config.yaml to use with --config",
+    )
+    check_folder(folder)
+    return Weights(folder.files, {fqn: hf_name(fqn) for fqn in weight_shapes(model)})
+
+
+def _of_checkpoint(path: Path, model: LlamaConfig) -> Weights:
+    manifest = read_manifest(path)
+    raise_damage(
+        path, find_damage(path, manifest, "full", [name for name in manifest.files if name == "config.yaml"])
+    )
+    if not (path / "config.yaml").is_file():
+        raise CheckpointError(f"{path} has no config.yaml, so its model is not known: use another checkpoint")
+    way_out = f"use the model section of {path}/config.yaml"
+    _check_config(f"{path}/config.yaml", load_config(path / "config.yaml").model, model, way_out)
+    names = {fqn: f"{PREFIX}{fqn}" for fqn in weight_shapes(model)}
+    _check_tensors(
+        path,
+        {names[fqn]: shape for fqn, shape in weight_shapes(model).items()},
+        {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(PREFIX)},
+    )
+    return Weights(
+        tuple(path / name for name in manifest.files if name.endswith(".safetensors")), names, path
+    )
+
+
+def _check_config(where: str, theirs: LlamaConfig, ours: LlamaConfig, way_out: str) -> None:
+    """ConfigError with every key of the model that differs. Fewer positions are no difference: the weights do
+    not know."""
+    different = [
+        f"model.{key}={mine}, there {other}"
+        for key, mine, other in different_keys(ours, theirs)
+        if key != "max_seq_len" or mine > other
+    ]
+    if different:
+        raise ConfigError(
+            f"checkpoint.init_from: {where} describes another model: {'; '.join(different)}. {way_out}"
+        )
+
+
+def _check_tensors(
+    path: Path, wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
+) -> None:
+    """CheckpointError if names or shapes differ."""
+    shapes = [
+        f"{name} is {saved[name]}, not {wanted[name]}"
+        for name in wanted.keys() & saved.keys()
+        if saved[name] != wanted[name]
+    ]
+    kinds = {
+        "missing": wanted.keys() - saved.keys(),
+        "unexpected": saved.keys() - wanted.keys(),
+        "of another shape": shapes,
+    }
+    problems = [f"{kind}: {_first(names)}" for kind, names in kinds.items() if names]
+    if problems:
+        raise CheckpointError(f"{path} does not hold the weights of its config. {'. '.join(problems)}")
+
+
+def _first(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

@@ -1,0 +1,176 @@
+"""Parquet files, Arrow files, zstd streams and Hugging Face datasets, through pyarrow and the `datasets`
+library (extra hf)."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.train.data.sources import HF_PREFIX
+from meshwright.train.errors import DataError
+
+_ROWS = 256  # read at once: few enough that long documents fit, many enough that calls do not count
+
+
+def count_groups(path: Path, kind: str) -> int:
+    """How many row groups a parquet file has, or record batches an arrow file. Raises DataError."""
+    pyarrow = import_pyarrow(path)
+    with reading(path):
+        if kind == "parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                return int(file.num_row_groups)
+        with pyarrow.memory_map(str(path)) as source:
+            reader = _open_arrow(pyarrow, source)
+            return (
+                reader.num_record_batches if hasattr(reader, "num_record_batches") else sum(1 for _ in reader)
+            )
+
+
+def read_rows(
+    path: Path, kind: str, first: int, last: int, field: str
+) -> Iterator[tuple[int, list[bytes | None]]]:
+    """Texts of the groups first to last - 1: number of the first row in the file, and texts, None for null.
+    Raises DataError."""
+    pyarrow = import_pyarrow(path)
+    with reading(path):
+        read = _read_parquet if kind == "parquet" else _read_arrow
+        for row, batch in read(pyarrow, path, first, last, field):
+            yield row, _to_bytes(pyarrow, batch.column(0), field, path)
+
+
+def open_zstd(raw: Any, path: Path) -> Any:
+    """A stream of what a zstd file unpacks to."""
+    return import_pyarrow(path).CompressedInputStream(raw, "zstd")
+
+
+def import_pyarrow(what: Path | str) -> Any:
+    """pyarrow with its parquet part, imported late as only some sources need it. Raises DataError."""
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError:
+        raise DataError(
+            f"{what} is read by pyarrow, which is not installed: pip install -e '.[hf]'"
+        ) from None
+    return pyarrow
+
+
+class reading:
+    """Context in which what a library says of a file becomes a DataError that names the file."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, DataError):
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataError(
+                f"data.source: {self._path} cannot be read; it may be damaged or cut short ({said}): "
+                "restore it or leave it out"
+            ) from None
+
+
+def _read_parquet(pyarrow: Any, path: Path, first: int, last: int, field: str) -> Iterator[tuple[int, Any]]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        _check_field(field, file.schema_arrow.names, path)
+        row = sum(file.metadata.row_group(i).num_rows for i in range(first))
+        for batch in file.iter_batches(
+            _ROWS, row_groups=range(first, last), columns=[field], use_threads=False
+        ):
+            yield row, batch
+            row += batch.num_rows
+
+
+def _read_arrow(pyarrow: Any, path: Path, first: int, last: int, field: str) -> Iterator[tuple[int, Any]]:
+    """Memory-mapped, so that the batches before `first` cost no reading."""
+    with pyarrow.memory_map(str(path)) as source:
+        reader = _open_arrow(pyarrow, source)
+        _check_field(field, reader.schema.names, path)
+        at_once = hasattr(reader, "num_record_batches")
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if at_once else reader
+        row = 0
+        for number, batch in enumerate(batches):
+            if number == last:
+                return
+            if number >= first:
+                column = batch.select([field])
+                yield from ((row + i, column.slice(i, _ROWS)) for i in range(0, batch.num_rows, _ROWS))
+            row += batch.num_rows
+
+
+def _open_arrow(pyarrow: Any, source: Any) -> Any:
+    """A reader of either of Arrow's two formats: the file format has an index, the streaming format has
+    none."""
+    try:
+        return pyarrow.ipc.open_file(source)
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        return pyarrow.ipc.open_stream(source)
+
+
+def _check_field(field: str, names: list[str], path: Path | str) -> None:
+    if field not in names:
+        raise DataError(
+            f"data.source: {path} has no field {field}, but {', '.join(names) or 'none'}: name its text with "
+            "data.text_field (--text_field of tools.prepare_data)"
+        )
+
+
+def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes | None]:
+    types = pyarrow.types
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not any(test(column.type) for test in (types.is_string, types.is_large_string, types.is_string_view)):
+        raise DataError(
+            f"data.source: {path}: the field {field} is {column.type}, not text: name another with "
+            f"data.text_field"
+        )
+    texts: list[bytes | None] = column.cast(
+        pyarrow.binary_view() if types.is_string_view(column.type) else pyarrow.large_binary()
+    ).to_pylist()
+    return texts
+
+
+# Hugging Face datasets
+
+
+@functools.lru_cache(maxsize=1)
+def open_dataset(source: str) -> Any:
+    """The map-style dataset that hf:NAME[:CONFIG[:SPLIT]] or hf:FOLDER[:CONFIG[:SPLIT]] means. Raises
+    DataError."""
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError:
+        raise DataError(f"{source} needs the datasets library: pip install -e '.[hf]'") from None
+    name, config, split = [*source.removeprefix(HF_PREFIX).split(":"), "", ""][:3]
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(name)
+            return saved[split or "train"] if isinstance(saved, dict) else saved
+        return datasets.load_dataset(name, config or None, split=split or "train")
+    except Exception as error:  # the library raises many kinds, its dependencies' among them
+        said = (str(error).splitlines() or [""])[0]
+        raise DataError(
+            f"{source} cannot be loaded by the datasets library ({type(error).__name__}: {said}): "
+            "write hf:NAME:CONFIG:SPLIT as it is on the hub, or hf:FOLDER"
+        ) from None
+
+
+def read_dataset(source: str, first: int, last: int, field: str) -> Iterator[tuple[int, list[bytes | None]]]:
+    """Texts of the rows first to last - 1, as read_rows gives them. Raises DataError."""
+    dataset = open_dataset(source)
+    _check_field(field, dataset.column_names, source)
+    with reading(source):
+        column = dataset.select_columns([field])
+        for row in range(first, last, _ROWS):
+            texts = column[row : min(row + _ROWS, last)][field]
+            for text in texts:
+                if not isinstance(text, str | None):
+                    raise DataError(
+                        f"{source}: the field {field} is {type(text).__name__}, not text: name another with "
+                        "--text_field"
+                    )
+            yield row, [None if text is None else text.encode() for text in texts]

@@ -1,0 +1,164 @@
+"""How a source is cut into pieces: the unit of work and of restarting, each of which becomes one shard of
+each split.
+
+The cut depends on the names and sizes of the files alone, not on how many processes work on them.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.train.data.prepare.arrow_reader import count_groups, open_dataset
+from meshwright.train.data.sources import HF_PREFIX, TEXT, find_files, fingerprint_file, kind_of
+from meshwright.train.data.token_store import SourceFile
+from meshwright.train.errors import DataError
+
+HF = "hf"
+# a smaller source is cut finer, so that several processes have work
+_FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or a range of it.
+
+    Args:
+        name: of the file, relative to the source
+        path: of the file
+        kind: text, jsonl, jsonl.gz, jsonl.zst, parquet, arrow or hf
+        first: where the range begins: a byte (text, jsonl), row group (parquet), record batch (arrow) or row
+            (hf)
+        last: one after its end
+        size_bytes: of the range, about
+        file_bytes, mtime_ns: of the whole file when it was listed
+        fingerprint: of the whole file
+        held_out: whether a text file is held out; records decide each for itself
+    """
+
+    name: str
+    path: str
+    kind: str
+    first: int
+    last: int
+    size_bytes: int
+    file_bytes: int
+    mtime_ns: int
+    fingerprint: str
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive parts of a source.
+
+    Args:
+        index: its place in the source
+        parts: of it
+        cut: its one document is the only one of the source: its end is held out
+        swapped: name of a record that goes to the other split than its hash says, or ""
+    """
+
+    index: int
+    parts: tuple[Part, ...]
+    cut: bool = False
+    swapped: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+
+def cut_source(
+    source: str, share: float, shard_bytes: int, check_text: bool = True
+) -> tuple[list[SourceFile], list[Piece]]:
+    """Every file of a source, and its pieces of about `shard_bytes`. Raises DataError.
+
+    `check_text`: of the standard library, whose tests try other encodings, only what is UTF-8.
+    """
+    if source.startswith(HF_PREFIX):
+        files = [_describe_dataset(source)]
+    else:
+        found = find_files(source)
+        if check_text and source == "stdlib":
+            found = [(name, path) for name, path in found if _is_utf8(path)]
+        files = [_describe_file(name, path) for name, path in found]
+    texts = [part.name for part in files if part.kind == TEXT]
+    held_out = choose_held_out(texts, share)
+    target = min(shard_bytes, max(sum(part.file_bytes for part in files) // _FEWEST_PIECES, _LEAST_BYTES))
+    parts = (
+        part for file in files for part in _cut_file(replace(file, held_out=file.name in held_out), target)
+    )
+    pieces = [Piece(index, group) for index, group in enumerate(_group(parts, target))]
+    if len(files) == len(texts) == 1 and share:
+        pieces = [replace(pieces[0], cut=True)]
+    return [SourceFile(part.name, part.file_bytes, part.fingerprint) for part in files], pieces
+
+
+def choose_held_out(names: Sequence[str], share: float) -> set[str]:
+    """Names whose hash falls into `share`; at least one name, and never all, but none of a share of 0.
+
+    Other documents do not matter.
+    """
+    if share == 0:
+        return set()
+    by_hash = sorted(names, key=unit_hash)
+    count = sum(unit_hash(name) < share for name in names)
+    return set(by_hash[: min(max(count, 1), len(names) - 1)])
+
+
+def unit_hash(name: str) -> float:
+    """A number from 0 to 1 that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode()
+        return True
+    except UnicodeDecodeError:
+        return False
+
+
+def _describe_file(name: str, path: Path) -> Part:
+    """The whole file as one part."""
+    try:
+        stat, fingerprint = path.stat(), fingerprint_file(path)
+    except OSError as error:
+        raise DataError(f"data.source: cannot read {path} ({error.strerror})") from None
+    kind, size = kind_of(path), stat.st_size
+    last = count_groups(path, kind) if kind in ("parquet", "arrow") else size
+    return Part(name, str(path), kind, 0, last, size, size, stat.st_mtime_ns, fingerprint)
+
+
+def _describe_dataset(source: str) -> Part:
+    """All rows of a Hugging Face dataset; the library keeps a fingerprint of what they are made from."""
+    dataset = open_dataset(source)
+    size = int(dataset.data.nbytes)
+    fingerprint = hashlib.sha256(f"{dataset._fingerprint}:{len(dataset)}".encode()).hexdigest()
+    return Part(source, source, HF, 0, len(dataset), size, size, 0, fingerprint)
+
+
+def _cut_file(part: Part, target: int) -> Iterator[Part]:
+    """Ranges of equal length, as near to `target` bytes as can be; a file that cannot be read from its middle
+    stays whole."""
+    whole = part.kind in (TEXT, "jsonl.gz", "jsonl.zst")
+    count = 1 if whole else max(1, min(round(part.file_bytes / target), part.last))
+    edges = [part.last * i // count for i in range(count + 1)]
+    sizes = [part.file_bytes * i // count for i in range(count + 1)]
+    for i in range(count):
+        yield replace(part, first=edges[i], last=edges[i + 1], size_bytes=sizes[i + 1] - sizes[i])
+
+
+def _group(parts: Iterator[Part], target: int) -> Iterator[tuple[Part, ...]]:
+    """Consecutive parts, together at most `target` bytes if they are more than one."""
+    group, size_bytes = list[Part](), 0
+    for part in parts:
+        if group and size_bytes + part.size_bytes > target:
+            yield tuple(group)
+            group, size_bytes = [], 0
+        group.append(part)
+        size_bytes += part.size_bytes
+    if group:
+        yield tuple(group)

@@ -1,0 +1,418 @@
+"""Tokenised text on disk: a folder of shards, and a manifest that says what they hold.
+
+    manifest.json        tokenizer, dtype, sources with fingerprints, every shard with counts and checksums
+    tokenizer.json       where the tokenizer has one
+    train-00000.bin      token ids, little-endian uint16 or uint32: document after document, [BOS] ids EOS
+    train-00000.ends     little-endian uint64: where each document of the shard ends, in tokens
+    held_out-00000.bin   the same of the documents kept for evaluation
+
+A folder with a manifest is complete: whoever writes one gives it its name by one rename at the end. Whether
+shards are still what their manifest says is read once, and remembered until a file changes.
+"""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.parallel.errors import one_line
+from meshwright.train.data.tokenizer import TokenizerInfo
+from meshwright.train.errors import DataError
+from meshwright.train.files import open_files_limit, read_json
+
+# Files that stay mapped after they were read: each is an open file, and a map, of which Linux gives a process
+# 65,530.
+MOST_MAPPED = 4096
+
+
+class _TooManyOpenFiles(Exception):
+    """This process has as many files open as it may."""
+
+
+@dataclass(eq=False)
+class MappedFile:
+    """Numbers in a file, mapped into memory when they are read. `modified_ns`: the file's time stamp; where
+    that is another one, `sha256` says whether it is still the same file."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    length: int
+    sha256: str
+    modified_ns: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def numbers(self) -> NDArray[Any]:
+        """numbers[length]. Raises DataError if the file cannot be opened, or is not the one that it was."""
+        try:
+            return _maps()(self)
+        # others of this process have taken what was free: close all of these, and begin again
+        except _TooManyOpenFiles:
+            _maps.cache_clear()
+        try:
+            return _maps()(self)
+        except _TooManyOpenFiles as error:
+            raise DataError(
+                f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} "
+                f"files open "
+                "(ulimit -n), and all are taken: allow it more"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard: ids[tokens], and ends[documents], where each document ends in it."""
+
+    ids: MappedFile
+    ends: MappedFile
+
+
+class Split:
+    """The shards of one split, one after another, as one stream of tokens and one list of documents."""
+
+    def __init__(self, shards: list[Shard], text_bytes: int) -> None:
+        self._shards, self.text_bytes = shards, text_bytes
+        self._tokens = np.cumsum([0, *(len(shard.ids) for shard in shards)])  # where each shard begins
+        self._documents = np.cumsum([0, *(len(shard.ends) for shard in shards)])
+
+    @property
+    def tokens(self) -> int:
+        return int(self._tokens[-1])
+
+    @property
+    def documents(self) -> int:
+        return int(self._documents[-1])
+
+    def read(self, first: int, out: NDArray[np.int64]) -> None:
+        """Copy the tokens from `first` on into `out`, widened on the way."""
+        done = 0
+        while done < len(out):
+            shard, offset = self._find(first + done)
+            part = self._shards[shard].ids.numbers()[offset : offset + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+
+    def document(self, index: int) -> tuple[int, int]:
+        """First token of a document, and the one after its last."""
+        shard = int(np.searchsorted(self._documents, index, side="right")) - 1
+        ends, within = self._shards[shard].ends.numbers(), index - int(self._documents[shard])
+        begin = int(self._tokens[shard])
+        return begin + (int(ends[within - 1]) if within else 0), begin + int(ends[within])
+
+    def ends_between(self, first: int, last: int) -> NDArray[np.int64]:
+        """Where documents end (one after their last token), of those that end after `first` and at or before
+        `last`."""
+        found = []
+        shard = self._find(first)[0]
+        while shard < len(self._shards) and self._tokens[shard] < last:
+            begin, ends = int(self._tokens[shard]), self._shards[shard].ends.numbers()
+            # As uint64, which the ends are: for a Python int numpy would copy all of them as float64.
+            bounds = np.array([max(0, first - begin), last - begin], np.uint64)
+            low, high = np.searchsorted(ends, bounds, side="right").tolist()
+            found.append(ends[low:high].astype(np.int64) + begin)
+            shard += 1
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def place(self, token: int) -> str:
+        """Where a token lies, for people: file and byte offset."""
+        shard, offset = self._find(token)
+        ids = self._shards[shard].ids
+        return f"{ids.path}, byte {offset * ids.dtype.itemsize:,} (token {offset:,})"
+
+    def _find(self, token: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._tokens, token, side="right")) - 1
+        return shard, token - int(self._tokens[shard])
+
+
+@functools.cache
+def _maps() -> Callable[[MappedFile], NDArray[Any]]:
+    """`_map`, of which the latest are kept: for all data of this process at most a quarter of the files that
+    it may open."""
+    return functools.lru_cache(maxsize=min(open_files_limit() // 4, MOST_MAPPED))(_map)
+
+
+def _map(file: MappedFile) -> NDArray[Any]:
+    try:
+        with open(file.path, "rb") as opened:
+            _check_unchanged(file, opened)
+            return np.memmap(opened, file.dtype, "r")
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise _TooManyOpenFiles(error.strerror) from None
+        if error.errno in (errno.ENOENT, errno.EACCES):
+            raise DataError(
+                f"{file.path} cannot be opened ({error.strerror}): a run reads its data until its end"
+            ) from None
+        raise  # a fault of the disk or of the network: no mistake of the user
+
+
+def _check_unchanged(file: MappedFile, opened: BufferedReader) -> None:
+    """DataError where the file is another one than at the start of the run: its tokens would be of other
+    documents."""
+    status = os.fstat(opened.fileno())
+    same_size = status.st_size == file.length * file.dtype.itemsize
+    if same_size and status.st_mtime_ns == file.modified_ns:
+        return
+    # Some touch their files, lest a cluster deletes them.
+    if not same_size or hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+        raise DataError(f"{file.path} has been changed since the run began: start the run again")
+    file.modified_ns = status.st_mtime_ns
+
+
+FORMAT = 1  # raised when the files' layout changes
+MANIFEST = "manifest.json"
+MANIFEST_BYTES = 2**28  # more than a million source files with names of 150 letters
+SPLITS = ("train", "held_out")
+DTYPES = ("uint16", "uint32")
+T = TypeVar("T", TokenizerInfo, "ShardInfo", "SourceFile")
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """A shard as the manifest has it.
+
+    Args:
+        name: of its files, without .bin and .ends
+        tokens: BOS and EOS included
+        documents: how many
+        text_bytes: of their text in UTF-8
+        max_id: the largest token id
+        sha256: of the .bin file
+        ends_sha256: of the .ends file
+    """
+
+    name: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    max_id: int
+    sha256: str
+    ends_sha256: str
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that was tokenised: its name within the source, its size, and a hash of its beginning, end and
+    size."""
+
+    name: str
+    size_bytes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds."""
+
+    tokenizer: TokenizerInfo
+    dtype: str
+    sources: tuple[SourceFile, ...]
+    splits: dict[str, tuple[ShardInfo, ...]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder. Raises DataError."""
+    path = folder / MANIFEST
+    try:
+        plain = read_json(path, MANIFEST_BYTES)
+        if repr(plain["format"]) != repr(FORMAT):
+            raise ValueError(f"format {plain['format']!r}, this version reads {FORMAT}")
+        if plain["dtype"] not in DTYPES:
+            raise ValueError(f"dtype {plain['dtype']!r} is not one of {', '.join(DTYPES)}")
+        splits = {
+            split: tuple(build(ShardInfo, shard) for shard in plain["splits"][split]) for split in SPLITS
+        }
+        if twice := [
+            name for name, n in Counter(s.name for split in SPLITS for s in splits[split]).items() if n > 1
+        ]:
+            raise ValueError(f"the shard {twice[0]} stands twice")
+        return Manifest(
+            tokenizer=build(TokenizerInfo, plain["tokenizer"]),
+            dtype=plain["dtype"],
+            sources=tuple(build(SourceFile, source) for source in plain["sources"]),
+            splits=splits,
+            settings={**plain["settings"]},
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        said = one_line(f"{type(error).__name__}: {error}", 400)
+        raise DataError(f"{path} cannot be read ({said}): prepare the data again") from None
+
+
+def build(kind: type[T], plain: dict[str, Any]) -> T:
+    """One of the dataclasses above. TypeError or ValueError for a value that cannot be: of another type, a
+    count below 0, a name that leads out of the folder, BOS or EOS that is no id."""
+    built = kind(**plain)
+    for item in fields(kind):  # type: ignore[arg-type]
+        value, wanted = getattr(built, item.name), item.type
+        if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise TypeError(f"{item.name} is {one_line(repr(value), 80)}")
+        if isinstance(value, int) and not 0 <= value < 2**62:
+            raise ValueError(f"{item.name} is {value}")
+    if isinstance(built, ShardInfo) and not (
+        re.fullmatch(r"[\w-]{1,100}", built.name, re.ASCII)
+        and built.tokens
+        and built.documents
+        and built.text_bytes
+        and all(re.fullmatch(r"[0-9a-f]{64}", hash) for hash in (built.sha256, built.ends_sha256))
+    ):
+        raise ValueError(f"the shard {built.name} is described by impossible values")
+    if isinstance(built, TokenizerInfo) and not max(built.eos, built.bos or 0) < built.vocab_size:
+        raise ValueError(
+            f"the tokenizer's bos {built.bos} and eos {built.eos} are not below its vocab_size "
+            f"{built.vocab_size}"
+        )
+    return built
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    """The manifest as its file has it."""
+    return json.dumps(asdict(manifest), indent=1) + "\n"
+
+
+def open_split(folder: Path, manifest: Manifest, *splits: str) -> Split:
+    """Splits as one. Raises DataError where a file is not there, has another size than the manifest says, or
+    is a link that leads out of the folder. No file stays open: there may be more of them than a process may
+    open."""
+    infos = [info for split in splits for info in manifest.splits[split]]
+    shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
+    return Split(shards, sum(info.text_bytes for info in infos))
+
+
+def sizes(manifest: Manifest) -> dict[str, int]:
+    """Every file of the shards and how many bytes it has."""
+    dtype = np.dtype(manifest.dtype)
+    infos = [info for shards in manifest.splits.values() for info in shards]
+    return {name: size for info in infos for name, size in _sizes(info, dtype).items()}
+
+
+def _sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
+    return {f"{info.name}.bin": info.tokens * dtype.itemsize, f"{info.name}.ends": info.documents * 8}
+
+
+def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> Shard:
+    ids = _open_file(folder / f"{info.name}.bin", dtype.newbyteorder("<"), info.tokens, info.sha256)
+    ends = _open_file(folder / f"{info.name}.ends", np.dtype("<u8"), info.documents, info.ends_sha256)
+    if (last := ends.numbers()[-1]) != info.tokens:
+        raise DataError(
+            f"{ends.path}: the last document ends at token {last} of {info.tokens}: prepare the data again"
+        )
+    return Shard(ids, ends)
+
+
+def _open_file(path: Path, dtype: np.dtype, length: int, sha256: str) -> MappedFile:
+    return MappedFile(path, dtype, length, sha256, check_size(path, length * dtype.itemsize).st_mtime_ns)
+
+
+def check_size(path: Path, size_bytes: int) -> os.stat_result:
+    """What the system says of a file. DataError unless there is such a file of this size, and in this folder:
+    no link that leads elsewhere, or nowhere."""
+    if path.is_symlink():
+        real = os.path.realpath(path)  # Path.resolve raises RuntimeError where links lead in a circle
+        if os.path.dirname(real) != os.path.realpath(path.parent):
+            raise DataError(f"{path} leads out of its folder, to {real}: put the file itself there")
+    try:
+        status = path.stat()
+    except OSError:
+        status = None
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
+        missing = "a link to no file" if path.is_symlink() else "no such file"
+        here = f"{status.st_size:,} bytes" if status and stat.S_ISREG(status.st_mode) else missing
+        raise DataError(
+            f"{path}: {here}, but {path.parent / MANIFEST} says {size_bytes:,} bytes: prepare the data again"
+        )
+    return status
+
+
+THREADS = 4  # hashing lets go of the interpreter
+
+
+def verify_once(folder: Path, remembered: Path) -> None:
+    """Compare every file of a prepared folder with its checksum, unless that was done before and no file has
+    another size or time since; `remembered` is the folder where that is noted. Raises DataError naming the
+    file."""
+    names = [MANIFEST, *(name for name, _ in _checksums(read_manifest(folder)))]
+    seen = json.dumps({name: _stamp(folder / name) for name in names}).encode()
+    note = remembered / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    with contextlib.suppress(OSError):
+        if note.is_file() and note.stat().st_size == len(seen) and note.read_bytes() == seen:
+            return
+    verify(folder)
+    with contextlib.suppress(OSError):  # a cache that cannot be written is only slower next time
+        remembered.mkdir(parents=True, exist_ok=True)
+        partial = note.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(seen)
+        os.replace(partial, note)
+
+
+def verify(folder: Path) -> None:
+    """Compare every file of a prepared folder with its checksum. Raises DataError naming the file."""
+    manifest = read_manifest(folder)
+    wanted = dict(_checksums(manifest))
+    # first: what is no file, or leads elsewhere, is not read at all
+    for name, size_bytes in sizes(manifest).items():
+        check_size(folder / name, size_bytes)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, found in zip(wanted, pool.map(lambda name: hash_file(folder / name), wanted), strict=True):
+            if found != wanted[name]:
+                raise DataError(
+                    f"{folder / name} has changed since it was prepared: its sha256 is {found[:16]}..., "
+                    f"{folder / MANIFEST} says {wanted[name][:16]}...: prepare the data again"
+                )
+            if name.endswith(".ends") and (np.diff(np.fromfile(folder / name, "<i8"), prepend=0) <= 0).any():
+                raise DataError(
+                    f"{folder / name} does not list documents one after another: prepare the data again"
+                )
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file, in hexadecimal. DataError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): prepare the data again") from None
+
+
+def _checksums(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    for shards in manifest.splits.values():
+        for shard in shards:
+            yield f"{shard.name}.bin", shard.sha256
+            yield f"{shard.name}.ends", shard.ends_sha256
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}, but {path.parent / MANIFEST} lists it: prepare the data again"
+        ) from None
+    # The last two are others in a copy that was given the file's time, as on another node's disk under the
+    # same path.
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+@dataclass(frozen=True)
+class Source:
+    """Training tokens: `name` is the last part of the source's path, `weight` its share of the sequences."""
+
+    name: str
+    weight: float
+    split: Split

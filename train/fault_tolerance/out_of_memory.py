@@ -1,0 +1,132 @@
+"""A device that runs out of memory: what was predicted, what was resident, and what would free most."""
+
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.parallel.errors import one_line
+from meshwright.parallel.fsdp import local_part
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.hardware import find_hardware, load_hardware
+from meshwright.train.config import Config
+from meshwright.train.distributed.ranks import Place, read_place
+from meshwright.train.errors import OutOfMemory
+from meshwright.train.memory import peak_resident_bytes
+from meshwright.train.planning.memory_fit import largest_savings
+from meshwright.train.planning.predict import predict_memory
+
+ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
+SPEAK_S = 30.0  # that another rank leaves to rank 0, which ends them all when it has spoken
+ERROR_SHOWN = 400  # characters of torch's own words
+
+
+@contextmanager
+def explaining_out_of_memory(
+    config: Config, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer, folder: Path
+) -> Iterator[None]:
+    """Turn the error of an allocation that failed into OutOfMemory, which tells where the memory went and
+    what would help."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        place = read_place()
+        said = [
+            f"rank {place.rank} ran out of memory: {one_line(error, ERROR_SHOWN)}",
+            # while the error still holds what the step had
+            _in_gib("resident", resident_bytes(device, optimizer)),
+            *_save_snapshot(device, folder / f"out-of-memory-rank-{place.rank}.pickle"),
+        ]
+        # now it lets go of that: working out the advice takes memory too
+        traceback.clear_frames(error.__traceback__)
+        if not place.is_main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(SPEAK_S)
+        raise OutOfMemory("\n  ".join([*said, *_advice(config, plan, device, place)])) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or ON_CPU in str(error)
+
+
+def resident_bytes(device: torch.device, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What this rank holds of parameters, gradients and optimizer state; on a GPU also all the rest
+    (activations, gathered parameters, buffers), and what the allocator has reserved beside that; on a CPU the
+    most that the process has held."""
+    # the sharded ones, gathered or not
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    held = {
+        "params": _bytes(parameters),
+        "grads": _bytes([p.grad for p in parameters if p.grad is not None]),
+        "optimizer": _bytes(states),
+    }
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        held |= {
+            "activations, gathered parameters and buffers": allocated - sum(held.values()),
+            "reserved but free": reserved - allocated,
+        }
+    else:
+        held["process at its peak"] = peak_resident_bytes()
+    return held
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(local_part(tensor).untyped_storage().nbytes() for tensor in tensors)
+
+
+def _advice(config: Config, plan: Plan, device: torch.device, place: Place) -> Iterator[str]:
+    """What was predicted, and the changes that would free most. Where there is no memory left to work that
+    out, that."""
+    try:
+        predicted = predict_memory(config, plan)
+        yield _in_gib(
+            f"predicted {predicted.peak_bytes / GIB:.2f} GiB at the peak", asdict(predicted.at_peak)
+        )
+        kind = (
+            load_hardware()["cpu"]
+            if device.type == "cpu"
+            else find_hardware(torch.cuda.get_device_name(device))
+        )
+        for saving in largest_savings(config, plan, kind, place.local_world_size):
+            yield f"would help: {saving.describe()}"
+        if config.parallel.plan not in ("manual", "auto"):
+            yield (
+                f"(in place of --parallel.plan={config.parallel.plan}, which decides alone: edit it, or "
+                f"leave it out)"
+            )
+    except (RuntimeError, MemoryError) as error:
+        yield f"no advice, for want of memory: {one_line(error, ERROR_SHOWN)}"
+
+
+def _in_gib(name: str, sizes: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in sizes.items() if size)
+    return f"{name}, in GiB: {shown or 'nothing'}"
+
+
+def _save_snapshot(device: torch.device, path: Path) -> list[str]:
+    """Of a GPU's memory; with profile.memory in its window also what allocated it."""
+    if device.type != "cuda":
+        return []
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as error:
+        return [f"no snapshot of the memory in {path}: {one_line(error, ERROR_SHOWN)}"]
+    return [f"snapshot of the memory: {path} (open it at pytorch.org/memory_viz)"]

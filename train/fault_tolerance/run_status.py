@@ -1,0 +1,201 @@
+"""status.json: what became of a run, for whoever looks at its folder, and for the next start in it. Rank 0
+writes it, from any thread, at any moment."""
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.console import Screen
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.errors import CheckpointError, CrashLoopError, OutOfMemory
+from meshwright.train.fault_tolerance.shutdown import as_lost_peer
+from meshwright.train.files import read_json
+
+State = Literal["running", "finished", "stopped", "failed"]
+LIMIT_BYTES = 1 << 20  # a reason may carry an error's whole message
+
+
+@dataclass(frozen=True)
+class FailedStarts:
+    """How many starts in a row, all from the same checkpoint, failed without getting further than step
+    `step`."""
+
+    count: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """What status.json says. `resumed_from`: the step of the checkpoint it started from; None: from the
+    beginning."""
+
+    state: State
+    step: int
+    resumed_from: int | None
+    reason: str
+    failed: FailedStarts
+
+
+def write_status(
+    folder: Path,
+    state: State,
+    step: int,
+    resumed_from: int | None,
+    saved: bool,
+    reason: str = "",
+    failed: FailedStarts = FailedStarts(),
+    named: bool = False,
+) -> str:
+    """Write status.json by one rename, so that a reader never sees half of it. `saved`: there is a
+    checkpoint. `named`: the command names where to start (checkpoint.resume is not auto), so that by itself
+    it would start there again.
+
+    Returns "" or, because an unwritable folder must not end a run, a sentence that says why it could not be
+    written.
+    """
+    status = {
+        "state": state,
+        "step": step,
+        "resumed_from": resumed_from,
+        "reason": reason[: LIMIT_BYTES // 8],
+        "how_to_go_on": _how_to_go_on(state, saved, named),
+        "failed_starts": failed.count,
+        "failed_at_step": failed.step,
+    }
+    # Processes of several nodes may write at once, and threads of one process: none may share the partial
+    # file.
+    partial = folder / f".status.json.{secrets.token_hex(8)}.partial"
+    try:
+        partial.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, folder / "status.json")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        return f"{folder}/status.json could not be written ({error.strerror}) and may be out of date"
+    return ""
+
+
+def _how_to_go_on(state: State, saved: bool, named: bool) -> str:
+    if state == "running":
+        return ""
+    if not saved:
+        return (
+            f"nothing was saved: the same command starts "
+            f"{'where this one did' if named else 'from the beginning'}"
+        )
+    if state == "finished":
+        return f"a larger train.steps{' with --checkpoint.resume=auto' if named else ''} continues it"
+    return "the same command with --checkpoint.resume=auto goes on" if named else "run the same command again"
+
+
+def read_status(folder: Path) -> Status | None:
+    """What a run before this one left; None where there is none, or none that can be understood."""
+    try:
+        status = read_json(folder / "status.json", LIMIT_BYTES)
+    except (OSError, ValueError):
+        return None
+    if status.get("state") not in get_args(State):
+        return None
+    resumed_from = _number(status, "resumed_from") if status.get("resumed_from") is not None else None
+    failed = FailedStarts(_number(status, "failed_starts"), _number(status, "failed_at_step"))
+    return Status(
+        cast(State, status["state"]),
+        _number(status, "step"),
+        resumed_from,
+        str(status.get("reason", "")),
+        failed,
+    )
+
+
+def _number(status: dict[str, Any], key: str) -> int:
+    """A count that may be missing (an older version's file) or anything at all: then 0."""
+    value = status.get(key)
+    return value if type(value) is int and value >= 0 else 0
+
+
+class Journal:
+    """Knows how far the run is. It says nothing before `opened`: until then the folder may be another
+    run's."""
+
+    def __init__(self, place: Place, screen: Screen, named: bool) -> None:
+        """`named`: the same command would not go on from the newest checkpoint, because checkpoint.resume
+        says another."""
+        self._is_main, self._screen, self._named = place.is_main, screen, named
+        self._folder: Path | None = None
+        self._resumed_from: int | None = None
+        self._failed = FailedStarts()
+        self._step, self._warned, self._ended = 0, False, False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def opened(self, folder: Path) -> Iterator[None]:
+        """The folder is this run's: an error that ends it is noted there, but for the refusal of a run that
+        fails again and again, whose last reason stays."""
+        self._folder = folder
+        try:
+            yield
+        except CrashLoopError:
+            raise
+        except BaseException as error:
+            lost = as_lost_peer(error)
+            if not (lost and self._explained_elsewhere()):
+                words = str(lost) if lost else f"{type(error).__name__}: {error}"
+                self.say("failed", words, for_all=isinstance(error, OutOfMemory))
+            raise
+
+    def begin(self, resumed_from: int | None, failed: FailedStarts) -> None:
+        """The run goes on after the step `resumed_from`, or begins; `failed`: starts before this one."""
+        self._resumed_from, self._failed = resumed_from, failed
+        self.reached(resumed_from or 0)
+
+    def reached(self, step: int) -> None:
+        """So many steps are done."""
+        self._step = step
+        self.say("running")
+
+    def ended(self, state: State, step: int, reason: str = "") -> None:
+        """The run has ended by itself, after so many steps."""
+        self._step = step
+        self.say(state, reason)
+
+    def say(self, state: State, reason: str = "", for_all: bool = False) -> None:
+        """Write the state, from any thread; the first one that is not running stays. A folder that cannot be
+        written is one warning. `for_all`: this rank speaks for all, because rank 0 may not be able to."""
+        with self._lock:
+            if not (self._is_main or for_all) or self._folder is None or self._ended:
+                return
+            self._ended = state != "running"
+            problem = write_status(
+                self._folder,
+                state,
+                self._step,
+                self._resumed_from,
+                self._has_saved(),
+                reason,
+                self._failed,
+                self._named,
+            )
+            if problem and not self._warned:
+                self._warned = True
+                self._screen.line(f"warning: {problem}")
+
+    def _explained_elsewhere(self) -> bool:
+        """Whether the process that is gone has said why."""
+        assert self._folder is not None
+        status = read_status(self._folder)
+        return status is not None and status.state == "failed"
+
+    def _has_saved(self) -> bool:
+        assert self._folder is not None
+        try:
+            return bool(list_checkpoints(self._folder / "checkpoints"))
+        except CheckpointError:  # the folder cannot be listed now; the loop hears of it when it saves
+            return False

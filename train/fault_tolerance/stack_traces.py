@@ -1,0 +1,155 @@
+"""Where this process's threads are: in short for a message, in full for a file."""
+
+import linecache
+import os
+import platform
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.train.fault_tolerance.hang_diagnosis import as_ranges
+
+PACKAGE = Path(__file__).parents[2]
+ROOT = PACKAGE.parent
+TORCH = Path(torch.__file__).parent
+# Where Python shows no function of torch.distributed: a wait of its own, as in our code and in compiled
+# graphs.
+WAIT = re.compile(r"\.wait\(|\bwait_tensor\b|\b_c10d_functional\b")
+# PyTorch's own name for it, which its tool torchfrtrace looks for by --prefix
+TRACE_FILE = "nccl_trace_rank_"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a thread is; the fields are those of train.fault_tolerance.hang_diagnosis.RankReport."""
+
+    place: str
+    waits_in: str
+    inside: str
+    path: tuple[str, ...]
+
+
+def main_thread_calls() -> list[Call]:
+    """The main thread's frames, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return (
+        [Call(f.f_code.co_filename, line or 0, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
+        if frame
+        else []
+    )
+
+
+def find_where(calls: Sequence[Call]) -> Where:
+    """Where a stack (innermost call first) is in our code, and which collective it waits in, if any."""
+    ours = [call for call in calls if _is_ours(call)]
+    inner = calls[: calls.index(ours[0])] if ours else calls
+    inside = "" if not calls or calls[0] in ours[:1] else _show(calls[0])
+    path = tuple(_show(call) for call in reversed(ours) if call.function != "<module>")
+    return Where(_show(ours[0]) if ours else "", _collective(inner) or _bare_wait(calls), inside, path)
+
+
+def format_threads(rank: int, world_size: int) -> str:
+    """The stacks of all threads, the main thread's first, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, own = threading.main_thread().ident, threading.get_ident()
+    process = f"process {os.getpid()} on {platform.node()}"
+    parts = [f"rank {rank} of {world_size}, {process}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
+    for number, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if number == own:
+            continue
+        parts.append(
+            f"\nthread {names.get(number, number)} (innermost call "
+            f"last)\n{''.join(traceback.format_stack(frame))}"
+        )
+    return "".join(parts)
+
+
+def write_stacks(folder: Path, rank: int, world_size: int) -> None:
+    """Write this rank's stacks into a folder. Raises OSError where it cannot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{rank:05d}.txt").write_text(format_threads(rank, world_size), encoding="utf-8")
+
+
+def keeps_flight_record() -> bool:
+    """Whether PyTorch's flight recorder keeps what torchfrtrace can read: the collectives of NCCL."""
+    return dist.is_initialized() and "nccl" in dist.get_backend_config()
+
+
+def write_flight_record(folder: Path, rank: int) -> None:
+    """Write the last collectives of this rank and how far each came, as PyTorch's tool torchfrtrace reads
+    them.
+
+    How many it keeps is TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE by its old name); 0 turns it off.
+    Raises OSError where it cannot write.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{TRACE_FILE}{rank}").write_bytes(c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+
+
+def count_collectives() -> tuple[tuple[str, int], ...]:
+    """For each process group of this rank, by a name that is the same on all its members, the collectives
+    begun."""
+    begun: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        ranks = dist.get_process_group_ranks(group)
+        base = name = f"{group.group_desc} of {'rank' if len(ranks) == 1 else 'ranks'} {as_ranges(ranks)}"
+        number = 1
+        while name in begun:
+            number += 1
+            name = f"{base}, its number {number}"
+        begun[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return tuple(begun.items())
+
+
+def _is_ours(call: Call) -> bool:
+    """In the package, or beside it in its checkout, but not in an environment that lies there."""
+    path = Path(call.file)
+    in_checkout = path.is_relative_to(ROOT) and not {"site-packages", "dist-packages"} & set(path.parts)
+    return path.is_relative_to(PACKAGE) or in_checkout
+
+
+def _show(call: Call) -> str:
+    """file:line function, from the folder that tells most."""
+    path = Path(call.file)
+    ours = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
+    base = ours if _is_ours(call) else TORCH.parent
+    shown = path.relative_to(base) if path.is_relative_to(base) else Path(*path.parts[-2:])
+    return f"{shown}:{call.line} {call.function}"
+
+
+def _collective(inner: Sequence[Call]) -> str:
+    """The function of torch.distributed that code of ours (or autograd, for it) called and has not come back
+    from."""
+    folder = TORCH / "distributed"
+    calls = [call for call in inner if Path(call.file).is_relative_to(folder)]
+    named = [call.function for call in calls if call.file.endswith("distributed_c10d.py")]
+    if named:
+        return named[-1]
+    waiting = ("fsdp", "_composable", "tensor", "_functional_collectives.py", "_symmetric_memory")
+    if calls and Path(calls[0].file).relative_to(folder).parts[0] in waiting:
+        return calls[0].function
+    return ""
+
+
+def _bare_wait(calls: Sequence[Call]) -> str:
+    found = WAIT.search(linecache.getline(calls[0].file, calls[0].line)) if calls else None
+    return "wait" if found else ""

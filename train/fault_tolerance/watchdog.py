@@ -1,0 +1,289 @@
+"""The watchdog: a thread that notices when a section of the run takes too long, says why, and ends the
+process.
+
+No collective is used, for those are what is stuck: ranks talk through the store that they met at. Each rank's
+thread leaves a heartbeat there every second. The thread whose section outlasts its time-out asks all others
+where they are; each answers, the first that asked prints the diagnosis, and all processes end.
+"""
+
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from meshwright.train.background import Errands
+from meshwright.train.config import TimeoutConfig
+from meshwright.train.fault_tolerance.hang_diagnosis import RankReport, TimedOut, diagnose, diagnose_alone
+from meshwright.train.fault_tolerance.heartbeat import StoreLink
+from meshwright.train.fault_tolerance.stack_traces import (
+    TRACE_FILE,
+    count_collectives,
+    find_where,
+    keeps_flight_record,
+    main_thread_calls,
+    write_flight_record,
+    write_stacks,
+)
+
+Section = Literal["set-up", "data", "first step", "step", "evaluation", "checkpoint"]
+
+HEARTBEAT_S = 1.0  # a rank hears within a second that it is asked
+# a thread this late was not run: the process was stopped meanwhile, and that time does not count
+OVERSLEPT_S = 5.0
+GATHER_S = 3.5  # for everybody's answers, so that the message comes within 5 s
+TOLD_S = 7.0  # for the diagnosis of the rank that asked first
+FILES_S = 0.5  # for the files with stacks, which a dead network folder may hold up, before the message
+ON_STUCK_S = 2.0
+# from "all is said" to the end, on all ranks alike: who ended sooner would make others raise errors
+LINGER_S = 1.0
+HARD_END_S = 20.0  # whatever else hangs
+
+
+KEYS: dict[str, str] = {
+    "set-up": "setup_s",
+    "data": "data_s",
+    "first step": "first_step_s",
+    "step": "step_s",
+    "evaluation": "evaluation_s",
+    "checkpoint": "checkpoint_s",
+}
+
+
+@dataclass(frozen=True)
+class _At:
+    """What the main thread is in, and since when (time.monotonic). Two visits are two objects."""
+
+    section: str
+    step: int
+    since_s: float
+
+
+class Watchdog:
+    """Watches the main thread of this rank from a thread of its own, which starts at once, in section set-up.
+
+    Args:
+        timeouts: seconds per section
+        rank, world_size: of this process, as the launcher says (there may be no process group yet)
+        on_stuck: hears the message, in a thread, on each rank that prints one, just before its process ends:
+            on one rank, or on every rank where they cannot agree on one because their store is gone
+
+    A library that holds Python's lock (GIL) in the main thread lets no thread run: such a rank gives no
+    heartbeat, and the others say so.
+    """
+
+    def __init__(
+        self, timeouts: TimeoutConfig, rank: int, world_size: int, on_stuck: Callable[[str], None]
+    ) -> None:
+        self._timeouts_s = {section: float(getattr(timeouts, key)) for section, key in KEYS.items()}
+        self._rank, self._world_size, self._on_stuck = rank, world_size, on_stuck
+        self._folder: Path | None = None
+        self._link: StoreLink | None = None
+        self._store_errands = Errands("watchdog-store")
+        self._heartbeat: Future[bool] | None = None
+        self._why_alone = "it has not yet joined the other processes"
+        self._closing = threading.Event()
+        self._at = self._seen = _At("set-up", 0, time.monotonic())
+        self._overslept_s = 0.0
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def connect(self) -> None:
+        """The default process group exists: heartbeats go to its store from now on, over a connection of
+        their own."""
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        link = StoreLink(store, self._rank, self._world_size)
+        link.beat(RankReport(self._rank, self._at.section, self._at.step))
+        self._why_alone = ""
+        self._link = link
+
+    def report_to(self, folder: Path) -> None:
+        """The run's folder: the stacks of all ranks are written under folder / "stuck"."""
+        self._folder = folder / "stuck"
+
+    def enter(self, section: Section, step: int = 0) -> None:
+        """A new section or step begins. Evaluation and checkpoint come with their step too: a lower one is
+        "behind"."""
+        self._at = _At(section, step, time.monotonic())
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; the store hears that this rank has ended, and nothing
+        afterwards."""
+        self._closing.set()
+        self._thread.join()
+        if (link := self._link) and not self._why_alone:
+            ended = RankReport(self._rank, "ended", self._at.step)
+            self._store_errands.send(lambda: link.beat(ended))
+        self._store_errands.close(limit_s=ON_STUCK_S)
+
+    def _watch(self) -> None:
+        while True:
+            pause_s, now_s = max(0.01, min(HEARTBEAT_S, self._left_s())), time.monotonic()
+            if self._closing.wait(pause_s):
+                return
+            late_s = time.monotonic() - now_s - pause_s
+            self._notice_section()
+            self._overslept_s += late_s if late_s > OVERSLEPT_S else 0.0
+            if self._left_s() <= 0:
+                self._end(self._timed_out())
+            if self._beat():
+                self._end(None)
+
+    def _notice_section(self) -> None:
+        if self._at is not self._seen:
+            self._seen, self._overslept_s = self._at, 0.0
+
+    def _left_s(self) -> float:
+        """Seconds until the section counts as stuck."""
+        self._notice_section()
+        timeout_s = self._timeouts_s[self._seen.section]
+        return timeout_s - self._in_section_s() if timeout_s else HEARTBEAT_S
+
+    def _in_section_s(self) -> float:
+        return time.monotonic() - self._seen.since_s - self._overslept_s
+
+    def _beat(self) -> bool:
+        """Send a heartbeat, unless the last is still on its way; True if another rank asks where this one
+        is."""
+        link = self._link
+        if link is None or self._why_alone:
+            return False
+        if self._heartbeat is None:
+            report = RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s())
+            self._heartbeat = self._store_errands.send(lambda: link.beat(report))
+        try:
+            asked = self._heartbeat.result(min(HEARTBEAT_S / 2, max(0.0, self._left_s())))
+            self._heartbeat = None
+            return asked
+        except TimeoutError:
+            return False
+        except Exception as error:
+            self._why_alone = _lost(link, error)
+            return False
+
+    def _end(self, fired: TimedOut | None) -> None:
+        """Say why, as well as can be, and end the process. `fired`: the time-out, where it is this rank's
+        own.
+
+        Returns where the main thread has gone on meanwhile. Once the others are asked they are about to end:
+        then it is too late.
+        """
+        # needs neither the interpreter nor its lock
+        faulthandler.dump_traceback_later(HARD_END_S, exit=True, file=2)
+        report = self._report()
+        if fired and self._at is not self._seen:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        files = Errands("watchdog-files").send(self._write_files)
+        message = self._diagnose(report, fired)
+        if message is not None:
+            message = f"{message}\n  {_say_files(self._folder, files)}\n"
+            os.write(2, message.encode())  # not sys.stderr, whose lock the stuck thread may hold
+            self._tell(message)
+        ends_s = time.monotonic() + LINGER_S
+        _error_of(files, LINGER_S / 2)
+        # last: it asks what may be stuck too
+        _error_of(Errands("watchdog-files").send(self._write_flight_record), LINGER_S / 2)
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+        os._exit(1)
+
+    def _diagnose(self, report: RankReport, fired: TimedOut | None) -> str | None:
+        """The message; None where another rank says it."""
+        link = self._link
+        if link and not self._why_alone:
+            try:
+                if (
+                    reports := self._store_errands.send(lambda: link.gather(report, fired)).result(GATHER_S)
+                ) and fired:
+                    return diagnose(reports, fired)
+                if self._store_errands.send(link.wait_until_told).result(TOLD_S):
+                    return None
+                self._why_alone = "the rank that asked for everybody's stacks fell silent"
+            except Exception as error:
+                self._why_alone = _lost(link, error)
+        return diagnose_alone(report, self._world_size, fired, self._why_alone)
+
+    def _tell(self, message: str) -> None:
+        """Tell on_stuck, then the other ranks that they may end."""
+        error = _error_of(Errands("watchdog-news").send(lambda: self._on_stuck(message)), ON_STUCK_S)
+        if error:
+            os.write(2, f"  the message could not be noted elsewhere ({_in_short(error)})\n".encode())
+        if (link := self._link) and not self._why_alone:
+            _error_of(self._store_errands.send(link.tell), ON_STUCK_S)
+
+    def _report(self) -> RankReport:
+        where = find_where(main_thread_calls())
+        try:
+            collectives = count_collectives() if self._link else ()
+        # c10d says this way that a backend does not count, or that the group is just being made
+        except Exception:
+            collectives = ()
+        return RankReport(
+            self._rank,
+            self._seen.section,
+            self._seen.step,
+            self._in_section_s(),
+            place=where.place,
+            waits_in=where.waits_in,
+            inside=where.inside,
+            path=where.path,
+            collectives=collectives,
+        )
+
+    def _timed_out(self) -> TimedOut:
+        section = self._seen.section
+        return TimedOut(
+            self._rank,
+            self._world_size,
+            section,
+            self._seen.step,
+            self._in_section_s(),
+            KEYS[section],
+            self._timeouts_s[section],
+        )
+
+    def _write_files(self) -> None:
+        if self._folder:
+            write_stacks(self._folder, self._rank, self._world_size)
+
+    def _write_flight_record(self) -> None:
+        if self._folder and keeps_flight_record():
+            write_flight_record(self._folder, self._rank)
+
+
+def _say_files(folder: Path | None, files: "Future[None]") -> str:
+    if folder is None:
+        return "no stacks were written: the run has no folder yet"
+    error = _error_of(files, FILES_S)
+    if error:
+        return f"stacks could not be written to {folder} ({_in_short(error)})"
+    flights = (
+        f"; their last collectives: torchfrtrace {folder} --prefix {TRACE_FILE}"
+        if keeps_flight_record()
+        else ""
+    )
+    return f"all ranks' stacks: {folder}/rank-*.txt{flights}"
+
+
+def _lost(link: StoreLink, error: BaseException) -> str:
+    answer = "does not answer" if isinstance(error, TimeoutError) else f"broke off ({_in_short(error)})"
+    return f"{link.keeper}, which keeps the ranks' store{link.address}, is stopped or gone: it {answer}"
+
+
+def _error_of(future: "Future[None]", limit_s: float) -> BaseException | None:
+    """What went wrong with an errand, TimeoutError included; None if it is done."""
+    try:
+        return future.exception(limit_s)
+    except TimeoutError as error:
+        return error
+
+
+def _in_short(error: BaseException) -> str:
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,96 @@
+"""Files: JSON of bounded size, whole writes by one rename, folders that survive a power cut, paths that a
+user names, and how many files may be open. No torch."""
+
+import contextlib
+import json
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+from meshwright.parallel.yaml_io import read_bounded
+from meshwright.train.errors import DataError
+
+_SHOWN = 80  # letters of a name that a message repeats
+
+
+def user_path(name: str, key: str, error: type[ValueError] = DataError) -> Path:
+    """The path that a name means, ~ and ~user expanded; nothing need be there.
+
+    Raises `error`, which says that it is `key`, where no path is meant (no such user) or the system refuses
+    to look it up (too long, a folder that may not be entered).
+    """
+    if not name:
+        raise error(f"{key} is empty: name a path")
+    try:
+        path = Path(name).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, ValueError, RuntimeError) as problem:
+        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}... ({len(name):,} letters)"
+        said = getattr(problem, "strerror", None) or str(problem).rstrip(".")
+        raise error(f"{key}={shown!r} is no usable path ({said}): name another") from None
+    return path
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
+    """The mapping that a JSON file holds. ValueError if it is no regular file, is larger than `limit_bytes`,
+    is not JSON in UTF-8 or holds no mapping; OSError if it cannot be read."""
+    return parse_mapping(read_bounded(path, limit_bytes).decode("utf-8"))
+
+
+def parse_mapping(text: str) -> dict[str, Any]:
+    """The mapping that a JSON text holds. ValueError if it holds something else, or is nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("no mapping of names to values")
+    return value
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears by one rename. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+# a socket to every peer of thousands, and all shards; programs that walk through all numbers stay quick
+ENOUGH = 65_536
+
+
+def open_files_limit() -> int:
+    """How many it may have open now (ulimit -n), `ENOUGH` at most."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return ENOUGH if soft == resource.RLIM_INFINITY else min(soft, ENOUGH)
+
+
+def allow_open_files() -> None:
+    """Raise the limit as far as the system lets a user: a shell's own, of 1,024, is meant for programs that
+    use select(2)."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    if open_files_limit() < wanted:
+        # macOS allows less than its hard limit says; then the old one holds
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

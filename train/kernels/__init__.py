@@ -1,1 +1,0 @@
-"""Hand-written kernels of training, each beside its plain-torch reference."""

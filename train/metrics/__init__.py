@@ -1,0 +1,1 @@
+"""What a run reports: rows, TensorBoard, and the facts of the run."""

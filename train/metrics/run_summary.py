@@ -1,0 +1,189 @@
+"""The facts of a run: its first lines on the screen, and what TensorBoard shows beside its curves."""
+
+import importlib.util
+import platform
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import __version__
+from meshwright.models.size import count_parameters
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.lint import advise, unused_keys
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.strategy import describe_strategy
+from meshwright.parallel.planner.hardware import find_hardware
+from meshwright.parallel.planner.plot.timeline import draw_timeline
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.train.config import Config
+from meshwright.train.config_parser import config_to_yaml, keys_of
+from meshwright.train.console import Screen
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.metrics.tensorboard import HParams, Shown, Value
+from meshwright.train.planning.device_defaults import describe_dtype
+from meshwright.train.planning.run_plan import Planned
+
+PREDICTED_STEP = "predicted_step"  # the image's name
+SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
+USUAL = frozenset(
+    {
+        "optim.lr",
+        "parallel.activation_checkpoint",
+        "parallel.dp_shard",
+        "parallel.tp",
+        "train.micro_batch_size",
+    }
+)
+OF_UNITS = (
+    "reshard_after_forward",
+    "forward_prefetch",
+    "backward_prefetch",
+    "activation_checkpoint",
+    "param_dtype",
+    "reduce_dtype",
+)
+
+
+def describe_run(
+    config: Config,
+    plan: Plan,
+    device_name: str,
+    data: tuple[str, int],
+    said: Sequence[str],
+    timeline: Timeline | None,
+) -> Shown:
+    """All of it. `data`: what it is, and for how many steps. `said`: the planner's words. `timeline`: the
+    step that it predicts, where it has chosen the plan."""
+    texts = {
+        "config": _code(config_to_yaml(config)),
+        "plan": _code(plan_to_yaml(plan)),
+        "about": _list(run_facts(config, plan, device_name, *data)),
+    }
+    texts |= {"planner": "\n".join(f"- {line}" for line in said)} if said else {}
+    title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
+    # The pictures are painted by Pillow, which TensorBoard brings from 2.20 on.
+    drawn = timeline is not None and importlib.util.find_spec("PIL") is not None
+    images = {PREDICTED_STEP: partial(_paint, timeline, title)} if drawn and timeline is not None else {}
+    values = hparams_of(config, plan, device_name)
+    hparams = HParams(values, first_keys(values, sys.argv[1:]))
+    return Shown(texts, images, hparams, mfu=find_hardware(device_name) is not None)
+
+
+def run_facts(config: Config, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
+    """Model, data and hardware, by what it is called on the page."""
+    model, mesh, tokens = config.model, plan.mesh, plan.global_batch_size * config.train.seq_len
+    shape = (
+        f"{model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key and "
+        f"value heads, ffn_dim"
+    )
+    micro = f"{plan.accumulation} x {plan.micro_batch_size} sequences of {config.train.seq_len:,}"
+    return {
+        "Model": f"{count_parameters(model).total:,} parameters: {shape} {model.ffn_dim}, vocabulary "
+        f"{model.vocab_size:,}",
+        "Data": data,
+        "Training": f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens",
+        "Step": f"{micro} tokens on each of {mesh.data_parallel} data-parallel ranks",
+        "Hardware": f"{mesh.world_size} x {device_name}",
+        "Mesh": f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}; "
+        f"{len(plan.units)} FSDP units",
+        "Software": f"meshwright {__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}",
+    }
+
+
+def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
+    """Every key by which runs differ, by its name in the config: with the plan's value where the plan has
+    one."""
+    values = {
+        name: _plain(value, declared)
+        for section in SECTIONS
+        for name, value, declared in keys_of(getattr(config, section), section)
+    }
+    del values["data.cache_dir"]
+    mesh = plan.mesh
+    values |= {
+        "parallel.dp_replicate": mesh.dp_replicate,
+        "parallel.dp_shard": mesh.dp_shard,
+        "parallel.tp": mesh.tp,
+    }
+    values |= {
+        "train.micro_batch_size": plan.micro_batch_size,
+        "train.global_batch_size": plan.global_batch_size,
+    }
+    values |= {
+        f"parallel.{name}": _of_units([getattr(unit, name) for unit in plan.units]) for name in OF_UNITS
+    }
+    return values | {"run.seed": config.run.seed, "run.device": device_name, "run.processes": mesh.world_size}
+
+
+def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozenset[str]:
+    """Keys that are shown first: those on the command line, where a sweep puts what it varies; without any
+    the usual ones."""
+    given = {
+        argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")
+    }
+    return frozenset(given & values.keys()) or USUAL & values.keys()
+
+
+def _plain(value: Any, declared: Any) -> Value:
+    """A number or a truth value if every run has one there, so that they can be sorted; else words."""
+    return value if declared in (bool, int, float) else _words(value)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _of_units(values: Sequence[Any]) -> str:
+    """What the units have; where they differ what most have, and how many."""
+    (most, count), *others = Counter(map(_words, values)).most_common()
+    return f"{most} ({count} of {len(values)} units)" if others else most
+
+
+def _paint(timeline: Timeline, title: str) -> bytes:
+    from meshwright.parallel.planner.plot.shapes import to_png
+
+    return to_png(draw_timeline(timeline, title))
+
+
+def _code(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def _list(facts: Mapping[str, str]) -> str:
+    """In Markdown; not a table, whose columns are a letter wide on a narrow page."""
+    return "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items())
+
+
+def log_run_summary(screen: Screen, place: Place, planned: Planned, config: Config) -> None:
+    """The first lines on the screen: versions, device, model, plan."""
+    plan, plural = planned.plan, "es" if place.world_size > 1 else ""
+    screen.line(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+    screen.line(
+        f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU "
+        f"threads each"
+    )
+    screen.lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
+    parameters = count_parameters(config.model).total
+    screen.line(
+        f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for "
+        f"training"
+    )
+    if config.parallel.strategy:
+        screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
+    screen.line(plan_to_table(plan))
+    if config.parallel.plan != "auto":  # there the planner has weighed what advice could say
+        screen.lines(
+            f"advice: {told}"
+            for told in (*advise(plan, place.local_world_size), *unused_keys(config.parallel))
+        )
+    screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
+    screen.lines(f"planner: {line}" for line in planned.said)

@@ -1,0 +1,323 @@
+"""A run's TensorBoard files: event files, the tags of a row's figures, the Custom Scalars layout, the HParams
+row.
+
+The layout is the same in all runs: TensorBoard joins their layouts, and shows a chart once only if it is the
+same in each of them. What was predicted stands beside what is measured.
+"""
+
+import contextlib
+import io
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from meshwright.train.metrics.log_file import LogFile, Trouble
+
+Value = bool | float | str
+COMPARED = {  # tag -> the column's name: what runs are compared by
+    "loss/eval": "loss, eval",
+    "loss/train": "loss, train",
+    "speed/tokens_per_s_per_gpu": "tokens/s per GPU",
+    "memory/peak_gib": "peak memory, GiB",
+}
+
+
+@dataclass(frozen=True)
+class HParams:
+    """What a run's row says.
+
+    Args:
+        values: by the key's name
+        first: keys that are shown from the start, five of them in the order of their names; the others when
+            they are ticked
+    """
+
+    values: Mapping[str, Value]
+    first: frozenset[str]
+
+
+def begin_summaries(hparams: HParams, start_s: float) -> list[Any]:
+    """Which columns there are, and the run's row. TensorBoard takes the columns from any one of the runs that
+    it shows: so every run names all keys and the same metrics. Of several rows in one folder it takes the
+    first."""
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # type: ignore[import-untyped]
+
+    keys = [_column(name, value, name in hparams.first) for name, value in hparams.values.items()]
+    metrics = [
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words)
+        for tag, words in COMPARED.items()
+    ]
+    experiment = api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics)
+    # without a group's name: the run's folder is one
+    row = plugin_data_pb2.SessionStartInfo(start_time_secs=start_s)
+    for name, value in hparams.values.items():
+        setattr(row.hparams[name], f"{_kind(value)}_value", value)
+    return [
+        _summary(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
+        _summary(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=row)),
+    ]
+
+
+def end_summary(outcome: Literal["finished", "failed"], end_s: float) -> Any:
+    """How the run of the row has ended."""
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    status = api_pb2.STATUS_SUCCESS if outcome == "finished" else api_pb2.STATUS_FAILURE
+    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=end_s)
+    return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
+
+
+def _kind(value: Value) -> str:
+    """As google.protobuf.Value names it."""
+    return "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+
+
+def _column(name: str, value: Value, first: bool) -> Any:
+    from tensorboard.plugins.hparams import api_pb2
+
+    types = {
+        "bool": api_pb2.DATA_TYPE_BOOL,
+        "string": api_pb2.DATA_TYPE_STRING,
+        "number": api_pb2.DATA_TYPE_FLOAT64,
+    }
+    # "Differs" over runs, which no single run can know, is what TensorBoard puts first.
+    column = api_pb2.HParamInfo(name=name, type=types[_kind(value)], differs=first)
+    if isinstance(value, bool):
+        column.domain_discrete.extend([False, True])
+    return column
+
+
+def _summary(tag: str, data: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+    from tensorboard.plugins.hparams import metadata
+
+    return Summary(
+        value=[
+            Summary.Value(
+                tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR
+            )
+        ]
+    )
+
+
+Outcome = Literal["finished", "stopped", "failed"]
+VERSION = "brain.Event:2"  # of the format, which begins every file
+ENDED = ".ended"  # ends the name of the file that says how the run has ended
+BINS = 30  # of a histogram: as many as TensorBoard shows
+PNG_SIZE = slice(16, 24)  # where a PNG has its width and height (https://www.w3.org/TR/png-3/#11IHDR)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What TensorBoard shows of a run from its first row on, by name: texts in Markdown, PNG images, made
+    when they are needed by the thread that writes, the run's row in the HParams tab, and whether there is an
+    MFU to show."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
+    hparams: HParams | None = None
+    mfu: bool = True
+
+
+class Board:
+    """A TensorBoard event file with all of a row on disk as soon as it is added.
+
+    Not SummaryWriter: its thread writes up to two minutes later, all of which a kill loses, and on a full
+    disk it dies, prints a traceback, and makes the next call raise.
+    """
+
+    def __init__(self, folder: Path, trouble: Trouble, shown: Shown, first_step: int | None) -> None:
+        """All of `shown` but its images is in the file from the first row on. Of files written before, steps
+        from `first_step` on, if any, are hidden: a resumed run does them again; and it is no longer said how
+        the run has ended."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
+
+        for ended in folder.glob(f"*{ENDED}"):
+            with contextlib.suppress(OSError):
+                ended.unlink()
+        now_s = time.time()
+        hparams = [] if shown.hparams is None else begin_summaries(shown.hparams, now_s)
+        summaries = [
+            layout_summary(shown.mfu),
+            *hparams,
+            *(text_pb(name, text) for name, text in shown.texts.items()),
+        ]
+        start = [Event(wall_time=now_s, file_version=VERSION)]
+        if first_step is not None:
+            start.append(
+                Event(wall_time=now_s, step=first_step, session_log=SessionLog(status=SessionLog.START))
+            )
+        start += [Event(wall_time=now_s, summary=summary) for summary in summaries]
+        # read in the order of names
+        name = f"events.out.tfevents.{now_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._path, self._trouble = folder / name, trouble
+        self._file = LogFile(self._path, trouble, _records(start))
+
+    def add(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        texts: Mapping[str, str],
+        spreads: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Add scalars, texts, and of `spreads` histograms, by tag, of a step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from torch.utils.tensorboard.summary import histogram
+
+        # One event for all scalars: an event each, as SummaryWriter does it, takes three times as long.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        arrays = {name: np.array(numbers) for name, numbers in (spreads or {}).items() if numbers}
+        # Not numpy's "auto" bins: one number far from the others makes billions of them.
+        spread = [histogram(name, a, np.linspace(a.min(), a.max(), BINS + 1)) for name, a in arrays.items()]
+        self._append(
+            step, [Summary(value=values), *spread, *(text_pb(name, text) for name, text in texts.items())]
+        )
+
+    def add_image(self, step: int, name: str, png: bytes) -> None:
+        """Add an image, a PNG file's bytes."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = struct.unpack(">II", png[PNG_SIZE])
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+        self._append(step, [Summary(value=[Summary.Value(tag=name, image=image)])])
+
+    def end(self, outcome: Outcome) -> None:
+        """Say how the run has ended, in a file of its own, for TensorBoard believes the first that says so,
+        and a resumed run must be able to take it back. A run that was stopped goes on, some time: it has not
+        ended."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        if outcome != "stopped":
+            now_s = time.time()
+            end = [
+                Event(wall_time=now_s, file_version=VERSION),
+                Event(wall_time=now_s, summary=end_summary(outcome, now_s)),
+            ]
+            LogFile(self._path.with_name(f"{self._path.name}{ENDED}"), self._trouble, _records(end)).append(
+                b""
+            )
+
+    def close(self) -> None:
+        """Try once more to write what waits; and write what every file begins with, where there was no
+        row."""
+        self._file.append(b"")
+        self._file.close()
+
+    def _append(self, step: int, summaries: Iterable[Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._file.append(
+            _records(Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries)
+        )
+
+
+def _records(events: Iterable[Any]) -> bytes:
+    """Events in the framing that TensorBoard reads."""
+    from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+    buffer = io.BytesIO()
+    writer = RecordWriter(buffer)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return buffer.getvalue()
+
+
+MFU = "MFU, predicted too"
+# Category -> chart -> regular expressions of tags, matched at a tag's beginning.
+CHARTS = {
+    "Overview": {
+        "Loss: train and eval": ["loss/(train|eval)$"],
+        "Tokens/s per GPU, predicted too": ["speed/tokens_per_s_per_gpu(_predicted)?$"],
+        "Peak memory in GiB, predicted too": ["memory/peak_gib(_predicted)?$", "memory/reserved_gib$"],
+        MFU: ["speed/mfu(_causal)?(_predicted)?$"],
+        "Seconds: step (predicted too), wait for data": ["speed/step_time_s(_predicted)?$", "data/wait_s$"],
+        "Gradient norm": ["optimizer/grad_norm$"],
+        "Learning rate": ["optimizer/lr$"],
+    },
+    "More": {
+        "Loss of each set": ["eval/.*/loss$"],
+        "Bits per byte of each set": ["eval/.*/bits_per_byte$"],
+        "Gradient norm of each unit (metrics.gradient_norms)": ["gradient_norm/"],
+    },
+}
+CLOSED = frozenset({"More"})  # until one opens them
+
+
+def layout_summary(mfu: bool) -> Any:
+    """The layout as a summary of an event file; with the chart of MFUs where there are any."""
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[import-untyped]
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata  # type: ignore[import-untyped]
+
+    categories = [
+        layout_pb2.Category(
+            title=title,
+            closed=title in CLOSED,
+            chart=[
+                layout_pb2.Chart(title=chart, multiline=layout_pb2.MultilineChartContent(tag=tags))
+                for chart, tags in charts.items()
+                if chart != MFU or mfu
+            ],
+        )
+        for title, charts in CHARTS.items()
+    ]
+    layout = layout_pb2.Layout(category=categories).SerializeToString()
+    tensor = TensorProto(dtype="DT_STRING", string_val=[layout], tensor_shape=TensorShapeProto())
+    tag, about = metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata()
+    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=about)])
+
+
+PREDICTED = "predicted_"  # begins the name of a figure of metrics.jsonl that the planner has predicted
+UNIT_NORMS = "unit_grad_norms"
+UNIT_NORMS_TAG = "gradient_norm"
+TAGS = {
+    "loss": "loss/train",
+    "eval_loss": "loss/eval",
+    "loss_spike": "loss/spike",
+    "grad_norm": "optimizer/grad_norm",
+    "lr": "optimizer/lr",
+    "skipped_steps": "optimizer/skipped_steps",
+    "tokens_per_s": "speed/tokens_per_s",
+    "tokens_per_s_per_gpu": "speed/tokens_per_s_per_gpu",
+    "mfu": "speed/mfu",
+    "mfu_causal": "speed/mfu_causal",
+    "step_time_s": "speed/step_time_s",
+    "recompiles": "speed/recompiles",
+    "peak_memory_gib": "memory/peak_gib",
+    "reserved_memory_gib": "memory/reserved_gib",
+    "data_wait_s": "data/wait_s",
+    "epoch": "data/epoch",
+}
+# of names that go on with a set or source
+GROUPS = {"eval/": "eval/", "epoch/": "data/epoch/", "sequences/": "data/sequences/"}
+
+
+def tag_of(name: str) -> str:
+    """The tag of a figure that has this name in metrics.jsonl; one that nobody has listed is in the group
+    other."""
+    if name.startswith(PREDICTED):
+        return f"{tag_of(name.removeprefix(PREDICTED))}_predicted"  # sorted just behind the measured one
+    for prefix, group in GROUPS.items():
+        if name.startswith(prefix):
+            return group + name.removeprefix(prefix)
+    return TAGS.get(name, f"other/{name}")
+
+
+def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row by their tags, those of each unit among them; neither the step nor words."""
+    scalars = {
+        tag_of(name): value
+        for name, value in row.items()
+        if name != "step" and isinstance(value, int | float)
+    }
+    return scalars | {f"{UNIT_NORMS_TAG}/{unit}": norm for unit, norm in row.get(UNIT_NORMS, {}).items()}

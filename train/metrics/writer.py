@@ -1,0 +1,124 @@
+"""metrics.jsonl and TensorBoard, written by a thread: no step waits for a disk."""
+
+import contextlib
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwright.train.background import Errands
+from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, Trouble
+from meshwright.train.metrics.tensorboard import UNIT_NORMS, UNIT_NORMS_TAG, Board, Outcome, Shown, scalars_of
+
+HANGS_S = 5.0  # a disk that has not taken a row for so long is no longer waited for
+
+
+class RowFiles:
+    """Writes the rows of a run's metrics in the order in which they come. What cannot be written does not end
+    the run: `warn` hears of it once, from any thread. No more than MAX_WAITING rows wait for a disk that
+    hangs; those after them are lost."""
+
+    def __init__(self, folder: Path, tensorboard: bool, warn: Callable[[str], None]) -> None:
+        self._folder, self._warn, self._trouble = folder, warn, Trouble(warn)
+        self._file = LogFile(folder / "metrics.jsonl", self._trouble)
+        self._board_folder = folder / "tb" if tensorboard else None
+        # opened by the first row: importing TensorBoard would delay the first step
+        self._board: Board | None = None
+        self._shown, self._images = Shown(), dict[str, Callable[[], bytes]]()
+        self._thread, self._sent = Errands("metrics"), deque[Future[None]]()
+        self._moved_s = time.monotonic()  # when something was last seen done
+        self._hangs, self._lost = False, 0
+        self.later(lambda: self._file.append(b""))  # so that one hears early if that cannot be
+
+    def show(self, shown: Shown) -> None:
+        """What TensorBoard shows of the run, from the first row on."""
+        self._shown, self._images = shown, dict(shown.images)
+
+    def add_image(self, step: int, name: str, png: bytes) -> None:
+        """Have an image, a PNG file's bytes, written for TensorBoard."""
+        self.later(partial(self._write_image, step, name, lambda: png))
+
+    def write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        """Have a row written, and texts of its step; neither may be changed any more."""
+        self.later(partial(self._write, row, texts))
+        while self._images:  # after the first row, which need not wait for them
+            self.later(partial(self._write_image, 0, *self._images.popitem()))
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Have something done after all rows so far. Raises what a job before this one has raised."""
+        self._look()
+        if len(self._sent) < MAX_WAITING:
+            self._sent.append(self._thread.send(job))
+        else:
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Wait until all is written; not for a disk that hangs."""
+        while self._sent and not self._hangs:
+            with contextlib.suppress(TimeoutError):
+                self._sent[0].exception(HANGS_S)
+            self._look()
+
+    def close(self, outcome: Outcome | None) -> None:
+        """Write all that can be written, what failed before included, and how the run has ended, if it has
+        begun."""
+        self.later(self._file.close)
+        self.later(partial(self._close_board, outcome))
+        self.flush()
+        self._thread.close(0.0 if self._hangs else HANGS_S)
+        if lacking := len(self._sent) + self._lost:
+            self._warn(
+                f"warning: {self._folder} lacks the last rows of metrics, {lacking} writes of which were "
+                f"not done"
+            )
+
+    def _look(self) -> None:
+        """Forget what is done, and say when the disk hangs."""
+        if not self._sent:
+            self._moved_s = time.monotonic()
+        while self._sent and self._sent[0].done():
+            self._moved_s, self._hangs = time.monotonic(), False
+            self._sent.popleft().result()
+        if not self._hangs and time.monotonic() - self._moved_s >= HANGS_S:
+            self._hangs = True
+            self._warn(
+                f"warning: {self._folder} has not taken a row of metrics for {HANGS_S:.0f} s: training goes "
+                f"on, and rows "
+                "wait in memory"
+            )
+
+    def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        self._file.append(json.dumps(_finite(row)).encode() + b"\n")
+        if self._board_folder is not None:
+            norms = [norm for norm in row.get(UNIT_NORMS, {}).values() if math.isfinite(norm)]
+            self._opened(self._board_folder, row["step"]).add(
+                row["step"], scalars_of(row), texts, {UNIT_NORMS_TAG: norms}
+            )
+
+    def _write_image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
+        if self._board_folder is not None:
+            self._opened(self._board_folder, step).add_image(step, name, make())
+
+    def _opened(self, folder: Path, first_step: int | None) -> Board:
+        self._board = self._board or Board(folder, self._trouble, self._shown, first_step)
+        return self._board
+
+    def _close_board(self, outcome: Outcome | None) -> None:
+        """A run that failed before its first row has its place among the others all the same."""
+        if self._board_folder is not None and (self._board is not None or outcome == "failed"):
+            board = self._opened(self._board_folder, None)
+            board.close()
+            if outcome is not None:
+                board.end(outcome)
+
+
+def _finite(value: Any) -> Any:
+    """As JSON has it, which knows no NaN: null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,62 @@
+"""AdamW and its learning-rate schedule."""
+
+import math
+import zlib
+
+import torch
+from torch import nn
+
+from meshwright.train.config import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 1 to `total_steps`."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    decay_steps = max(1, total_steps - config.warmup_steps)
+    if config.schedule == "wsd":
+        decay_steps = max(1, min(decay_steps, round(total_steps * config.decay_ratio)))
+    done = min(1.0, max(0.0, (step - (total_steps - decay_steps)) / decay_steps))
+    if config.schedule == "constant":
+        return config.lr
+    shape = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
+    """AdamW in two groups: torch's fused one, or ours where parameters or moments are bfloat16, which draws
+    from `seed` how it rounds. The moments exist at once, as zeros, so that a checkpoint can be read into
+    them."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    decay = [p for p in trained if p.dim() > 1 and id(p) not in embeddings]
+    no_decay = [p for p in trained if p.dim() <= 1 or id(p) in embeddings]
+    common = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    groups = [
+        {"params": decay, "weight_decay": config.weight_decay, **common},
+        {"params": no_decay, "weight_decay": 0.0, **common},
+    ]
+    optimizer: torch.optim.Optimizer
+    if {config.state_dtype, *(str(p.dtype).removeprefix("torch.") for p in trained)} == {"float32"}:
+        optimizer = torch.optim.AdamW(groups, fused=True)
+    else:
+        from meshwright.train.optim.stochastic_adamw import RoundedAdamW
+
+        optimizer = RoundedAdamW(
+            groups, {p: zlib.crc32(f"{seed}:{name}".encode()) for p, name in trained.items()}
+        )
+    for p in trained:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p, dtype=getattr(torch, config.state_dtype)),
+            "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, config.state_dtype)),
+        }
+    if after_step := getattr(model, "after_optimizer_step", None):
+        optimizer.register_step_post_hook(lambda *_: after_step())
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group for the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,112 @@
+"""What a run will need and how fast it will be, before anything runs."""
+
+import dataclasses
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import nn
+
+from meshwright.models.cost import flops_per_token
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.parallel.compile.setup import cache_folder
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import StepMemory
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork
+from meshwright.train.build_model import freeze
+from meshwright.train.config import Config
+from meshwright.train.planning.trace_model import trace_model
+
+ATTENTION_KINDS: tuple[Literal["full"], Literal["causal"]] = ("full", "causal")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A run on one kind of machine.
+
+    Args:
+        memory: of one rank
+        reserved_bytes: the peak with what the allocator and the process take beside it
+        timeline: a step of one rank
+        tokens_per_s_per_gpu: trained tokens
+        mfu, mfu_causal: of the device's peak, attention counted in full or half; None where the device has no
+            peak to speak of
+    """
+
+    memory: StepMemory
+    reserved_bytes: int
+    timeline: Timeline
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    mfu_causal: float | None
+
+
+def predict(config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
+    """Memory and time of the run that `config` describes under `plan`, on machines of that kind."""
+    if plan.float8.linears and not hardware.cores and "float8" not in hardware.matmul:
+        recipe = f"parallel.float8.recipe={plan.float8.recipe}"
+        raise PlanError(
+            f"{recipe}: {hardware.name} does not multiply float8 (GPUs of compute "
+            "capability 8.9 and more do): use none"
+        )
+    work = trace_run(config, plan)
+    memory = predict_step_memory(plan, work)
+    timeline = simulate_step(plan, step_times(plan, work, hardware, gpus_per_node))
+    seq_len = config.train.seq_len
+    rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
+    peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
+    full, causal = (
+        rate * flops_per_token(config.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS
+    )
+    # a CPU's peak is no figure to compare with
+    mfu, mfu_causal = (None, None) if hardware.cores else (full, causal)
+    return Prediction(memory, reserved_bytes(memory, hardware), timeline, rate, mfu, mfu_causal)
+
+
+def predict_memory(config: Config, plan: Plan) -> StepMemory:
+    """Memory of one rank in a step of the run that `config` describes, under `plan`."""
+    return predict_step_memory(plan, trace_run(config, plan))
+
+
+def trace_run(config: Config, plan: Plan) -> ModelWork:
+    """The model's work under the plan, how much of it is trained, and how large moments are. Raises
+    ConfigError for a `train.freeze` that matches nothing."""
+    frozen, trained = _what_is_trained(config.model, config.train.freeze)
+    work = trace_model(
+        config.model,
+        plan,
+        config.train.seq_len,
+        frozen,
+        config.data.document_mask,
+        cache_folder(config.parallel.compile),
+    )
+    return dataclasses.replace(work, trained=trained, moment_bytes=DTYPE_BYTES[config.optim.state_dtype])
+
+
+@cache
+def _what_is_trained(
+    config: LlamaConfig, patterns: tuple[str, ...]
+) -> tuple[frozenset[str], dict[str, float]]:
+    """Names of the parameters that `train.freeze` excludes from training, and the share of each module's that
+    it leaves."""
+    if not patterns:
+        return frozenset(), {}
+    with torch.device("meta"):
+        model = Llama(config)
+    freeze(model, patterns)
+    modules: dict[str, nn.Module] = {"tok_embeddings": model.tok_embeddings, "head": model.head}
+    modules |= {f"layers.{i}": block for i, block in enumerate(model.layers)}
+    counts = {
+        name: [(p.numel(), p.requires_grad) for p in module.parameters()] for name, module in modules.items()
+    }
+    shares = {
+        name: sum(n for n, trained in count if trained) / sum(n for n, _ in count)
+        for name, count in counts.items()
+    }
+    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad), shares

@@ -1,0 +1,135 @@
+"""Config -> plan, from its keys or its plan file: first without a device or a process group, then on the
+devices at hand."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from meshwright.models.attention import ATTENTION_OPS, KERNELS
+from meshwright.models.llama import SHARDING, LlamaConfig, block_linears, fsdp_units, tp_divides
+from meshwright.models.size import count_parameters
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.float8 import check_float8
+from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.plan.serialize import load_plan
+from meshwright.parallel.plan.validate import check_plan, key_mistakes
+from meshwright.train.config import Config
+from meshwright.train.distributed.ranks import Place
+from meshwright.train.planning.device_defaults import attention_here, check_attention, dtype_here
+
+
+def read_plan(config: Config, model: ModelUnits, world_size: int) -> Plan:
+    """The plan in the file that `parallel.plan` names, if it suits the run. Raises PlanError with all
+    mistakes in one report."""
+    path = Path(os.path.expanduser(config.parallel.plan))
+    if not path.is_file():
+        raise PlanError(
+            f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the "
+            f"path of a "
+            "plan file, such as plan.yaml in a run's folder"
+        )
+    plan = load_plan(path)
+    mistakes = key_mistakes(config.parallel, plan, model)
+    if plan.mesh.world_size == world_size:
+        mistakes += _batch_mistakes(config, plan)
+    try:
+        check_plan(plan, model, world_size, config.train.seq_len)
+    except PlanError as error:
+        mistakes += [f"plan file {path}: {line}" for line in str(error).splitlines()]
+    if mistakes:
+        raise PlanError("\n".join(mistakes))
+    return plan
+
+
+def _batch_mistakes(config: Config, plan: Plan) -> list[str]:
+    """Batch sizes of the config that say other than the plan file, which decides."""
+    mistakes = []
+    for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
+        asked, planned = getattr(config.train, key), getattr(plan, key)
+        if asked not in (left_open, planned):
+            mistakes.append(
+                f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one "
+                f"of them"
+            )
+    return mistakes
+
+
+def plan_here(config: Config, place: Place, device: torch.device, device_name: str) -> Plan:
+    """As `plan_run`, for this process's place and device. Raises PlanError, also for an attention kernel that
+    cannot run here."""
+    asked = config.parallel.param_dtype
+    attention, dtype = (
+        attention_here(config, device, device_name),
+        dtype_here(device) if asked == "auto" else asked,
+    )
+    plan = plan_run(config, place.world_size, place.local_world_size, attention, dtype)
+    check_here(config, plan, device)
+    return plan
+
+
+def check_here(config: Config, plan: Plan, device: torch.device) -> None:
+    """Raise PlanError for an attention kernel or products that this device cannot run."""
+    check_attention(config, plan, device.type)
+    if plan.float8.linears:
+        check_float8(plan.float8, device)
+
+
+def plan_run(
+    config: Config,
+    world_size: int,
+    gpus_per_node: int | None = None,
+    attention: str = "cpu",
+    param_dtype: str = "float32",
+) -> Plan:
+    """The plan of a run on `world_size` processes: made from the config, or read from the file it names.
+
+    Without `gpus_per_node` all processes share a node. `attention` and `param_dtype`: what `auto` is on its
+    devices, of `best_attention` and `best_dtype`. Raises PlanError with all mistakes in one report.
+    """
+    model = model_units(config.model)
+    if config.parallel.plan == "auto":
+        raise PlanError(
+            "parallel.plan=auto is for train.main and tools.plan, which know the machine. Let tools.plan "
+            "choose, "
+            "with --save FILE, and use --parallel.plan=FILE"
+        )
+    if config.parallel.plan == "manual":
+        job = make_job(config, world_size, gpus_per_node or world_size, attention, param_dtype)
+        return make_plan(config.parallel, model, job)
+    return read_plan(config, model, world_size)
+
+
+def make_job(
+    config: Config, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
+) -> Job:
+    """What the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
+    train = config.train
+    return Job(
+        world_size,
+        gpus_per_node,
+        train.seq_len,
+        train.micro_batch_size,
+        train.global_batch_size,
+        attention,
+        param_dtype,
+    )
+
+
+def model_units(config: LlamaConfig) -> ModelUnits:
+    """What a Llama publishes of itself, in the planner's terms."""
+    counts = count_parameters(config)
+    blocks = {f"layers.{i}": counts.block for i in range(config.n_layers)}
+    return ModelUnits(
+        modules={"tok_embeddings": counts.embedding, **blocks, "head": counts.head},
+        units=fsdp_units(config),
+        compiled=frozenset({*blocks, "head"}),
+        checkpointed=frozenset(blocks),
+        styles=SHARDING,
+        tp_divides=tp_divides(config),
+        shared_parts=frozenset({"embedding", "head"} if config.tie_embeddings else ()),
+        attention_ops=ATTENTION_OPS,
+        attention_kernels=tuple(KERNELS),
+        linears=block_linears(config),
+    )

@@ -1,0 +1,201 @@
+"""A Llama's work under a plan, read from its own code module by module, and kept on disk: what a module does
+depends on its config, our code and torch, and takes seconds to find out."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.models.llama import Llama, LlamaConfig, block_linears
+from meshwright.parallel.activation_checkpoint import recompute
+from meshwright.parallel.float8 import gather_in_float8
+from meshwright.parallel.plan.float8_rules import count_float8
+from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
+from meshwright.parallel.planner.tracing.eager import Subject
+from meshwright.parallel.planner.tracing.trace import apply_as_one_rank, trace_module
+from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Operation, Phase
+
+BLOCKS = "layers."
+BLOCK = f"{BLOCKS}0"  # stands for every block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """What a module's work depends on: `module` is tok_embeddings, head, or BLOCK, in a model of one block;
+    `styles` as in TensorPlan; `frozen`: names of its parameters that are not trained; the rest as in
+    UnitPlan."""
+
+    model: LlamaConfig
+    module: str
+    seq_len: int
+    tp: int
+    sequence_parallel: bool
+    styles: tuple[tuple[str, str], ...]
+    dtype: str
+    compiled: bool
+    activation_checkpoint: str
+    saved_ops: tuple[str, ...]
+    activation_budget: float
+    attention: str
+    loss_chunk_tokens: int
+    fused_projections: bool
+    float8_tokens: tuple[str, ...]
+    frozen: tuple[str, ...]
+    document_mask: bool
+
+
+def trace_model(
+    config: LlamaConfig,
+    plan: Plan,
+    seq_len: int,
+    frozen: frozenset[str] = frozenset(),
+    document_mask: bool = False,
+    folder: Path | None = None,
+) -> ModelWork:
+    """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart
+    with `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are
+    traced once, and what has been traced is remembered as long as the process lives, and in `folder`."""
+    unit_of = {module: unit for unit in plan.units for module in unit.modules}
+    modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
+    for name in plan.modules:
+        unit, kind = unit_of[name], BLOCK if name.startswith(BLOCKS) else name
+        fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
+        key = (
+            kind,
+            unit.param_dtype,
+            unit.compiled,
+            unit.activation_checkpoint,
+            unit.saved_ops,
+            unit.activation_budget,
+            fixed,
+        )
+        if key not in alike:
+            case = _make_case(config, plan, unit, kind, seq_len)
+            alike[key] = _trace(
+                dataclasses.replace(case, frozen=fixed, document_mask=document_mask and kind == BLOCK), folder
+            )
+        modules[name] = alike[key]
+    if in_float8 := count_float8(plan, block_linears(config)):
+        blocks = {id(work): work for name, work in modules.items() if name.startswith(BLOCKS)}
+        multiplied = {key: dataclasses.replace(work, float8=in_float8) for key, work in blocks.items()}
+        modules = {name: multiplied.get(id(work), work) for name, work in modules.items()}
+    if config.tie_embeddings:  # one weight, whose gradient begins in the head
+        modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
+    tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
+    return ModelWork(modules, {}, seq_len, "head", tables)
+
+
+def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> _Case:
+    return _Case(
+        model=dataclasses.replace(config, n_layers=1, rope_scaling=None),
+        module=module,
+        seq_len=seq_len,
+        tp=plan.mesh.tp,
+        sequence_parallel=plan.tensor.sequence_parallel,
+        styles=tuple(plan.tensor.styles.items()),
+        dtype=unit.param_dtype,
+        compiled=unit.compiled and module != "tok_embeddings" and plan.compile.backend != "eager",
+        activation_checkpoint="none"
+        if unit.activation_checkpoint == "offload"
+        else unit.activation_checkpoint,
+        saved_ops=unit.saved_ops,
+        activation_budget=unit.activation_budget,
+        attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same
+        loss_chunk_tokens=plan.loss_chunk_tokens,
+        fused_projections=plan.fused_projections,
+        float8_tokens=plan.float8.tokens,
+        frozen=(),
+        document_mask=False,
+    )
+
+
+@cache
+def _trace(case: _Case, folder: Path | None) -> ModuleWork:
+    trace = partial(trace_module, partial(_build, case), case.compiled, case.activation_budget)
+    return remember(folder, case, trace) if folder else trace()
+
+
+def _build(case: _Case, sequences: int) -> Subject:
+    """The module and what it is called with, as one rank of the run holds them once they are gathered."""
+    dtype = getattr(torch, case.dtype)
+    torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
+    try:
+        model = Llama(case.model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
+    apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
+    if case.float8_tokens:
+        gather_in_float8(model, case.float8_tokens, dict(case.styles))
+    module = model.get_submodule(case.module)
+    # An embedding must have something to differentiate; frozen, it is known as such by its share that is
+    # trained.
+    for name in case.frozen if case.module != "tok_embeddings" else ():
+        module.get_parameter(name).requires_grad_(False)
+    if case.activation_checkpoint in ("full", "selective"):
+        recompute(module, case.saved_ops)
+    ids_BT = torch.zeros(sequences, case.seq_len, dtype=torch.int64)
+    tokens = case.seq_len // (case.tp if case.sequence_parallel else 1)
+    # Not a leaf: autograd would hold it, where in the run nobody does but who needs it.
+    x = torch.empty(sequences, tokens, case.model.dim, dtype=dtype, requires_grad=True).clone()
+    if case.module == "tok_embeddings":
+        return Subject(module, (ids_BT,))
+    if case.module == BLOCK:
+        size = (sequences, case.seq_len) if case.document_mask else (case.seq_len,)
+        tables = tuple(torch.empty(*size, case.model.head_dim, dtype=torch.float32) for _ in range(2))
+        return Subject(module, (x,), (*tables, ids_BT) if case.document_mask else tables)
+    return Subject(module, (x, ids_BT))
+
+
+TRACED_CODE = ("models", "parallel", "train/planning/trace_model.py")  # what a trace depends on
+
+
+def remember(folder: Path, case: object, trace: Callable[[], ModuleWork]) -> ModuleWork:
+    """The work of a case, which its repr describes in full: read from `folder`, or traced and written there.
+    A file that cannot be read or written is as none: the trace is made again."""
+    key = hashlib.sha256(f"{case!r} {torch.__version__} {_digest_of_code()}".encode()).hexdigest()
+    path = folder / f"work-{key[:32]}.json"
+    try:
+        return work_from(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError):
+        work = trace()
+    own = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have
+        folder.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(dataclasses.asdict(work)), encoding="utf-8")
+        own.replace(path)
+    return work
+
+
+def work_from(values: dict[str, Any]) -> ModuleWork:
+    """What dataclasses.asdict has made of it, back."""
+    forward, backward = (_phase_from(values[name]) for name in ("forward", "backward"))
+    keeps, output = (Linear(**values[name]) for name in ("keeps", "output"))
+    return ModuleWork(
+        values["parameters"], forward, backward, keeps, output, tuple(map(tuple, values["weights"]))
+    )
+
+
+def _phase_from(values: dict[str, Any]) -> Phase:
+    operations = (
+        Operation(one["kind"], one["name"], Linear(**one["flops"]), Linear(**one["bytes"]), one["dtype"])
+        for one in values["operations"]
+    )
+    return Phase(tuple(operations), tuple(Linear(**moment) for moment in values["live"]))
+
+
+@cache
+def _digest_of_code() -> str:
+    """Changes with every change of the code that is traced, and of that which traces."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for name in TRACED_CODE:
+        for path in [root / name] if name.endswith(".py") else sorted((root / name).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
