@@ -1,14 +1,15 @@
-"""`python -m tools.checkpoint ls|verify|show|diff|consolidate PATH`: what checkpoints are there, and what is
-in them."""
+"""`python -m tools.checkpoint ls|verify|show|diff|consolidate PATH`: what checkpoints are there, what is in
+them, and what differs between two, whatever meshes they were saved on."""
 
 import argparse
+import difflib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.tools.checkpoint_diff import compare_checkpoints, difference_text
-from meshwright.tools.command import format_table, run_tool
-from meshwright.tools.whole_weights import checkpoints_folder, find_newest, load_whole_weights
-from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.tools.cli import format_table, run_tool
+from meshwright.tools.load_weights import checkpoints_folder, find_newest, load_whole_weights
+from meshwright.train.checkpoint.huggingface import FilesReader
+from meshwright.train.checkpoint.load import open_reader, read_tensors
+from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, read_manifest
 from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
@@ -247,6 +249,95 @@ def _age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+RANDOM = "random."  # states of the processes that saved, which say nothing of the model
+_Opened = tuple[Path, Manifest, FilesReader]
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that is not the same in both: what each has, and the largest absolute difference of a value
+    where shape and dtype are alike."""
+
+    name: str
+    here: str
+    there: str
+    largest: float | None
+
+
+@dataclass(frozen=True)
+class Differences:
+    """All differences between two checkpoints. `position`: keys with both values; `config`: lines of a
+    diff."""
+
+    position: Mapping[str, tuple[object, object]]
+    config: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+    compared: int
+    same: bool
+
+
+def compare_checkpoints(one: Path, other: Path) -> Differences:
+    """Compare two checkpoints, of which every byte is verified first; in memory is one pair of tensors at a
+    time. The number of processes and the random state are not compared. Raises CheckpointError."""
+    here, there = verify_alone(one), verify_alone(other)
+    position = {
+        key: (value, getattr(there.position, key))
+        for key, value in vars(here.position).items()
+        if value != getattr(there.position, key) and key != "world_size"
+    }
+    names = [name for name in {**here.tensors, **there.tensors} if not name.startswith(RANDOM)]
+    opened = [
+        (checkpoint, manifest, open_reader(checkpoint, manifest))
+        for checkpoint, manifest in ((one, here), (other, there))
+    ]
+    found = tuple(each for name in names if (each := _compare(name, *opened)))
+    config = tuple(
+        difflib.unified_diff(_lines(one), _lines(other), "config.yaml", "config.yaml", lineterm="", n=0)
+    )
+    return Differences(position, config, found, len(names), not (position or config or found))
+
+
+def difference_text(differences: Differences) -> str:
+    """For people: the position, the config's lines, and the tensors that differ, the first 40 of them."""
+    lines = [f"{key}: {here} | {there}" for key, (here, there) in differences.position.items()]
+    lines += [line for line in differences.config if line[:1] in "+-" and not line.startswith(("+++", "---"))]
+    rows = [
+        (t.name, t.here, t.there, "" if t.largest is None else f"{t.largest:.3g}")
+        for t in differences.tensors
+    ]
+    if rows:
+        lines.append(format_table(("tensor", "here", "there", "largest difference"), rows[:40]))
+    count = (
+        f"{len(rows)} of {differences.compared} tensors differ"
+        if rows
+        else f"all {differences.compared} tensors are equal"
+    )
+    return "\n".join([*lines, count])
+
+
+def _compare(name: str, one: _Opened, other: _Opened) -> TensorDifference | None:
+    here, there = one[1].tensors.get(name), other[1].tensors.get(name)
+    if here is None or there is None or here != there:
+        return TensorDifference(name, str(here or "missing"), str(there or "missing"), None)
+    a, b = (_read(name, here, *opened) for opened in (one, other))
+    if torch.equal(a, b):
+        return None
+    return TensorDifference(name, str(here), str(there), (a.double() - b.double()).abs().max().item())
+
+
+def _read(
+    name: str, saved: SavedTensor, checkpoint: Path, manifest: Manifest, reader: FilesReader
+) -> torch.Tensor:
+    whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    read_tensors(checkpoint, manifest, {name: whole}, alone=True, reader=reader)
+    return whole
+
+
+def _lines(checkpoint: Path) -> list[str]:
+    path = checkpoint / "config.yaml"
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.models.hf import config_to_hf, hf_name
-from meshwright.tools.command import run_tool
-from meshwright.tools.whole_weights import checkpoint_config, find_newest, saved_weights
+from meshwright.tools.cli import run_tool
+from meshwright.tools.load_weights import checkpoint_config, find_newest, saved_weights
 from meshwright.train.checkpoint.huggingface import (
     CONFIG,
     DTYPES,

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan
-from meshwright.tools.command import EXIT_INTERRUPTED, format_table, natural, positive
+from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positive
 from meshwright.tools.convert_hf import config_text
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
-from meshwright.tools.whole_weights import find_newest
+from meshwright.tools.load_weights import find_newest
 from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshwright.models.llama import Llama
 from meshwright.models.rope import rope_tables
-from meshwright.tools.command import run_tool
-from meshwright.tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
+from meshwright.tools.cli import run_tool
+from meshwright.tools.load_weights import checkpoint_config, find_newest, load_whole_weights
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sources import find_files

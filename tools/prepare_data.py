@@ -13,7 +13,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from meshwright.tools.command import format_table, positive, run_tool
+from meshwright.tools.cli import format_table, positive, run_tool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, is_there, prepare
 from meshwright.train.data.sources import HF_PREFIX
 from meshwright.train.data.token_store import MANIFEST, SPLITS, Manifest

@@ -20,7 +20,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
-from meshwright.tools.command import format_table, natural, positive, run_tool
+from meshwright.tools.cli import format_table, natural, positive, run_tool
 from meshwright.train.build_model import fill_model, shard_model
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.processes import children, start_times
+from meshwright.tools.processes import children, start_times
 from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from tests.support import launch

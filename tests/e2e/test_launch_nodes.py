@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.tools.bench.processes import children
+from meshwright.tools.processes import children
 from tests.e2e.faults import FOR_EVER, LIMIT_S, check_stopped, kill, steps_of, tiny
 from tests.support.launch import ROOT, environment, read_status
 

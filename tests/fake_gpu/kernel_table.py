@@ -12,7 +12,7 @@ import torch
 import triton
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.command import format_table
+from meshwright.tools.cli import format_table
 from meshwright.train.optim.adamw_kernel import Slice, Step
 from tests.fake_gpu.cubins import disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import CLOCK, bound_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.tools.bench.processes import BenchError
-from meshwright.tools.bench.run import read_rows
+from meshwright.tools.bench.train_run import read_rows
+from meshwright.tools.processes import BenchError
 from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.run import config_to_record
-from meshwright.tools.command import format_table, natural, positive
+from meshwright.tools.bench.train_run import config_to_record
+from meshwright.tools.cli import format_table, natural, positive
 from meshwright.train.config_parser import parse_config
 from tests.soak.killed_run import Joined, Kill, KilledRun, Mesh, Phase, Wanted, make_reference
 from tests.soak.program import Measured, make_parser, run_program

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.record import make_document, write_record
-from meshwright.tools.command import run_tool
+from meshwright.tools.bench.harness import make_document, write_record
+from meshwright.tools.cli import run_tool
 
 RECORDS = Path(__file__).parent / "records"
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.data import check_room, spread
-from meshwright.tools.bench.processes import make_environment, python_command, run_to_end
-from meshwright.tools.bench.run import config_to_record
-from meshwright.tools.command import format_table, positive
+from meshwright.tools.bench.harness import check_room, spread
+from meshwright.tools.bench.train_run import config_to_record
+from meshwright.tools.cli import format_table, positive
+from meshwright.tools.processes import make_environment, python_command, run_to_end
 from meshwright.train.config_parser import parse_config
 from tests.soak.program import Measured, make_parser, run_program
 

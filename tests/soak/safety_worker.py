@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
-from meshwright.tools.bench.data import set_cache
+from meshwright.tools.bench.speed.data import set_cache
 from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import Position

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.processes import children
+from meshwright.tools.processes import children
 from tests.support.forks import ROOT, Fork, environment, fork_module
 from tests.support.worlds import launcher_store
 

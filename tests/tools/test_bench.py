@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.attention import compare, parse_shape
-from meshwright.tools.bench.compile_depth import Compilation, median_ratio
-from meshwright.tools.bench.peers import (
+from meshwright.tools.bench.harness import make_document, without_names, write_record
+from meshwright.tools.bench.speed.attention import compare, parse_shape
+from meshwright.tools.bench.speed.compile import Compilation, median_ratio
+from meshwright.tools.bench.speed.peers import (
     OURS,
     Contender,
     Figures,
@@ -28,10 +29,9 @@ from meshwright.tools.bench.peers import (
     parse_peers,
     run_rounds,
 )
-from meshwright.tools.bench.processes import BenchError, run_to_end, start_times
-from meshwright.tools.bench.record import make_document, without_names, write_record
-from meshwright.tools.bench.run import Setup, make_figures, read_rows, resolve
-from meshwright.tools.bench.variants import parse_variants, variant_figures, variant_rows
+from meshwright.tools.bench.speed.variants import parse_variants, variant_figures, variant_rows
+from meshwright.tools.bench.train_run import Setup, make_figures, read_rows, resolve
+from meshwright.tools.processes import BenchError, run_to_end, start_times
 from meshwright.train.errors import ConfigError
 from tests.support.launch import TINY
 from tests.support.nested import run_nested
@@ -223,7 +223,7 @@ def test_what_is_interrupted_ends_with_all_its_descendants(
         if pids.exists() and pids.read_text().count("\n") == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.tools.bench.processes.GRACE_S", 0.5)
+    monkeypatch.setattr("meshwright.tools.processes.GRACE_S", 0.5)
     with pytest.raises(KeyboardInterrupt):
         run_to_end(
             f"{sys.executable} -S {tmp_path / 'script.py'}; true",

@@ -12,13 +12,12 @@ import torch
 from meshwright.models.cost import matmul_parameters
 from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.attention import Shape
-from meshwright.tools.bench.compile_time import start_figures
-from meshwright.tools.bench.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
-from meshwright.tools.bench.cpu_rates import Allowed, add_up, measure_here, step_products
-from meshwright.tools.bench.peers import OURS, Contender, make_spreads, run_what_runs
-from meshwright.tools.bench.processes import BenchError, descendant_age_s
-from meshwright.tools.bench.startup import split_start
+from meshwright.tools.bench.speed.compile import split_start, start_figures
+from meshwright.tools.bench.speed.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
+from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, measure_here, step_products
+from meshwright.tools.bench.speed.peers import OURS, Contender, make_spreads, run_what_runs
+from meshwright.tools.bench.timing import Shape
+from meshwright.tools.processes import BenchError, descendant_age_s
 from meshwright.train.config_parser import parse_config
 from tests.support.launch import EAGER, TINY, write_text
 
@@ -138,7 +137,9 @@ def test_compile_splits_a_start(
 ) -> None:
     if started == "forked":  # a fork has its server's command line, by which it cannot be found
         request.getfixturevalue("forked_commands")
-        monkeypatch.setattr("meshwright.tools.bench.startup.descendant_age_s", lambda words, not_words: 0.0)
+        monkeypatch.setattr(
+            "meshwright.tools.bench.speed.compile.descendant_age_s", lambda words, not_words: 0.0
+        )
     keys = [*TINY, *EAGER, *write_text(tmp_path)]
     main(
         [

@@ -1,5 +1,5 @@
-"""tools/bench/data.py: a small measurement is whole and leaves nothing behind, and its parts measure what
-they say."""
+"""tools/bench/speed/data.py: a small measurement is whole and leaves nothing behind, and its parts measure
+what they say."""
 
 import json
 import time
@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.data import (
+from meshwright.tools.bench.harness import check_room, spread
+from meshwright.tools.bench.speed.data import (
     QUICK,
     VOCAB_SIZE,
-    check_room,
     measure_wait,
     node_batch,
     open_loader,
     published_tokens_s,
     sequence_shape,
     set_cache,
-    spread,
     write_store,
 )
-from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.processes import BenchError
 from meshwright.train.data.token_store import open_split, read_manifest, verify
 from meshwright.train.errors import DataError
 

@@ -12,19 +12,30 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.tools.bench import record
+from meshwright.tools.bench import harness as record
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.gpu import find_machine, in_turns, run_cases
-from meshwright.tools.bench.gpu_cases import TORCHTITAN, Case, PeerRun, make_cases
-from meshwright.tools.bench.gpu_curves import Curves, compare_losses, measure_curves
-from meshwright.tools.bench.gpu_parts import PARTS
-from meshwright.tools.bench.gpu_peers import measure_peer
-from meshwright.tools.bench.gpu_record import open_record
-from meshwright.tools.bench.gpu_shapes import LLAMA_8B, TENSORWISE, TINY, VARIANTS, EndToEnd
-from meshwright.tools.bench.gpu_text import part_table, summary
-from meshwright.tools.bench.kernel_table import Event, classify, covered, own_seconds, table_of
-from meshwright.tools.bench.peer_torchtitan import prepare, read_log
-from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.gpu.cases import (
+    LLAMA_8B,
+    TENSORWISE,
+    TINY,
+    TORCHTITAN,
+    VARIANTS,
+    Case,
+    Curves,
+    EndToEnd,
+    PeerRun,
+    compare_losses,
+    make_cases,
+    measure_curves,
+)
+from meshwright.tools.bench.gpu.command import find_machine, in_turns, run_cases
+from meshwright.tools.bench.gpu.parts import PARTS
+from meshwright.tools.bench.gpu.peer_torchtitan import prepare, read_log
+from meshwright.tools.bench.gpu.peers import measure_peer
+from meshwright.tools.bench.gpu.record import open_record
+from meshwright.tools.bench.gpu.report import part_table, summary
+from meshwright.tools.bench.speed.kernel_table import Event, classify, covered, own_seconds, table_of
+from meshwright.tools.processes import BenchError
 from tests.support.launch import EAGER, write_text
 
 Output = pytest.CaptureFixture[str]
@@ -137,7 +148,7 @@ def test_when_time_is_over_nothing_is_begun(tmp_path: Path, capsys: Output) -> N
 def test_a_case_is_cut_off_and_not_recorded(
     tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.tools.bench.gpu.GRACE_S", 0.0)
+    monkeypatch.setattr("meshwright.tools.bench.gpu.command.GRACE_S", 0.0)
     kept = open_record("late", [], TINY.name, tmp_path)
     run_cases([Case("rooflines", "rooflines")], kept, find_machine("cpu", True, ()), time.monotonic() + 0.3)
     assert "cut off" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from meshwright.parallel.memory_breakdown import MemoryByKind, StepMemory
-from meshwright.tools.bench.memory import (
+from meshwright.tools.bench.planner.memory import (
     CASES,
     EXACT_ERROR,
     MEAN_ERROR,

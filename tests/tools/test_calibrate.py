@@ -19,21 +19,29 @@ from meshwright.parallel.planner.hardware import (
     read_hardware,
     share_at,
 )
-from meshwright.tools.bench.attention import Shape
-from meshwright.tools.bench.calibrate import add_calibrate_options, calibrate, find_base
-from meshwright.tools.bench.calibrate_compute import (
+from meshwright.tools.bench.calibrate.command import add_calibrate_options, calibrate, find_base
+from meshwright.tools.bench.calibrate.hardware_file import (
+    Machine,
+    Noted,
+    hardware_text,
+    make_link,
+    number_text,
+    per_core,
+    product_curves,
+    source_in,
+)
+from meshwright.tools.bench.calibrate.measure import (
     CPU_SCALE,
     GPU_SCALE,
-    Clock,
+    Timing,
     attention_work,
+    fit_link,
     measure_attention,
     measure_product,
     quicker,
 )
-from meshwright.tools.bench.calibrate_file import Noted, hardware_text, number_text, source_in
-from meshwright.tools.bench.calibrate_links import Timing, fit_link
-from meshwright.tools.bench.calibrate_values import Machine, make_link, per_core, product_curves
-from meshwright.tools.bench.processes import BenchError
+from meshwright.tools.bench.timing import Clock, Shape
+from meshwright.tools.processes import BenchError
 
 SHARES = {
     "all_gather": ((2, 1.0), (4, 0.5)),

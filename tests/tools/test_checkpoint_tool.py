@@ -1,4 +1,4 @@
-"""tools/checkpoint.py and tools/whole_weights.py: what they say of checkpoints, and that whole weights are
+"""tools/checkpoint.py and tools/load_weights.py: what they say of checkpoints, and that whole weights are
 the run's."""
 
 import dataclasses
@@ -15,10 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from meshwright.models.llama import Llama
-from meshwright.tools.checkpoint import main
-from meshwright.tools.checkpoint_diff import compare_checkpoints
+from meshwright.tools.checkpoint import compare_checkpoints, main
 from meshwright.tools.convert_hf import main as convert
-from meshwright.tools.whole_weights import find_newest, load_whole_weights
+from meshwright.tools.load_weights import find_newest, load_whole_weights
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.planner.plot.shapes import Polygon, Text
-from meshwright.tools.compare.__main__ import main
-from meshwright.tools.compare.bands import BFLOAT16, BITWISE, FLOAT32, own_band
-from meshwright.tools.compare.comparison import Comparison, compare_runs
-from meshwright.tools.compare.picture import draw_comparisons
-from meshwright.tools.compare.text import as_json, as_text
-from meshwright.tools.run_folder import changed_keys, flatten, read_run
+from meshwright.tools.compare.__main__ import as_json, as_text, main
+from meshwright.tools.compare.comparison import BFLOAT16, BITWISE, FLOAT32, Comparison, compare_runs, own_band
+from meshwright.tools.compare.plot import draw_comparisons
+from meshwright.tools.run_reader import changed_keys, flatten, read_run
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, run, write_text
 from tests.tools.sweeps import row, write_run

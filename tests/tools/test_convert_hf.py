@@ -26,7 +26,7 @@ from meshwright.models.hf import config_from_hf
 from meshwright.tools.checkpoint import consolidate
 from meshwright.tools.convert_hf import main, write_files
 from meshwright.tools.generate import load_model
-from meshwright.tools.whole_weights import checkpoint_config, find_newest, load_whole_weights
+from meshwright.tools.load_weights import checkpoint_config, find_newest, load_whole_weights
 from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.manifest import MANIFEST, Position, manifest_to_text, read_manifest
 from meshwright.train.checkpoint.verify import hash_file, verify_alone

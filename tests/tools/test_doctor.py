@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.doctor.__main__ import main
-from meshwright.tools.doctor.checks import read_said
-from meshwright.tools.doctor.environment import judge_environment
+from meshwright.tools.doctor.__main__ import format_report, main
 from meshwright.tools.doctor.facts import Check, Facts, Folder, Gpu, Machine, Software, Unknown, find
-from meshwright.tools.doctor.judge import find_slow_pairs, judge
-from meshwright.tools.doctor.machine import (
+from meshwright.tools.doctor.probe import (
     find_filesystem,
+    find_library,
     folder_bytes,
+    is_bundled,
     look_at_run_folder,
     nearest_existing,
+    parse_gpus,
+    strip_colours,
 )
-from meshwright.tools.doctor.software import find_library, is_bundled, parse_gpus, strip_colours
-from meshwright.tools.doctor.text import format_report
+from meshwright.tools.doctor.rules import find_slow_pairs, judge, judge_environment
+from meshwright.tools.doctor.trials import read_said
 from meshwright.train.errors import ConfigError
 from tests.support.launch import run
 from tests.support.limited import LIMITED

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from meshwright.tools.eval import ANEW, Subject, find_subject, make_parser
 from meshwright.tools.generate import load_model
-from meshwright.tools.whole_weights import checkpoint_config, find_newest
+from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.data.corpus import check_data
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare

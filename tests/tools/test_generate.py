@@ -25,7 +25,7 @@ from meshwright.tools.generate import (
     make_parser,
     print_stream,
 )
-from meshwright.tools.whole_weights import checkpoint_config, find_newest
+from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.config import DataConfig
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import load_corpus

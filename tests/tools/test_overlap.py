@@ -9,7 +9,7 @@ import pytest
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.overlap import (
+from meshwright.tools.bench.planner.overlap import (
     LEVERS,
     Lever,
     in_line,

@@ -15,9 +15,9 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.search import EQUAL
-from meshwright.tools.command import run_tool
+from meshwright.tools.cli import run_tool
 from meshwright.tools.plan.__main__ import main
-from meshwright.tools.plan.answer import Place, answer
+from meshwright.tools.plan.report import Place, answer
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.parallel.errors import PlanError
 from meshwright.tools.plan.__main__ import main
-from meshwright.tools.plan.sweep import HIDDEN, _takes_over, read_sweep
+from meshwright.tools.plan.scaling import HIDDEN, _takes_over, read_sweep
 from meshwright.train.errors import ConfigError
 from tests.support.simulated import TINY
 

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
-from meshwright.tools.plan.__main__ import main
-from meshwright.tools.plan.diff import diff_plans, in_words
-from meshwright.tools.plan.options import make_parser
+from meshwright.tools.plan.__main__ import main, make_parser
+from meshwright.tools.plan.compare import diff_plans, in_words
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run

@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.bench.prediction_cases import Case, cpu_cases, gpu_cases
-from meshwright.tools.bench.predictions import (
+from meshwright.tools.bench.planner.predictions import (
+    Case,
     Predicted,
     Row,
+    cpu_cases,
     find_kind,
+    gpu_cases,
     kendall_tau,
     make_row,
     predict_case,
@@ -18,8 +20,8 @@ from meshwright.tools.bench.predictions import (
     step_seconds,
     summarise,
 )
-from meshwright.tools.bench.processes import BenchError
-from meshwright.tools.bench.run import WARM_UP_STEPS, RunFigures
+from meshwright.tools.bench.train_run import WARM_UP_STEPS, RunFigures
+from meshwright.tools.processes import BenchError
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.tools.bench.processes import children, start_times
-from meshwright.tools.command import run_tool
+from meshwright.tools.cli import run_tool
 from meshwright.tools.prepare_data import PlainLines, main, make_figures, to_line
+from meshwright.tools.processes import children, start_times
 from meshwright.train.data.prepare import worker_pool as pool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.token_store import read_manifest

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, MOST_FITTED, load_hardware
-from meshwright.tools.bench.published import (
+from meshwright.tools.bench.planner.published import (
     FLOAT8,
     KINDS,
     Compared,

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from meshwright.parallel.planner.plot.shapes import to_svg
-from meshwright.tools.bench import record
+from meshwright.tools.bench import harness as record
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.page import marks
-from meshwright.tools.bench.processes import BenchError
-from meshwright.tools.bench.scale_page import page_part, pairs, recomputed
-from meshwright.tools.bench.scale_plot import draw_scaling
+from meshwright.tools.bench.harness import marks
+from meshwright.tools.bench.planner.scaling import page_part, pairs, recomputed
+from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.plan.__main__ import main as plan_tool
+from meshwright.tools.processes import BenchError
 from meshwright.train.errors import ConfigError
 from tests.support.launch import TINY
 

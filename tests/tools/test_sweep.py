@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.tools.bench.processes import children
-from meshwright.tools.sweep import launch
+from meshwright.tools.processes import children
+from meshwright.tools.sweep import runner as launch
 from meshwright.tools.sweep.__main__ import main
 from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.errors import ConfigError

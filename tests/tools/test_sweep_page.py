@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.planner.plot.shapes import Polygon
-from meshwright.tools.plot import (
+from meshwright.tools.charts import (
     COLORS,
     Bar,
     Curve,
@@ -21,8 +21,7 @@ from meshwright.tools.plot import (
     thin_out,
     ticks,
 )
-from meshwright.tools.run_figures import figures_of
-from meshwright.tools.run_folder import read_run, training_s
+from meshwright.tools.run_reader import figures_of, read_run, training_s
 from meshwright.tools.sweep.__main__ import main
 from tests.tools.sweeps import Page, row, write_run, write_spec
 

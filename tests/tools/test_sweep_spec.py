@@ -12,9 +12,17 @@ import yaml
 
 from meshwright.parallel.errors import PlanError
 from meshwright.tools.sweep.__main__ import STUDIES, find_spec, main, read_overrides
-from meshwright.tools.sweep.attempt import Attempt, find_reason, judge, state_of, write_attempt
-from meshwright.tools.sweep.launch import Interrupts, hear_interrupts, run_once
-from meshwright.tools.sweep.planned import changed_runs, check_sweep, refuse_changed
+from meshwright.tools.sweep.preflight import changed_runs, check_sweep, refuse_changed
+from meshwright.tools.sweep.runner import (
+    Attempt,
+    Interrupts,
+    find_reason,
+    hear_interrupts,
+    judge,
+    run_once,
+    state_of,
+    write_attempt,
+)
 from meshwright.tools.sweep.spec import Cell, make_cells, read_spec
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder

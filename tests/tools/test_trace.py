@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.tools.trace import read
+from meshwright.tools.trace import reader as read
 from meshwright.tools.trace.__main__ import main, make_parser
-from meshwright.tools.trace.find import find_traces
-from meshwright.tools.trace.read import Trace, read_events
+from meshwright.tools.trace.reader import Trace, find_traces, read_events
 from meshwright.train.errors import DataError
 from tests.tools.test_trace_steps import CPU_EVENTS, CUDA_EVENTS, write_trace
 

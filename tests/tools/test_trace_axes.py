@@ -10,14 +10,13 @@ import pytest
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.trace.advice import advise
-from meshwright.tools.trace.answer import Answer, answer, find_steps
-from meshwright.tools.trace.axes import find_axis
+from meshwright.tools.trace.analysis import Answer, answer, find_steps
 from meshwright.tools.trace.cpu import cpu_steps
-from meshwright.tools.trace.find import find_mesh
-from meshwright.tools.trace.measured import to_timeline
-from meshwright.tools.trace.places import Place
-from meshwright.tools.trace.shares import Communication
-from meshwright.tools.trace.store import load_store
+from meshwright.tools.trace.events import load_store
+from meshwright.tools.trace.phases import Place, find_axis
+from meshwright.tools.trace.plan_comparison import to_timeline
+from meshwright.tools.trace.prefetch import Communication
+from meshwright.tools.trace.reader import find_mesh
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 from tests.tools.test_trace_steps import GATHER, GLOO, Event, label, op, write_trace

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.bench.exposed import Profiled, exposed_text, launches_ns, summarise
-from meshwright.tools.trace.answer import find_steps
-from meshwright.tools.trace.store import load_store
+from meshwright.tools.bench.planner.exposed import Profiled, exposed_text, launches_ns, summarise
+from meshwright.tools.trace.analysis import find_steps
+from meshwright.tools.trace.events import load_store
 from tests.tools.test_trace_steps import CPU_EVENTS, write_trace
 
 

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.trace.flops import work_of
-from meshwright.tools.trace.kernel_names import LONGEST, graph_name, short_name
-from meshwright.tools.trace.kernel_rows import KernelRow
+from meshwright.tools.trace.kernel_stats import LONGEST, KernelRow, graph_name, short_name
 from meshwright.tools.trace.kernels import top_kernels
-from meshwright.tools.trace.roofs import find_roof
+from meshwright.tools.trace.roofline import find_roof, work_of
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import DataError
 from tests.support.launch import EAGER, TINY

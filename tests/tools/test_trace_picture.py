@@ -13,7 +13,7 @@ from PIL import Image
 from meshwright.parallel.planner.plot.shapes import SCALE, Picture, Polygon, Text, text_width, to_png, to_svg
 from meshwright.parallel.planner.plot.timeline import COLORS, LEFT, MARK, RIGHT, WIDTH
 from meshwright.parallel.planner.timeline import Event, Round, Timeline
-from meshwright.tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
+from meshwright.tools.trace.plan_comparison import LaneRow, compare_lanes, draw_against, predict_run
 from meshwright.train.errors import DataError
 
 LANES_PX = WIDTH - LEFT - RIGHT

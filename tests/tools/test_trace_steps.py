@@ -11,17 +11,20 @@ import pytest
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.trace.advice import advise
-from meshwright.tools.trace.answer import Answer, answer
-from meshwright.tools.trace.gathers import UnitCost, judge_prefetch, waits_with_depth
-from meshwright.tools.trace.labels import Label
-from meshwright.tools.trace.measured import to_timeline
-from meshwright.tools.trace.places import Places
-from meshwright.tools.trace.ranks import Clock, find_slow_units, find_stragglers
-from meshwright.tools.trace.shares import split_step, sum_communication
-from meshwright.tools.trace.spans import intersect, subtract, total, union
-from meshwright.tools.trace.steps import Step, Transfer, UnitRun
-from meshwright.tools.trace.store import load_store
-from meshwright.tools.trace.text import percents
+from meshwright.tools.trace.analysis import Answer, answer
+from meshwright.tools.trace.events import Label, load_store
+from meshwright.tools.trace.phases import Places
+from meshwright.tools.trace.plan_comparison import to_timeline
+from meshwright.tools.trace.prefetch import (
+    UnitCost,
+    judge_prefetch,
+    split_step,
+    sum_communication,
+    waits_with_depth,
+)
+from meshwright.tools.trace.report import percents
+from meshwright.tools.trace.steps import Step, Transfer, UnitRun, intersect, subtract, total, union
+from meshwright.tools.trace.stragglers import Clock, find_slow_units, find_stragglers
 
 ORIGIN_US = 4478494128299.831  # of a real trace
 MAIN, BACKWARD, GLOO, GPU_MAIN, GPU_NCCL = 11, 12, 21, 7, 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.doctor.machine import find_filesystem
+from meshwright.tools.doctor.probe import find_filesystem
 from meshwright.train.cgroups import memory_left_bytes, memory_limit_bytes, own_groups
 from meshwright.train.memory import free_host_bytes, peak_resident_bytes
 from tests.support.control_groups import write_groups

@@ -19,7 +19,7 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.models.rope_scaling import RopeScaling
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.generate import load_model
-from meshwright.tools.whole_weights import checkpoint_config, find_newest
+from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.checkpoint.huggingface import INDEX, open_folder
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights, say_start
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest

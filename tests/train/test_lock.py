@@ -18,7 +18,8 @@ from tests.support.launch import ROOT
 HOLDER = """
 import os, sys
 from pathlib import Path
-from meshwright.train.lock import LockError, lock_folder
+from meshwright.train.errors import LockError
+from meshwright.train.fault_tolerance.run_lock import lock_folder
 sys.stdin.readline()
 try:
     lock = lock_folder(Path(sys.argv[1]))

@@ -25,7 +25,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.make import Job, make_plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.import_accelerate.__main__ import judge as judge_import
-from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
+from meshwright.tools.import_accelerate.convert import as_document, as_text, as_yaml, make_imported
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.config_parser import (

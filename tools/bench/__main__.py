@@ -6,34 +6,25 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from meshwright.tools.bench import (
-    attention,
-    calibrate,
-    compile_time,
-    cpu,
-    data,
-    exposed,
-    gpu,
-    memory,
-    overlap,
-    peers,
-    predictions,
-    published,
-    scale,
-    standard,
-    variants,
-)
-from meshwright.tools.bench.measurement import (
+from meshwright.tools.bench import train_run as standard
+from meshwright.tools.bench.calibrate import command as calibrate
+from meshwright.tools.bench.gpu import command as gpu
+from meshwright.tools.bench.harness import (
     Measurement,
     Result,
     add_measurement,
+    make_document,
     no_options,
     with_config,
     without_config,
+    write_record,
 )
-from meshwright.tools.bench.record import make_document, write_record
-from meshwright.tools.bench.run import PROG
-from meshwright.tools.command import run_tool
+from meshwright.tools.bench.planner import exposed, memory, overlap, predictions, published
+from meshwright.tools.bench.planner import scaling as scale
+from meshwright.tools.bench.speed import attention, cpu, data, peers, variants
+from meshwright.tools.bench.speed import compile as compile_time
+from meshwright.tools.bench.train_run import PROG
+from meshwright.tools.cli import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
 MEASUREMENTS = (

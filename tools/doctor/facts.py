@@ -1,9 +1,9 @@
-"""What is known of a machine: plain data, so that the rules about it can be tried on machines that are not
-there."""
+"""What is known of a machine, and what a rule says of it: plain data, so that the rules can be tried on
+machines that are not there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from meshwright.parallel.errors import one_line
 
@@ -117,3 +117,28 @@ class Facts:
     environment: Mapping[str, str] = field(default_factory=dict)
     compiled: Check = Check()
     all_reduce: Check = Check()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is so, with its value, and how to mend it. kind: a run will fail; will be slow; or it may
+    matter."""
+
+    kind: Literal["fails", "slow", "note"]
+    what: str
+    remedy: str
+
+
+def fails(what: str, remedy: str) -> Finding:
+    """A run will fail."""
+    return Finding("fails", what, remedy)
+
+
+def is_slow(what: str, remedy: str) -> Finding:
+    """A run will be slower than it could be."""
+    return Finding("slow", what, remedy)
+
+
+def note(what: str, remedy: str) -> Finding:
+    """It matters in some cases."""
+    return Finding("note", what, remedy)

@@ -17,11 +17,11 @@ from typing import Any
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping, read_text
-from meshwright.tools.command import run_tool
+from meshwright.tools.cli import run_tool
 from meshwright.tools.import_accelerate.accelerate import judge_accelerate
-from meshwright.tools.import_accelerate.imported import as_document, as_text, as_yaml, make_imported
+from meshwright.tools.import_accelerate.convert import as_document, as_text, as_yaml, make_imported
+from meshwright.tools.import_accelerate.rules import Item
 from meshwright.tools.import_accelerate.torchtitan import judge_torchtitan, parse_flags
-from meshwright.tools.import_accelerate.verdict import Item
 from meshwright.train.errors import ConfigError
 
 EPILOG = """examples:

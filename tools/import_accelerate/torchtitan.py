@@ -8,9 +8,8 @@ files any more.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.tools.import_accelerate.titan_names import ALIASES, DEFAULTS, SECTIONS
-from meshwright.tools.import_accelerate.titan_rules import RULES
-from meshwright.tools.import_accelerate.verdict import Item, dropped, judge, refused, unknown_key
+from meshwright.tools.import_accelerate.rules import Item, dropped, judge, refused, unknown_key
+from meshwright.tools.import_accelerate.torchtitan_rules import ALIASES, DEFAULTS, RULES, SECTIONS
 from meshwright.train.errors import ConfigError
 
 

@@ -8,24 +8,40 @@ side by side. `python -m tools.plan diff A.yaml B.yaml` says what differs betwee
 
 import argparse
 import dataclasses
+import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.tools.command import run_tool
-from meshwright.tools.plan.answer import Answer, Place, answer, as_json, find_fewest, find_gpu, time_to_train
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.cli import positive, run_tool
 from meshwright.tools.plan.check import Check, check_json, check_run, check_text
-from meshwright.tools.plan.compare import compare_strategies, comparison_json, comparison_text
-from meshwright.tools.plan.diff import diff_plans, in_words
-from meshwright.tools.plan.files import PLAN_SUFFIXES, TIMELINES, check_target, save_plan, save_timeline
-from meshwright.tools.plan.options import make_diff_parser, read_options
-from meshwright.tools.plan.sweep import read_sweep, sweep, sweep_json, sweep_text
-from meshwright.tools.plan.text import as_text
+from meshwright.tools.plan.compare import (
+    compare_strategies,
+    comparison_json,
+    comparison_text,
+    diff_plans,
+    in_words,
+)
+from meshwright.tools.plan.export import PLAN_SUFFIXES, TIMELINES, check_target, save_plan, save_timeline
+from meshwright.tools.plan.report import (
+    Answer,
+    Place,
+    answer,
+    as_json,
+    as_text,
+    find_fewest,
+    find_gpu,
+    time_to_train,
+)
+from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json, sweep_text
 from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import ConfigError
 
 EXIT_DIFFERS = 1  # --check found more difference than it allows
 
@@ -122,6 +138,232 @@ def _document(options: argparse.Namespace, asked: Answer, check: Check | None) -
     if options.tokens and asked.prediction:
         document["time_to_train"] = time_to_train(asked.prediction, asked.place.gpus, options.tokens)
     return document | ({"check": check_json(check)} if check else {})
+
+
+PROG = "tools.plan"
+KEYS = "[--section.key=value ...]"
+NEED_GPU = ("tokens", "timeline", "min_gpus", "sweep")
+# What --compare and --sweep, which show many plans, have no use for.
+OF_ONE_PLAN = ("save", "timeline", "check")
+EPILOG = """\
+Every config key is accepted too, as --section.key=value, and wins over the file. `python -m train.main -h` documents
+them all. With --parallel.plan=auto the planner chooses what the config leaves at auto: degrees, activation
+checkpointing, resharding, prefetching and the micro batch; a key that has a value keeps it.
+
+examples:
+  the best plan of a 70B on 256 GPUs, and why:
+    python -m tools.plan --config llama_70b.yaml --gpus 256 --gpu h100-sxm --parallel.plan=auto --tokens 1e12
+  keep it, and run it:
+    python -m tools.plan --config llama_8b.yaml --gpus 8 --gpu h100-sxm --parallel.plan=auto --save plan.yaml
+    torchrun --nproc-per-node 8 -m train.main --config llama_8b.yaml --parallel.plan=plan.yaml
+  a plan of your own, and the picture of a step:
+    python -m tools.plan --config llama_8b.yaml --gpus 8 --gpu h100-sxm --parallel.activation_checkpoint=full \\
+        --timeline step.svg
+  how few GPUs will do, and how it scales:
+    python -m tools.plan --config llama_405b.yaml --gpu h200 --min-gpus --parallel.plan=auto
+    python -m tools.plan --config llama_70b.yaml --gpu h100-sxm --sweep gpus=8..4096 --parallel.plan=auto
+  the real code's word for it, before a large run:
+    python -m tools.plan --config llama_405b.yaml --gpus 4096 --gpu h100-sxm --parallel.plan=auto --check
+  what differs between the plans of two runs:
+    python -m tools.plan diff runs/a/plan.yaml runs/b/plan.yaml
+"""  # noqa: E501
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all of our own checks do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}. See python -m {PROG} -h")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Options of planning; every key of the config is accepted besides."""
+    usage = [
+        f"--gpus N [--gpu KIND] [--tokens T] [--check] [--save F] [--timeline F] {KEYS}",
+        f"--gpu KIND --min-gpus {KEYS}",
+        f"--gpu KIND --sweep gpus=8..4096 {KEYS}",
+        f"--gpus N --compare {KEYS}",
+    ]
+    lines = [
+        *(f"python -m {PROG} --config X {words}" for words in usage),
+        f"python -m {PROG} diff A.yaml B.yaml [--json]",
+    ]
+    parser = _Parser(
+        prog=f"python -m {PROG}",
+        usage="\n       ".join(lines),
+        description="Print the plan of a run, advice where it makes little sense, the memory it is predicted "
+        "to need per GPU,\n"
+        "and for a kind of GPU whether it fits and how fast it will be. Needs no GPU and starts no "
+        "processes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, flag = parser.add_argument, "store_true"
+    add(
+        "--config",
+        required=True,
+        metavar="X",
+        help="YAML file: a path, or a name in configs/, as llama_8b.yaml",
+    )
+    add("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
+    add(
+        "--gpus-per-node",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="GPUs that share a node: 8 unless given, and never more than there are",
+    )
+    add(
+        "--gpu",
+        metavar="KIND",
+        help=f"kind of GPU, for time and whether it fits: {', '.join(load_hardware())}",
+    )
+    add(
+        "--tokens",
+        type=_tokens,
+        metavar="T",
+        help="say how long training on so many tokens takes, as 1e12 (needs --gpu)",
+    )
+    add("--save", metavar="FILE.yaml", help="write the plan to a new file, for --parallel.plan=FILE.yaml")
+    add(
+        "--timeline",
+        metavar="FILE",
+        help="write a step as a picture (.svg, .png) or as a trace for ui.perfetto.dev (.json); needs --gpu",
+    )
+    add(
+        "--check",
+        action=flag,
+        help="run a step of one rank with the real code on a fake process group, and compare collectives "
+        "and memory; exit code 1 if they differ too much",
+    )
+    add(
+        "--min-gpus",
+        action=flag,
+        help="find the fewest GPUs that will do, a power of two, and plan for them (needs --gpu)",
+    )
+    add(
+        "--sweep",
+        metavar="gpus=A..B",
+        help="plan for A GPUs, twice as many, and so on: how the run scales (needs --gpu)",
+    )
+    add(
+        "--compare",
+        action=flag,
+        help="instead, put DDP, FSDP and HSDP of this training side by side: memory by kind, predicted "
+        "and measured in a simulation",
+    )
+    add(
+        "--json",
+        action=flag,
+        help="print one JSON document: plan, reasons, advice, predicted {peak_memory_gib, reserved_gib, "
+        "memory and memory_at_peak by kind in GiB, step_time_s, compute_s, exposed_comm_s, "
+        "tokens_per_s_per_gpu, mfu, "
+        "mfu_causal, fits; null what needs --gpu}, with plan=auto candidates, and what was asked for: "
+        "time_to_train, min_gpus, "
+        "sweep, check",
+    )
+    return parser
+
+
+def make_diff_parser() -> argparse.ArgumentParser:
+    """Options of comparing."""
+    parser = _Parser(
+        prog=f"python -m {PROG} diff",
+        description="Say in words what differs between two plan files.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("a", metavar="A.yaml", help="a plan file, such as plan.yaml of a run")
+    parser.add_argument("b", metavar="B.yaml", help="another")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document: same, and differences {where, key, a, b}",
+    )
+    return parser
+
+
+def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """Options and config of a command line. Raises ConfigError for what does not exist or does not go
+    together."""
+    options, config_arguments = make_parser().parse_known_args(arguments)
+    _check_names(config_arguments)
+    config = parse_config([f"--config={options.config}", *config_arguments], PROG)
+    _check_together(options, config)
+    return options, config
+
+
+def _check_names(config_arguments: Sequence[str]) -> None:
+    """An option without a dot is none of the config's."""
+    known = [name for action in make_parser()._actions for name in action.option_strings]
+    for argument in config_arguments:
+        name = argument.split("=")[0]
+        if name.startswith("--") and "." not in name and name != "--print_config":
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"unknown option {name}. {f'Did you mean {near[0]}?' if near else 'See -h for all of them.'}"
+            )
+
+
+def _check_together(options: argparse.Namespace, config: Config) -> None:
+    """Options that need each other, or exclude each other."""
+    given = [name for name in ("gpus", "min_gpus", "sweep") if getattr(options, name)]
+    if len(given) != 1:
+        words = " and ".join(map(_option, given))
+        raise ConfigError(
+            f"{words}: give one of them only"
+            if words
+            else "say how many GPUs, with --gpus N, --min-gpus or --sweep gpus=A..B"
+        )
+    if options.compare:
+        _refuse(
+            options,
+            ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
+            "--compare says what each strategy needs, not whether it fits or how fast it is",
+        )
+        return
+    if options.sweep:
+        _refuse(options, OF_ONE_PLAN, "--sweep makes many plans: ask for one with --gpus")
+    if options.gpu:
+        _check_file(options, config)
+        return
+    for name in NEED_GPU:
+        if getattr(options, name):
+            raise ConfigError(f"{_option(name)} needs --gpu KIND: {', '.join(load_hardware())}")
+    if config.parallel.plan == "auto":
+        raise ConfigError(
+            "parallel.plan=auto needs --gpu KIND, to know memory and speed: " + ", ".join(load_hardware())
+        )
+
+
+def _check_file(options: argparse.Namespace, config: Config) -> None:
+    if config.parallel.plan not in ("auto", "manual") and (options.min_gpus or options.sweep):
+        name = "--min-gpus" if options.min_gpus else "--sweep"
+        raise ConfigError(
+            f"{name}: parallel.plan={config.parallel.plan} is a plan for one number of GPUs: use auto or "
+            f"manual"
+        )
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    for name in names:
+        if getattr(options, name):
+            raise ConfigError(f"{_option(name)}: {reason}: leave it out")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _tokens(text: str) -> float:
+    """Type of --tokens: 1000000 or 1e12."""
+    try:
+        tokens = float(text)
+    except ValueError:
+        tokens = 0.0
+    if not 1 <= tokens < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 1, as 1e12")
+    return tokens
 
 
 if __name__ == "__main__":

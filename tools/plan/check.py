@@ -21,7 +21,7 @@ from meshwright.parallel.plan.schema import Plan, UnitPlan, find_style, prefetch
 from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
-from meshwright.tools.command import format_table
+from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.build_model import freeze
 from meshwright.train.config import Config

@@ -1,15 +1,18 @@
-"""`python -m tools.plan --compare`: DDP, FSDP and HSDP of the same training side by side, predicted and
-measured."""
+"""DDP, FSDP and HSDP of the same training side by side (`--compare`), predicted and measured; and what
+differs between two plan files (`diff`)."""
 
 import dataclasses
 import json
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import join_names
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.simulate.simulator import Simulation
-from meshwright.tools.command import format_table
+from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run, totals
 from meshwright.train.config import Config
 from meshwright.train.errors import ConfigError
@@ -124,3 +127,111 @@ def _moved_gib(simulation: Simulation, op: str) -> float:
 
 def _gib(value: float) -> str:
     return f"{value:10.2f}"
+
+
+ONLY = "unit"  # the key of units that only one plan has
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference: where it is, which key, and its two values. With the key "unit" one of them is None:
+    only the other plan has these units."""
+
+    where: str
+    key: str
+    a: Any
+    b: Any
+
+
+def diff_plans(a: Plan, b: Plan) -> list[Difference]:
+    """Every difference from `a` to `b`: mesh, batch, what holds for all units, then units in the order of the
+    forward. Empty if equal."""
+    differences = _diff_fields("mesh", a.mesh, b.mesh)
+    for where, key in (
+        ("batch", "micro_batch_size"),
+        ("batch", "accumulation"),
+        ("batch", "global_batch_size"),
+        ("plan", "cpu_offload"),
+        ("plan", "storage_dtype"),
+        ("plan", "attention"),
+        ("plan", "loss_chunk_tokens"),
+        ("plan", "fused_projections"),
+        ("plan", "async_tp"),
+    ):
+        if _differ(both := (getattr(a, key), getattr(b, key))):
+            differences.append(Difference(where, key, *both))
+    differences += _diff_fields("float8", a.float8, b.float8)
+    differences += _diff_tensor(a, b) + _diff_fields("compile", a.compile, b.compile)
+    if a.modules != b.modules:
+        differences.append(Difference("model", "modules", join_names(a.modules), join_names(b.modules)))
+    return differences + _diff_units(a, b)
+
+
+def in_words(difference: Difference) -> str:
+    """One line for people."""
+    where, key = difference.where, difference.key
+    if key == ONLY:
+        return f"{where}: only in the {'first' if difference.b is None else 'second'}"
+    return f"{where}: {key} {_value(difference.a)} -> {_value(difference.b)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(value)}]"
+    if isinstance(value, dict):
+        return f"of {len(value)} patterns" if value else "none"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _diff_tensor(a: Plan, b: Plan) -> list[Difference]:
+    """Pattern by pattern where both plans split weights."""
+    one, other = a.tensor.styles, b.tensor.styles
+    if not (one and other):
+        return _diff_fields("tensor", a.tensor, b.tensor)
+    pairs = [
+        (pattern, one.get(pattern, "no style"), other.get(pattern, "no style"))
+        for pattern in {**one, **other}
+    ]
+    changed = [Difference("tensor", *pair) for pair in pairs if pair[1] != pair[2]]
+    same_styles = dataclasses.replace(a.tensor, styles=other)
+    return _diff_fields("tensor", same_styles, b.tensor) + changed
+
+
+def _diff_fields(where: str, a: Any, b: Any) -> list[Difference]:
+    """Differences between two dataclasses of the same kind, field by field."""
+    return [Difference(where, *change) for change in _changes(a, b)]
+
+
+def _diff_units(a: Plan, b: Plan) -> list[Difference]:
+    """Differences between units of the same name, neighbours that differ alike as one; then units of one plan
+    only."""
+    in_a, in_b = {unit.name: unit for unit in a.units}, {unit.name: unit for unit in b.units}
+    shared = [name for name in in_a if name in in_b]
+    differences = []
+    for _, same in groupby(shared, key=lambda name: repr(_changes(in_a[name], in_b[name]))):
+        names = list(same)
+        differences += _diff_fields(_names(names), in_a[names[0]], in_b[names[0]])
+    only_a, only_b = [name for name in in_a if name not in in_b], [name for name in in_b if name not in in_a]
+    if only_a:
+        differences.append(Difference(_names(only_a), ONLY, only_a, None))
+    if only_b:
+        differences.append(Difference(_names(only_b), ONLY, None, only_b))
+    if shared != [name for name in in_b if name in in_a]:
+        differences.append(Difference("units", "order", [*in_a], [*in_b]))
+    return differences
+
+
+def _changes(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
+    """Key and both values of every field that differs."""
+    pairs = [(field.name, getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a)]
+    return [(key, one, other) for key, one, other in pairs if _differ((one, other))]
+
+
+def _differ(both: tuple[Any, Any]) -> bool:
+    """Typed: to Python false equals 0, to a plan resharding to 1 process is not `true`."""
+    return repr(both[0]) != repr(both[1])
+
+
+def _names(names: list[str]) -> str:
+    """Neighbouring units by their first and last name."""
+    return f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]} ({len(names)})"

@@ -8,16 +8,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.parallel.errors import one_line
-from meshwright.tools.command import EXIT_INTERRUPTED, positive, run_tool
-from meshwright.tools.plan.files import write_whole
-from meshwright.tools.sweep.attempt import Attempt, launched_with, state_of, write_attempt
-from meshwright.tools.sweep.commands import as_lines, refuse_nodes, run_command, slurm_command
-from meshwright.tools.sweep.folder import make_folder, note_owner, own_folder, refuse_other_owner
-from meshwright.tools.sweep.launch import Interrupts, hear_interrupts, run_once
-from meshwright.tools.sweep.page import make_page
-from meshwright.tools.sweep.planned import Planned, changed_runs, check_sweep, refuse_changed
-from meshwright.tools.sweep.rows import SweepReport, read_sweep, report_json
-from meshwright.tools.sweep.screen import SweepScreen
+from meshwright.tools.cli import EXIT_INTERRUPTED, positive, run_tool
+from meshwright.tools.plan.export import write_whole
+from meshwright.tools.sweep.html_report import make_page
+from meshwright.tools.sweep.preflight import Planned, changed_runs, check_sweep, refuse_changed
+from meshwright.tools.sweep.progress import SweepScreen
+from meshwright.tools.sweep.results import SweepReport, read_sweep, report_json
+from meshwright.tools.sweep.runner import (
+    Attempt,
+    Interrupts,
+    as_lines,
+    hear_interrupts,
+    launched_with,
+    make_folder,
+    note_owner,
+    own_folder,
+    refuse_nodes,
+    refuse_other_owner,
+    run_command,
+    run_once,
+    slurm_command,
+    state_of,
+    write_attempt,
+)
 from meshwright.tools.sweep.spec import Spec, near_key, read_spec
 from meshwright.train.config_parser import known_keys
 from meshwright.train.errors import ConfigError

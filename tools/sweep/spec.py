@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.tools.run_folder import flatten
+from meshwright.tools.run_reader import flatten
 from meshwright.train.config_parser import known_keys
 from meshwright.train.errors import ConfigError
 

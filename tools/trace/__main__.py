@@ -11,18 +11,22 @@ from typing import Any
 from meshwright.parallel.planner.plot.shapes import Picture, to_svg
 from meshwright.parallel.planner.plot.timeline import draw_timeline
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.tools.command import format_table, natural, run_tool
-from meshwright.tools.plan.files import check_target, write_whole
+from meshwright.tools.cli import format_table, natural, run_tool
+from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.trace.advice import ms
-from meshwright.tools.trace.against_plan import LaneRow, compare_lanes, draw_against, predict_run
-from meshwright.tools.trace.answer import Answer, answer
-from meshwright.tools.trace.document import make_document
-from meshwright.tools.trace.find import find_traces
-from meshwright.tools.trace.kernel_rows import KernelRow
+from meshwright.tools.trace.analysis import Answer, answer
+from meshwright.tools.trace.kernel_stats import KernelRow
 from meshwright.tools.trace.kernels import top_kernels
-from meshwright.tools.trace.measured import to_timeline
-from meshwright.tools.trace.roofs import Roof, find_roof
-from meshwright.tools.trace.text import describe, printable
+from meshwright.tools.trace.plan_comparison import (
+    LaneRow,
+    compare_lanes,
+    draw_against,
+    predict_run,
+    to_timeline,
+)
+from meshwright.tools.trace.reader import find_traces
+from meshwright.tools.trace.report import describe, make_document, printable
+from meshwright.tools.trace.roofline import Roof, find_roof
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import ConfigError, DataError
 

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.tools.trace.answer import Answer
-from meshwright.tools.trace.gathers import EARLY_UNITS, WORTH, Prefetch
+from meshwright.tools.trace.analysis import Answer
+from meshwright.tools.trace.prefetch import EARLY_UNITS, WORTH, Prefetch
 
 MOST = 5
 ODD = 1.25  # times as often last as by chance: a straggler, else ranks are late in turn

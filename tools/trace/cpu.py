@@ -8,12 +8,9 @@ from itertools import pairwise
 from typing import TypeVar
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.axes import find_axis, find_lane
-from meshwright.tools.trace.labels import Label
-from meshwright.tools.trace.places import Places
-from meshwright.tools.trace.spans import Interval, clip, subtract, union
-from meshwright.tools.trace.steps import Need, Step, Transfer, UnitRun, Work
-from meshwright.tools.trace.store import Columns, Launch, Store
+from meshwright.tools.trace.events import Columns, Label, Launch, Store
+from meshwright.tools.trace.phases import Places, find_axis, find_lane
+from meshwright.tools.trace.steps import Interval, Need, Step, Transfer, UnitRun, Work, clip, subtract, union
 
 Timed = TypeVar("Timed", Work, Transfer, UnitRun)
 

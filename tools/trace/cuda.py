@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.axes import find_axis, find_lane, group_axes
-from meshwright.tools.trace.places import Place, Places
-from meshwright.tools.trace.spans import Interval, subtract
-from meshwright.tools.trace.steps import Need, Step, Transfer, UnitRun, Work
-from meshwright.tools.trace.store import COLLECTIVE, KERNEL, Store
+from meshwright.tools.trace.events import COLLECTIVE, KERNEL, Store
+from meshwright.tools.trace.phases import Place, Places, find_axis, find_lane, group_axes
+from meshwright.tools.trace.steps import Interval, Need, Step, Transfer, UnitRun, Work, subtract
 
 Call = tuple[int, int, int]  # start, end, thread
 

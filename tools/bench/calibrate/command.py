@@ -1,0 +1,184 @@
+"""Measures the machine at hand, GPU or CPU, and writes what it is as a hardware file for the planner."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.parallel.planner.hardware import (
+    HARDWARE_FOLDER,
+    Hardware,
+    find_hardware,
+    load_hardware,
+    read_hardware,
+)
+from meshwright.tools.bench import harness as record
+from meshwright.tools.bench.calibrate.hardware_file import (
+    ATTENTION,
+    Found,
+    Machine,
+    Noted,
+    cpu_values,
+    gpu_values,
+    hardware_text,
+    middle,
+    product_curves,
+)
+from meshwright.tools.bench.calibrate.measure import Timing
+from meshwright.tools.cli import format_table, positive
+from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
+
+SUMMARY = "measure this machine, for the planner"
+DESCRIPTION = (
+    "Measure products by size and dtype, attention, memory bandwidth, the cost of an operation, and "
+    "collectives between 2 and 4 "
+    "processes (gloo) or this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's rates "
+    "are those of one "
+    "process while as many run as there are cores. Takes about two minutes; nothing else should run "
+    "meanwhile."
+)
+WORKER = "meshwright.tools.bench.calibrate.worker"
+CPU_RANKS = (2, 4)
+MOST_LOADED = 4  # processes that measure a CPU at once: more share nothing but memory bandwidth, which 4 fill
+CPU_BASE = "cpu"
+
+
+def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `calibrate`."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--name", metavar="NAME", help="write configs/hardware/NAME.yaml")
+    where.add_argument("--out", type=Path, metavar="PATH", help="write this file instead")
+    parser.add_argument("--overwrite", action="store_true", help="the file may exist already")
+    parser.add_argument(
+        "--base",
+        metavar="KIND",
+        help="kind of machine to take over from what cannot be measured here, such as "
+        "the network between nodes (default: the kind that this device is)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="CPU threads of a process (default 1); rates are written per core",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: to try it out")
+
+
+def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Measure, write the file, and return figures and a text. Raises BenchError before anything is
+    measured."""
+    if overrides:
+        raise BenchError(f"calibrate takes no config keys: {' '.join(overrides)}")
+    path = options.out.resolve() if options.out else HARDWARE_FOLDER / f"{options.name}.yaml"
+    check_path(path, options.overwrite)
+    machine = find_machine(options.threads, options.quick)
+    base = find_base(options.base, machine)
+    found = measure(machine)
+    values = cpu_values(machine, found, base) if machine.device == "cpu" else gpu_values(machine, found, base)
+    if path == HARDWARE_FOLDER / f"{base.name}.yaml":  # the file that is replaced: its own source says it
+        values = {
+            key: Noted(noted.value, noted.source.removeprefix(f"as in {path.name}: "))
+            for key, noted in values.items()
+        }
+    text = hardware_text(f"{machine.name}, measured by `python -m tools.bench calibrate`.", values)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    read_hardware(path)
+    figures = {
+        "file": path.name,
+        "compute": list(found.compute),
+        "timings": [vars(timing) for timing in found.timings],
+    }
+    return figures, f"{summary(values, found)}\n\nwritten: {path}"
+
+
+def check_path(path: Path, overwrite: bool) -> None:
+    """Raises BenchError if the file cannot be written."""
+    if path.suffix != ".yaml":
+        raise BenchError(f"{path}: a hardware file ends in .yaml")
+    if path.exists() and not overwrite:
+        raise BenchError(f"{path} exists. Give --overwrite to replace it, or another --name or --out")
+
+
+def find_machine(threads: int, quick: bool) -> Machine:
+    """GPUs where there are any, as in training."""
+    if torch.cuda.is_available():
+        return Machine("cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), threads, quick)
+    hardware = record.find_hardware()
+    return Machine("cpu", hardware["cpu"], hardware["cores"], threads, quick)
+
+
+def find_base(name: str | None, machine: Machine) -> Hardware:
+    """The kind to take over from. Raises BenchError."""
+    kinds = load_hardware()
+    if name is None:
+        base = kinds.get(CPU_BASE) if machine.device == "cpu" else find_hardware(machine.name)
+        if base is None:
+            raise BenchError(
+                f"{machine.name} is of no known kind: name one to take over what cannot be measured "
+                f"here, with "
+                f"--base {' | '.join(kinds)}"
+            )
+        return base
+    if name not in kinds:
+        raise BenchError(
+            f"--base {name}: there is no configs/hardware/{name}.yaml. Known: {', '.join(kinds)}"
+        )
+    return kinds[name]
+
+
+def measure(machine: Machine) -> Found:
+    """Start the processes that measure, one part after the other. Raises BenchError if one fails."""
+    if machine.device == "cpu":
+        together, ranks = min(MOST_LOADED, max(1, machine.count // machine.threads)), set(CPU_RANKS)
+    else:
+        together, ranks = 1, {2, machine.count} if machine.count > 1 else set()
+    compute = run_worker("compute", together, machine)
+    timings = [
+        Timing(**row) for n in sorted(ranks) for row in run_worker("collectives", n, machine)[0]["timings"]
+    ]
+    return Found(compute, timings)
+
+
+def run_worker(part: str, processes: int, machine: Machine) -> list[dict[str, Any]]:
+    """What each process of one part found."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as name:
+        folder = Path(name)
+        command = [
+            *python_command(WORKER, processes, folder / "torchrun"),
+            part,
+            f"--folder={folder}",
+            f"--threads={machine.threads}",
+            *(["--quick"] if machine.quick else []),
+        ]
+        run_to_end(command, make_environment(machine.threads, {}), folder / "log", lambda: None)
+        return [
+            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)
+        ]
+
+
+def summary(values: Mapping[str, Noted], found: Found) -> str:
+    """The main figures for people."""
+    peaks, node = values["peak_tflops"].value, values["node"].value
+    rows = [
+        (f"best product, {dtype}, GFLOP/s", f"{max(rate for _, rate in curve) / 1e9:,.0f}")
+        for dtype, curve in product_curves(found.compute).items()
+    ]
+    for key in ATTENTION:
+        rows += [
+            (f"{key.replace('_', ' ')}, {dtype}, GFLOP/s", f"{1e3 * share * peaks[dtype]:,.1f}")
+            for dtype, share in values[key].value.items()
+        ]
+    rows += [
+        ("copy, GB/s", f"{middle(found.compute, 'copy_bytes_s') / 1e9:,.1f}"),
+        ("element-wise, GB/s", f"{middle(found.compute, 'memory_bytes_s') / 1e9:,.1f}"),
+        ("an operation, us", f"{1e6 * middle(found.compute, 'operation_s'):.2f}"),
+        ("node, GB/s", f"{node.gb_s:,.2f}"),
+        ("node, latency of a hop, us", f"{1e6 * node.latency_s:.1f}"),
+    ]
+    return format_table(("figure", "value"), rows)

@@ -1,0 +1,325 @@
+"""How fast one device computes (products by size, attention, everything bound by memory, tiny operations),
+and how fast collectives are between the devices of a node.
+
+What is timed is what a training step runs: the three products of a linear layer, the model's own attention
+through autograd, compiled norms and SwiGLU, the fused AdamW. Inputs are random (constant ones draw less power
+and so run faster on a GPU) and rotate through more memory than the caches hold. Collectives are timed at
+several sizes, then latency and bandwidth are fitted. The model is the planner's: a ring of n members takes n
+- 1 hops (an all-reduce twice as many), each with the same latency, and every member sends its part of the
+full side, (n - 1) / n of it (twice in an all-reduce). Shapes: B batch, T tokens, D dim, F ffn dim.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.models.attention import CausalAttention
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.operators import attention_flops
+from meshwright.tools.bench.timing import (
+    ROTATED_BYTES,
+    Clock,
+    Products,
+    Run,
+    Shape,
+    attention_runs,
+    draw,
+    product_runs,
+    rotate,
+)
+from meshwright.train.config import Config
+from meshwright.train.planning.device_defaults import attention_here
+
+DTYPES = ("float32", "bfloat16")
+TINY_OPERATIONS = 256
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is measured on a kind of device.
+
+    Args:
+        products: linear layers
+        attention: calls of attention
+        memory: tokens and width of what element-wise operations work on
+        budget_s: seconds that each quantity is repeated for
+    """
+
+    products: Sequence[Products]
+    attention: Sequence[Shape]
+    memory: tuple[int, int]
+    budget_s: float
+
+
+# The layers of models that a laptop trains, dim 128 to 1024, whole and split by tp.
+CPU_SCALE = Scale(
+    products=(
+        (256, 128, 128),
+        (512, 256, 128),
+        (512, 256, 256),
+        (1024, 256, 256),
+        (1024, 256, 768),
+        (1024, 512, 768),
+        (1024, 512, 1536),
+        (2048, 512, 1536),
+        (2048, 512, 4096),
+        (2048, 1024, 3072),
+    ),
+    attention=(Shape(4, 8, 4, 64, 256), Shape(4, 4, 4, 64, 256), Shape(2, 8, 4, 64, 512)),
+    memory=(1024, 1024),
+    budget_s=0.6,
+)
+# The layers of Llama 8B, 70B and 405B, whole and split by tp, and the head of the 8B.
+GPU_SCALE = Scale(
+    products=(
+        (1024, 4096, 512),
+        (2048, 4096, 1024),
+        (2048, 4096, 4096),
+        (4096, 4096, 4096),
+        (4096, 8192, 3584),
+        (8192, 4096, 4096),
+        (8192, 4096, 14336),
+        (8192, 8192, 28672),
+        (8192, 4096, 128256),
+        (16384, 16384, 53248),
+    ),
+    attention=(Shape(4, 32, 8, 128, 2048), Shape(2, 32, 8, 128, 4096), Shape(1, 32, 8, 128, 8192)),
+    memory=(8192, 4096),
+    budget_s=1.0,
+)
+
+
+def quicker(scale: Scale) -> Scale:
+    """The smallest, a middle and the largest but one product, one attention, a fifth of the time."""
+    products = [scale.products[i] for i in (0, len(scale.products) // 2, -2)]
+    return Scale(products, scale.attention[:1], scale.memory, scale.budget_s / 5)
+
+
+def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
+    """Everything of one device, as plain data: rates in operations, or bytes, per second."""
+    clock = Clock(device, scale.budget_s)
+    attention = {
+        dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in DTYPES
+    }
+    return {
+        "matmul": {
+            dtype: [measure_product(clock, product, dtype) for product in scale.products] for dtype in DTYPES
+        },
+        "attention_forward": {
+            dtype: statistics.harmonic_mean(f for f, _ in rates) for dtype, rates in attention.items()
+        },
+        "attention_backward": {
+            dtype: statistics.harmonic_mean(b for _, b in rates) for dtype, rates in attention.items()
+        },
+        "copy_bytes_s": copy_rate(clock),
+        "memory_bytes_s": _memory_rate(clock, scale),
+        "operation_s": _operation_seconds(clock),
+    }
+
+
+def measure_product(clock: Clock, product: Products, dtype: str) -> tuple[float, float]:
+    """GFLOP of one product, and operations per second of the three of a linear layer: x[T, D] · w[F, D] ->
+    y[T, F], and the gradients of both."""
+    flops = 2 * math.prod(product)
+    return flops / 1e9, 3 * flops / clock.seconds(product_runs(product, dtype, clock.device))
+
+
+def measure_attention(clock: Clock, shape: Shape, dtype: str) -> tuple[float, float]:
+    """Operations per second of the forward and of the backward, the operations as `attention_work` counts
+    them."""
+    attention = CausalAttention()
+    if clock.device.type == "cuda":  # the best kernel there
+        config = Config(parallel=ParallelConfig(param_dtype=dtype))
+        attention.kernel = attention_here(config, clock.device, torch.cuda.get_device_name(clock.device))
+    alone, together = attention_runs(attention, shape, dtype, clock.device)
+    forward_s = clock.seconds(alone)
+    backward_s = clock.seconds(together) - forward_s
+    forward, backward = attention_work(shape)
+    return forward / forward_s, backward / backward_s
+
+
+def attention_work(shape: Shape) -> tuple[float, float]:
+    """Operations of causal attention, forward and backward, as the planner counts them: half of the
+    square."""
+    q, k = (
+        torch.empty(shape.batch, heads, shape.seq, shape.head_dim, device="meta")
+        for heads in (shape.heads, shape.kv_heads)
+    )
+    return attention_flops("attention", (q, k)), attention_flops("attention_backward", (q, q, k))
+
+
+def copy_rate(clock: Clock) -> float:
+    """Bytes read and written per second by a plain copy of tensors that no cache holds."""
+    source, target = (draw((ROTATED_BYTES // 8,), "float32", clock.device) for _ in range(2))
+    return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
+
+
+def _memory_rate(clock: Clock, scale: Scale) -> float:
+    """Bytes that have to be read and written, per second, by what a model does besides products and
+    attention: the norm and SwiGLU, compiled, forward and backward, and the optimizer's update; equal numbers
+    of bytes of each."""
+    times = [
+        _norm_seconds_per_byte(clock, scale),
+        _swiglu_seconds_per_byte(clock, scale),
+        _adamw_seconds_per_byte(clock, scale),
+    ]
+    return 1 / statistics.mean(times)
+
+
+def _norm_seconds_per_byte(clock: Clock, scale: Scale) -> float:
+    """x + norm(x): the forward reads x and writes y; the backward reads the gradient and x, writes one
+    gradient."""
+    weight = torch.ones(scale.memory[1], device=clock.device, requires_grad=True)
+    residual = torch.compile(lambda x: x + F.rms_norm(x, x.shape[-1:], weight, 1e-5), dynamic=False)
+    return _autograd_seconds(clock, scale, residual, 1) / (5 * math.prod(scale.memory) * 4)
+
+
+def _swiglu_seconds_per_byte(clock: Clock, scale: Scale) -> float:
+    """silu(a) * b: the forward reads two and writes one; the backward reads three and writes two."""
+    swiglu = torch.compile(lambda a, b: F.silu(a) * b, dynamic=False)
+    return _autograd_seconds(clock, scale, swiglu, 2) / (8 * math.prod(scale.memory) * 4)
+
+
+def _autograd_seconds(clock: Clock, scale: Scale, function: Callable[..., Tensor], inputs: int) -> float:
+    """Of forward and backward of an element-wise function of float32 tensors[T, D]."""
+
+    def one() -> Run:
+        tensors = [draw(scale.memory, "float32", clock.device) for _ in range(inputs + 1)]
+        leaves = [x.requires_grad_() for x in tensors[:-1]]
+        return lambda: torch.autograd.grad(function(*leaves), leaves, tensors[-1])
+
+    return clock.seconds(rotate(one, (inputs + 1) * math.prod(scale.memory) * 4))
+
+
+def _adamw_seconds_per_byte(clock: Clock, scale: Scale) -> float:
+    """The fused update reads parameter, gradient and two moments, and writes all but the gradient."""
+    parameters = [draw(scale.memory, "float32", clock.device).requires_grad_() for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    return clock.seconds([optimizer.step]) / (7 * sum(p.nbytes for p in parameters))
+
+
+def _operation_seconds(clock: Clock) -> float:
+    """Of one operation on a single number, in a chain of many, forward and backward. On a GPU from a queue
+    that is filled, so only a few chains: what launching takes is not part of it."""
+    if clock.device.type == "cuda":
+        clock = Clock(clock.device, budget_s=0.0)
+    x = torch.ones(1, device=clock.device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(TINY_OPERATIONS // 2):
+            y = y * 0.5
+        torch.autograd.grad(y, x)
+
+    return clock.seconds([chain]) / TINY_OPERATIONS
+
+
+GPU_SIZES_BYTES = tuple(2**power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
+# 16 KiB to 16 MiB: the layers of small models
+CPU_SIZES_BYTES = (2**14, 2**17, *(2**power for power in range(19, 25)))
+QUICK_SIZES_BYTES = (2**14, 2**18, 2**22)
+WARM_UP_RUNS = 3
+BUDGET_S = 0.3  # that each collective of each size is repeated for
+MIN_RUNS, MAX_RUNS = 5, 100
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One collective: its operation, the ranks that take part, the bytes of its full side, and its seconds
+    (median)."""
+
+    op: str
+    members: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """Latency of a hop, bandwidth by operation and number of members, and the fit's mean error relative to
+    the timings."""
+
+    latency_s: float
+    bytes_s: Mapping[str, Mapping[int, float]]
+    mean_error: float
+
+
+def hops(op: str, members: int) -> int:
+    """Steps of a ring, one after the other."""
+    return (members - 1) * (2 if op == "all_reduce" else 1)
+
+
+def sent_bytes(op: str, members: int, size_bytes: float) -> float:
+    """What each member of a ring sends."""
+    return size_bytes * hops(op, members) / members
+
+
+def fit_link(timings: Sequence[Timing]) -> LinkFit:
+    """Least squares of the relative errors of seconds = hops x latency + sent / bandwidth, one latency for
+    all, a bandwidth for each operation and number of members. A negative latency becomes 0."""
+    groups = sorted({(t.op, t.members) for t in timings})
+    rows = np.zeros((len(timings), 1 + len(groups)))
+    for row, t in zip(rows, timings, strict=True):
+        row[0] = hops(t.op, t.members) / t.seconds
+        row[1 + groups.index((t.op, t.members))] = sent_bytes(t.op, t.members, t.size_bytes) / t.seconds
+    solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    if solution[0] < 0:
+        solution = np.concatenate(([0.0], np.linalg.lstsq(rows[:, 1:], np.ones(len(rows)), rcond=None)[0]))
+    bytes_s: dict[str, dict[int, float]] = {}
+    for (op, members), seconds_per_byte in zip(groups, solution[1:], strict=True):
+        bytes_s.setdefault(op, {})[members] = 1 / max(seconds_per_byte, 1e-15)
+    return LinkFit(float(solution[0]), bytes_s, float(np.abs(rows @ solution - 1).mean()))
+
+
+def measure_collectives(device: torch.device, sizes_bytes: Sequence[int]) -> list[Timing]:
+    """Every collective at every size over all ranks of the process group; every rank returns the same."""
+    members = dist.get_world_size()
+    timings = []
+    for size_bytes in sizes_bytes:
+        for op, run in _collectives(device, size_bytes).items():
+            timings.append(Timing(op, members, size_bytes, _seconds(run, device)))
+    return timings
+
+
+def _collectives(device: torch.device, size_bytes: int) -> dict[str, Callable[[], Any]]:
+    """In float32 and on flat tensors, as FSDP2 issues them; of zeros, so that sums of sums stay finite."""
+    members = dist.get_world_size()
+    full, part = (torch.zeros(size_bytes // 4 // n, device=device) for n in (1, members))
+    return {
+        "all_gather": lambda: dist.all_gather_into_tensor(full, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full),
+        "all_reduce": lambda: dist.all_reduce(full),
+    }
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median of the repetitions, of each the mean over the ranks: all wait for each other, and agree on the
+    number."""
+    _times(run, device, WARM_UP_RUNS)
+    first_s = statistics.median(_times(run, device, 3))
+    return statistics.median(_times(run, device, max(MIN_RUNS, min(MAX_RUNS, int(BUDGET_S / first_s)))))
+
+
+def _times(run: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+    times = []
+    dist.barrier()
+    for _ in range(count):
+        started_at = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started_at)
+    mean = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist()

@@ -1,0 +1,121 @@
+"""`python -m meshwright.tools.bench.calibrate.command.worker`: one process of a calibration, which
+`calibrate` starts and reads. It also names the kernels that a GPU ran: two machines of one kind differ by the
+libraries that they have."""
+
+import argparse
+import dataclasses
+import json
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._C._autograd import DeviceType
+
+from meshwright.models.attention import CausalAttention
+from meshwright.tools.bench.calibrate.measure import (
+    CPU_SCALE,
+    CPU_SIZES_BYTES,
+    GPU_SCALE,
+    GPU_SIZES_BYTES,
+    QUICK_SIZES_BYTES,
+    measure_collectives,
+    measure_compute,
+    quicker,
+)
+from meshwright.train.config import RunConfig
+from meshwright.train.distributed.exit import end_process
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import choose_device, read_place
+
+TOKENS, WIDTH, HEADS, HEAD_DIM = 4096, 4096, 32, 128  # a layer of Llama 8B
+
+
+def find_kernels(device: torch.device) -> dict[str, list[str]]:
+    """Names by what was asked for, in bfloat16; none on a CPU."""
+    if device.type != "cuda":
+        return {}
+    x, w = (torch.randn(size, WIDTH, device=device, dtype=torch.bfloat16) for size in (TOKENS, WIDTH))
+    q, k, v = (
+        torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
+    attention = CausalAttention()
+    return {
+        "matmul": kernel_names(lambda: F.linear(x, w), device),
+        "attention_forward": kernel_names(lambda: attention(q, k, v), device),
+        "attention_forward_and_backward": kernel_names(lambda: attention(q, k, v).sum().backward(), device),
+    }
+
+
+def kernel_names(run: Callable[[], Any], device: torch.device) -> list[str]:
+    """Of the GPU kernels that `run` starts; none on a CPU."""
+    if device.type != "cuda":
+        return []
+    run()  # choosing an algorithm may run others
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sorted({event.name for event in profile.events() if event.device_type == DeviceType.CUDA})
+
+
+GIB = 2**30
+
+
+def main() -> None:
+    """Measure one part; every rank writes FOLDER/RANK.json."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=("compute", "collectives"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    place = read_place()
+    config = RunConfig(threads=options.threads)
+    device, _ = choose_device(config, place)
+    start_process(config, place, device)
+    try:
+        measure = compute if options.part == "compute" else collectives
+        found = measure(device, options.quick)
+    finally:
+        dist.destroy_process_group()
+    (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    end_process(0)
+
+
+def compute(device: torch.device, quick: bool) -> dict[str, Any]:
+    """One device, while the other processes do the same on theirs."""
+    scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
+    found = {"taken_gib": taken_gib(device)}  # first: before anything else is in memory
+    dist.barrier()
+    found |= measure_compute(device, quicker(scale) if quick else scale)
+    return {**found, "kernels": find_kernels(device)}
+
+
+def collectives(device: torch.device, quick: bool) -> dict[str, Any]:
+    """All processes together."""
+    sizes = CPU_SIZES_BYTES if device.type == "cpu" else GPU_SIZES_BYTES
+    timings = measure_collectives(device, QUICK_SIZES_BYTES if quick else sizes)
+    return {"timings": [dataclasses.asdict(timing) for timing in timings]}
+
+
+def taken_gib(device: torch.device) -> float:
+    """Memory that this process has taken before a model is made: of the GPU, or resident, once the compiler
+    has run."""
+    torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
+    if device.type == "cpu":
+        return (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024)
+            / GIB
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / GIB
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The planner's memory against the real code run as one rank on a fake process group, plan by plan."""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.tools.cli import format_table
+from meshwright.tools.simulate import simulate_run
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
+
+SUMMARY = "the planner's memory against the real code on fake tensors"
+DESCRIPTION = (
+    "Predict the memory of plans for 8B, 70B and 405B models on 1 to 4,096 ranks, and compare it with what "
+    "tools.simulate counts "
+    "while the real model, optimizer and training step run on fake tensors. A simulation is eager, so the "
+    "plans are too. Needs "
+    "no GPU and starts no processes; it takes several minutes."
+)
+EPILOG = (
+    "Config keys of train.main are accepted too, as --section.key=value, and win over those of every plan."
+)
+EXACT_KINDS = ("params", "grads", "optimizer")  # exact by nature
+EXACT_ERROR, MEAN_ERROR, WORST_ERROR = 0.01, 0.03, 0.08  # asked of those kinds, and of the peak
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """A plan to compare: a shipped config, the ranks, and config keys without their dashes."""
+
+    config: str
+    ranks: int
+    keys: str = ""
+
+    @property
+    def name(self) -> str:
+        return " ".join(key.split(".", 1)[1] for key in self.keys.split()) or "as shipped"
+
+    @property
+    def arguments(self) -> list[str]:
+        return [
+            f"--config={self.config}.yaml",
+            "--parallel.compile.enabled=false",
+            *(f"--{key}" for key in self.keys.split()),
+        ]
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One plan: both figures in bytes, of one rank. `peak_error`: predicted / simulated - 1; `exact_error`:
+    the largest such of the kinds that are exact by nature."""
+
+    case: PlanCase
+    predicted: StepMemory
+    simulated: StepMemory
+    predict_s: float
+    simulate_s: float
+
+    @property
+    def peak_error(self) -> float:
+        return relative_error(self.predicted.peak_bytes, self.simulated.peak_bytes)
+
+    @property
+    def exact_error(self) -> float:
+        pairs = (
+            (getattr(self.predicted.memory, kind), getattr(self.simulated.memory, kind))
+            for kind in EXACT_KINDS
+        )
+        return max((relative_error(*pair) for pair in pairs), key=abs)
+
+
+def relative_error(predicted: float, simulated: float) -> float:
+    """predicted / simulated - 1; 0 where both are 0, infinite where only the second is."""
+    if simulated:
+        return predicted / simulated - 1
+    return float("inf") if predicted else 0.0
+
+
+CASES = (
+    PlanCase("llama_8b", 8),
+    PlanCase("llama_8b", 8, "parallel.activation_checkpoint=full"),
+    PlanCase("llama_8b", 8, "parallel.activation_checkpoint=selective train.micro_batch_size=2"),
+    PlanCase("llama_8b", 64, "parallel.activation_checkpoint=selective parallel.selective_policy=every:2"),
+    PlanCase("llama_8b", 16, "parallel.dp_replicate=2 train.global_batch_size=64 train.micro_batch_size=1"),
+    PlanCase("llama_8b", 4096, "parallel.dp_replicate=512"),
+    PlanCase("llama_8b", 8, "parallel.tp=2"),
+    PlanCase(
+        "llama_8b", 64, "parallel.tp=8 parallel.loss_parallel=false parallel.activation_checkpoint=full"
+    ),
+    PlanCase(
+        "llama_8b",
+        32,
+        "parallel.tp=4 parallel.sequence_parallel=false parallel.activation_checkpoint=selective",
+    ),
+    PlanCase("llama_8b", 8, "parallel.tp=8"),
+    PlanCase("llama_8b", 64, "parallel.dp_replicate=4 parallel.reshard_after_forward=4 train.seq_len=2048"),
+    PlanCase("llama_8b", 8, "parallel.forward_prefetch=0 parallel.backward_prefetch=0 train.seq_len=1024"),
+    PlanCase("llama_8b", 8, "parallel.forward_prefetch=2 parallel.backward_prefetch=2 train.seq_len=2048"),
+    PlanCase("llama_8b", 8, "parallel.reshard_after_forward=false train.seq_len=4096"),
+    PlanCase(
+        "llama_8b",
+        8,
+        "parallel.reshard_after_forward=2 train.seq_len=1024 parallel.activation_checkpoint=full",
+    ),
+    PlanCase("llama_8b", 8, "train.global_batch_size=64 train.seq_len=2048 train.micro_batch_size=4"),
+    PlanCase("llama_8b", 8, "model.tie_embeddings=true parallel.activation_checkpoint=full"),
+    PlanCase("llama_8b", 8, "parallel.param_dtype=float32 train.seq_len=2048"),
+    PlanCase(
+        "llama_8b", 8, "parallel.reduce_dtype=bfloat16 train.seq_len=1024 parallel.activation_checkpoint=full"
+    ),
+    PlanCase("llama_8b", 8, "parallel.cpu_offload=true parallel.activation_checkpoint=full"),
+    PlanCase("llama_8b", 8, "parallel.unit_min_params=400000000 train.seq_len=2048"),
+    PlanCase(
+        "llama_8b",
+        8,
+        "train.freeze=[layers.*,tok_embeddings.*] parallel.activation_checkpoint=full train.seq_len=4096",
+    ),
+    PlanCase("llama_8b", 1, "model.n_layers=4 train.seq_len=4096"),
+    PlanCase("llama_8b", 8, "parallel.strategy=ddp model.n_layers=4 train.seq_len=2048"),
+    PlanCase(
+        "llama_8b",
+        8,
+        "parallel.strategy=ddp model.n_layers=4 train.seq_len=1024 train.global_batch_size=32 "
+        "train.micro_batch_size=2 parallel.activation_checkpoint=full",
+    ),
+    PlanCase("llama_8b", 16, "parallel.strategy=ddp parallel.tp=2 model.n_layers=4 train.seq_len=4096"),
+    PlanCase("llama_8b", 4, "model.vocab_size=1024 model.n_layers=8"),
+    PlanCase(
+        "llama_8b",
+        16,
+        "model.vocab_size=1024 parallel.dp_replicate=2 train.global_batch_size=32 "
+        "train.micro_batch_size=1 parallel.activation_checkpoint=full train.seq_len=1024",
+    ),
+    PlanCase(
+        "llama_8b",
+        8,
+        "model.vocab_size=1024 parallel.unit_min_params=400000000 parallel.activation_checkpoint=full "
+        "train.seq_len=1024",
+    ),
+    PlanCase(
+        "llama_8b",
+        8,
+        "model.vocab_size=1024 parallel.tp=4 parallel.activation_checkpoint=selective "
+        "train.micro_batch_size=3",
+    ),
+    PlanCase("llama_70b", 128, "parallel.activation_checkpoint=full"),
+    PlanCase("llama_70b", 256, "parallel.tp=8 parallel.activation_checkpoint=selective"),
+    PlanCase(
+        "llama_70b",
+        1024,
+        "parallel.dp_replicate=8 parallel.activation_checkpoint=full parallel.backward_prefetch=2",
+    ),
+    PlanCase(
+        "llama_70b",
+        64,
+        "parallel.tp=4 parallel.sequence_parallel=false parallel.activation_checkpoint=full "
+        "train.global_batch_size=64 train.seq_len=4096",
+    ),
+    PlanCase(
+        "llama_70b",
+        2048,
+        "parallel.tp=2 parallel.dp_replicate=16 parallel.activation_checkpoint=selective "
+        "parallel.selective_policy=every:2",
+    ),
+    PlanCase("llama_405b", 2048, "parallel.activation_checkpoint=full parallel.tp=8"),
+    PlanCase("llama_405b", 4096, "parallel.activation_checkpoint=full parallel.tp=8 parallel.dp_replicate=4"),
+    PlanCase("llama_405b", 4096, "parallel.activation_checkpoint=selective parallel.tp=8 train.seq_len=4096"),
+    PlanCase("llama_405b", 512, "parallel.activation_checkpoint=full train.seq_len=2048"),
+)
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """`memory` has no options of its own."""
+    parser.set_defaults(cases=CASES)
+
+
+def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Figures and a text. Raises ConfigError and PlanError."""
+    rows = []
+    for case in options.cases:
+        rows.append(compare_case(case, overrides))
+        print(
+            f"{case.config} {case.ranks} {case.name}: {rows[-1].peak_error:+.2%}", file=sys.stderr, flush=True
+        )
+    figures = {**summarise(rows), "rows": [_row_figures(row) for row in rows]}
+    return figures, memory_text(rows)
+
+
+def compare_case(case: PlanCase, overrides: Sequence[str] = ()) -> MemoryRow:
+    """One plan, predicted and simulated."""
+    config = parse_config([*case.arguments, *overrides])
+    plan = plan_run(config, case.ranks, GPUS_PER_NODE)
+    start_s = time.perf_counter()
+    predicted = predict_memory(config, plan)
+    between_s = time.perf_counter()
+    simulated = simulate_run(config, plan)
+    return MemoryRow(case, predicted, simulated, between_s - start_s, time.perf_counter() - between_s)
+
+
+def summarise(rows: Sequence[MemoryRow]) -> dict[str, Any]:
+    """Mean and worst error of the peak, the worst of the exact kinds, and whether all are within what is
+    asked."""
+    errors = [abs(row.peak_error) for row in rows]
+    mean, worst, exact = statistics.mean(errors), max(errors), max(abs(row.exact_error) for row in rows)
+    within = mean <= MEAN_ERROR and worst <= WORST_ERROR and exact <= EXACT_ERROR
+    return {
+        "plans": len(rows),
+        "mean_error": mean,
+        "worst_error": worst,
+        "exact_error": exact,
+        "within": within,
+    }
+
+
+def memory_text(rows: Sequence[MemoryRow]) -> str:
+    """The table, and what it comes to, beside what is asked for."""
+    head = ("model", "ranks", "plan", "exact kinds", "predicted GiB", "simulated GiB", "error")
+    cells = [
+        (
+            row.case.config.removeprefix("llama_"),
+            f"{row.case.ranks:,}",
+            row.case.name,
+            f"{row.exact_error:+.2%}",
+            f"{row.predicted.peak_bytes / GIB:.2f}",
+            f"{row.simulated.peak_bytes / GIB:.2f}",
+            f"{row.peak_error:+.2%}",
+        )
+        for row in rows
+    ]
+    figures = summarise(rows)
+    lines = [
+        f"{figures['plans']} plans; peak: mean error {figures['mean_error']:.2%} (asked: {MEAN_ERROR:.0%}), "
+        f"worst "
+        f"{figures['worst_error']:.2%} (asked: {WORST_ERROR:.0%})",
+        f"parameters, gradients, optimizer state: worst error {figures['exact_error']:.2%} (asked: "
+        f"{EXACT_ERROR:.0%})",
+        "all within what is asked" if figures["within"] else "NOT within what is asked",
+    ]
+    return "\n".join([format_table(head, cells), "", *lines])
+
+
+def _row_figures(row: MemoryRow) -> dict[str, Any]:
+    """A row as plain data, memory in GiB."""
+    return {
+        **dataclasses.asdict(row.case),
+        "peak_error": row.peak_error,
+        "exact_error": row.exact_error,
+        "predicted_peak_gib": row.predicted.peak_bytes / GIB,
+        "simulated_peak_gib": row.simulated.peak_bytes / GIB,
+        "predicted": _by_kind(row.predicted),
+        "simulated": _by_kind(row.simulated),
+        "predict_s": row.predict_s,
+        "simulate_s": row.simulate_s,
+    }
+
+
+def _by_kind(memory: StepMemory) -> dict[str, dict[str, float]]:
+    """The most of each kind, and each kind at the peak, in GiB."""
+    return {"most": memory.memory.gib(), "at_peak": memory.at_peak.gib()}

@@ -1,0 +1,379 @@
+"""Predicted against measured: real runs (small models on a CPU with gloo, parts of Llama 8B on one GPU), and
+what the planner said of them with the calibrated hardware file."""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.parallel.planner.hardware import GIB, Hardware, find_hardware, load_hardware
+from meshwright.tools.bench.train_run import (
+    WARM_UP_STEPS,
+    RunFigures,
+    Setup,
+    config_to_record,
+    measure_run,
+    resolve,
+)
+from meshwright.tools.cli import format_table, positive
+from meshwright.tools.processes import BenchError
+from meshwright.train.config import Config
+from meshwright.train.planning.device_defaults import best_attention
+from meshwright.train.planning.predict import predict
+from meshwright.train.planning.resolve import plan_run
+
+COMMON = ("--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0", "--parallel.plan=manual")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: `model` names its model and global batch. Of cases alike in model and processes, all with
+    `choice`, a planner would choose one; `keys` are config keys of train.main."""
+
+    name: str
+    model: str
+    processes: int
+    keys: tuple[str, ...]
+    choice: bool = True
+
+    @property
+    def sweep(self) -> str:
+        return f"{self.model}, {self.processes} processes"
+
+
+MODELS = {
+    "small": (
+        "--model.dim=256",
+        "--model.n_layers=4",
+        "--model.n_heads=4",
+        "--model.n_kv_heads=4",
+        "--model.ffn_dim=768",
+        "--model.vocab_size=2048",
+        "--model.max_seq_len=256",
+        "--train.seq_len=256",
+        "--train.global_batch_size=8",
+    ),
+    "large": (
+        "--model.dim=512",
+        "--model.n_layers=4",
+        "--model.n_heads=8",
+        "--model.n_kv_heads=4",
+        "--model.ffn_dim=1536",
+        "--model.vocab_size=2048",
+        "--model.max_seq_len=256",
+        "--train.seq_len=256",
+        "--train.global_batch_size=4",
+    ),
+}
+BATCH = {"small": 8, "large": 4}
+LLAMA_8B = (
+    "--model.dim=4096",
+    "--model.n_heads=32",
+    "--model.n_kv_heads=8",
+    "--model.ffn_dim=14336",
+    "--model.vocab_size=128256",
+    "--model.max_seq_len=8192",
+    "--parallel.param_dtype=bfloat16",
+)
+
+
+def cpu_cases() -> list[Case]:
+    """1 to 4 ranks of two models. The small one at 2 ranks is tried with every mix of degrees, with and
+    without full checkpointing."""
+    sweep = [
+        _case("small", degrees, mode)
+        for degrees in ((2, 1, 1), (1, 2, 1), (1, 1, 2))
+        for mode in ("none", "full")
+    ]
+    return [
+        _case("small", (1, 1, 1), "none"),
+        *sweep,
+        _case("small", (1, 2, 1), "selective"),
+        _case("small", (1, 2, 1), "none", compiled=False),
+        _case("small", (2, 2, 1), "none"),
+        _case("small", (1, 2, 2), "none"),
+        _case("large", (1, 2, 1), "none"),
+        _case("large", (1, 2, 1), "full"),
+        _case("large", (1, 1, 2), "none"),
+        _case("large", (1, 4, 1), "none"),
+    ]
+
+
+def gpu_cases() -> list[Case]:
+    """One GPU: blocks of the 8B, more or fewer, sequences of 2048 to 8192, every checkpointing mode, one
+    micro batch or several. Whether a device has the memory for them, whoever runs them looks."""
+    rows = [
+        (4, 8192, 1, 1, "none"),
+        (4, 8192, 2, 1, "none"),
+        (4, 2048, 4, 1, "none"),
+        (4, 8192, 1, 4, "none"),
+        (8, 4096, 1, 1, "none"),
+        (8, 4096, 2, 1, "selective"),
+        (8, 8192, 1, 1, "selective"),
+        (8, 8192, 1, 2, "full"),
+        (12, 4096, 1, 1, "full"),
+        (16, 8192, 1, 1, "full"),
+        (16, 2048, 2, 1, "selective"),
+        (32, 2048, 1, 1, "full"),
+    ]
+    return [_gpu_case(*row) for row in rows]
+
+
+def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool = True) -> Case:
+    """`degrees` of dp_replicate, dp_shard, tp; the global batch in one micro batch."""
+    replicate, shard, tp = degrees
+    keys = (
+        f"--parallel.dp_replicate={replicate}",
+        f"--parallel.dp_shard={shard}",
+        f"--parallel.tp={tp}",
+        f"--parallel.activation_checkpoint={mode}",
+        f"--parallel.compile.enabled={str(compiled).lower()}",
+        f"--train.micro_batch_size={BATCH[model] // (replicate * shard)}",
+    )
+    name = " ".join([model, f"{replicate}x{shard}x{tp}", mode, *([] if compiled else ["eager"])])
+    return Case(name, model, replicate * shard * tp, (*COMMON, *MODELS[model], *keys), compiled)
+
+
+def _gpu_case(layers: int, seq_len: int, micro_batch_size: int, accumulation: int, mode: str) -> Case:
+    keys = (
+        f"--model.n_layers={layers}",
+        f"--train.seq_len={seq_len}",
+        f"--train.micro_batch_size={micro_batch_size}",
+        f"--train.global_batch_size={micro_batch_size * accumulation}",
+        f"--parallel.activation_checkpoint={mode}",
+    )
+    name = f"{layers} layers, {accumulation} x {micro_batch_size} x {seq_len}, {mode}"
+    return Case(name, f"{layers} layers, {seq_len}", 1, (*COMMON, *LLAMA_8B, *keys), choice=False)
+
+
+SUMMARY = "the planner's predictions against real runs"
+DESCRIPTION = (
+    "Run configurations of 1 to 4 ranks on this CPU, or of one GPU, in turn, and compare each one's step "
+    "time (on a GPU also its "
+    "peak memory) with what the planner says of it. Prints every error, their mean, Kendall's tau of the "
+    "order, and how much "
+    "slower than the best the plan is that the planner would choose. Calibrate first, on a machine where "
+    "nothing else runs."
+)
+EPILOG = (
+    "Config keys of train.main are accepted too, as --section.key=value, and win over those of every run."
+)
+MEAN_ERROR, TAU, REGRET = 0.15, 0.8, 0.05  # what the project asks for of a CPU
+GPU_MEAN_ERROR, GPU_WORST_ERROR = 0.05, 0.10  # of one GPU's step time
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of one rank: a step's seconds, the peak of what it allocates, and with what allocator and process take
+    besides."""
+
+    step_s: float
+    peak_gib: float
+    reserved_gib: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. `error`: predicted / measured - 1. `peak_...`: of allocated memory; on a CPU the planner does
+    not know what the process has besides."""
+
+    name: str
+    sweep: str
+    choice: bool
+    predicted_s: float
+    measured_s: float
+    error: float
+    predicted_gib: float
+    measured_gib: float
+
+
+def add_predictions_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `predictions`."""
+    parser.add_argument(
+        "--hardware",
+        metavar="KIND",
+        help="hardware file to predict with (default: cpu, or the kind that this GPU is)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=10,
+        metavar="N",
+        help=f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} do not count)",
+    )
+    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
+    parser.add_argument(
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
+    )
+
+
+def compare_predictions(
+    options: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Configs by name, figures, and a text. Raises BenchError, and what a run's config may raise."""
+    on_gpu = torch.cuda.is_available()
+    hardware = find_kind(options.hardware, on_gpu)
+    keys = [f"--train.steps={options.steps}", *overrides]
+    all_cases = gpu_cases() if on_gpu else cpu_cases()
+    cases = {case: Setup(case.processes, options.threads, [*case.keys, *keys]) for case in all_cases}
+    configs = {case: resolve(setup) for case, setup in cases.items()}
+    predicted = {case: predict_case(case, configs[case], hardware, options.threads) for case in cases}
+    if on_gpu:
+        cases = {
+            case: setup for case, setup in cases.items() if predicted[case].reserved_gib < hardware.memory_gib
+        }
+    runs = run_in_turn(cases, options.rounds)
+    rows = [make_row(case, predicted[case], runs[case]) for case in cases]
+    figures = {
+        "hardware_file": hardware.name,
+        **summarise(rows),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases},
+    }
+    return (
+        {case.name: config_to_record(configs[case]) for case in cases},
+        figures,
+        predictions_text(rows, on_gpu),
+    )
+
+
+def find_kind(name: str | None, on_gpu: bool) -> Hardware:
+    """The hardware file to predict with. Raises BenchError."""
+    kinds = load_hardware()
+    kind = (
+        find_hardware(torch.cuda.get_device_name(0)) if name is None and on_gpu else kinds.get(name or "cpu")
+    )
+    if kind is None:
+        which = f"configs/hardware/{name}.yaml" if name else "hardware file for this machine"
+        raise BenchError(
+            f"there is no {which}. Make one with `python -m tools.bench calibrate`, or name one with "
+            f"--hardware: "
+            f"{', '.join(kinds)}"
+        )
+    return kind
+
+
+def predict_case(case: Case, config: Config, hardware: Hardware, threads: int) -> Predicted:
+    """What the planner says, with as many of the cores as the run uses."""
+    cores = min(hardware.cores, case.processes * threads)
+    plan = plan_run(config, case.processes, attention=best_attention(config, hardware))
+    prediction = predict(config, plan, dataclasses.replace(hardware, cores=cores), case.processes)
+    return Predicted(
+        prediction.timeline.step_s, prediction.memory.peak_bytes / GIB, prediction.reserved_bytes / GIB
+    )
+
+
+def run_in_turn(cases: Mapping[Case, Setup], rounds: int) -> dict[Case, list[RunFigures]]:
+    """Each `rounds` times: all of them, then all of them again, so that a machine that drifts hurts all
+    alike."""
+    runs: dict[Case, list[RunFigures]] = {case: [] for case in cases}
+    for turn in range(rounds):
+        for case, setup in cases.items():
+            runs[case].append(measure_run(setup, {}))
+            print(
+                f"round {turn + 1} {case.name}: {1e3 * step_seconds(runs[case][-1:]):,.0f} ms",
+                file=sys.stderr,
+                flush=True,
+            )
+    return runs
+
+
+def step_seconds(runs: Sequence[RunFigures]) -> float:
+    """The median over the steps of all runs after the warm-up."""
+    counted = [run.step_times_s[min(WARM_UP_STEPS, len(run.step_times_s) - 1) :] for run in runs]
+    return statistics.median(itertools.chain.from_iterable(counted))
+
+
+def make_row(case: Case, predicted: Predicted, runs: Sequence[RunFigures]) -> Row:
+    """One run's prediction and figures."""
+    measured_s = step_seconds(runs)
+    peak_gib = max(run.peak_memory_gib for run in runs)
+    return Row(
+        case.name,
+        case.sweep,
+        case.choice,
+        predicted.step_s,
+        measured_s,
+        predicted.step_s / measured_s - 1,
+        predicted.peak_gib,
+        peak_gib,
+    )
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """Mean and worst error, tau, and the regret of every sweep with a choice."""
+    return {
+        "mean_error": statistics.mean(abs(row.error) for row in rows),
+        "worst_error": max(abs(row.error) for row in rows),
+        "tau": kendall_tau([row.predicted_s for row in rows], [row.measured_s for row in rows]),
+        "regret": regrets(rows),
+    }
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Of all pairs, the share that both put in the same order less the share that they do not: 1 for the same
+    order, -1 for the opposite (Kendall, A New Measure of Rank Correlation, 1938). Ties count for neither."""
+    pairs = list(itertools.combinations(zip(first, second, strict=True), 2))
+    products = [(a - b) * (x - y) for (a, x), (b, y) in pairs]
+    return (sum(p > 0 for p in products) - sum(p < 0 for p in products)) / len(pairs) if pairs else 1.0
+
+
+def regrets(rows: Sequence[Row]) -> dict[str, float]:
+    """By sweep, how much slower the plan predicted to be the fastest is than the fastest, as a share of its
+    time."""
+    found = {}
+    for sweep in dict.fromkeys(row.sweep for row in rows if row.choice):
+        those = [row for row in rows if row.sweep == sweep and row.choice]
+        if len(those) > 1:
+            chosen = min(those, key=lambda row: row.predicted_s)
+            found[sweep] = chosen.measured_s / min(row.measured_s for row in those) - 1
+    return found
+
+
+def predictions_text(rows: Sequence[Row], on_gpu: bool) -> str:
+    """The table, and what it comes to, beside what is asked for."""
+    head = [
+        "run",
+        "predicted ms",
+        "measured ms",
+        "error",
+        *(["predicted GiB", "measured GiB", "error"] if on_gpu else []),
+    ]
+    cells = [
+        [
+            row.name,
+            f"{1e3 * row.predicted_s:,.0f}",
+            f"{1e3 * row.measured_s:,.0f}",
+            f"{row.error:+.1%}",
+            *(_memory_cells(row) if on_gpu else []),
+        ]
+        for row in rows
+    ]
+    figures = summarise(rows)
+    mean, worst = (f"mean error {figures['mean_error']:.1%}", f"worst {figures['worst_error']:.1%}")
+    if on_gpu:
+        return (
+            f"{format_table(head, cells)}\n\n{mean} (asked: {GPU_MEAN_ERROR:.0%}), {worst} (asked: "
+            f"{GPU_WORST_ERROR:.0%})"
+        )
+    lines = [f"{mean} (asked: {MEAN_ERROR:.0%}), {worst}; Kendall's tau {figures['tau']:.2f} (asked: {TAU})"]
+    lines += [
+        f"the plan chosen for {sweep}: {regret:.1%} slower than the best (asked: {REGRET:.0%})"
+        for sweep, regret in figures["regret"].items()
+    ]
+    legend = "run: model, dp_replicate x dp_shard x tp, activation checkpointing"
+    return "\n".join([format_table(head, cells), "", legend, *lines])
+
+
+def _memory_cells(row: Row) -> list[str]:
+    return [
+        f"{row.predicted_gib:.2f}",
+        f"{row.measured_gib:.2f}",
+        f"{row.predicted_gib / row.measured_gib - 1:+.1%}",
+    ]

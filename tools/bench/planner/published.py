@@ -1,0 +1,285 @@
+"""The planner against published training runs: predicted and measured tokens per second and memory, row by
+row."""
+
+import csv
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.tools.cli import format_table
+from meshwright.tools.processes import BenchError
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.trace_model import trace_model
+
+PUBLISHED = Path(__file__).with_name("published_runs.csv")
+# by the source's first word
+KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforge"}
+CONFIGS = {
+    "llama3-8b": ["--config=llama_8b.yaml"],
+    "llama3-70b": ["--config=llama_70b.yaml"],
+    "kf-13b": [
+        "--config=llama_8b.yaml",
+        "--model.dim=5120",
+        "--model.n_layers=40",
+        "--model.n_heads=40",
+        "--model.ffn_dim=17920",
+    ],
+}
+FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
+# the source states the dtypes of what it keeps, and that it reports reserved memory
+MEMORY_OF = frozenset({"torchtitan"})
+SUMMARY = "the planner against published runs"
+DESCRIPTION = (
+    "Predict published training runs with the planner, on the machines and with the losses of their "
+    "frameworks "
+    "(configs/hardware), and compare tokens per second and reserved memory with what was measured."
+)
+ORDERED_APART = 1.10  # rows of one source that differ by more must be predicted in the right order
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One measured run, per GPU; the columns of `tools/bench/planner/published_runs.csv`, where `used_to_fit`
+    says that the constants of its kind of machine were fitted to it. `peak_memory_gib` 0: not published."""
+
+    source: str
+    n_gpus: int
+    gpus_per_node: int
+    model: str
+    seq_len: int
+    micro_batch: int
+    grad_accum: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    async_tp: bool
+    activation_checkpoint: str
+    matmul_dtype: str
+    compile: bool
+    tokens_per_s_per_gpu: float
+    peak_memory_gib: float
+    used_to_fit: bool
+
+    @property
+    def framework(self) -> str:
+        return self.source.split()[0]
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.framework]
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other rows of its source."""
+        parts = [
+            self.framework,
+            f"{self.model} seq {self.seq_len} x {self.micro_batch}",
+            f"{self.n_gpus} GPUs",
+        ]
+        parts += [f"tp {self.tp}"] if self.tp > 1 else []
+        parts += [self.activation_checkpoint, self.matmul_dtype]
+        return ", ".join(
+            [*parts, *(["async tp"] if self.async_tp else []), *([] if self.compile else ["eager"])]
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run with what is predicted and what was measured of it."""
+
+    run: PublishedRun
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative; above 0 the prediction is too high."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All published runs: tokens per second and GPU; reserved memory in GiB, of those whose source states
+    what it holds; and pairs of a source in the wrong order, the faster one first."""
+
+    speed: tuple[Compared, ...]
+    memory: tuple[Compared, ...]
+    wrong_order: tuple[tuple[PublishedRun, PublishedRun], ...]
+
+
+def published_rows(path: Path = PUBLISHED) -> list[PublishedRun]:
+    """The measured runs."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return [_read_row(row) for row in csv.DictReader(lines)]
+
+
+def _read_row(row: dict[str, str]) -> PublishedRun:
+    readers: dict[Any, Callable[[str], Any]] = {
+        str: str,
+        int: int,
+        float: lambda text: float(text or 0),
+        bool: "1".__eq__,
+    }
+    values = {item.name: readers[item.type](row[item.name]) for item in dataclasses.fields(PublishedRun)}
+    return PublishedRun(**values)
+
+
+def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
+    """The run in this project's terms: they made all logits at once. torchtitan's selective keeps every
+    second product, and it compiles its blocks alone."""
+    sequences = run.micro_batch * run.grad_accum * run.dp_replicate * run.dp_shard
+    keys = {
+        "parallel.dp_replicate": run.dp_replicate,
+        "parallel.dp_shard": run.dp_shard,
+        "parallel.tp": run.tp,
+        "parallel.activation_checkpoint": run.activation_checkpoint,
+        "parallel.selective_policy": "half_matmul",
+        "parallel.compile.enabled": str(run.compile).lower(),
+        "parallel.loss_chunk_tokens": 0,
+        "train.seq_len": run.seq_len,
+        "parallel.async_tp": str(run.async_tp).lower(),
+        "parallel.float8.recipe": FLOAT8[run.matmul_dtype],
+        "parallel.float8.all_gather": str(run.matmul_dtype != "bf16").lower(),
+        "parallel.float8.min_dim": 16,
+        "train.micro_batch_size": run.micro_batch,
+        "train.global_batch_size": sequences,
+    }
+    config = parse_config([*CONFIGS[run.model], *(f"--{key}={value}" for key, value in keys.items())])
+    plan = plan_run(config, run.n_gpus, run.gpus_per_node)
+    if run.framework == "torchtitan":
+        plan = dataclasses.replace(
+            plan, units=(*plan.units[:-1], dataclasses.replace(plan.units[-1], compiled=False))
+        )
+    return config, plan
+
+
+@cache
+def predict_tokens_per_s(run: PublishedRun) -> float:
+    """Tokens per second and GPU."""
+    config, plan = plan_published(run)
+    work = trace_model(config.model, plan, run.seq_len)
+    times = step_times(plan, work, load_hardware()[run.kind], run.gpus_per_node)
+    return plan.global_batch_size * run.seq_len / simulate_step(plan, times).step_s / run.n_gpus
+
+
+@cache
+def predict_reserved_gib(run: PublishedRun) -> float:
+    """GiB that the allocator reserves on each GPU."""
+    config, plan = plan_published(run)
+    memory = predict_step_memory(plan, trace_model(config.model, plan, run.seq_len))
+    return reserved_bytes(memory, load_hardware()[run.kind]) / GIB
+
+
+def compare_published(runs: Sequence[PublishedRun]) -> Comparison:
+    """Predict every run."""
+    speed = tuple(Compared(run, predict_tokens_per_s(run), run.tokens_per_s_per_gpu) for run in runs)
+    known = [run for run in runs if run.peak_memory_gib and run.framework in MEMORY_OF]
+    memory = tuple(Compared(run, predict_reserved_gib(run), run.peak_memory_gib) for run in known)
+    return Comparison(speed, memory, tuple((a.run, b.run) for a, b in wrong_order(speed)))
+
+
+def wrong_order(rows: Iterable[Compared]) -> list[tuple[Compared, Compared]]:
+    """Pairs of one framework that measure more than ORDERED_APART apart, and are not predicted in that
+    order."""
+    pairs = itertools.permutations(rows, 2)
+    return [
+        (fast, slow)
+        for fast, slow in pairs
+        if fast.run.framework == slow.run.framework
+        and fast.measured > ORDERED_APART * slow.measured
+        and fast.predicted <= slow.predicted
+    ]
+
+
+def mean_error(rows: Iterable[Compared]) -> float:
+    """Of the absolute errors."""
+    return statistics.mean(abs(row.error) for row in rows)
+
+
+def worst_error(rows: Iterable[Compared]) -> float:
+    """The largest absolute error."""
+    return max(abs(row.error) for row in rows)
+
+
+def compiled(rows: Iterable[Compared]) -> list[Compared]:
+    """Those of compiled runs."""
+    return [row for row in rows if row.run.compile]
+
+
+def check_published(overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Figures and a text of all runs. Raises BenchError."""
+    if overrides:
+        raise BenchError(f"published takes no config keys: {' '.join(overrides)}")
+    comparison = compare_published(published_rows())
+    return published_figures(comparison), published_text(comparison)
+
+
+def published_figures(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as plain data."""
+    figures: dict[str, Any] = {
+        "wrong_order": [[fast.name, slow.name] for fast, slow in comparison.wrong_order]
+    }
+    for name, rows in (("tokens_per_s_per_gpu", comparison.speed), ("reserved_gib", comparison.memory)):
+        figures[name] = [
+            {
+                "run": row.run.name,
+                "source": row.run.source,
+                "used_to_fit": row.run.used_to_fit,
+                "compiled": row.run.compile,
+                "predicted": row.predicted,
+                "measured": row.measured,
+                "error": row.error,
+            }
+            for row in rows
+        ]
+        figures[f"{name}_mean_error"], figures[f"{name}_worst_error"] = mean_error(rows), worst_error(rows)
+    return figures
+
+
+def published_text(comparison: Comparison) -> str:
+    """Tables for people: rows that constants were fitted to apart from the others."""
+    speed, memory = compiled(comparison.speed), list(comparison.memory)
+    eager = [row for row in comparison.speed if not row.run.compile]
+    parts = []
+    for title, rows, of in (
+        ("tokens per second and GPU", speed, "{:,.0f}"),
+        ("reserved GiB", memory, "{:.1f}"),
+    ):
+        for used, which in ((True, "fitted to"), (False, "not fitted to")):
+            parts.append(
+                _table(f"{title}, {which}", [row for row in rows if row.run.used_to_fit == used], of)
+            )
+    parts.insert(2, _table("tokens per second and GPU, eager, not fitted to", eager, "{:,.0f}"))
+    wrong = [f"  {fast.name} is faster than {slow.name}" for fast, slow in comparison.wrong_order]
+    order = (
+        f"pairs of one source more than {ORDERED_APART - 1:.0%} apart, predicted in the wrong order: "
+        f"{len(wrong)}"
+    )
+    return "\n\n".join(
+        [*parts, _summary("speed, compiled", speed), _summary("memory", memory), "\n".join([order, *wrong])]
+    )
+
+
+def _table(title: str, rows: Sequence[Compared], number: str) -> str:
+    cells = [
+        (row.run.name, number.format(row.predicted), number.format(row.measured), f"{row.error:+.1%}")
+        for row in rows
+    ]
+    return format_table((title, "predicted", "measured", "error"), cells)
+
+
+def _summary(what: str, rows: Sequence[Compared]) -> str:
+    return f"{what}: mean error {mean_error(rows):.1%}, worst {worst_error(rows):.1%} of {len(rows)} runs"

@@ -1,0 +1,1 @@
+"""How fast, how big, how soon: runs, their parts, and their peers."""

@@ -1,0 +1,244 @@
+"""Ours against other trainers on a CPU, at two shapes and in two dtypes, and against what the machine itself
+allows."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.bench.speed.cpu_limits import Allowed, measure_allowed
+from meshwright.tools.bench.speed.peers import (
+    OURS,
+    PEER_HELP,
+    Contender,
+    contender_of,
+    parse_peers,
+    run_what_runs,
+    to_figures,
+)
+from meshwright.tools.bench.train_run import (
+    STANDARD_SHAPE,
+    WARM_UP_STEPS,
+    Setup,
+    config_to_record,
+    resolve,
+    with_setup,
+)
+from meshwright.tools.cli import format_table, positive
+from meshwright.tools.processes import CACHE_MODES, BenchError
+from meshwright.train.config import Config
+
+SUMMARY = "ours against other trainers on a CPU, and against the machine's own rates"
+DESCRIPTION = (
+    "Run ours and other trainers in turn, compiled, on CPUs with gloo: two shapes (head dim 16: the standard "
+    "one of `train`; "
+    "head dim 64: dim 512, 8 heads) in float32 and bfloat16. Prints tokens per second and memory of each "
+    "rank, ours / peer, and "
+    "the share of what matrix products and attention alone allow, from this machine's own rates at exactly "
+    "that shape, measured "
+    "in as many processes at once."
+)
+VARIABLES = (
+    "BENCH_DIM",
+    "BENCH_LAYERS",
+    "BENCH_HEADS",
+    "BENCH_KV_HEADS",
+    "BENCH_FFN",
+    "BENCH_VOCAB",
+    "BENCH_SEQ",
+    "BENCH_MICRO_BATCH",
+    "BENCH_STEPS",
+    "BENCH_PROCESSES",
+    "BENCH_DTYPE",
+    "BENCH_COMPILE",
+)
+EPILOG = (
+    f"A peer's command is told what to run by environment variables, which it must pass on: "
+    f"{', '.join(VARIABLES)} (a dtype is "
+    "float32 or bfloat16, BENCH_COMPILE 1). As titan='TT_DIM=$BENCH_DIM ... bash run.sh $BENCH_PROCESSES'. "
+    "One that does not "
+    "name BENCH_DIM, or fails, is left out of that shape, and said to be. It prints `BENCH` lines as in "
+    "`peers`. " + KEYS
+)
+HEAD_DIM_64 = ("--model.dim=512", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1536")
+SHAPES: Mapping[str, Sequence[str]] = {
+    "head-dim-16": STANDARD_SHAPE,
+    "head-dim-64": (*STANDARD_SHAPE, *HEAD_DIM_64),
+}
+STANDARD = "head-dim-16"
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape in one dtype."""
+
+    shape: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+def add_cpu_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `cpu`."""
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help=PEER_HELP)
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="default: both"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each (default 3)")
+    parser.add_argument(
+        "--processes", type=positive, default=2, metavar="N", help="processes of a run (default 2)"
+    )
+    parser.add_argument(
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=20,
+        metavar="N",
+        help=f"optimizer steps (default 20; the first {WARM_UP_STEPS} do not count)",
+    )
+    parser.add_argument(
+        "--cache", choices=CACHE_MODES, default="keep", help="compile cache, as in `train` (default keep)"
+    )
+
+
+def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+    """Every shape and dtype, one after the other; in each ours and the peers in turn. Raises BenchError where
+    ours fails."""
+    cells = [Cell(shape, dtype) for shape in options.shapes for dtype in options.dtypes]
+    setups = {cell: make_setup(cell, options, overrides) for cell in cells}
+    configs = {cell: resolve(setup) for cell, setup in setups.items()}
+    peers = parse_peers(options.peer, options.threads)
+    found = {}
+    for cell, setup in setups.items():
+        print(cell.name, file=sys.stderr, flush=True)
+        found[cell.name] = measure_cell(cell, setup, configs[cell], peers, options)
+    recorded = {cell.name: config_to_record(config) for cell, config in configs.items()}
+    return Result(recorded, with_setup(options, {"cells": found}), cpu_text(found, options.rounds))
+
+
+def make_setup(cell: Cell, options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
+    """Ours at that shape and dtype."""
+    keys = [f"--train.steps={options.steps}", f"--parallel.param_dtype={cell.dtype}", "--run.device=cpu"]
+    return Setup(options.processes, options.threads, [*SHAPES[cell.shape], *keys, *overrides])
+
+
+def measure_cell(
+    cell: Cell, setup: Setup, config: Config, peers: Sequence[Contender], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Ours and the peers that can run it, in turn, then what the machine allows; both in one go, as a machine
+    drifts."""
+    sequences, seq_len = config.train.micro_batch_size, config.train.seq_len
+    if not isinstance(sequences, int):
+        raise BenchError(
+            f"train.micro_batch_size={sequences}: cpu needs a number, to know a step's work. Leave the "
+            f"key out"
+        )
+    variables = shape_variables(config, options.processes)
+    deaf = {text.partition("=")[0].strip() for text in options.peer if "BENCH_DIM" not in text}
+    skipped = deaf if cell != Cell(STANDARD, "float32") else set()
+    told = [tell(peer, variables) for peer in peers if peer.name not in skipped]
+    rounds, failed = run_what_runs([contender_of(OURS, setup), *told], options.rounds, options.cache)
+    left_out = (
+        dict.fromkeys(sorted(skipped), "its command does not use BENCH_DIM: it would run something else")
+        | failed
+    )
+    allowed = measure_allowed(
+        config.model, sequences, seq_len, cell.dtype, options.processes, options.threads
+    )
+    figures = to_figures(rounds)
+    shares = {
+        name: share_of_allowed(allowed, sequences * seq_len, one["tokens_per_s_per_rank"])
+        for name, one in figures["median"].items()
+    }
+    return {
+        **figures,
+        "allowed": dataclasses.asdict(allowed),
+        "share_of_allowed": shares,
+        "left_out": left_out,
+    }
+
+
+def share_of_allowed(allowed: Allowed, tokens: int, tokens_per_s: float) -> float:
+    """The least seconds of a rank's step of so many tokens over those it takes."""
+    return allowed.total_s / (tokens / tokens_per_s)
+
+
+def shape_variables(config: Config, processes: int) -> dict[str, str]:
+    """What a peer is told."""
+    model, train, compiled = config.model, config.train, config.parallel.compile.enabled
+    values = (
+        model.dim,
+        model.n_layers,
+        model.n_heads,
+        model.n_kv_heads,
+        model.ffn_dim,
+        model.vocab_size,
+        train.seq_len,
+        train.micro_batch_size,
+        train.steps,
+        processes,
+        config.parallel.param_dtype,
+        int(compiled),
+    )
+    return dict(zip(VARIABLES, map(str, values), strict=True))
+
+
+def tell(peer: Contender, variables: Mapping[str, str]) -> Contender:
+    """The peer with these environment variables."""
+    return Contender(peer.name, lambda cache: peer.run({**variables, **cache}))
+
+
+def cpu_text(cells: Mapping[str, Any], rounds: int) -> str:
+    """A row for each shape, dtype and trainer; then who was left out."""
+    head = (
+        "shape, dtype",
+        "trainer",
+        "tokens/s per rank",
+        "spread",
+        "GiB per rank",
+        "of what is allowed",
+        "speed: ours / it",
+        "memory: ours / it",
+    )
+    rows = [_cells(name, cell, who) for name, cell in cells.items() for who in cell["median"]]
+    left_out = [
+        f"left out of {name}: {who} ({reason.splitlines()[0]})"
+        for name, cell in cells.items()
+        for who, reason in cell["left_out"].items()
+    ]
+    allowed = [
+        f"{name}: matmul {a['matmul_s']:.3f} s + attention {a['attention_s']:.3f} s a step are the least "
+        f"({a['matmul_gflop_s']:.0f} GFLOP/s)"
+        for name, cell in cells.items()
+        for a in [cell["allowed"]]
+    ]
+    last = (
+        f"median of {rounds} rounds, spread: (best - worst) / median; of what is allowed: by matmul and "
+        f"attention alone"
+    )
+    return "\n".join([format_table(head, rows), "", *allowed, *left_out, last])
+
+
+def _cells(name: str, cell: Mapping[str, Any], who: str) -> list[str]:
+    median = cell["median"][who]
+    against = [cell["ours_over_peer"][figure] for figure in ("tokens_per_s_per_rank", "peak_memory_gib")]
+    ratios = [f"{by_peer[who]:.3f}" if who in by_peer else "-" for by_peer in against]
+    apart = f"{cell['spread'][who]['tokens_per_s_per_rank']:.1%}" if len(cell["rounds"]) > 1 else "one round"
+    return [
+        name,
+        who,
+        f"{median['tokens_per_s_per_rank']:,.0f}",
+        apart,
+        f"{median['peak_memory_gib']:.2f}",
+        f"{cell['share_of_allowed'][who]:.1%}",
+        *ratios,
+    ]

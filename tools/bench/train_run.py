@@ -1,0 +1,275 @@
+"""One run of the real `train.main`, and its figures from outside and from its metrics.jsonl; `bench train`,
+on the standard shape; and the options of all subcommands that run that shape."""
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.cli import format_table, positive
+from meshwright.tools.processes import (
+    CACHE_MODES,
+    BenchError,
+    cache_environment,
+    make_environment,
+    python_command,
+    run_to_end,
+)
+from meshwright.train.config import Config
+from meshwright.train.config_parser import parse_config
+from meshwright.train.data.corpus import load_corpus
+from meshwright.train.planning.resolve import plan_run
+
+PROG = "tools.bench"
+WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones
+MFUS = ("mfu", "mfu_causal")  # as metrics.jsonl names them
+STANDARD_SHAPE = (
+    "--model.dim=256",
+    "--model.n_layers=6",
+    "--model.n_heads=16",
+    "--model.n_kv_heads=16",
+    "--model.ffn_dim=768",
+    "--model.vocab_size=2048",
+    "--model.max_seq_len=512",
+    "--train.seq_len=512",
+    "--train.micro_batch_size=4",
+    "--data.source=stdlib",
+    "--checkpoint.every=0",
+    "--train.eval_every=0",
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run to measure: its processes, the CPU threads of each, the config keys of train.main, and how many
+    steps share a report, which waits for the device."""
+
+    processes: int
+    threads: int
+    arguments: Sequence[str]
+    steps_per_report: int = 1
+
+    def command_line(self) -> list[str]:
+        """What follows `-m train.main`, but for the run's folder."""
+        report = f"--metrics.every={self.steps_per_report}"  # comes last: without it there is nothing to read
+        return [*self.arguments, report, f"--run.threads={self.threads}"]
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What a run did. Rates are of the reports after the first WARM_UP_STEPS steps (the last report alone in
+    a run as short).
+
+    `startup_s`: wall seconds from starting the command to the first report, which is the end of the first
+    optimizer step where every step is reported. `data_wait_share`: of the step time. `step_times_s`: of a
+    step of every report, the first included. `device`: as the run names it. `spread`: (best - worst rate) /
+    median. `mfu`, `mfu_causal`: median, attention counted in full or half; None where the device has no peak
+    to compare with.
+    """
+
+    device: str
+    tokens_per_s_per_rank: float
+    tokens_per_s_per_rank_best: float
+    startup_s: float
+    peak_memory_gib: float
+    recompiles: int
+    data_wait_share: float
+    step_times_s: list[float]
+    spread: float = 0.0
+    mfu: float | None = None
+    mfu_causal: float | None = None
+
+
+def resolve(setup: Setup) -> Config:
+    """The config of a run, checked before anything is started; its text is tokenised into the cache if need
+    be.
+
+    Raises ConfigError, PlanError and DataError.
+    """
+    if any(argument.split("=")[0] == "--run.dir" for argument in setup.arguments):
+        raise BenchError("--run.dir: a measurement runs in a temporary folder of its own. Leave it out")
+    config = parse_config(setup.command_line(), PROG)
+    plan_run(config, setup.processes)
+    load_corpus(config.data)  # peers prepare their data beforehand too
+    return config
+
+
+def config_to_record(config: Config) -> dict[str, Any]:
+    """The resolved config as plain data; the temporary folder has no name."""
+    return dataclasses.asdict(dataclasses.replace(config, run=dataclasses.replace(config.run, dir="RUN_DIR")))
+
+
+def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
+    """Start train.main in a temporary folder, wait for its end and read its figures. Raises BenchError if it
+    fails."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
+        return measure_run_in(Path(name), setup, cache)
+
+
+def measure_run_in(
+    folder: Path, setup: Setup, cache: dict[str, str], while_running: Callable[[], None] = lambda: None
+) -> RunFigures:
+    """The same in a folder that stays: FOLDER/run is the run's, FOLDER/log what it printed. `while_running`
+    is called all the time; what it raises ends the run."""
+    metrics, log = folder / "run" / "metrics.jsonl", folder / "log"
+    first_report_at = 0.0
+
+    def watch() -> None:
+        nonlocal first_report_at
+        if not first_report_at and read_rows(metrics):
+            first_report_at = time.perf_counter()
+        while_running()
+
+    arguments = [*setup.command_line(), f"--run.dir={folder / 'run'}"]
+    command = [*python_command("meshwright.train.main", setup.processes, folder / "torchrun"), *arguments]
+    started_at = time.perf_counter()
+    run_to_end(command, make_environment(setup.threads, cache), log, watch)
+    watch()
+    return make_figures(read_rows(metrics), first_report_at - started_at, _device(log))
+
+
+def read_rows(metrics: Path) -> list[dict[str, Any]]:
+    """The rows of optimizer steps in a metrics.jsonl, which may still be growing, or not be there yet."""
+    if not metrics.is_file():
+        return []
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if "loss" in row]
+
+
+def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) -> RunFigures:
+    """Figures from the rows of all reports. Raises BenchError if there are none."""
+    if not rows:
+        raise BenchError("the run ended without a row in metrics.jsonl: it needs at least one optimizer step")
+    counted = [row for row in rows if row["step"] > WARM_UP_STEPS] or rows[-1:]
+    rates = [row["tokens_per_s_per_gpu"] for row in counted]
+    mfu, mfu_causal = (
+        statistics.median(row[key] for row in counted) if key in counted[0] else None for key in MFUS
+    )
+    return RunFigures(
+        device=device,
+        tokens_per_s_per_rank=statistics.median(rates),
+        tokens_per_s_per_rank_best=max(rates),
+        startup_s=startup_s,
+        peak_memory_gib=rows[-1]["peak_memory_gib"],
+        recompiles=rows[-1]["recompiles"],
+        data_wait_share=sum(row["data_wait_s"] for row in counted)
+        / sum(row["step_time_s"] for row in counted),
+        step_times_s=[row["step_time_s"] for row in rows],
+        spread=spread(rates, statistics.median(rates)),
+        mfu=mfu,
+        mfu_causal=mfu_causal,
+    )
+
+
+def spread(values: Sequence[float], middle: float) -> float:
+    """(Largest - smallest) / `middle`."""
+    return (max(values) - min(values)) / middle
+
+
+def _device(log: Path) -> str:
+    match = re.search(
+        r"^device: (.+), \d+ process", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+    )
+    return match[1] if match else "unknown"
+
+
+SHAPE = (
+    "dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, sequences of 512, 4 of them per "
+    "process and "
+    "step, data.source=stdlib, no evaluation, no checkpoint"
+)
+SUMMARY = "one run: speed, memory, start-up"
+DESCRIPTION = (
+    f"Run train.main on the standard shape ({SHAPE}) and report tokens per second of a rank (median and best "
+    f"of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the first "
+    f"step, peak "
+    "memory, recompiles, and the share of time spent waiting for data."
+)
+EPILOG = KEYS
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """How the standard shape is run."""
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="processes of the run (default 2); it takes GPUs where it has one for each",
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=24, metavar="N", help="optimizer steps (default 24)"
+    )
+    parser.add_argument(
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
+    )
+    parser.add_argument("--compile", choices=("true", "false"), default="true", help="default true")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of parameters and computation (default float32); gradients are reduced in float32",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=CACHE_MODES,
+        default="keep",
+        help="compile cache: as it is (keep, the default), empty for every run (cold), or filled by one "
+        "more run "
+        "that does not count (warm)",
+    )
+
+
+def standard_setup(options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
+    """The standard shape with the options, then the user's keys."""
+    keys = [
+        f"--train.steps={options.steps}",
+        f"--parallel.compile.enabled={options.compile}",
+        f"--parallel.param_dtype={options.dtype}",
+    ]
+    return Setup(options.processes, options.threads, [*STANDARD_SHAPE, *keys, *overrides])
+
+
+def with_setup(options: argparse.Namespace, figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures after the options that they were measured with."""
+    return {"processes": options.processes, "threads": options.threads, "cache": options.cache, **figures}
+
+
+def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+    """One run on the standard shape."""
+    setup = standard_setup(options, overrides)
+    config = resolve(setup)
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
+        cache = cache_environment(options.cache, Path(name), "train", 0)
+        if options.cache == "warm":
+            measure_run(setup, cache)
+        figures = measure_run(setup, cache)
+    return Result(
+        config_to_record(config), with_setup(options, dataclasses.asdict(figures)), train_text(figures)
+    )
+
+
+def train_text(figures: RunFigures) -> str:
+    """A run's figures for people."""
+    rows = [
+        ("device", figures.device),
+        ("tokens/s per rank, median", f"{figures.tokens_per_s_per_rank:,.0f}"),
+        ("tokens/s per rank, best", f"{figures.tokens_per_s_per_rank_best:,.0f}"),
+        ("spread, (best - worst) / median", f"{figures.spread:.1%}"),
+        ("start to end of first step, s", f"{figures.startup_s:.2f}"),
+        ("peak memory per rank, GiB", f"{figures.peak_memory_gib:.2f}"),
+        ("recompiles", str(figures.recompiles)),
+        ("waiting for data", f"{figures.data_wait_share:.2%}"),
+    ]
+    if figures.mfu is not None and figures.mfu_causal is not None:
+        rows.append(("MFU, attention in full / causal", f"{figures.mfu:.1%} / {figures.mfu_causal:.1%}"))
+    return format_table(("figure", "value"), rows)

@@ -1,0 +1,324 @@
+"""What this machine has: memory, cores, limits, network, the folders that a run writes to, what is installed,
+and what of it torch really uses."""
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import platform
+import re
+import resource
+import secrets
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from meshwright import __version__
+from meshwright.tools.doctor.facts import Folder, Gpu, Machine, Software, Unknown, find
+from meshwright.train.cgroups import memory_limit_bytes, unescaped
+from meshwright.train.distributed.process_group import usable_cores
+from meshwright.train.files import ENOUGH
+from meshwright.train.memory import free_host_bytes
+from meshwright.train.planning.device_defaults import describe_dtype
+
+GIB = 2**30
+WRITTEN_BYTES = 256 * 2**20
+SOFT, HARD = 0, 1  # of a limit: what holds, and how far a process may raise it
+
+
+def look_at_machine() -> Machine:
+    """Everything of it; what cannot be found out is Unknown."""
+    return Machine(
+        memory_gib=find(lambda: read_meminfo("MemTotal")),
+        available_gib=find(lambda: free_host_bytes() / GIB),
+        cgroup_gib=find(find_cgroup_limit),
+        cores=find(usable_cores),
+        threads=find(lambda: len(os.sched_getaffinity(0))),
+        memlock_kib=find(lambda: limit(resource.RLIMIT_MEMLOCK, SOFT, 1024)),
+        open_files=find(lambda: limit(resource.RLIMIT_NOFILE, SOFT)),
+        most_open_files=find(lambda: min(limit(resource.RLIMIT_NOFILE, HARD) or ENOUGH, ENOUGH)),
+        shm_gib=find(lambda: shutil.disk_usage("/dev/shm").free / GIB),
+        hostname=socket.gethostname(),
+        addresses=find(
+            lambda: tuple(
+                sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)})
+            )
+        ),
+        interfaces=find(look_at_interfaces),
+        infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
+    )
+
+
+def read_meminfo(name: str) -> float:
+    """GiB. Raises OSError or LookupError where Linux's /proc/meminfo does not say."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    found = {line.split(":")[0]: line.split()[1] for line in lines}
+    return int(found[name]) * 1024 / GIB
+
+
+def find_cgroup_limit() -> float | None:
+    """Of memory, in GiB; None without one."""
+    limit = memory_limit_bytes()
+    return None if limit is None else limit / GIB
+
+
+def limit(kind: int, which: int, unit: int = 1) -> int | None:
+    """A limit of this process in `unit`s; None is unlimited."""
+    found = resource.getrlimit(kind)[which]
+    return None if found == resource.RLIM_INFINITY else found // unit
+
+
+def look_at_interfaces(system: Path = Path("/sys/class/net")) -> tuple[str, ...]:
+    """Network interfaces that are up but the loopback, with their speed where they know it."""
+    found = []
+    for folder in sorted(system.iterdir()):
+        state = _read(folder / "operstate")
+        if folder.name != "lo" and state in ("up", "unknown"):
+            speed = _read(folder / "speed")
+            found.append(f"{folder.name} ({int(speed) / 1000:g} Gb/s)" if speed.isdecimal() else folder.name)
+    return tuple(found)
+
+
+def look_at_run_folder(asked: Path) -> Folder:
+    """Where runs go, made or not; measured by a file that is flushed to the disk."""
+    folder, found = nearest_existing(asked), _folder(asked)
+    if (first := _first_there(asked)) != folder:
+        return replace(found, writable=False, problem=f"{first} is a file, or a link to nothing")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return replace(found, writable=False)
+    if isinstance(found.free_gib, float) and found.free_gib * GIB < 4 * WRITTEN_BYTES:
+        return replace(found, write_mb_s=Unknown("not measured: less than 1 GiB is free"))
+    try:
+        return replace(found, write_mb_s=measure_write(folder))
+    except OSError as error:
+        return replace(found, writable=False, problem=f"a file of 256 MB there: {error.strerror or error}")
+
+
+def look_at_cache_folder(asked: Path) -> Folder:
+    """Where compiled graphs lie, and how much of them."""
+    writable = os.access(nearest_existing(asked), os.W_OK | os.X_OK)
+    return _folder(asked, writable, size=True)
+
+
+def _folder(asked: Path, writable: bool = True, size: bool = False) -> Folder:
+    here, plain = nearest_existing(asked), Folder(str(asked))
+    return Folder(
+        str(asked),
+        writable,
+        free_gib=find(lambda: shutil.disk_usage(here).free / GIB),
+        filesystem=find(lambda: find_filesystem(here)),
+        size_gib=find(lambda: folder_bytes(asked) / GIB) if size else plain.size_gib,
+    )
+
+
+def nearest_existing(path: Path) -> Path:
+    """The folder itself, or the first above it that exists: on the same disk, with the same rights to make
+    it."""
+    path = path.expanduser().absolute()
+    while not os.path.isdir(path):
+        path = path.parent
+    return path
+
+
+def _first_there(path: Path) -> Path:
+    """The path itself, or the first above it at which there is anything."""
+    path = path.expanduser().absolute()
+    while not os.path.lexists(path):
+        path = path.parent
+    return path
+
+
+def find_filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Type of the file system it is on: that of the longest mount point above it. Raises OSError without
+    /proc."""
+    lines = (line.split() for line in mounts.read_text(encoding="utf-8").splitlines())
+    above = [
+        (len(point), kind)
+        for _, point, kind, *_ in lines
+        if folder.resolve().is_relative_to(unescaped(point))
+    ]
+    return max(above, key=lambda one: one[0])[1]  # of several at one point the first is found: they are rare
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in it; what vanishes meanwhile does not count."""
+    return sum(_sizes(os.walk(folder)))
+
+
+def measure_write(folder: Path) -> float:
+    """10^6 bytes per second of a file of 256 MiB, flushed to the disk. Raises OSError."""
+    # a disk may compress what repeats in small
+    path, block = folder / f".doctor-{secrets.token_hex(8)}", os.urandom(2**22)
+    start_s = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            for _ in range(math.ceil(WRITTEN_BYTES / len(block))):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return WRITTEN_BYTES / (time.perf_counter() - start_s) / 1e6
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _sizes(walk: Iterable[tuple[str, list[str], list[str]]]) -> Iterable[int]:
+    for folder, _, names in walk:
+        for name in names:
+            try:
+                yield os.lstat(os.path.join(folder, name)).st_size
+            except OSError:
+                continue
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+OPTIONAL = ("transformers", "datasets", "torchao")
+PACKAGES = ("torch", "triton", "torchao", "tensorboard", "numpy", "safetensors", "tokenizers")
+QUERY = (
+    "name",
+    "memory.total",
+    "ecc.mode.current",
+    "clocks.sm",
+    "clocks.max.sm",
+    "power.limit",
+    "power.default_limit",
+)
+DRIVER_S = 20.0  # nvidia-smi hangs where a GPU has fallen off the bus
+
+
+def look_at_software() -> Software:
+    """Everything of it; what cannot be found out is Unknown."""
+    gpus = find(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    cudnn = find(find_cudnn) if gpus else ""
+    return Software(
+        versions=find_versions(bool(gpus)),
+        missing_packages=tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None),
+        torch_cuda=torch.version.cuda or "",
+        gpus_of_torch=gpus,
+        cudnn_loaded=cudnn,
+        cudnn_bundled=isinstance(cudnn, Unknown) or is_bundled(cudnn),
+        compiler=find(find_compiler),
+        python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        bfloat16=find(lambda: describe_dtype(torch.device("cuda" if gpus else "cpu"))),
+    )
+
+
+def find_versions(gpu: bool) -> dict[str, str | Unknown]:
+    """By name; "" for what is not there."""
+    found: dict[str, str | Unknown] = {
+        "meshwright": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    found |= {name: find_version(name) for name in PACKAGES}
+    found["CUDA of torch"] = torch.version.cuda or ""
+    found["driver"] = find(
+        lambda: ask_driver("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+    )
+    if gpu:
+        found["NCCL"] = find(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        found["cuDNN"] = find(lambda: str(torch.backends.cudnn.version()))
+    return found
+
+
+def find_version(package: str) -> str:
+    """Of an installed package; "" if it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def find_compiler() -> str:
+    """The C++ compiler that inductor takes; "" where there is none, or $CXX names something that cannot be
+    run. Raises what it raises for any other reason."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return str(cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        return ""
+    except OSError as error:
+        if error.filename is None or error.filename != os.environ.get("CXX"):
+            raise
+        return ""
+
+
+def find_cudnn() -> str:
+    """Path of the cuDNN in this process's memory; "" where none is."""
+    torch.backends.cudnn.version()  # loads it
+    return find_library(Path("/proc/self/maps").read_text(encoding="utf-8"), "libcudnn")
+
+
+def find_library(maps: str, name: str) -> str:
+    """The first library of this name in the text of /proc/PID/maps."""
+    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6)
+    return next((path for path in paths if Path(path).name.startswith(name)), "")
+
+
+def is_bundled(library: str) -> bool:
+    """Whether it came with torch: from its own folder, or from the nvidia packages beside it."""
+    packages = Path(torch.__file__).parents[1]
+    return not library or Path(library).is_relative_to(packages)
+
+
+def look_at_gpus() -> tuple[Gpu, ...]:
+    """Those that the driver sees; none where there is no nvidia-smi. Raises as `ask_driver`."""
+    if not shutil.which("nvidia-smi"):
+        return ()
+    return parse_gpus(ask_driver(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Of nvidia-smi's table, one line a GPU, values by commas; what it does not know it calls [N/A] and the
+    like."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == len(QUERY):
+            memory, *rest = (_number(cells[i]) for i in (1, 3, 4, 5, 6))
+            ecc = cells[2] if cells[2].isalpha() else None
+            found.append(Gpu(cells[0], None if memory is None else memory / 1024, ecc, *rest))
+    return tuple(found)
+
+
+def look_at_topology() -> str:
+    """What nvidia-smi says of the links; "" where there is none. Raises as `ask_driver`."""
+    return strip_colours(ask_driver("topo", "-m")) if shutil.which("nvidia-smi") else ""
+
+
+def strip_colours(text: str) -> str:
+    """nvidia-smi underlines the head of its table by escape sequences, also where nobody sees them."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def ask_driver(*arguments: str) -> str:
+    """What nvidia-smi prints. Raises OSError without one, RuntimeError where it fails, TimeoutExpired where
+    it hangs."""
+    if not shutil.which("nvidia-smi"):
+        raise OSError("no nvidia-smi: no NVIDIA driver")
+    done = subprocess.run(
+        ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=DRIVER_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"nvidia-smi: {(done.stdout or done.stderr).strip()}")
+    return done.stdout
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,326 @@
+"""Rules: what of a machine's facts and environment variables will fail or be slow, and how to mend it. Pure
+functions of the facts."""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+from meshwright.tools.doctor.facts import Facts, Finding, Unknown, fails, is_slow, note
+
+SHOWN = (
+    "NCCL_",
+    "TORCH",
+    "PYTORCH_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "CUDA_",
+    "NVIDIA_TF32",
+    "KMP_",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "TRITON_",
+    "PET_",
+    "CXX",
+)
+OFF = ("", "0", "false", "False", "OFF")
+# Variable, what it does when on (source: NCCL's and PyTorch's documentation of their environment variables).
+SWITCHES = {
+    "CUDA_LAUNCH_BLOCKING": "waits for every kernel: nothing overlaps",
+    "NCCL_P2P_DISABLE": "sends between GPUs of a node through host memory, not over NVLink",
+    "NCCL_IB_DISABLE": "sends between nodes over TCP, not InfiniBand",
+    "NCCL_SHM_DISABLE": "sends between processes of a node over the network",
+    "TORCHDYNAMO_DISABLE": "compiles nothing, whatever parallel.compile says",
+    "TORCH_COMPILE_DISABLE": "compiles nothing, whatever parallel.compile says",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "compiles everything anew at each start",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "asks the driver for every tensor",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
+    "TORCH_SHOW_CPP_STACKTRACES": "looks up symbols at each error, which takes minutes",
+}
+
+
+def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables that cost speed, or that take a setting of ours away."""
+    for name, effect in SWITCHES.items():
+        if environment.get(name, "") not in OFF:
+            yield is_slow(f"{name}={environment[name]} {effect}", f"unset {name}")
+    if environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+        yield is_slow(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL compares every collective over all ranks",
+            "unset TORCH_DISTRIBUTED_DEBUG",
+        )
+    threads = environment.get("OMP_NUM_THREADS", "1")
+    # a list: for nested regions (OpenMP 5.2, 21.2.1)
+    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", threads):
+        yield is_slow(
+            f"OMP_NUM_THREADS={threads} is no number of threads: OpenMP ignores it, and says so in every "
+            f"process",
+            "OMP_NUM_THREADS=1, or unset it: a run's threads are run.threads",
+        )
+    if environment.get("NCCL_DEBUG") in ("INFO", "TRACE"):
+        yield note(
+            f"NCCL_DEBUG={environment['NCCL_DEBUG']} prints pages", "NCCL_DEBUG=WARN names what failed"
+        )
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if name in environment and "expandable_segments:True" not in environment[name]:
+            yield note(
+                f"{name}={environment[name]} switches run.expandable_segments off",
+                f"add expandable_segments:True, or unset {name}",
+            )
+
+
+def choose_shown(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of all variables those that a run can feel."""
+    return {name: environment[name] for name in sorted(environment) if name.startswith(SHOWN)}
+
+
+# Bytes that a save needs are checked by the saver itself; below this even logs and compiled graphs have no
+# room.
+LEAST_FREE_GIB = 1.0
+# NCCL maps buffers of about 10 MB for each peer of the node; Docker's default of 64 MiB is too little for 8
+# GPUs.
+LEAST_SHM_GIB = 1.0
+# Linux's own default: sockets to every peer, a quarter for shards of the data, libraries
+LEAST_OPEN_FILES = 1024
+SLOW_WRITE_MB_S = 200.0  # an 8B's state of 96 GB in float32 takes 8 minutes at this rate
+LEAST_MEMORY_GIB = 4.0  # torch, its compiler's workers and a process of a small model
+NETWORK = ("nfs", "lustre", "cifs", "smb", "9p", "fuse", "gpfs", "beegfs", "ceph", "wekafs", "virtiofs")
+ORDER = ("fails", "slow", "note")
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """All findings, the most important first."""
+    rules = (
+        judge_gpus,
+        judge_compiler,
+        judge_checks,
+        judge_folders,
+        judge_limits,
+        judge_memory,
+        judge_network,
+        judge_cudnn,
+        judge_power,
+        judge_links,
+        judge_cores,
+        judge_packages,
+    )
+    found = [
+        *itertools.chain.from_iterable(rule(facts) for rule in rules),
+        *judge_environment(facts.environment),
+    ]
+    return sorted(found, key=lambda finding: ORDER.index(finding.kind))
+
+
+def count_gpus(facts: Facts) -> int:
+    """Those that the driver or torch sees."""
+    of_torch = facts.software.gpus_of_torch
+    of_driver = 0 if isinstance(facts.gpus, Unknown) else len(facts.gpus)
+    return max(of_driver, 0 if isinstance(of_torch, Unknown) else of_torch)
+
+
+def judge_gpus(facts: Facts) -> Iterator[Finding]:
+    """A GPU that is there and that torch does not see."""
+    software = facts.software
+    if isinstance(facts.gpus, Unknown) or not facts.gpus or software.gpus_of_torch:
+        return
+    here = f"{len(facts.gpus)} x {facts.gpus[0].name}"
+    if not software.torch_cuda:
+        yield fails(
+            f"here are {here}, and this torch is a build for CPUs",
+            "install torch with CUDA, as pytorch.org says for this driver",
+        )
+    elif facts.environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        yield fails(f"here are {here}, and CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES")
+    else:
+        driver = software.versions.get("driver", "")
+        yield fails(
+            f"here are {here}, and torch, built for CUDA {software.torch_cuda}, cannot use them with driver "
+            f"{driver}",
+            "update the driver, or install a torch built for an older CUDA",
+        )
+
+
+def judge_compiler(facts: Facts) -> Iterator[Finding]:
+    """What inductor needs."""
+    without = "or train without compiling: --parallel.compile.enabled=false"
+    if not facts.software.compiler:
+        named = f": CXX={facts.environment['CXX']} is none" if "CXX" in facts.environment else ""
+        yield fails(
+            f"no C++ compiler{named}", f"apt-get install g++, or unset CXX if it names another; {without}"
+        )
+    if not facts.software.python_headers:
+        yield fails(
+            "no headers of this Python (Python.h), which compiling needs",
+            f"apt-get install python3-dev; {without}",
+        )
+
+
+def judge_checks(facts: Facts) -> Iterator[Finding]:
+    """What was tried for real."""
+    known = not facts.software.compiler or not facts.software.python_headers
+    if facts.compiled.failed and not known:
+        yield fails(
+            f"torch.compile does not work here: {facts.compiled.failed}",
+            "mend what it names, or train without it: --parallel.compile.enabled=false",
+        )
+    if facts.all_reduce.failed:
+        yield fails(
+            f"two processes of this machine cannot reduce together: {facts.all_reduce.failed}",
+            "NCCL_DEBUG=INFO says what NCCL tried; gloo goes over the interface GLOO_SOCKET_IFNAME: try lo",
+        )
+
+
+def judge_folders(facts: Facts) -> Iterator[Finding]:
+    """Where a run writes, and where compiled graphs lie."""
+    run, cache = facts.run_folder, facts.cache_folder
+    if not run.writable:
+        why = f": {run.problem}" if run.problem else ""
+        yield fails(f"{run.path} cannot be written{why}", "name a folder that can: --run.dir")
+    if not cache.writable:
+        yield fails(
+            f"the compile cache {cache.path} cannot be written",
+            "name a folder that can: --parallel.compile.cache_dir",
+        )
+    if isinstance(run.free_gib, float) and run.free_gib < LEAST_FREE_GIB:
+        yield fails(
+            f"{run.path} has {run.free_gib:.2f} GiB free", "make room, or name another folder: --run.dir"
+        )
+    if isinstance(run.write_mb_s, float) and run.write_mb_s < SLOW_WRITE_MB_S:
+        yield is_slow(
+            f"{run.path} takes {run.write_mb_s:.0f} MB/s, flushed, so 16 GB of a checkpoint take "
+            f"{16000 / run.write_mb_s / 60:.1f} minutes",
+            "put run.dir on a faster disk, or save less often (checkpoint.every)",
+        )
+    if is_network(cache.filesystem):
+        yield is_slow(
+            f"the compile cache {cache.path} is on {cache.filesystem}",
+            "put it on a local disk: TORCHINDUCTOR_CACHE_DIR",
+        )
+
+
+def is_network(filesystem: str | Unknown) -> bool:
+    """Whether a file system of this type is another machine's."""
+    return isinstance(filesystem, str) and filesystem.startswith(NETWORK)
+
+
+def judge_limits(facts: Facts) -> Iterator[Finding]:
+    """ulimits and shared memory."""
+    machine, gpus = facts.machine, count_gpus(facts)
+    if isinstance(machine.most_open_files, int) and machine.most_open_files < LEAST_OPEN_FILES:
+        yield fails(
+            f"ulimit -Hn is {machine.most_open_files}; data and sockets to all peers need {LEAST_OPEN_FILES} "
+            f"and more",
+            "nofile in /etc/security/limits.conf; Docker: --ulimit nofile=65536",
+        )
+    if isinstance(machine.memlock_kib, int) and machine.infiniband:
+        yield fails(
+            f"ulimit -l is {machine.memlock_kib} KiB, and InfiniBand ({', '.join(machine.infiniband)}) "
+            f"pins more",
+            "memlock unlimited in /etc/security/limits.conf; Slurm: LimitMEMLOCK=infinity of slurmd",
+        )
+    if isinstance(machine.shm_gib, float) and machine.shm_gib < LEAST_SHM_GIB:
+        words = f"/dev/shm has {machine.shm_gib * 1024:.0f} MiB; NCCL on several GPUs needs more"
+        remedy = (
+            "docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory, as "
+            "configs/launch/kubernetes.yaml has"
+        )
+        yield fails(words, remedy) if gpus > 1 else note(words, remedy)
+
+
+def judge_memory(facts: Facts) -> Iterator[Finding]:
+    """Memory of the host."""
+    machine = facts.machine
+    amounts = [value for value in (machine.available_gib, machine.cgroup_gib) if isinstance(value, float)]
+    if amounts and min(amounts) < LEAST_MEMORY_GIB:
+        yield is_slow(
+            f"{min(amounts):.1f} GiB of memory can be had; torch and its compiler take up to "
+            f"{LEAST_MEMORY_GIB:.0f}",
+            "raise the container's limit, or end other programs",
+        )
+
+
+def judge_network(facts: Facts) -> Iterator[Finding]:
+    """What stands between this machine and others."""
+    machine = facts.machine
+    if isinstance(machine.addresses, Unknown):
+        yield is_slow(
+            f"this machine's own name, {machine.hostname}, resolves to nothing: {machine.addresses.why}",
+            "add it to /etc/hosts; torchrun and gloo ask for it",
+        )
+    elif "GLOO_SOCKET_IFNAME" not in facts.environment and all(map(is_loopback, machine.addresses)):
+        yield note(
+            f"this machine's own name, {machine.hostname}, is {machine.addresses[0]}: no other machine "
+            f"reaches gloo there",
+            "for several machines: GLOO_SOCKET_IFNAME=eth0 or so; configs/launch/nodes.sh finds it",
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself reaches it."""
+    return address.startswith("127.") or address == "::1"
+
+
+def judge_cudnn(facts: Facts) -> Iterator[Finding]:
+    """Another cuDNN than torch's own."""
+    if facts.software.cudnn_loaded and not facts.software.cudnn_bundled:
+        yield is_slow(
+            f"cuDNN comes from {facts.software.cudnn_loaded}, not from torch's own packages",
+            "take its folder out of LD_LIBRARY_PATH: another version may lack the fast attention, or fail",
+        )
+
+
+def judge_power(facts: Facts) -> Iterator[Finding]:
+    """GPUs that are held back."""
+    for number, gpu in enumerate(() if isinstance(facts.gpus, Unknown) else facts.gpus):
+        if (
+            gpu.power_limit_w
+            and gpu.default_power_limit_w
+            and gpu.power_limit_w < 0.98 * gpu.default_power_limit_w
+        ):
+            yield is_slow(
+                f"GPU {number} may take {gpu.power_limit_w:.0f} W of its {gpu.default_power_limit_w:.0f} W",
+                f"nvidia-smi -i {number} -pl {gpu.default_power_limit_w:.0f}, if that is not on purpose",
+            )
+
+
+def judge_links(facts: Facts) -> Iterator[Finding]:
+    """GPUs of one node without NVLink between them."""
+    if isinstance(facts.topology, str) and (slow := find_slow_pairs(facts.topology)):
+        yield is_slow(
+            f"no NVLink between {', '.join(slow[:4])}{' and others' if len(slow) > 4 else ''}",
+            "keep tensor parallelism off these pairs (parallel.tp=1): it waits for every layer's sums",
+        )
+
+
+def find_slow_pairs(topology: str) -> list[str]:
+    """Of `nvidia-smi topo -m`, the pairs of GPUs that are not linked by NVLink (NV and a number)."""
+    rows = [line.split() for line in topology.splitlines()]
+    head = next((row for row in rows if row[:1] == ["GPU0"]), [])
+    gpus = [name for name in head if name.startswith("GPU") and name[3:].isdecimal()]
+    cells = {row[0]: row[1 : len(gpus) + 1] for row in rows if row and row[0] in gpus and row is not head}
+    return [
+        f"{a}-{b} ({cells[a][j]})"
+        for i, a in enumerate(gpus)
+        for j, b in enumerate(gpus)
+        if i < j and a in cells and len(cells[a]) > j and not cells[a][j].startswith("NV")
+    ]
+
+
+def judge_cores(facts: Facts) -> Iterator[Finding]:
+    """Too few cores to feed the GPUs."""
+    cores, gpus = facts.machine.cores, count_gpus(facts)
+    if isinstance(cores, int) and 0 < cores < 2 * gpus:
+        yield is_slow(
+            f"{cores} cores for {gpus} GPUs: each process needs one that launches kernels and one that loads "
+            f"and saves",
+            "ask for more (Slurm: --exclusive; Kubernetes: resources.limits.cpu)",
+        )
+
+
+def judge_packages(facts: Facts) -> Iterator[Finding]:
+    """Optional packages."""
+    if facts.software.missing_packages:
+        yield note(
+            f"not installed: {', '.join(facts.software.missing_packages)}",
+            "pip install -e '.[hf,float8]' for datasets, Hugging Face comparisons and float8",
+        )

@@ -1,0 +1,121 @@
+"""What a person sees of a sweep: a line for each run, and on a terminal a live one for the run at hand."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from meshwright.parallel.errors import one_line
+from meshwright.tools.run_reader import value_of
+from meshwright.tools.sweep.preflight import Planned
+from meshwright.tools.sweep.runner import OUTPUT
+
+TAIL_BYTES = 1 << 14  # of metrics.jsonl: a few rows
+REASON_LETTERS = 240
+
+
+class SweepScreen:
+    """Lines on standard output, or on standard error where that is for JSON. Without a terminal there is no
+    live line."""
+
+    def __init__(self, runs: int, to_stderr: bool = False) -> None:
+        self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self._runs = runs
+
+    def line(self, words: str, style: str = "") -> None:
+        """Print a line."""
+        self._console.print(Text(words, style), soft_wrap=True)
+
+    def run(self, number: int, planned: Planned) -> "LiveLine":
+        """A live line for the n-th run, from 0."""
+        return LiveLine(self._console, self.name(number, planned), planned)
+
+    def name(self, number: int, planned: Planned) -> str:
+        """Of the n-th run, before everything that is said of it."""
+        return f"[{number + 1}/{self._runs}] {planned.cell.name}:"
+
+    def ended(self, number: int, planned: Planned, state: str, reason: str) -> None:
+        """How a run has ended, or ended before."""
+        words = f"{self.name(number, planned)} {state}, {progress_words(planned)}"
+        if state in ("failed", "refused"):
+            self.line(f"{words}: {one_line(reason, REASON_LETTERS)}", "red")
+            if state == "failed":
+                self.line(f"    {planned.folder / OUTPUT}")
+            return
+        self.line(f"{words} ({reason})" if reason else words, "green" if state == "finished" else "")
+
+
+class LiveLine:
+    """`watch` keeps it up to date; without a terminal one line tells of the start."""
+
+    def __init__(self, console: Console, name: str, planned: Planned) -> None:
+        self._console, self._name, self._planned = console, name, planned
+        self._began_s = time.monotonic()
+        self._live = Live(Text(f"{name} starting"), console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> "LiveLine":
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            self._console.print(
+                Text(f"{self._name} started, its output is in {self._planned.folder / OUTPUT}"),
+                soft_wrap=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def watch(self) -> None:
+        """Show how far the run is."""
+        if self._console.is_terminal:
+            seconds = time.monotonic() - self._began_s
+            self._live.update(
+                Text(
+                    f"{self._name} {progress_words(self._planned)}, {seconds:.0f} s",
+                    overflow="ellipsis",
+                    no_wrap=True,
+                )
+            )
+
+
+def progress_words(planned: Planned) -> str:
+    """Step, loss and rate of a run's last row."""
+    row = last_row(planned.folder / "metrics.jsonl")
+    total = 0 if planned.config.train.epochs else planned.config.train.steps
+    words = [f"step {row.get('step', 0)}" + (f" of {total}" if total else "")]
+    for key, form in (
+        ("loss", "loss {:.4f}"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+        ("peak_memory_gib", "{:.2f} GiB"),
+    ):
+        if (value := value_of(row, key)) is not None:
+            words.append(form.format(value))
+    return ", ".join(words)
+
+
+def last_row(path: Path) -> Mapping[str, Any]:
+    """The last whole row of a metrics.jsonl that may be growing; {} where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines[:-1]):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return {}

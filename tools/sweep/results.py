@@ -1,0 +1,169 @@
+"""What a sweep has found, read from the folders and profiles of its runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from meshwright.tools.run_reader import PREDICTED, Figures, Rate, RunFolder, figures_of, read_run
+from meshwright.tools.sweep.preflight import Planned, flat_config
+from meshwright.tools.sweep.runner import Ended, device_of, read_attempt, state_of
+from meshwright.tools.sweep.spec import LAUNCH, Spec, value_text
+from meshwright.tools.trace.analysis import answer
+from meshwright.tools.trace.reader import find_traces
+from meshwright.train.errors import USER_ERRORS
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One run.
+
+    Args:
+        varied: what differs between the sweep's runs, by key, in words
+        state, reason: how it stands
+        run: what it has left; None where it has no folder yet
+        exposed_share: of a profiled step, what waited for communication; None where none was profiled
+        steps_asked: how many steps it is to do; 0 where epochs say it
+    """
+
+    name: str
+    varied: Mapping[str, str]
+    state: Ended
+    reason: str
+    processes: int
+    run: RunFolder | None
+    figures: Figures | None
+    exposed_share: float | None
+    device: str
+    steps_asked: int
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """A sweep as it stands. `keys`: that differ between its runs."""
+
+    name: str
+    config: str
+    folder: str
+    keys: tuple[str, ...]
+    rows: tuple[ReportRow, ...]
+
+
+def read_sweep(
+    name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]
+) -> SweepReport:
+    """Every run as its folder has it now. `changed`: runs that were begun with other keys than the spec has,
+    with these."""
+    configs = [flat_config(one.config) for one in planned]
+    keys = _keys_that_differ(planned, configs)
+    rows = []
+    for one, config in zip(planned, configs, strict=True):
+        values = {
+            key: value_text(getattr(one.cell, key) if key in LAUNCH else config.get(key)) for key in keys
+        }
+        rows.append(_read_row(one, values, changed.get(one.cell.name, ())))
+    return SweepReport(name, spec.config, str(spec.folder), tuple(keys), tuple(rows))
+
+
+def report_json(report: SweepReport) -> dict[str, Any]:
+    """Plain data; what was not finite is null."""
+    return {
+        "sweep": report.name,
+        "config": report.config,
+        "folder": report.folder,
+        "varied": list(report.keys),
+        "runs": [_row_json(row) for row in report.rows],
+    }
+
+
+def _keys_that_differ(planned: Sequence[Planned], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that the spec varies, and of which not all runs have one value."""
+    varied = dict.fromkeys(key for one in planned for key in one.cell.own)
+    differing = [key for key in varied if len({value_text(config.get(key)) for config in configs}) > 1]
+    return [key for key in LAUNCH if len({getattr(one.cell, key) for one in planned}) > 1] + differing
+
+
+def _read_row(one: Planned, varied: Mapping[str, str], changed: Sequence[str]) -> ReportRow:
+    run = read_run(one.folder) if one.folder.is_dir() else None
+    state, reason = state_of(one.folder)
+    if one.refused and state in ("waiting", "refused"):
+        state, reason = "refused", one.refused
+    if changed:
+        reason = "; ".join(
+            filter(None, (f"begun with other keys than the spec has now ({', '.join(changed)})", reason))
+        )
+    figures = figures_of(run, read_attempt(one.folder).predicted) if run else None
+    return ReportRow(
+        one.cell.name,
+        varied,
+        state,
+        reason,
+        one.world_size,
+        run,
+        figures,
+        read_exposed(one.folder),
+        device_of(one.folder),
+        0 if one.config.train.epochs else one.config.train.steps,
+    )
+
+
+def _row_json(row: ReportRow) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": row.name,
+        "varied": dict(row.varied),
+        "state": row.state,
+        "reason": row.reason,
+        "processes": row.processes,
+        "device": row.device,
+    }
+    if (figures := row.figures) is None:
+        return document | {"step": 0}
+    document |= {"step": figures.step, "loss": _finite(figures.loss), "eval_loss": _finite(figures.eval_loss)}
+    for key, rate in (("tokens_per_s", figures.tokens_per_s), ("step_time_s", figures.step_time_s)):
+        document[key] = _rate_json(rate)
+    document |= {
+        "peak_memory_gib": figures.peak_memory_gib,
+        "mfu": figures.mfu,
+        "exposed_share": row.exposed_share,
+    }
+    document["predicted"] = {
+        name: {"value": figures.predicted[name], "error": _finite(figures.error_of(name))}
+        for name in PREDICTED
+        if name in figures.predicted
+    }
+    return document
+
+
+def _rate_json(rate: Rate | None) -> dict[str, float] | None:
+    return (
+        None
+        if rate is None
+        else {"median": rate.median, "low": rate.low, "high": rate.high, "reports": rate.reports}
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+EXPOSED = "exposed"  # of tools.trace.prefetch.KINDS
+
+
+def read_exposed(folder: Path) -> float | None:
+    """Share of the median profiled step in which computing waits for communication, on the run's first
+    profiled rank; None where nothing was profiled, or the trace cannot be read."""
+    profiles = list((folder / "profile").rglob("*.json*"))
+    return _read(folder, max(path.stat().st_mtime for path in profiles)) if profiles else None
+
+
+@cache
+def _read(folder: Path, changed_s: float) -> float | None:
+    """Once for each profile: a large trace takes its time."""
+    try:
+        traces = find_traces(folder, None)
+        first = next(iter(traces))
+        return answer({first: traces[first]}, first).shares.of_step()[EXPOSED]
+    except USER_ERRORS:
+        return None

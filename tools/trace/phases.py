@@ -1,0 +1,154 @@
+"""Where in the step a CPU thread was at a time (at which unit's work, in which phase of which micro batch),
+and whose a collective is: FSDP2's or tensor parallelism's, and on which axis of the mesh."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.tools.trace.events import BACKWARD_KINDS, FORWARD_KINDS, ROOT_END, WORK_OF, Label, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`kind`: of the innermost label, "" outside all; `work`: what computing there is; `unit`: of the label,
+    or of the one before it in the same phase."""
+
+    kind: str
+    work: str
+    unit: str
+    phase: str
+    micro_batch: int
+
+
+class Places:
+    """Of all threads that carry labels."""
+
+    def __init__(self, steps: Sequence[tuple[int, int, int]], labels: Sequence[Label]) -> None:
+        ordered = sorted(labels, key=lambda label: label.start_ns)
+        self._phases = [change for step in steps for change in _phase_changes(step, ordered)]
+        self._phase_starts = [change[0] for change in self._phases]
+        self._segments = {thread: list(_segments(own)) for thread, own in _by_thread(ordered).items()}
+        self._hooks = {
+            thread: [label for label in own if label.kind in ("pre_forward", "pre_backward")]
+            for thread, own in _by_thread(ordered).items()
+        }
+        self._starts = {
+            thread: [segment[0] for segment in segments] for thread, segments in self._segments.items()
+        }
+
+    @property
+    def threads(self) -> set[int]:
+        """Those that carry labels."""
+        return set(self._segments)
+
+    def hook(self, thread: int, time_ns: int) -> str:
+        """The unit whose turn it is: the last one that FSDP2's hook before its forward or backward was called
+        for."""
+        hooks = self._hooks.get(thread, [])
+        found = bisect_right(hooks, time_ns, key=lambda label: label.start_ns) - 1
+        return hooks[found].unit if found >= 0 else ""
+
+    def at(self, thread: int, time_ns: int) -> Place:
+        """The place of a thread at a time."""
+        found = bisect_right(self._phase_starts, time_ns) - 1
+        since_ns, phase, micro_batch = self._phases[max(found, 0)] if self._phases else (0, "forward", 0)
+        kind, unit, named_ns = "", "", 0
+        if thread in self._segments and (i := bisect_right(self._starts[thread], time_ns) - 1) >= 0:
+            _, kind, unit, named_ns = self._segments[thread][i]
+        if named_ns <= since_ns:
+            unit = ""
+        if kind == "optimizer" or phase == "optimizer":
+            unit, phase = "", "optimizer"
+        return Place(kind, WORK_OF.get(kind, phase), unit, phase, micro_batch)
+
+
+def _by_thread(labels: Sequence[Label]) -> dict[int, list[Label]]:
+    threads = defaultdict[int, list[Label]](list)
+    for label in labels:
+        threads[label.thread].append(label)
+    return threads
+
+
+def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Iterator[tuple[int, str, int]]:
+    """Time, phase and micro batch that begin then. Labels of the forward in a backward are of its
+    recomputation."""
+    _, start_ns, end_ns = step
+    phase, micro_batch, over_ns = "forward", 0, start_ns
+    yield start_ns, phase, micro_batch
+    for label in labels:
+        if not start_ns <= label.start_ns < end_ns:
+            continue
+        if phase == "forward" and label.kind in BACKWARD_KINDS:
+            phase = "backward"
+            yield label.start_ns, phase, micro_batch
+        elif phase == "backward" and label.kind == ROOT_END:
+            phase, over_ns = "between", label.end_ns
+        elif phase == "between" and label.kind in FORWARD_KINDS:
+            phase, micro_batch = "forward", micro_batch + 1
+            yield over_ns, phase, micro_batch
+    if phase == "between":
+        yield over_ns, "optimizer", micro_batch
+
+
+def _segments(labels: Sequence[Label]) -> Iterator[tuple[int, str, str, int]]:
+    """Start, kind of the innermost label, unit, and until when a label says so, each until the next. The
+    innermost is the last one begun of those open; the unit is that of the innermost that has one, or the last
+    one that had."""
+    marks = [(label.end_ns, 0, i) for i, label in enumerate(labels)] + [
+        (label.start_ns, 1, i) for i, label in enumerate(labels)
+    ]
+    opened, unit, named_ns = list[int](), "", 0
+    for time_ns, begins, i in sorted(marks):
+        if begins:
+            opened.append(i)
+        elif i in opened:  # one of no length ends before it begins
+            opened.remove(i)
+        inner = labels[opened[-1]] if opened else None
+        if named := next((labels[j] for j in reversed(opened) if labels[j].unit), None):
+            unit, named_ns = named.unit, named.end_ns
+        yield time_ns, inner.kind if inner else "", unit, named_ns
+
+
+AXIS_OF_LANE: Mapping[str, str] = {
+    "all_gather": "dp_shard",
+    "reduce_scatter": "dp_shard",
+    "all_reduce": "dp_replicate",
+}
+# labels in which FSDP2 launches its collectives
+FSDP_LAUNCHES = frozenset({"all_gather", "post_backward_reduce"})
+MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
+
+
+def find_lane(collective: str) -> str:
+    """The lane of one that is not tensor parallelism's."""
+    return collective if collective in ("all_gather", "reduce_scatter") else "all_reduce"
+
+
+def find_axis(collective: str, place: Place, mesh: MeshPlan | None) -> str:
+    """By the label in which it was launched; `mesh`: the run's, None where that is not known. "" for what is
+    of no axis that can be told: the number of tokens and the norm of the gradients, before all units and
+    behind them.
+
+    FSDP2 launches in labels of its own only. The rest of a forward or backward is tensor parallelism's, if
+    there is any.
+    """
+    if place.kind in FSDP_LAUNCHES:
+        axis = AXIS_OF_LANE[find_lane(collective)]
+        replicates = place.kind == "post_backward_reduce" and (mesh is None or mesh.dp_replicate > 1)
+        return axis if axis != "dp_replicate" or replicates else ""
+    if place.phase == "optimizer" or place.kind == ROOT_END:
+        return ""
+    splits = place.kind in ("forward", "backward") if mesh is None else mesh.tp > 1 and bool(place.unit)
+    return "tp" if splits else ""
+
+
+def group_axes(store: Store) -> dict[str, str]:
+    """Name of a process group -> axis of the mesh, where the group is one's and the trace lists it (NCCL)."""
+    groups = (store.header.get("distributedInfo") or {}).get("pg_config") or []
+    return {
+        str(group.get("pg_name", "")): str(group["pg_desc"]).removeprefix(MESH)
+        for group in groups
+        if str(group.get("pg_desc", "")).startswith(MESH)
+    }

@@ -1,0 +1,312 @@
+"""The step that the plan promised against the one that was measured: lane under lane in a picture, and in
+figures. A profiled step is made a Timeline of the planner's, so that both are drawn and compared by the same
+code."""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import load_plan
+from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
+from meshwright.parallel.planner.plot.shapes import Picture, Shape, Text, rectangle
+from meshwright.parallel.planner.plot.timeline import (
+    AXIS_HEIGHT,
+    BODY,
+    FAINT,
+    LARGE,
+    MARGIN,
+    MARK,
+    RIGHT,
+    ROWS,
+    SMALL,
+    WIDTH,
+    Panel,
+    Span,
+    backward_spans,
+    in_ms,
+    join_spans,
+    kind_of,
+    legend,
+    middle_units,
+    name_stretches,
+    one_line,
+    paint_panel,
+    phases,
+    units_words,
+)
+from meshwright.parallel.planner.timeline import EXPOSED, Event, Round, Timeline
+from meshwright.tools.trace.steps import Step, Transfer, clip, total
+from meshwright.train.config import Config
+from meshwright.train.config_parser import load_config
+from meshwright.train.errors import DataError
+from meshwright.train.planning.predict import predict
+
+# pixels over a panel for its line of figures, and for the names of phases
+WORDS_HEIGHT, PHASES_HEIGHT = 24, 24
+COMPUTE_KINDS = ("forward", "backward", "copies", "optimizer")
+LINK_LANES = ("tp", "all_gather", "reduce_scatter", "all_reduce", "offload")
+SIDES = ("predicted", "measured")
+
+
+@dataclass(frozen=True)
+class LaneRow:
+    """Seconds of a step. `lane`: step; compute and, of it, forward, backward, copies and optimizer; exposed;
+    and how long each link lane (tp, all_gather, ...) has something in flight. `ratio`: measured / predicted,
+    None where nothing was predicted."""
+
+    lane: str
+    predicted_s: float
+    measured_s: float
+    ratio: float | None
+
+
+def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timeline:
+    """A step of the run in this folder as the planner expects it, by its config.yaml and plan.yaml.
+
+    `device_name`: what torch calls the device that it ran on. Raises DataError that says why nothing can be
+    predicted.
+    """
+    config, plan = _read_run(run)
+    hardware = _hardware_of(device_name, config, plan, run)
+    try:
+        return predict(config, plan, hardware, processes_per_node).timeline
+    except ValueError as error:
+        raise DataError(f"{run}: this run cannot be predicted: {error}") from None
+
+
+def _read_run(run: Path) -> tuple[Config, Plan]:
+    for name in ("config.yaml", "plan.yaml"):
+        if not (run / name).is_file():
+            raise DataError(
+                f"{run} has no {name}, so its step cannot be predicted: give the folder of a run (run.dir)"
+            )
+    try:
+        return load_config(run / "config.yaml"), load_plan(run / "plan.yaml")
+    except ValueError as error:
+        raise DataError(f"{run}: its step cannot be predicted: {error}") from None
+
+
+def _hardware_of(device_name: str, config: Config, plan: Plan, run: Path) -> Hardware:
+    """As far as the run used it: with `run.threads` fewer cores."""
+    kinds = load_hardware()
+    hardware = find_hardware(device_name) or (kinds["cpu"] if device_name.startswith("CPU") else None)
+    if hardware is None:
+        raise DataError(
+            f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}. "
+            f"Measure "
+            "it: python -m tools.bench calibrate -h"
+        )
+    if not hardware.cores or not config.run.threads:
+        return hardware
+    return dataclasses.replace(hardware, cores=min(hardware.cores, config.run.threads * plan.mesh.world_size))
+
+
+def compare_lanes(predicted: Timeline, measured: Timeline) -> list[LaneRow]:
+    """A row for each lane that either has."""
+    rows = []
+    before, after = (_lane_seconds(timeline) for timeline in (predicted, measured))
+    for lane in ("step", "compute", *COMPUTE_KINDS, EXPOSED, *LINK_LANES):
+        if before[lane] or after[lane]:
+            rows.append(
+                LaneRow(lane, before[lane], after[lane], after[lane] / before[lane] if before[lane] else None)
+            )
+    return rows
+
+
+def _lane_seconds(timeline: Timeline) -> Mapping[str, float]:
+    seconds = Counter[str]()
+    for event in timeline.events:
+        if event.lane == "compute":
+            seconds[kind_of(event)] += event.seconds  # type: ignore[assignment]
+    for lane in LINK_LANES:
+        seconds[lane] = _covered(event for event in timeline.events if event.lane == lane)  # type: ignore[assignment]
+    totals = {"step": timeline.step_s, "compute": timeline.compute_s, EXPOSED: timeline.exposed_s}
+    return Counter(seconds | totals)  # type: ignore[operator]
+
+
+def _covered(events: Iterable[Event]) -> float:
+    """Seconds in which at least one of them runs."""
+    total_s = end_s = 0.0
+    for event in sorted(events, key=lambda event: event.start_s):
+        total_s += max(0.0, event.end_s - max(event.start_s, end_s))
+        end_s = max(end_s, event.end_s)
+    return total_s
+
+
+def draw_against(predicted: Timeline, measured: Timeline, title: str) -> Picture:
+    """Both steps from their starts on, lane under lane on one axis; below, on another, a few units of both
+    backwards."""
+    both = (predicted, measured)
+    assert min(timeline.step_s for timeline in both) > 0, "a step that takes no time has no picture"
+    rows = [
+        row
+        for row in dict.fromkeys(ROWS.values())
+        if any(ROWS[e.lane] == row for step in both for e in step.events)
+    ]
+    spans = [backward_spans(timeline) for timeline in both]
+    units = middle_units([unit for unit in spans[0] if unit in spans[1]])
+    windows = _windows([join_spans(each, units) for each in spans]) if units else []
+    shapes: list[Shape] = [
+        one_line(34, title, LARGE, bold=True),
+        *legend([e for step in both for e in step.events], 52),
+    ]
+    top, longest_s = 84.0, max(timeline.step_s for timeline in both)
+    for number, timeline in enumerate(both):
+        panel = Panel(top + WORDS_HEIGHT + PHASES_HEIGHT, 0.0, longest_s, rows)
+        shapes.append(one_line(top + 14, _facts(timeline, predicted, SIDES[number]), BODY + 1))
+        shapes += _mark(panel, windows[number], timeline.step_s) if units else []
+        shapes += [*phases(timeline, panel), *_paint(timeline, panel, named=False)]
+        top = panel.bottom + AXIS_HEIGHT + 14
+    for number, window in enumerate(windows):
+        panel = Panel(top + WORDS_HEIGHT + PHASES_HEIGHT, *window, rows)
+        shapes.append(
+            one_line(top + 14, _backward_facts(spans[number], spans[0], units, SIDES[number]), BODY + 1)
+        )
+        shapes += [
+            *name_stretches(_within(spans[number], window), panel),
+            *_paint(both[number], panel, named=True),
+        ]
+        top = panel.bottom + AXIS_HEIGHT + 14
+    return Picture(WIDTH, round(top + 4), tuple(shapes))
+
+
+def _windows(spans: Sequence[Span]) -> list[Span]:
+    """Start and end of each panel, equally long and as far before the first unit."""
+    longest_s = max(end_s - start_s for start_s, end_s in spans)
+    before_s = min(MARGIN * longest_s, *(start_s for start_s, _ in spans))
+    return [(start_s - before_s, start_s + (1 + MARGIN) * longest_s) for start_s, _ in spans]
+
+
+def _within(spans: Mapping[str, Span], window: Span) -> list[tuple[str, float, float]]:
+    """The parts of them that the window shows."""
+    parts = (
+        (unit, max(start_s, window[0]), min(end_s, window[1])) for unit, (start_s, end_s) in spans.items()
+    )
+    return [part for part in parts if part[1] < part[2]]
+
+
+def _facts(timeline: Timeline, predicted: Timeline, side: str) -> str:
+    """The step's numbers in one line, each with its difference from the prediction's."""
+    neither_s = timeline.step_s - timeline.compute_s - timeline.exposed_s
+    parts = [
+        f"{side.capitalize()}: step {_with_change(timeline.step_s, predicted.step_s, side)}",
+        f"computing {_with_change(timeline.compute_s, predicted.compute_s, side)}",
+        f"exposed {_with_change(timeline.exposed_s, predicted.exposed_s, side)}, "
+        f"{timeline.exposed_share:.1%} of the step",
+        *([f"doing neither {in_ms(neither_s)}"] if neither_s > 1e-3 * timeline.step_s else []),
+    ]
+    return "; ".join(parts)
+
+
+def _backward_facts(
+    spans: Mapping[str, Span], predicted: Mapping[str, Span], units: Sequence[str], side: str
+) -> str:
+    seconds, predicted_s = (
+        end_s - start_s for start_s, end_s in (join_spans(each, units) for each in (spans, predicted))
+    )
+    return f"{side.capitalize()} backward of {units_words(units)}: {_with_change(seconds, predicted_s, side)}"
+
+
+def _with_change(seconds: float, predicted_s: float, side: str) -> str:
+    """As "120 ms (+20%)"."""
+    changed = side == "measured" and predicted_s > 0
+    return in_ms(seconds) + (f" ({round(100 * (seconds / predicted_s - 1)):+,d}%)" if changed else "")
+
+
+def _mark(panel: Panel, window: Span, step_s: float) -> list[Shape]:
+    """Behind the lanes, the part of the step that the picture shows larger below."""
+    left, right = panel.x(window[0]), max(panel.x(min(window[1], step_s)), panel.x(window[0]) + 1)
+    return [rectangle(left, panel.top - 6, right - left, panel.bottom - panel.top + 8, MARK)]
+
+
+def _paint(timeline: Timeline, panel: Panel, named: bool) -> Iterator[Shape]:
+    """The panel up to the step's end, which is marked if it comes before the panel's."""
+    yield from paint_panel(timeline.events, panel, named)
+    if timeline.step_s < panel.end_s:
+        left = panel.x(timeline.step_s)
+        yield rectangle(left, panel.top - 3, WIDTH - RIGHT - left, panel.bottom - panel.top + 4, "#ffffff")
+        yield rectangle(left, panel.top - 3, 1.5, panel.bottom - panel.top + 4, FAINT)
+        if WIDTH - RIGHT - left > 60:
+            yield Text(left + 6, panel.top + 12, "step ends", SMALL, FAINT)
+
+
+COMPUTE = "compute"
+
+
+def to_timeline(step: Step) -> Timeline:
+    """The step from second 0: a round per micro batch, the last one for the optimizer. Besides `compute_s`
+    and `exposed_s` a measured `step_s` has time in which nothing happens."""
+    events = sorted([*_works(step), *_transfers(step), *_exposed(step)], key=lambda event: event.start_s)
+    by_lane, by_unit = defaultdict[str, float](float), defaultdict[str, float](float)
+    for event in events:
+        if event.lane == EXPOSED:
+            by_lane[event.work] += event.seconds
+            by_unit[event.unit] += event.seconds
+    rounds = tuple(_rounds(events, step.length_ns / 1e9))
+    computing_s, exposed_s = total(step.computing) / 1e9, total(step.exposed) / 1e9
+    return Timeline(rounds, step.length_ns / 1e9, computing_s, exposed_s, dict(by_lane), dict(by_unit))
+
+
+def _event(
+    step: Step, lane: str, work: str, unit: str, phase: str, micro_batch: int, start_ns: int, end_ns: int
+) -> Event:
+    start_s, end_s = (start_ns - step.start_ns) / 1e9, (end_ns - step.start_ns) / 1e9
+    return Event(lane, work, unit, "", phase, micro_batch, start_s, end_s)
+
+
+def _works(step: Step) -> Iterator[Event]:
+    """One bar at a time, the first begun first: streams beside each other share the lane."""
+    done_ns = step.start_ns
+    for w in step.works:
+        start_ns, end_ns = max(w.start_ns, done_ns), min(w.end_ns, step.end_ns)
+        if end_ns > start_ns:
+            yield _event(step, COMPUTE, w.work, w.unit, w.phase, w.micro_batch, start_ns, end_ns)
+            done_ns = end_ns
+
+
+def _transfers(step: Step) -> Iterator[Event]:
+    for t in step.transfers:
+        for span in clip([(t.start_ns, t.end_ns)], step.start_ns, step.end_ns):
+            yield _event(step, t.lane, t.lane, t.unit, t.phase, t.micro_batch, *span)
+
+
+def _exposed(step: Step) -> Iterator[Event]:
+    """What nothing computed under, each piece with the transfer that is waited for: where several are in
+    flight, the one that began first."""
+    first = 0
+    for start_ns, end_ns in step.exposed:
+        while first < len(step.transfers) and step.transfers[first].end_ns <= start_ns:
+            first += 1
+        for t, piece in _by_transfer(step.transfers, first, start_ns, end_ns):
+            yield _event(step, EXPOSED, t.lane, t.unit, t.phase, t.micro_batch, *piece)
+
+
+def _by_transfer(
+    transfers: Sequence[Transfer], first: int, start_ns: int, end_ns: int
+) -> Iterator[tuple[Transfer, tuple[int, int]]]:
+    for t in transfers[first:]:
+        if start_ns >= end_ns or t.start_ns >= end_ns:
+            return
+        if t.end_ns > start_ns:
+            until_ns = min(t.end_ns, end_ns)
+            yield t, (start_ns, until_ns)
+            start_ns = until_ns
+
+
+def _rounds(events: Sequence[Event], step_s: float) -> Iterator[Round]:
+    """Cut where the first event of each micro batch, and of the optimizer, begins; the first round begins
+    with the step."""
+    parts = defaultdict[tuple[int, bool], list[Event]](list)
+    for event in events:
+        parts[event.micro_batch, event.phase == "optimizer"].append(event)
+    ordered = [parts[key] for key in sorted(parts)] or [[]]  # nothing happened in the step
+    starts = [0.0, *(part[0].start_s for part in ordered[1:])]
+    for part, start_s, end_s in zip(ordered, starts, [*starts[1:], step_s], strict=True):
+        moved = (
+            Event(e.lane, e.work, e.unit, e.module, e.phase, 0, e.start_s - start_s, e.end_s - start_s)
+            for e in part
+        )
+        yield Round(start_s, max(end_s - start_s, 0.0), tuple(moved))
