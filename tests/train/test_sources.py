@@ -1,4 +1,4 @@
-"""train/data/sources.py and pieces.py: which files a source has, and how they are cut."""
+"""train/data/sources.py and prepare/partition.py: which files a source has, and how they are cut."""
 
 import os
 import sysconfig

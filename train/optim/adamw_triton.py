@@ -1,4 +1,4 @@
-"""The Triton kernel of `adamw.py`: divides by the clip factor, updates and rounds in one pass, one launch for
+"""The Triton kernel of `adamw_kernel.py`: divides by the clip factor, updates and rounds in one pass, one launch for
 all slices."""
 
 from collections.abc import Sequence
