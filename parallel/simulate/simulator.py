@@ -142,7 +142,7 @@ def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
 def _forget_meshes() -> None:
     """DTensor remembers results with their mesh, and takes an equal mesh for the same, though its process
     groups are gone and it may have been seen by another rank (torch 2.13;
-    tests/parallel/test_simulate.py)."""
+    tests/parallel/simulate/test_simulator.py)."""
     # As torch.distributed.tensor.debug does, whose import takes long. The second cache is not there in torch
     # 2.11.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]

@@ -165,7 +165,7 @@ def test_a_compiled_block_with_dtensor_weights_cannot_recompute_torchs_attention
 
 @pytest.mark.slow
 def test_resharding_to_smaller_groups_beside_tp_hangs():
-    """Ours: such a plan is refused (tests/parallel/test_make_plan.py)."""
+    """Ours: such a plan is refused (tests/parallel/plan/test_make.py)."""
     if VERSION not in ("2.11", "2.12", "2.13"):
         pytest.skip(
             f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/plan/rules.py need refuse "

@@ -9,8 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
-from tests.e2e.faults import curve, rows
 from tests.support.launch import run
+from tests.support.run_faults import curve, rows
 
 FIGURES = ("step_time_s", "peak_memory_gib")
 

@@ -17,9 +17,9 @@ from meshwright.train.data.prepare.prepare import PrepareSettings
 from meshwright.train.data.prepare.prepare import prepare as prepare_store
 from meshwright.train.data.token_store import MANIFEST
 from meshwright.train.metrics.tensorboard import tag_of
-from tests.e2e.faults import started, wait_for_commit
 from tests.support.launch import EAGER, TINY, read_metrics, read_status, run
-from tests.train.texts import train_bpe
+from tests.support.run_faults import started, wait_for_commit
+from tests.support.texts import train_bpe
 
 STEPS = 4
 QUIET = "--metrics.tensorboard=false"

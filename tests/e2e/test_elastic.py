@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.parallel.plan.serialize import load_plan
-from tests.e2e.faults import (
+from tests.support.launch import Launch, read_status, run
+from tests.support.run_faults import (
     LIMIT_S,
     curve,
     kill,
@@ -23,7 +24,6 @@ from tests.e2e.faults import (
     wait_for_step,
     workers,
 )
-from tests.support.launch import Launch, read_status, run
 
 # How soon a lost agent is noticed, and how long the first waits for more (on a busy machine the second comes
 # seconds later): by default 15 s and 30 s.

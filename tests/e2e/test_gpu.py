@@ -163,7 +163,7 @@ def test_batches_from_another_stream_are_whole_when_they_are_used():
     from meshwright.train.data.loader import TrainLoader
     from meshwright.train.data.sample_order import SampleOrder
     from meshwright.train.data.token_store import Source
-    from tests.train.test_data import SEQUENCES, TOKENS, shape_of
+    from tests.train.data.test_loader import SEQUENCES, TOKENS, shape_of
 
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
     seen = []

@@ -15,8 +15,8 @@ import pytest
 
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.tools.processes import children
-from tests.e2e.faults import FOR_EVER, LIMIT_S, check_stopped, kill, steps_of, tiny
 from tests.support.launch import ROOT, environment, read_status
+from tests.support.run_faults import FOR_EVER, LIMIT_S, check_stopped, kill, steps_of, tiny
 
 FIRST = "10.77.0.1"
 

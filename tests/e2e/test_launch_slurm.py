@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.faults import rows, steps_of, tiny
 from tests.support.launch import ROOT, environment, read_status
+from tests.support.run_faults import rows, steps_of, tiny
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "sinfo")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

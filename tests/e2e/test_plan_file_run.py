@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import SMALL
-from tests.e2e.faults import curve
 from tests.support.launch import run
+from tests.support.run_faults import curve
 
 STEPS = ["--train.steps=4", "--metrics.tensorboard=false", "--checkpoint.every=0"]
 KEYS = [*(key for key in SMALL if "batch_size" not in key), *STEPS]

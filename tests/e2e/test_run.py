@@ -21,9 +21,9 @@ from meshwright.train.data.corpus import load_corpus
 from meshwright.train.main import main
 from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
-from tests.e2e.faults import LIMIT_S, rows, started, tiny, wait_for_step
 from tests.support.forks import environment, fork
 from tests.support.launch import EAGER, TINY, Launch, read_metrics, read_status, run, run_command
+from tests.support.run_faults import LIMIT_S, rows, started, tiny, wait_for_step
 
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
 KEYS = {

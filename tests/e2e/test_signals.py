@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.checkpoint.storage import list_checkpoints
-from tests.e2e.faults import (
+from tests.support.launch import Launch, read_metrics, read_status, run
+from tests.support.run_faults import (
     LIMIT_S,
     check_commits,
     check_stopped,
@@ -23,7 +24,6 @@ from tests.e2e.faults import (
     wait_for_step,
     workers,
 )
-from tests.support.launch import Launch, read_metrics, read_status, run
 
 LARGER = [
     "--model.dim=256",

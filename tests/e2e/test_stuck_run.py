@@ -7,7 +7,8 @@ import pytest
 
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import load_corpus
-from tests.e2e.faults import (
+from tests.support.launch import read_status, run
+from tests.support.run_faults import (
     LIMIT_S,
     check_commits,
     curve,
@@ -21,7 +22,6 @@ from tests.e2e.faults import (
     wait_for_step,
     workers,
 )
-from tests.support.launch import read_status, run
 
 STEP_S = 4
 

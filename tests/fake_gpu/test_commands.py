@@ -36,7 +36,11 @@ def test_bench_gpu_measures_every_kind_of_case(fake_gpu: FakeGpu, tmp_path: Path
 def test_gpu_tests_whose_subject_is_not_a_value_pass(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     """A part: all of them, as README.md beside this file says, take minutes."""
     chosen = "not max-autotune and not compiled and not full and not half_matmul and not documents"
-    tests = ["tests/e2e/test_gpu.py", "tests/train/test_nonfinite.py", "tests/models/test_kernels_on_gpu.py"]
+    tests = [
+        "tests/e2e/test_gpu.py",
+        "tests/train/fault_tolerance/test_nonfinite.py",
+        "tests/models/test_kernels_on_gpu.py",
+    ]
     code, said = run(
         fake_gpu,
         tmp_path,

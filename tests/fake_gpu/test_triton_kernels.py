@@ -38,7 +38,7 @@ from tests.fake_gpu.kernel_table import (
 )
 from tests.fake_gpu.ptx import AccessError, execute, fused_multiply_add, parse, to_bfloat16
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
-from tests.train.adamw_on_ranks import bits
+from tests.support.adamw_on_ranks import bits
 
 pytestmark = [
     pytest.mark.skipif(not TOOLS.exists(), reason="needs a Triton that brings NVIDIA's tools"),

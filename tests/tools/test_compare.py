@@ -16,7 +16,7 @@ from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.run_reader import changed_keys, flatten, read_run
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, run, write_text
-from tests.tools.sweeps import row, write_run
+from tests.support.sweeps import row, write_run
 
 MIXED = {"parallel": {"param_dtype": "bfloat16"}}
 

@@ -242,7 +242,7 @@ def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
         ["import", str(source), str(tmp_path / "ours")],
         ["export", str(tmp_path / "ours"), str(tmp_path / "back")],
     ):
-        done = launch(1, *command, "--shard_gb=0.01", module="tests.tools.measured_convert")
+        done = launch(1, *command, "--shard_gb=0.01", module="tests.support.workers.measured_convert")
         assert done.returncode == 0, done.stderr
         assert int(done.stdout.split()[-1]) < size / 2
     check_same(read_all(tmp_path / "back"), read_all(source))

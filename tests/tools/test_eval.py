@@ -24,7 +24,7 @@ from meshwright.train.planning.resolve import plan_run
 from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY, read_metrics
 from tests.support.launch import run as launch
-from tests.train.texts import odd_texts, train_bpe, write_jsonl
+from tests.support.texts import odd_texts, train_bpe, write_jsonl
 
 SEQ_LEN = 48
 TEXTS, MORE_TEXTS = odd_texts(60, seed=5), odd_texts(30, seed=6)

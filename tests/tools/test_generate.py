@@ -38,7 +38,7 @@ from tests.support.hf_models import make_hf, save_hf
 from tests.support.launch import EAGER, TINY
 from tests.support.launch import run as launch
 from tests.support.nested import run_nested
-from tests.train.texts import train_bpe, write_jsonl
+from tests.support.texts import train_bpe, write_jsonl
 
 Tool = Callable[..., CompletedProcess[str]]
 GREEDY = Sampling(temperature=0.0, top_k=0, seed=0)

@@ -24,7 +24,7 @@ from meshwright.train.errors import DataError
 from tests.support.forks import fork, run_module
 from tests.support.launch import LIMIT_S, Launch, kill, started
 from tests.support.nested import NESTED, fork_what_it_starts, run_nested
-from tests.train.texts import files_of, odd_texts, texts_of, train_bpe, write_jsonl
+from tests.support.texts import files_of, odd_texts, texts_of, train_bpe, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def test_every_step_between_reports_reads_the_same_two_values_and_none_on_the_de
         "--checkpoint.every=0",
         "--train.gc_every=2",
     ]
-    result = run(2, str(tmp_path), *keys, module="tests.train.host_sync_worker")
+    result = run(2, str(tmp_path), *keys, module="tests.support.workers.host_syncs")
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         noted = [(step, caller) for step, _, caller in json.loads((tmp_path / f"{rank}.json").read_text())]

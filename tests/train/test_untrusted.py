@@ -45,9 +45,9 @@ from meshwright.train.data.sequences import make_sequence_shape, read_batch
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.errors import CheckpointError, ConfigError, DataError
 from meshwright.train.planning.resolve import model_units, read_plan
-from tests.train.checkpoint_targets import checkpoint_targets
-from tests.train.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
-from tests.train.texts import odd_texts, train_bpe, write_jsonl
+from tests.support.checkpoint_targets import checkpoint_targets
+from tests.support.mutations import CANARY_MODULE, Target, clear, judge, put_in_place
+from tests.support.texts import odd_texts, train_bpe, write_jsonl
 
 MEMORY_BYTES = 2 * 2**30  # that reading may take beyond what the process has
 REPORT = 60  # lines of a message that has all mistakes of a plan or an import

@@ -1,5 +1,5 @@
-"""The Triton kernel of `adamw_kernel.py`: divides by the clip factor, updates and rounds in one pass, one launch for
-all slices."""
+"""The Triton kernel of `adamw_kernel.py`: divides by the clip factor, updates and rounds in one pass, one
+launch for all slices."""
 
 from collections.abc import Sequence
 

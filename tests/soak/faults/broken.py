@@ -92,7 +92,7 @@ BROKEN = (
         "a unit prefetches those that are needed last",
         '(other for other in order[i + 1 :] if phase == "forward" or regathered(other))',
         '(other for other in reversed(order[i + 1 :]) if phase == "forward" or regathered(other))',
-        tests=("tests/parallel/test_prefetch_schedule.py",),
+        tests=("tests/parallel/plan/test_schema.py",),
     ),
     # The planner
     Fault(
@@ -100,14 +100,14 @@ BROKEN = (
         "the planner takes a tensor-parallel rank's share for the whole weight",
         "whole.chunk(axis.degree, placement.dim)[0].clone() if isinstance(placement, Shard) else whole",
         "whole",
-        tests=("tests/parallel/test_eager.py", "tests/parallel/test_memory.py"),
+        tests=("tests/parallel/planner/tracing/test_eager.py", "tests/parallel/planner/test_memory_model.py"),
     ),
     Fault(
         "best-plan-dropped",
         "the search leaves out the fastest plan",
         "ranked = sorted(candidates, key=lambda c: -c.rate())",
         "ranked = sorted(candidates, key=lambda c: -c.rate())[1:] or candidates",
-        tests=("tests/parallel/test_search.py",),
+        tests=("tests/parallel/planner/test_search.py",),
     ),
     # A step
     Fault(
@@ -129,14 +129,14 @@ BROKEN = (
         "the warm-up begins with a step of learning rate 0",
         "config.lr * step / config.warmup_steps",
         "config.lr * (step - 1) / config.warmup_steps",
-        tests=("tests/train/test_optim.py",),
+        tests=("tests/train/optim/test_optimizer.py",),
     ),
     Fault(
         "rounding-by-place-in-shard",
         "stochastic rounding depends on where a rank's shard begins",
         "whole.first + place + place // whole.columns * whole.gap",
         "place",
-        tests=("tests/train/test_adamw.py",),
+        tests=("tests/train/optim/test_stochastic_adamw.py",),
     ),
     # Data
     Fault(
@@ -144,21 +144,21 @@ BROKEN = (
         "each step begins one sequence too early in the order",
         "first_sample += self._shape.global_batch_size",
         "first_sample += self._shape.global_batch_size - 1",
-        tests=("tests/train/test_data.py",),
+        tests=("tests/train/data/test_loader.py",),
     ),
     Fault(
         "epochs-alike",
         "every epoch has the order of the first",
         "np.random.SeedSequence([seed, int(epoch)])",
         "np.random.SeedSequence([seed, 0])",
-        tests=("tests/train/test_data.py",),
+        tests=("tests/train/data/test_loader.py",),
     ),
     Fault(
         "documents-off-by-one",
         "a document sees the last token of the one before it",
         "first[starts] = starts",
         "first[starts] = starts - 1",
-        tests=("tests/train/test_sequences.py",),
+        tests=("tests/train/data/test_sequences.py",),
     ),
     Fault(
         "resume-reads-from-the-start",
@@ -172,7 +172,7 @@ BROKEN = (
         "finished shards are kept though text or settings have changed",
         "return result if whole and result.key == piece_key(job, piece) else None",
         "return result if whole else None",
-        tests=("tests/train/test_prepare_restart.py",),
+        tests=("tests/train/data/prepare/test_prepare_restart.py",),
     ),
     # Checkpoints, and the folder of a run
     Fault(
@@ -184,35 +184,35 @@ BROKEN = (
         "os.rename(partial, final)\n"
         "        write_synced(final / MANIFEST, manifest_to_text(manifest))\n"
         "        flush_folder(final)",
-        tests=("tests/train/test_checkpoint_save.py",),
+        tests=("tests/train/checkpoint/test_save.py",),
     ),
     Fault(
         "shards-not-synced",
         "a checkpoint is committed without the disk having its shards",
         "os.fsync(file.fileno())\n    for future in hashed:",
         "pass\n    for future in hashed:",
-        tests=("tests/train/test_checkpoint_save.py",),
+        tests=("tests/train/checkpoint/test_save.py",),
     ),
     Fault(
         "hash-not-compared",
         "a file of the right size passes, whatever it holds",
         'if mode == "full" and hash_file(path).sha256 != saved.sha256:',
         "if False:",
-        tests=("tests/train/test_checkpoint_faults.py", "tests/tools/test_checkpoint_tool.py"),
+        tests=("tests/train/checkpoint/test_verify.py", "tests/tools/test_checkpoint.py"),
     ),
     Fault(
         "oldest-kept",
         "retention keeps the oldest checkpoints and deletes the newest",
         "newest = steps[-keep:] if keep else steps",
         "newest = steps[:keep] if keep else steps",
-        tests=("tests/train/test_checkpoint_folder.py",),
+        tests=("tests/train/checkpoint/test_storage.py",),
     ),
     Fault(
         "lock-not-taken",
         "the lock of a run's folder is written and not taken",
         "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
-        tests=("tests/train/test_lock.py",),
+        tests=("tests/train/fault_tolerance/test_run_lock.py",),
     ),
     # Tools that write files
     Fault(

@@ -1,0 +1,217 @@
+"""Async tensor parallelism: that the compiled code has the fused operators, that they compute the same, and
+that it is said."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch._inductor.codecache import PyCodeCache
+
+from meshwright.parallel.compile.async_tp import (
+    check_async_tp,
+    describe_async_tp,
+    not_shared,
+    use_async_tp,
+    verdict,
+)
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.schema import Plan
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
+from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
+
+TP = [
+    "--parallel.tp=2",
+    "--model.n_layers=1",
+    "--train.global_batch_size=2",
+    "--train.steps=3",
+    "--metrics.tensorboard=false",
+]
+ASYNC = [*TP, "--parallel.async_tp=true"]
+JOINED = "--parallel.fused_projections=true"
+GATHER = "        buf3 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf2, 2, '0')\n"
+SCATTER = "        buf9 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf8, 'sum', 2, '0')\n"
+FUSED = (
+    "        buf1 = torch.ops.symm_mem.fused_all_gather_matmul.default(buf0, [permute_13], 1, '0', "
+    "return_A=True)\n"
+)
+NOISE = (
+    "        # Original ATen: [_c10d_functional.all_gather_into_tensor]\n"
+    "        assert_size_stride(buf2, (2, 8), (8, 1), 'torch.ops.symm_mem.fused_all_gather_matmul.default')\n"
+)
+
+
+def plan_of(*arguments: str) -> Plan:
+    return plan_run(parse_config([*TINY, *ASYNC, *arguments]), 2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def plainly(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """The same run with its collectives and products as they are written."""
+    folder = tmp_path_factory.mktemp("plain")
+    result = run(2, *TINY, *data, *TP, *EAGER, f"--run.dir={folder}")
+    assert result.returncode == 0, result.stderr
+    return read_metrics(folder)
+
+
+def check_run(result: Any, folder: Path, plainly: dict[int, Any], said: str) -> None:
+    """It ended well, says that so many are fused and nothing of its own accord, and has trained the same."""
+    assert result.returncode == 0, result.stderr
+    printed = " ".join(result.stdout.split())
+    assert said in printed
+    assert printed.count("async tp:") == 1
+    assert "micro_pipeline_tp" not in result.stderr + printed
+    rows = read_metrics(folder)
+    for key in ("loss", "grad_norm"):
+        assert [rows[step][key] for step in (1, 2, 3)] == pytest.approx(
+            [plainly[step][key] for step in (1, 2, 3)], rel=1e-5
+        )
+
+
+def run_async(data: list[str], folder: Path, *arguments: str) -> Any:
+    return run(
+        2,
+        *TINY,
+        *data,
+        *ASYNC,
+        *arguments,
+        f"--run.dir={folder}",
+        module="tests.support.workers.async_tp",
+        timeout_s=300,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(
+    ("keys", "fused"),
+    [
+        ([], "6 of 10 gathers and scatters; the others (gathers: 1, scatters: 3)"),
+        ([JOINED], "8 of 10 gathers and scatters; the others (gathers: 1, scatters: 1)"),
+    ],
+    ids=["apart", "joined"],
+)
+def test_a_compiled_run_is_fused_says_so_and_trains_the_same(data, plainly, keys, fused, tmp_path) -> None:
+    """A block's forward has two gathers and two scatters, its backward as many, and the head one of each. The
+    backward's scatters come after sums, unless projections are joined, and the head's two stay apart."""
+    check_run(run_async(data, tmp_path, *keys), tmp_path, plainly, f"async tp: fused {fused}")
+
+
+def test_a_run_on_a_cpu_is_refused_before_anything_is_made(data, tmp_path) -> None:
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    result = run(1, *TINY, *data, *ASYNC, f"--run.dir={tmp_path / 'run'}", **env)
+    assert result.returncode == 2
+    assert "parallel.async_tp=true sends pieces through memory that GPUs share (NVLink)" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(PlanError, match=r"needs a torch with NCCL.*use parallel\.async_tp=false"):
+        check_async_tp(2, "cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("tp", "gpus", "pairs", "missing"),
+    [
+        (2, 4, {(0, 1), (2, 3)}, ""),
+        (4, 4, {(0, 1), (2, 3)}, "GPU 0 of this node does not reach GPU 2"),
+        (2, 4, {(0, 1)}, "GPU 2 of this node does not reach GPU 3"),
+        (4, 6, {(a, b) for a in range(6) for b in range(6)}, "tp=4 does not divide its 6 processes"),
+        (8, 4, {(a, b) for a in range(4) for b in range(4)}, "tp=8 does not divide its 4 processes"),
+    ],
+)
+def test_gpus_of_a_tp_group_must_reach_each_other(
+    tp: int, gpus: int, pairs: set[tuple[int, int]], missing: str
+) -> None:
+    said = not_shared(tp, gpus, lambda a, b: (a, b) in pairs or (b, a) in pairs)
+    assert missing in said
+    assert bool(missing) == bool(said)
+
+
+def test_calls_are_counted_and_no_comments_or_checks() -> None:
+    assert verdict([FUSED + NOISE, NOISE, FUSED], plan_of()) == "async tp: fused 2 of 2 gathers and scatters"
+    said = verdict([NOISE + GATHER + SCATTER, FUSED + SCATTER], plan_of())
+    assert said.startswith(
+        "async tp: fused 1 of 4 gathers and scatters; the others (gathers: 1, scatters: 2) have no product"
+    )
+
+
+def test_where_the_others_are_left_depends_on_the_plan() -> None:
+    known = {
+        "parallel.fused_projections=true": (plan_of(), plan_of(JOINED)),
+        "gathered again": (plan_of("--parallel.activation_checkpoint=selective"), plan_of()),
+    }
+    for words, (there, not_there) in known.items():
+        assert words in verdict([FUSED + SCATTER], there)
+        assert words not in verdict([FUSED + SCATTER], not_there)
+
+
+def test_why_nothing_is_fused_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(*sources: str) -> str:
+        said = verdict(sources, plan_of())
+        assert said.startswith("async tp: NOT fused, because ")
+        return said.removeprefix("async tp: NOT fused, because ")
+
+    assert why(NOISE) == "the compiled code has no gather and no scatter"
+    assert why(GATHER).startswith("inductor's pass for it is off")
+    with inductor.patch(_micro_pipeline_tp=True):
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+        assert why(GATHER).startswith("this torch is built without NCCL")
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+        assert why(GATHER) == "the tp group has no symmetric memory"
+        with symmetric_memory._test_mode({"0"}):
+            assert why(GATHER, SCATTER).startswith(
+                "inductor's pass found none of the 2 gathers and scatters next to a"
+            )
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """A group of this process, and a compiler that has compiled nothing and has no switches set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    forget()
+    with inductor.patch(_micro_pipeline_tp=False):
+        yield dist.group.WORLD  # type: ignore[misc]
+    forget()
+    symmetric_memory._group_name_to_store.clear()
+    dist.destroy_process_group()
+
+
+def forget() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    PyCodeCache.modules.clear()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler, which runs in this process here, has several of its own
+def test_code_that_comes_from_the_cache_is_searched_as_well(alone: dist.ProcessGroup) -> None:
+    """Inductor's pass does not run for it. torch 2.13 finds nothing in the cache under tensor parallelism;
+    2.11 does."""
+    use_async_tp(alone.group_name)
+    assert inductor._micro_pipeline_tp
+    assert symmetric_memory.is_symm_mem_enabled_for_group(alone.group_name)
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        whole = torch.ops._c10d_functional.all_gather_into_tensor(x, 1, alone.group_name)
+        return torch.ops._c10d_functional.wait_tensor(whole)
+
+    nothing = "async tp: NOT fused, because the compiled code has no gather and no scatter"
+    assert describe_async_tp(plan_of()) == nothing
+    for hits in (0, 1):
+        forget()
+        torch.compile(gathered, fullgraph=True)(torch.ones(4))
+        assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == hits
+        assert describe_async_tp(plan_of()) != nothing

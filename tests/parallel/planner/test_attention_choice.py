@@ -1,0 +1,241 @@
+"""The kernels that a plan chooses: which are refused, which are the default where, and what the planner knows
+of them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.models.attention import KERNELS
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.operators import inner_code
+from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
+from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
+from meshwright.parallel.planner.cost_model import step_times, with_kernel
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory_model import predict_step_memory
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.device_defaults import attention_here, best_attention, check_attention
+from meshwright.train.planning.predict import predict_memory, trace_run
+from meshwright.train.planning.resolve import plan_run
+from tests.support.plans import plan_of, report_of
+from tests.support.simulated import simulated
+from tests.support.worlds import run_ranks
+
+LLAMA_8B = [
+    "--config=llama_8b",
+    "--model.n_layers=1",
+    "--parallel.param_dtype=bfloat16",
+    "--train.seq_len=8192",
+    "--train.micro_batch_size=1",
+    "--train.global_batch_size=-1",
+]
+NARROW = ["--model.dim=256", "--model.n_heads=4", "--model.n_kv_heads=4", "--model.ffn_dim=512"]
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def head_of(*arguments: str, world_size: int = 8):
+    """The head's work, and the whole step's memory."""
+    config = parse_config([*LLAMA_8B, *arguments])
+    plan = plan_run(config, world_size)
+    work = trace_run(config, plan)
+    return work.modules["head"], predict_step_memory(plan, work)
+
+
+def predict_peak_bytes(arguments: list[str]) -> int:
+    config = parse_config(arguments)
+    return predict_memory(config, plan_run(config, 8)).peak_bytes
+
+
+def test_long_micro_batches_get_a_chunked_loss_unless_logits_are_gathered() -> None:
+    assert plan_of(seq_len=LOSS_CHUNK_TOKENS, micro=1).loss_chunk_tokens == 0
+    assert plan_of(seq_len=LOSS_CHUNK_TOKENS, micro=2).loss_chunk_tokens == LOSS_CHUNK_TOKENS
+    assert plan_of(seq_len=LOSS_CHUNK_TOKENS, micro=2, loss_chunk_tokens=0).loss_chunk_tokens == 0
+    assert plan_of(seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False).loss_chunk_tokens == 0
+    whole_head = plan_of(seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False, tp_parts=("attention",))
+    assert whole_head.loss_chunk_tokens == LOSS_CHUNK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"loss_chunk_tokens": 10}, ["parallel.loss_chunk_tokens=10 must be 0", "at least 64"]),
+        ({"loss_chunk_tokens": -1}, ["parallel.loss_chunk_tokens=-1 must be 0"]),
+        (
+            {"loss_chunk_tokens": 64, "tp": 2, "loss_parallel": False},
+            ["loss_chunk_tokens=64 is for logits that stay split over tp"],
+        ),
+        ({"attention": "cuddn"}, ["parallel.attention=cuddn is not one of cpu"]),
+        ({"storage_dtype": "float16"}, ["parallel.storage_dtype=float16 needs a gradient scaler"]),
+        (
+            {"storage_dtype": "bfloat16"},
+            ["storage_dtype=bfloat16 with param_dtype=float32", "use param_dtype=bfloat16"],
+        ),
+    ],
+)
+def test_wrong_keys_are_refused_with_a_way_out(keys, words) -> None:
+    said = report_of(**keys)
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(kernel, device_type, apart) -> None:
+    config = parse_config(
+        [
+            f"--parallel.attention={kernel}",
+            f"--data.document_mask={str(apart).lower()}",
+            "--parallel.param_dtype=bfloat16",
+        ]
+    )
+    plan = plan_run(config, 1)
+    able = {
+        (False, "cpu"): {"cpu", "math", "flash"},
+        (False, "cuda"): {"math", "flash", "efficient", "cudnn"},
+        (True, "cpu"): {"cpu"},
+        (True, "cuda"): {"flex"},
+    }[apart, device_type]
+    if kernel in able:
+        check_attention(config, plan, device_type)
+    else:
+        with pytest.raises(
+            PlanError,
+            match=rf"parallel.attention={kernel} is no kernel for a {device_type} device.* use auto",
+        ):
+            check_attention(config, plan, device_type)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_float32_takes_the_kernels_that_can_do_it(kernel) -> None:
+    config = parse_config([f"--parallel.attention={kernel}"])
+    plan = plan_run(config, 1)
+    if kernel in ("math", "efficient"):
+        check_attention(config, plan, "cuda")
+    else:
+        with pytest.raises(
+            PlanError, match=r"a cuda device in float32 without .*: use auto, or math, efficient"
+        ):
+            check_attention(config, plan, "cuda")
+
+
+def test_auto_in_float32_is_a_kernel_that_runs_on_every_gpu() -> None:
+    config, apart = parse_config([]), parse_config(["--data.document_mask=true"])
+    assert config.parallel.param_dtype == "float32"
+    for kind in load_hardware().values():
+        if not kind.cores:
+            assert (best_attention(config, kind), best_attention(apart, kind)) == ("efficient", "flex")
+            check_attention(config, plan_run(config, 1, 1, best_attention(config, kind)), "cuda")
+    assert attention_here(config, GPU, "NVIDIA H200") == "efficient"
+
+
+def test_a_plan_file_for_another_kind_of_device_says_where_it_is_wrong(tmp_path) -> None:
+    plan_file = tmp_path / "plan.yaml"
+    plan_file.write_text(plan_to_yaml(plan_run(parse_config([]), 1)))
+    config = parse_config([f"--parallel.plan={plan_file}"])
+    with pytest.raises(
+        PlanError, match=rf"attention=cpu of {plan_file} is no kernel .*: put math, efficient"
+    ):
+        check_attention(config, plan_run(config, 1), "cuda")
+
+
+def test_float32_attention_has_the_devices_own_rates() -> None:
+    hardware = load_hardware()["h200"]
+    with_efficient = with_kernel(hardware, "efficient")
+    assert with_efficient.attention_forward["float32"] == hardware.attention_forward["float32"]
+    share = hardware.attention_kernels["efficient"]
+    assert with_efficient.attention_forward["bfloat16"] == share * hardware.attention_forward["bfloat16"]
+
+
+def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_cpu() -> None:
+    config = parse_config(["--parallel.param_dtype=bfloat16"])
+    apart = parse_config(["--data.document_mask=true"])
+    kinds = load_hardware()
+    names = ("h100-sxm", "h200", "a100-80gb", "cpu")
+    assert [best_attention(config, kinds[name]) for name in names] == ["cudnn", "cudnn", "flash", "cpu"]
+    assert [best_attention(apart, kinds[name]) for name in ("h200", "cpu")] == ["flex", "cpu"]
+    assert attention_here(config, CPU, "CPU (no GPU)") == attention_here(apart, CPU, "CPU") == "cpu"
+    assert attention_here(config, GPU, "NVIDIA H200") == "cudnn"
+    assert attention_here(apart, GPU, "NVIDIA H200") == "flex"
+    assert plan_run(config, 2, 2, "cudnn").attention == "cudnn"
+    assert plan_run(parse_config(["--parallel.attention=math"]), 2, 2, "cudnn").attention == "math"
+
+
+def test_kernels_come_back_from_a_plan_file(tmp_path) -> None:
+    plan = dataclasses.replace(plan_of(), attention="flash", loss_chunk_tokens=4096, storage_dtype="bfloat16")
+    (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
+    assert load_plan(tmp_path / "plan.yaml") == plan
+
+
+def test_the_head_of_an_8b_never_needs_more_than_a_chunk_of_logits() -> None:
+    """8,192 tokens of a vocabulary of 128,256: beyond the gradients that any head has to make, at most 1.2
+    GiB."""
+    gradients = 128_256 * 4096 * 2 + 8192 * 4096 * 2
+    chunked, chunked_memory = head_of()
+    whole, whole_memory = head_of("--parallel.loss_chunk_tokens=0")
+    chunk_gib = 2048 * 128_256 * 2 / GIB
+    extra_gib = (chunked.forward.peak(1).at(1) - gradients) / GIB
+    assert chunk_gib < extra_gib < chunk_gib + 0.3 < 1.2
+    assert (whole.forward.peak(1).at(1)) / GIB > 4 * chunk_gib
+    assert chunked_memory.memory.logits < whole_memory.memory.logits / 3
+    assert sum(o.flops.at(1) for o in chunked.forward.operations) == pytest.approx(
+        3 * 2 * 8192 * 4096 * 128_256
+    )
+    # A second sequence is more chunks, not larger ones.
+    assert chunked.forward.peak(2).at(2) - chunked.forward.peak(1).at(1) < 0.3 * GIB
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_simulated_head_holds_what_is_predicted(tp) -> None:
+    """The code itself on fake tensors, eager, against the planner's formula for the same."""
+    arguments = [*LLAMA_8B, *NARROW, f"--parallel.tp={tp}", "--parallel.compile.enabled=false"]
+    simulation = simulated(8, *arguments)
+    assert simulation.at_peak.logits > simulation.peak_bytes / 2, "the step is fullest in the head"
+    # in a process of its own: what pytest keeps of a step would count
+    (predicted,) = run_ranks(1, predict_peak_bytes, arguments)
+    assert predicted == pytest.approx(simulation.peak_bytes, rel=0.005)
+    forward = [
+        c
+        for c in simulation.collectives
+        if (c.unit, c.axis, c.phase, c.op) == ("head", "tp", "forward", "all_reduce")
+    ]
+    assert [c.bytes for c in forward] == [2048 * 4, 2 * 2048 * 4] * 4 * (tp == 2)
+
+
+def test_attention_takes_its_kernels_time() -> None:
+    config = parse_config(LLAMA_8B)
+    hardware = load_hardware()["h200"]
+    seconds = {}
+    for kernel in ("cudnn", "flash"):
+        plan = plan_run(config, 8, 8, kernel)
+        times = step_times(plan, trace_run(config, plan), hardware, 8)
+        seconds[kernel] = times.modules["layers.0"].forward_s
+    share = hardware.attention_kernels["flash"]
+    attention_s = (
+        8192**2
+        * 4096
+        * 2
+        / (hardware.peak_tflops["bfloat16"] * 1e12 * hardware.attention_forward["bfloat16"])
+    )
+    assert seconds["flash"] - seconds["cudnn"] == pytest.approx(attention_s * (1 / share - 1), rel=0.05)
+
+
+def test_an_operator_is_opened_if_it_is_made_of_others() -> None:
+    @torch.library.custom_op("meshwright_test::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x + x
+
+    @torch.library.custom_op("meshwright_test::twice_kernel", mutates_args=())
+    def kernel(x: Tensor) -> Tensor:
+        return x + x
+
+    assert inner_code(torch.ops.meshwright_test.twice.default)(torch.ones(1)) == 2
+    for whole in (
+        torch.ops.meshwright_test.twice_kernel.default,
+        torch.ops.meshwright.cpu_causal_attention.default,
+        torch.ops.aten.add.Tensor,
+        torch.ops.prims.add.default,
+    ):
+        assert inner_code(whole) is None

@@ -1,0 +1,353 @@
+"""Operations, copies and collectives in seconds, against sums done by hand on a machine of round numbers."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.planner.cost_model import (
+    ASYNC_TP_HIDDEN,
+    FLOAT8_CASTING,
+    Group,
+    axis_groups,
+    collective_s,
+    operation_s,
+    sharing_cores,
+    step_times,
+    strided_group,
+)
+from meshwright.parallel.planner.hardware import Hardware, Link, load_hardware
+from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Operation, Phase
+from tests.support.plans import BLOCK, EMBEDDING, HEAD, change, plan_of
+
+# 100 TF/s of bfloat16, half of it for a product of 1 GFLOP; 1 TB/s of memory at half; links of 100 and 10
+# GB/s, an all-gather at all of it, a reduce-scatter at a half, an all-reduce at a quarter; hops of 1 us and 1
+# ms.
+SHARES = {"all_gather": ((1.0, 1.0),), "reduce_scatter": ((1.0, 0.5),), "all_reduce": ((1.0, 0.25),)}
+MACHINE = Hardware(
+    name="round",
+    device_names=(),
+    memory_gib=80.0,
+    memory_gb_s=1000.0,
+    peak_tflops={"bfloat16": 100.0, "float8": 200.0, "float32": 10.0},
+    matmul={"bfloat16": ((1.0, 0.5), (100.0, 1.0)), "float8": ((1.0, 1.0),), "float32": ((1.0, 1.0),)},
+    attention_forward={"bfloat16": 0.5, "float32": 0.5},
+    attention_backward={"bfloat16": 0.25, "float32": 0.25},
+    attention_kernels={"best": 1.0, "slow": 0.5},
+    memory_efficiency=0.5,
+    operation_s=1e-6,
+    node=Link(100.0, 1e-6, SHARES),
+    network=Link(10.0, 1e-3, SHARES),
+    host_gb_s=20.0,
+    host_memory_gib=100.0,
+    overlaps=True,
+    slowdown=0.1,
+    reserved_share=0.0,
+    reserved_gib=0.0,
+    cores=0,
+    fitted=(),
+)
+GB = 1e9
+
+
+def operation(
+    kind: Any, name: str = "mm", flops: float = 0.0, moved: float = 0.0, dtype: str = "bfloat16"
+) -> Operation:
+    """With amounts of a micro batch of one sequence."""
+    return Operation(kind, name, Linear(0.0, flops), Linear(0.0, moved), dtype)
+
+
+def work_of(forward: list[Operation], backward: list[Operation] | None = None, **trained: float) -> ModelWork:
+    """The same operations in every module of `plans.MODEL`."""
+    phases = Phase(tuple(forward), ()), Phase(tuple(backward or []), ())
+    counts = {"embed": EMBEDDING, **{f"layers.{i}": BLOCK for i in range(4)}, "head": HEAD}
+    modules = {name: ModuleWork(count, *phases, Linear(), Linear()) for name, count in counts.items()}
+    shares = {name.replace("_", "."): share for name, share in trained.items()}
+    return ModelWork(modules, shares, seq_len=64, logits="head", tables=0)
+
+
+# Operations
+
+
+@pytest.mark.parametrize(("gflop", "share"), [(0.5, 0.5), (1, 0.5), (10, 0.75), (100, 1.0), (1000, 1.0)])
+def test_a_product_runs_at_the_share_of_its_size(gflop: float, share: float) -> None:
+    seconds = operation_s(operation("matmul", flops=gflop * GB), 1, MACHINE)
+    assert seconds == pytest.approx(gflop * GB / (100e12 * share) + 1e-6)
+
+
+def test_a_product_that_moves_much_is_bound_by_memory() -> None:
+    assert operation_s(operation("matmul", flops=GB, moved=5 * GB), 1, MACHINE) == pytest.approx(
+        5 / 500 + 1e-6
+    )
+
+
+def test_the_micro_batch_decides_the_size_and_so_the_share() -> None:
+    one = operation("matmul", flops=10 * GB)
+    assert operation_s(one, 10, MACHINE) - 1e-6 == pytest.approx(100 * GB / 100e12)
+
+
+def test_attention_backward_has_a_rate_of_its_own() -> None:
+    forward = operation("attention", "_scaled_dot_product_flash_attention", 50e12)
+    backward = operation("attention", "_scaled_dot_product_flash_attention_backward", 50e12)
+    assert operation_s(forward, 1, MACHINE) == pytest.approx(1.0, rel=1e-5)
+    assert operation_s(backward, 1, MACHINE) == pytest.approx(2.0, rel=1e-5)
+
+
+def test_other_operations_take_their_traffic() -> None:
+    assert operation_s(operation("memory", "add", moved=500 * GB), 2, MACHINE) == pytest.approx(2.0, rel=1e-5)
+
+
+# Groups
+
+
+def test_tp_stays_in_its_node_and_the_other_axes_leave_it() -> None:
+    groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=4, tp=8), 8)
+    assert groups == {"tp": Group(8, 8, 1), "dp_shard": Group(4, 1, 8), "dp_replicate": Group(2, 1, 8)}
+
+
+def test_a_node_holds_part_of_a_strided_group() -> None:
+    groups = axis_groups(MeshPlan(dp_replicate=2, dp_shard=16, tp=2), 8)
+    assert groups["tp"] == Group(2, 2, 4)
+    # ranks 0, 2, 4, 6 of each node, and the odd ones beside them
+    assert groups["dp_shard"] == Group(16, 4, 2)
+    assert groups["dp_shard"].nodes == 4
+    assert groups["dp_replicate"] == Group(2, 1, 8)
+
+
+def test_a_run_smaller_than_a_node_has_no_network() -> None:
+    assert axis_groups(MeshPlan(1, 3, 1), 8)["dp_shard"] == Group(3, 3, 1)
+    assert axis_groups(MeshPlan(1, 1, 1), 8) == dict.fromkeys(
+        ("tp", "dp_shard", "dp_replicate"), Group(1, 1, 1)
+    )
+
+
+def test_a_group_that_does_not_fill_nodes_evenly_lies_in_more_of_them() -> None:
+    assert strided_group(12, 1, 8, 24) == Group(12, 4, 2)
+    assert strided_group(12, 1, 8, 12) == Group(12, 4, 1), "no other ring is there to share the network with"
+    assert strided_group(3, 1, 8, 24).nodes == 3
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshPlan(2, 4, 8), MeshPlan(4, 8, 2), MeshPlan(1, 64, 1), MeshPlan(8, 1, 8)]
+)
+def test_groups_are_those_of_the_ranks(mesh: MeshPlan) -> None:
+    per_node = 8
+    strides = {"tp": 1, "dp_shard": mesh.tp, "dp_replicate": mesh.tp * mesh.dp_shard}
+    for axis, group in axis_groups(mesh, per_node).items():
+        size = getattr(mesh, axis)
+        in_first_node = [rank for rank in range(0, size * strides[axis], strides[axis]) if rank < per_node]
+        assert (group.size, group.per_node) == (size, len(in_first_node))
+        assert group.sharing * group.per_node == per_node
+
+
+# Collectives
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "share"), [("all_gather", 1, 1), ("reduce_scatter", 1, 0.5), ("all_reduce", 2, 0.25)]
+)
+def test_a_ring_in_a_node(name: str, times: int, share: float) -> None:
+    assert collective_s(name, 8 * GB, Group(8, 8, 1), MACHINE) == pytest.approx(
+        times * (7 / (100 * share) + 7e-6)
+    )
+
+
+def test_groups_of_a_node_share_its_network() -> None:
+    alone = collective_s("all_gather", 8 * GB, Group(8, 1, 1), MACHINE)
+    assert alone == pytest.approx(7 / 10 + 7e-3)
+    assert collective_s("all_gather", 8 * GB, Group(8, 1, 8), MACHINE) == pytest.approx(8 * 7 / 10 + 7e-3)
+
+
+def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link() -> None:
+    group = Group(16, 8, 1)  # 15 hops, one of them between the two nodes
+    assert collective_s("all_gather", 16 * GB, group, MACHINE) == pytest.approx(15 / 10 + 1e-3 + 14e-6)
+    fast = dataclasses.replace(MACHINE, network=dataclasses.replace(MACHINE.network, gb_s=1000.0))
+    assert collective_s("all_gather", 16 * GB, group, fast) == pytest.approx(15 / 100 + 1e-3 + 14e-6)
+
+
+def test_latency_grows_with_the_ring() -> None:
+    small = [collective_s("all_gather", 1.0, Group(8 * nodes, 8, 1), MACHINE) for nodes in (2, 4, 8)]
+    assert small == pytest.approx([1e-3 + 14e-6, 3e-3 + 28e-6, 7e-3 + 56e-6])
+
+
+def test_a_links_share_depends_on_how_many_use_it() -> None:
+    curve = {**SHARES, "all_gather": ((2.0, 0.25), (8.0, 1.0))}
+    machine = dataclasses.replace(MACHINE, node=Link(100.0, 0.0, curve), network=Link(10.0, 0.0, curve))
+    assert collective_s("all_gather", 4 * GB, Group(2, 2, 4), machine) == pytest.approx(2 / 25)
+    assert collective_s("all_gather", 4 * GB, Group(4, 4, 2), machine) == pytest.approx(3 / 62.5)
+    assert collective_s("all_gather", 8 * GB, Group(8, 1, 1), machine) == pytest.approx(7 / 10)
+    # two nodes, not 16
+    assert collective_s("all_gather", 16 * GB, Group(16, 8, 1), machine) == pytest.approx(15 / 2.5)
+
+
+def test_one_rank_sends_nothing_and_nothing_takes_no_time() -> None:
+    assert collective_s("all_reduce", GB, Group(1, 1, 8), MACHINE) == 0
+    assert collective_s("all_gather", 0, Group(8, 8, 1), MACHINE) == 0
+
+
+# A step
+
+
+def test_a_unit_is_gathered_copied_and_reduced() -> None:
+    plan = plan_of(8, param_dtype="bfloat16")
+    unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
+    group = Group(8, 8, 1)
+    cast_s = BLOCK / 8 * (4 + 2) / 500e9
+    assert unit.gather_s == pytest.approx(collective_s("all_gather", BLOCK * 2, group, MACHINE) + cast_s)
+    assert unit.regather_s == unit.gather_s
+    assert unit.copy_out_s == pytest.approx(BLOCK * 2 * 2 / 500e9)
+    assert unit.copy_in_s == pytest.approx(BLOCK * (2 + 4) / 500e9)
+    assert unit.scatter_s == pytest.approx(collective_s("reduce_scatter", BLOCK * 4, group, MACHINE))
+    assert unit.all_reduce_s == 0
+
+
+def test_the_last_unit_stays_gathered_and_is_not_gathered_again() -> None:
+    assert step_times(plan_of(8), work_of([]), MACHINE, 8).units["head"].regather_s == 0
+
+
+def test_resharding_to_a_smaller_group_gathers_again_over_it() -> None:
+    plan = plan_of(16, per_node=8, reshard_after_forward=4)
+    unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
+    assert unit.regather_s == pytest.approx(collective_s("all_gather", BLOCK * 4, Group(4, 4, 2), MACHINE))
+    assert unit.gather_s > collective_s("all_gather", BLOCK * 4, Group(16, 8, 1), MACHINE)
+
+
+def test_hybrid_sharding_reduces_shards_over_the_replicas() -> None:
+    plan = plan_of(16, per_node=8, dp_replicate=2)
+    unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
+    assert unit.all_reduce_s == pytest.approx(
+        collective_s("all_reduce", BLOCK * 4 / 8, Group(2, 1, 8), MACHINE)
+    )
+    assert unit.scatter_s == pytest.approx(collective_s("reduce_scatter", BLOCK * 4, Group(8, 8, 1), MACHINE))
+
+
+def test_one_rank_casts_and_copies_but_sends_nothing() -> None:
+    unit = step_times(plan_of(1, param_dtype="bfloat16"), work_of([]), MACHINE, 8).units["layers.0"]
+    assert (unit.gather_s, unit.regather_s, unit.scatter_s, unit.all_reduce_s) == (0, 0, 0, 0)
+    assert unit.copy_out_s == pytest.approx(BLOCK * (2 * 2 + 4 + 2) / 500e9)
+
+
+def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
+    units = step_times(plan_of(8), work_of([], None, layers_0=0.0, layers_1=0.5), MACHINE, 8).units
+    assert units["layers.0"].gather_s == units["layers.2"].gather_s
+    assert (units["layers.0"].copy_in_s, units["layers.0"].scatter_s) == (0, 0)
+    assert units["layers.1"].copy_in_s == units["layers.2"].copy_in_s / 2
+
+
+# Bytes: the norm reads the gradient; AdamW reads it, the parameter and two moments, and writes all but the
+# gradient; torch's, for float32 alone, writes that too.
+@pytest.mark.parametrize(
+    ("stored", "moment", "moved"),
+    [
+        ("float32", 4, 4 + 16 + 12 + 4),
+        ("float32", 2, 4 + 12 + 8),
+        ("bfloat16", 4, 2 + 12 + 10),
+        ("bfloat16", 2, 2 + 8 + 6),
+    ],
+)
+def test_the_optimizer_passes_over_this_ranks_shards(stored: str, moment: int, moved: int) -> None:
+    parameters, plan = (
+        EMBEDDING + 4 * BLOCK + HEAD,
+        plan_of(8, dp_shard=4, tp=2, param_dtype="bfloat16", storage_dtype=stored),
+    )
+    work, frozen = (
+        dataclasses.replace(work_of([], None, **trained), moment_bytes=moment)
+        for trained in ({}, {"embed": 0.0})
+    )
+    assert step_times(plan, work, MACHINE, 8).optimizer_s == pytest.approx(parameters / 4 * moved / 500e9)
+    assert step_times(plan, frozen, MACHINE, 8).optimizer_s == pytest.approx(
+        (parameters - EMBEDDING) / 4 * moved / 500e9
+    )
+
+
+def test_shards_in_bfloat16_are_read_in_half_the_time_where_they_are_gathered() -> None:
+    plan = plan_of(8, param_dtype="bfloat16", storage_dtype="bfloat16")
+    got = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"].gather_s
+    assert got == pytest.approx(
+        collective_s("all_gather", BLOCK * 2, Group(8, 8, 1), MACHINE) + BLOCK / 8 * (2 + 2) / 500e9
+    )
+
+
+def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
+    forward = [operation("memory", "add", moved=GB), operation("collective", "all_gather", moved=GB)]
+    backward = [operation("collective", "reduce_scatter", moved=2 * GB), operation("matmul", flops=100 * GB)]
+    times = step_times(plan_of(8, 2, tp=4), work_of(forward, backward), MACHINE, 8).modules["layers.3"]
+    tp = Group(4, 4, 2)
+    assert times.forward_s == pytest.approx(2 / 500 + 1e-6)
+    assert times.forward_tp_s == pytest.approx(collective_s("all_gather", 2 * GB, tp, MACHINE))
+    assert times.backward_s == pytest.approx(200 * GB / 100e12 + 1e-6)
+    assert times.backward_tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
+
+
+def float8_work(share: float) -> ModelWork:
+    """Of 1,000 parameters of products a share is in float8; a block multiplies, and the head does the
+    same."""
+    product = [operation("matmul", flops=100 * GB, moved=0.1 * GB)]
+    plain = work_of(product)
+    block = dataclasses.replace(
+        plain.modules["layers.0"], weights=((10, 100), (50, 1)), float8=round(1000 * share)
+    )
+    return dataclasses.replace(
+        plain,
+        modules={name: block if name.startswith("layers.") else work for name, work in plain.modules.items()},
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_float8_is_for_the_products_of_the_blocks_that_are_in_it(share: float) -> None:
+    times = step_times(plan_of(8), float8_work(share), MACHINE, 8).modules
+    in_float8_s = 0.5e-3 + 1e-6 + FLOAT8_CASTING * 0.1 / 500
+    assert times["head"].forward_s == pytest.approx(1e-3 + 1e-6)
+    assert times["layers.0"].forward_s == pytest.approx(share * in_float8_s + (1 - share) * (1e-3 + 1e-6))
+
+
+def test_a_device_without_float8_emulates_it() -> None:
+    without = dataclasses.replace(
+        MACHINE, matmul={d: rates for d, rates in MACHINE.matmul.items() if d != "float8"}
+    )
+    slower = step_times(plan_of(8), float8_work(1.0), without, 8).modules["layers.0"].forward_s
+    assert slower == pytest.approx(1e-3 + 1e-6 + FLOAT8_CASTING * 0.1 / 500)
+
+
+def test_async_tp_hides_part_of_the_collectives() -> None:
+    work = work_of([operation("collective", "all_gather", moved=GB)])
+    plan = plan_of(8, tp=8)
+    plain, hidden = (
+        step_times(dataclasses.replace(plan, async_tp=a), work, MACHINE, 8).modules["head"]
+        for a in (False, True)
+    )
+    assert hidden.forward_tp_s == pytest.approx(plain.forward_tp_s * (1 - ASYNC_TP_HIDDEN))
+
+
+def test_processes_on_a_cpu_share_its_cores() -> None:
+    cpu = dataclasses.replace(MACHINE, cores=2, operation_s=0.0)
+    product = operation("matmul", flops=100 * GB)
+    seconds = [operation_s(product, 1, sharing_cores(cpu, processes)) for processes in (1, 2, 4)]
+    assert seconds == pytest.approx([0.5e-3, 1e-3, 2e-3])
+    assert sharing_cores(MACHINE, 4) is MACHINE
+    times = [step_times(plan_of(n), work_of([product]), cpu, 8).modules["head"].forward_s for n in (2, 4)]
+    assert times == pytest.approx([1e-3, 2e-3])
+
+
+def test_each_unit_is_sent_in_its_own_dtype() -> None:
+    plan = change(plan_of(8), 1, param_dtype="bfloat16", reduce_dtype="bfloat16")
+    units = step_times(
+        plan, work_of([]), dataclasses.replace(MACHINE, node=Link(100.0, 0.0, SHARES)), 8
+    ).units
+    assert units["layers.0"].scatter_s == pytest.approx(units["layers.1"].scatter_s / 2)
+    assert units["layers.0"].gather_s < units["layers.1"].gather_s
+
+
+@pytest.mark.parametrize("kind", sorted(load_hardware()))
+def test_every_kind_of_machine_can_be_asked(kind: str) -> None:
+    operations = [operation("matmul", flops=GB, moved=GB, dtype=dtype) for dtype in ("bfloat16", "float32")]
+    operations += [
+        operation("attention", "attention", GB, dtype="bfloat16"),
+        operation("collective", "all_reduce", moved=GB),
+    ]
+    times = step_times(
+        plan_of(16, tp=2, dp_replicate=2), work_of(operations, operations), load_hardware()[kind], 8
+    )
+    assert all(0 < seconds < 1e3 for seconds in dataclasses.astuple(times.modules["head"]))
+    assert all(seconds > 0 for seconds in dataclasses.astuple(times.units["layers.0"]))

@@ -1,0 +1,242 @@
+"""The simulated step against schedules worked out by hand. Units: e the embedding, 0, 1, 2 the blocks, h the
+head, which stays gathered after its forward."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import StepTimes
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from tests.support.plans import BLOCK, TIED, change, make_model, plan_of
+from tests.support.streams import bars, times_of
+
+ONE_BLOCK, THREE_BLOCKS = make_model(1), make_model(3)
+
+
+def three_units(ahead: int = 1, **keys: Any) -> Plan:
+    return plan_of(model=ONE_BLOCK, forward_prefetch=ahead, backward_prefetch=ahead, **keys)
+
+
+def simple(plan: Plan, **keys: Any) -> StepTimes:
+    return times_of(plan, gather_s=2, scatter_s=2, forward=3, backward=5, **keys)
+
+
+def test_without_collectives_a_step_is_computing_alone():
+    plan = three_units()
+    step = simulate_step(plan, times_of(plan, copy_out_s=1, forward=3, backward=5, optimizer=4))
+    # Copies: three in the forward, two in the backward, where the head is still there.
+    assert (step.step_s, step.compute_s, step.exposed_s) == (3 * 3 + 3 * 5 + 5 + 4, step.step_s, 0)
+    assert {event.lane for event in step.events} == {"compute"}
+    assert step.exposed_by_lane == step.exposed_by_unit == {}
+    assert step.events[-1].work == step.events[-1].phase == "optimizer"
+
+
+def test_one_unit_ahead_hides_all_but_the_first_gather_and_the_last_reduction():
+    plan = three_units()
+    step = simulate_step(plan, simple(plan))
+    assert bars(step, "compute") == [
+        ("e", 2, 5),
+        ("0", 5, 8),
+        ("h", 8, 11),
+        ("h", 11, 16),
+        ("0", 16, 21),
+        ("e", 21, 26),
+    ]
+    # h's forward starts the gather of 0 for the backward; that of e, started by 0, is behind h's reduction in
+    # the queue.
+    assert bars(step, "all_gather") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6), ("0", 8, 10), ("e", 18, 20)]
+    assert bars(step, "reduce_scatter") == [("h", 16, 18), ("0", 21, 23), ("e", 26, 28)]
+    assert bars(step, "exposed") == [("e", 0, 2), ("e", 26, 28)]
+    assert (step.step_s, step.compute_s, step.exposed_s) == (28, 24, 4)
+    assert step.exposed_by_lane == {"all_gather": 2, "reduce_scatter": 2}
+    assert step.exposed_by_unit == {"embed": 4}
+
+
+def test_a_backward_without_prefetching_gathers_only_after_the_reduction_before():
+    plan = three_units(0)
+    step = simulate_step(plan, simple(plan))
+    assert bars(step, "compute", "backward") == [("h", 11, 16), ("0", 20, 25), ("e", 29, 34)]
+    assert bars(step, "reduce_scatter") == [("h", 16, 18), ("0", 25, 27), ("e", 34, 36)]
+    assert bars(step, "all_gather", "backward") == [("0", 18, 20), ("e", 27, 29)]
+    # The wait for 0's gather counts as h's reduction as long as that is what is in flight.
+    assert step.exposed_by_lane == {"all_gather": 6, "reduce_scatter": 6}
+    assert step.exposed_by_unit == {"embed": 6, "layers.0": 4, "head": 2}
+    assert step.step_s == 36
+
+
+def test_a_forward_gathers_the_next_unit_ahead_even_if_not_told():
+    """The CPU is ahead, and nothing that computes holds up the all-gather stream."""
+    told, untold = three_units(1), three_units(0)
+    expected = [("e", 0, 2), ("0", 2, 4), ("h", 4, 6)]
+    for plan in (told, untold):
+        assert bars(simulate_step(plan, simple(plan)), "all_gather", "forward") == expected
+
+
+def test_two_units_ahead_hide_a_long_gather_in_the_forward():
+    plans = [plan_of(model=make_model(2), forward_prefetch=ahead) for ahead in (1, 2)]
+    long: dict[str, Any] = {
+        "other_units": {"head": {"gather_s": 9}},
+        "other_modules": {"embed": {"forward_s": 10}},
+    }
+    one, two = (simulate_step(plan, times_of(plan, gather_s=2, forward=3, **long)) for plan in plans)
+    # One ahead: h's is started by 1. There are two buffers, so it waits for the copy out of the one before
+    # the last, 0's.
+    assert bars(one, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 12, 21)]
+    assert bars(two, "all_gather", "forward")[2:] == [("1", 4, 6), ("h", 6, 15)]
+    assert bars(one, "exposed", "forward") == [("e", 0, 2), ("h", 18, 21)]
+    assert bars(two, "exposed", "forward") == [("e", 0, 2)]
+
+
+def test_two_units_ahead_gather_before_a_long_reduction_in_the_backward():
+    plans = [plan_of(model=THREE_BLOCKS, backward_prefetch=ahead) for ahead in (1, 2)]
+    long: dict[str, Any] = {"other_units": {"head": {"scatter_s": 20}}}
+    one, two = (
+        simulate_step(plan, times_of(plan, gather_s=2, scatter_s=2, forward=3, backward=5, **long))
+        for plan in plans
+    )
+    assert (
+        bars(one, "compute", "backward")[:2]
+        == bars(two, "compute", "backward")[:2]
+        == [("h", 17, 22), ("2", 22, 27)]
+    )
+    # Before 2's gradients can be copied into the buffer, h's reduction must be out of it.
+    assert bars(one, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 42, 44)]
+    assert bars(two, "all_gather", "backward")[:2] == [("2", 14, 16), ("1", 16, 18)]
+    assert bars(one, "exposed", "backward")[:2] == [("h", 27, 42), ("1", 42, 44)]
+    assert bars(two, "exposed", "backward")[:1] == [("h", 27, 42)]
+
+
+def test_units_that_stay_gathered_are_gathered_once():
+    plan = three_units(0, reshard_after_forward=False)
+    step = simulate_step(plan, simple(plan))
+    assert bars(step, "all_gather") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6)]
+    assert step.step_s == 28
+
+
+def test_a_smaller_group_gathers_on_a_communicator_of_its_own_and_shares_the_link():
+    plan = three_units(1, reshard_after_forward=4)
+    times = simple(plan, regather_s=1)
+    step = simulate_step(plan, times)
+    # e's gather and h's reduction start together: half the speed, then the reduction's other second alone.
+    assert bars(step, "all_gather", "backward") == [("0", 8, 9), ("e", 16, 18)]
+    assert bars(step, "reduce_scatter")[0] == ("h", 16, 19)
+
+
+def test_a_reduction_waits_for_the_one_before():
+    plan = three_units()
+    step = simulate_step(plan, times_of(plan, forward=1, backward=5, scatter_s=8, copy_in_s=1))
+    assert bars(step, "compute", "backward") == [
+        ("h", 3, 8),
+        ("h", 8, 9),
+        ("0", 9, 14),
+        ("0", 17, 18),
+        ("e", 18, 23),
+        ("e", 26, 27),
+    ]
+    assert bars(step, "reduce_scatter") == [("h", 9, 17), ("0", 18, 26), ("e", 27, 35)]
+    assert step.exposed_by_unit == {"head": 3, "layers.0": 3, "embed": 8}
+
+
+def test_hsdp_all_reduces_in_the_last_micro_batch_only_beside_the_other_collectives():
+    plan = plan_of(8, 1, 16, model=ONE_BLOCK, dp_replicate=2, reshard_after_forward=False)
+    assert plan.accumulation == 2
+    step = simulate_step(plan, times_of(plan, forward=1, backward=4, scatter_s=2, all_reduce_s=3))
+    assert bars(step, "reduce_scatter")[:3] == [("h", 7, 9), ("0", 11, 13), ("e", 15, 17)]
+    second = 17
+    # h: scatter 7-9, all-reduce 9-12 but from 11 on beside 0's scatter, both at half speed: 1 left takes
+    # until 13, when the scatter has 1 left: until 14. 0: all-reduce from 14, 1 done at 15, when e's scatter
+    # comes: 2 left until 19, both.
+    assert bars(step, "all_reduce") == [
+        (unit, second + a, second + b) for unit, a, b in [("h", 9, 13), ("0", 14, 19), ("e", 19, 22)]
+    ]
+    assert bars(step, "reduce_scatter")[3:] == [
+        (unit, second + a, second + b) for unit, a, b in [("h", 7, 9), ("0", 11, 14), ("e", 15, 19)]
+    ]
+    assert step.step_s == second + 22
+    assert step.exposed_by_lane == {"reduce_scatter": 2 + 4, "all_reduce": 3}
+    assert sorted({event.micro_batch for event in step.events if event.lane == "all_reduce"}) == [1]
+
+
+def test_replication_alone_all_reduces_without_reduce_scatter():
+    plan = plan_of(model=ONE_BLOCK, strategy="ddp")
+    step = simulate_step(plan, times_of(plan, forward=1, backward=4, all_reduce_s=3))
+    assert bars(step, "all_reduce") == [("h", 7, 10), ("0", 11, 14), ("e", 15, 18)]
+    assert {event.lane for event in step.events} == {"compute", "all_reduce", "exposed"}
+
+
+def test_tensor_parallel_collectives_stop_computing_and_hide_others():
+    plan = three_units(1, tp=2)
+    step = simulate_step(plan, times_of(plan, gather_s=4, forward=3, backward=5, tp=(1, 2)))
+    assert bars(step, "compute", "forward") == [("e", 4, 7), ("0", 8, 11), ("h", 12, 15)]
+    assert bars(step, "tp", "forward") == [("e", 7, 8), ("0", 11, 12), ("h", 15, 16)]
+    assert step.exposed_by_lane == {"all_gather": 4, "tp": 9}
+    assert step.exposed_s == 13
+    assert step.compute_s == 24
+    assert step.exposed_by_unit == {"embed": 7, "layers.0": 3, "head": 3}
+
+
+def test_computing_beside_a_collective_is_slower_and_counts_as_computing():
+    plan = three_units(1, reshard_after_forward=False)
+    step = simulate_step(plan, times_of(plan, gather_s=2, forward=3, backward=5, slowdown=0.5))
+    # 0's and h's gathers fly from 2 to 6, in which e computes 2 of its 3 seconds.
+    assert bars(step, "compute", "forward") == [("e", 2, 7), ("0", 7, 10), ("h", 10, 13)]
+    assert (step.compute_s, step.exposed_s) == (26, 2)
+
+
+def test_without_streams_everything_runs_one_after_the_other():
+    plan = three_units(1)
+    step = simulate_step(plan, simple(plan, overlaps=False, slowdown=0.5, optimizer=1, copy_out_s=1))
+    gathers, scatters, copies = 5 * 2, 3 * 2, 5
+    assert step.step_s == gathers + scatters + copies + 3 * 8 + 1
+    assert step.exposed_s == gathers + scatters
+    assert step.exposed_by_lane == {"all_gather": gathers, "reduce_scatter": scatters}
+    ends = [(event.start_s, event.end_s) for event in step.events if event.lane != "exposed"]
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
+    assert bars(step, "all_gather")[:2] == [("e", 0, 2), ("0", 3, 5)], (
+        "in the order of launching: 0's before e computes"
+    )
+
+
+def test_joined_blocks_are_gathered_as_one():
+    plan = plan_of(model=make_model(2), unit_min_params=2 * BLOCK)
+    step = simulate_step(plan, simple(plan))
+    assert bars(step, "all_gather", "forward") == [("e", 0, 2), ("0+1", 2, 4), ("h", 4, 6)]
+    assert bars(step, "compute", "forward") == [("e", 2, 5), ("0", 5, 8), ("1", 8, 11), ("h", 11, 14)]
+    assert bars(step, "compute", "backward") == [("h", 14, 19), ("1", 19, 24), ("0", 24, 29), ("e", 29, 34)]
+    assert bars(step, "reduce_scatter") == [("h", 19, 21), ("0+1", 29, 31), ("e", 34, 36)]
+
+
+def test_tied_embeddings_are_gathered_first_and_reduced_last():
+    plan = plan_of(model=TIED)
+    step = simulate_step(plan, simple(plan))
+    assert [unit for unit, _, _ in bars(step, "all_gather")] == [
+        "e+h",
+        "0",
+        "1",
+        "2",
+        "3",
+        "3",
+        "2",
+        "1",
+        "0",
+    ]
+    assert [unit for unit, _, _ in bars(step, "reduce_scatter")] == ["3", "2", "1", "0", "e+h"]
+
+
+def test_a_unit_gathered_again_in_the_forward_is_there_in_the_backward():
+    """As a plan written by hand can ask: the head starts the gather of a block whose forward is over."""
+    plan = change(three_units(0), 2, forward_prefetch=("layers.0",))
+    step = simulate_step(plan, simple(plan))
+    assert bars(step, "all_gather", "forward") == [("e", 0, 2), ("0", 2, 4), ("h", 4, 6), ("0", 6, 8)]
+    assert [unit for unit, _, _ in bars(step, "all_gather", "backward")] == ["e"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+def test_every_micro_batch_gathers_and_reduces_again(accumulation):
+    plan = plan_of(8, 1, 8 * accumulation, model=ONE_BLOCK)
+    step = simulate_step(plan, simple(plan))
+    assert step.step_s == 28 * accumulation
+    assert step.exposed_by_lane == {"all_gather": 2 * accumulation, "reduce_scatter": 2 * accumulation}
+    assert len(bars(step, "all_gather")) == 5 * accumulation

@@ -1,0 +1,171 @@
+"""The simulated streams against the order in which the real hooks launch collectives, and laws that hold for
+any plan."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
+from meshwright.parallel.planner.fsdp_schedule import launch_tasks, simulate_step, start_ahead
+from meshwright.parallel.planner.stream_simulator import Task, find_waits, run_tasks
+from meshwright.parallel.planner.timeline import LANES, Timeline
+from meshwright.parallel.simulate.collectives import Collective
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
+from tests.support.plans import change, make_model, plan_of
+from tests.support.simulated import TINY, in_words, simulated
+
+AXES = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        (4, ()),
+        (4, ("--parallel.forward_prefetch=0", "--parallel.backward_prefetch=0")),
+        (4, ("--parallel.forward_prefetch=2", "--parallel.backward_prefetch=3", "--parallel.tp=2")),
+        (4, ("--parallel.reshard_after_forward=false", "--parallel.forward_prefetch=3")),
+        (4, ("--parallel.reshard_after_forward=2",)),
+        (4, ("--model.tie_embeddings=true", "--parallel.backward_prefetch=2")),
+        (4, ("--parallel.unit_min_params=20000",)),
+        (4, ("--parallel.dp_replicate=2", "--train.global_batch_size=12")),
+        (4, ("--parallel.strategy=ddp", "--train.global_batch_size=8")),
+        (8, ("--parallel.dp_replicate=2", "--parallel.tp=2", "--parallel.backward_prefetch=0")),
+    ],
+)
+def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arguments):
+    plan = plan_run(parse_config([*TINY, *arguments]), world_size)
+    gathers, scatters = (1.0, 1.0) if plan.mesh.dp_shard > 1 else (0.0, 0.0)
+    tp = 1.0 if plan.mesh.tp > 1 else 0.0
+    unit = UnitTimes(gathers, gathers, 1.0, 1.0, scatters, 1.0 if plan.mesh.dp_replicate > 1 else 0.0)
+    module = ModuleTimes(1.0, tp, 1.0, tp)
+    times = StepTimes(
+        dict.fromkeys((u.name for u in plan.units), unit), dict.fromkeys(plan.modules, module), 0, True, 0
+    )
+    tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
+    assert in_words(map(_collective, _launched(tasks))) == in_words(
+        simulated(world_size, *TINY, *arguments).collectives
+    )
+
+
+def _all_reduces(plan: Plan) -> list[bool]:
+    return [*[False] * (plan.accumulation - 1), True]
+
+
+def _launched(tasks: list[Task]) -> list[Task]:
+    return [task for task in tasks if task.lane != "compute"]
+
+
+def _collective(task: Task) -> Collective:
+    return Collective(task.lane, AXES[task.lane], task.unit, task.phase, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_laws_of_any_step(seed):
+    plan, times = random_step(random.Random(seed))
+    step = simulate_step(plan, times)
+    assert step.compute_s + step.exposed_s == pytest.approx(step.step_s, abs=1e-9)
+    assert sum(step.exposed_by_lane.values()) == pytest.approx(step.exposed_s, abs=1e-9)
+    assert sum(step.exposed_by_unit.values()) == pytest.approx(step.exposed_s, abs=1e-9)
+    assert max(event.end_s for event in step.events) == pytest.approx(step.step_s, abs=1e-9)
+    for lane in LANES:
+        _check_no_overlap(step, {lane})
+    _check_no_overlap(step, {"compute", "exposed", "tp"})
+    if not any(type(unit.reshard_after_forward) is int for unit in plan.units):
+        _check_no_overlap(step, {"all_gather", "reduce_scatter"})  # one communicator
+    if not times.overlaps:
+        _check_no_overlap(step, set(LANES) - {"exposed"})
+
+
+def _check_no_overlap(step: Timeline, lanes: set[str]) -> None:
+    events = sorted(
+        (e for e in step.events if e.lane in lanes), key=lambda event: (event.start_s, event.end_s)
+    )
+    for before, after in itertools.pairwise(events):
+        assert after.start_s >= before.end_s - 1e-9, (before, after)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_micro_batch_at_a_time_is_exactly_all_of_them_in_one_run(seed):
+    plan, times = random_step(random.Random(1000 + seed))
+    step = simulate_step(plan, times)
+    tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
+    spans = run_tasks(tasks, times.slowdown)
+    whole = sorted(
+        (task.lane, span.start_s, span.end_s)
+        for task, span in zip(tasks, spans, strict=True)
+        if span.end_s > span.start_s
+    )
+    pieces = sorted(
+        (e.lane, e.start_s, e.end_s) for e in step.events if e.lane != "exposed" and e.phase != "optimizer"
+    )
+    assert [lane for lane, _, _ in whole] == [lane for lane, _, _ in pieces]
+    assert [t for _, *both in whole for t in both] == pytest.approx(
+        [t for _, *both in pieces for t in both], abs=1e-9
+    )
+    exposed_s = sum(
+        wait.end_s - wait.start_s for wait in find_waits(tasks, spans)
+    ) + step.exposed_by_lane.get("tp", 0.0)
+    assert exposed_s == pytest.approx(step.exposed_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_is_bounded_by_what_it_must_do(seed):
+    plan, times = random_step(random.Random(2000 + seed))
+    tasks = launch_tasks(plan, times, start_ahead(plan), _all_reduces(plan))
+    alone: dict[str, float] = {}
+    for task in tasks:
+        stream = "compute" if task.lane in ("compute", "tp") else task.lane
+        alone[stream] = alone.get(stream, 0.0) + task.alone_s
+    step = simulate_step(plan, times)
+    slow = max(1 / (1 - times.slowdown), 3)
+    assert max(alone.values()) <= step.step_s + 1e-9
+    assert step.step_s <= slow * sum(alone.values()) + times.optimizer_s + 1e-9
+    serial = simulate_step(plan, dataclasses.replace(times, overlaps=False))
+    assert serial.step_s == pytest.approx(sum(alone.values()) + times.optimizer_s)
+
+
+def random_step(rng: random.Random) -> tuple[Plan, StepTimes]:
+    """Any degrees, prefetching, resharding and times, some of them 0, with units of their own ways."""
+    replicate, tp = rng.choice([1, 1, 2]), rng.choice([1, 1, 2])
+    model = make_model(rng.randint(1, 6), tied=rng.random() < 0.2)
+    plan = plan_of(
+        8,
+        1,
+        8 // tp * rng.randint(1, 4),
+        model=model,
+        dp_replicate=replicate,
+        tp=tp,
+        forward_prefetch=rng.randint(0, 3),
+        backward_prefetch=rng.randint(0, 3),
+        unit_min_params=rng.choice([0, 0, 800]),
+        reshard_after_forward=rng.choice([True, True, False, 2 if tp == 1 else True]),
+    )
+    for index in range(len(plan.units) - 1):
+        if rng.random() < 0.3:
+            plan = change(
+                plan, index, reshard_after_forward=rng.random() < 0.5, backward_prefetch=rng.randint(0, 3)
+            )
+    of_units = {
+        unit.name: UnitTimes(
+            _some(rng),
+            _some(rng),
+            rng.random() / 9,
+            rng.random() / 9,
+            _some(rng),
+            _some(rng) * (replicate > 1),
+        )
+        for unit in plan.units
+    }
+    of_modules = {
+        name: ModuleTimes(_some(rng), tp_s := _some(rng) * (tp > 1), 2 * _some(rng), tp_s)
+        for name in plan.modules
+    }
+    return plan, StepTimes(of_units, of_modules, _some(rng), rng.random() < 0.8, rng.choice([0.0, 0.1, 0.5]))
+
+
+def _some(rng: random.Random) -> float:
+    return 0.0 if rng.random() < 0.1 else rng.random() * rng.choice([0.2, 1.0, 5.0])

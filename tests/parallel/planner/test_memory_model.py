@@ -1,0 +1,402 @@
+"""A step's memory against numbers worked out by hand, from the work of modules made by hand."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.memory_breakdown import GIB, MemoryByKind, StepMemory
+from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.memory_model import least_bytes, predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Phase
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
+from tests.support.plans import change
+from tests.support.simulated import simulated
+
+EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
+# bytes: of a block's output and of what it keeps, per sequence; of the buffers
+HIDDEN, KEPT, TABLES = 20, 200, 7
+
+
+def per_sequence(size: float, fixed: float = 0) -> Linear:
+    return Linear(fixed, size)
+
+
+def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head: int = 500) -> ModelWork:
+    """Embedding, blocks, head. A block's forward holds `passing` at the most, its backward 300 and, last, 150
+    beside its weights' gradients; the head holds `head` in its forward."""
+
+    def module(
+        parameters: int, forward: float, keeps: float, backward: tuple[Linear, ...], output: float
+    ) -> ModuleWork:
+        phases = Phase((), (per_sequence(forward),)), Phase((), backward)
+        return ModuleWork(parameters, *phases, per_sequence(keeps), per_sequence(output))
+
+    block = (per_sequence(300), per_sequence(150, fixed=dtype_bytes * BLOCK))
+    modules = {
+        "embed": module(EMBEDDING, HIDDEN, 5, (per_sequence(25, fixed=dtype_bytes * EMBEDDING),), HIDDEN),
+        **{f"layers.{i}": module(BLOCK, passing, KEPT, block, HIDDEN) for i in range(n_blocks)},
+        "head": module(HEAD, head, 310, (per_sequence(330, fixed=dtype_bytes * HEAD),), 4),
+    }
+    return ModelWork(modules, {}, 5, "head", TABLES)
+
+
+def make(world_size: int, micro: int = 1, n_blocks: int = 2, global_batch: int = -1, **keys: Any) -> Plan:
+    blocks = [f"layers.{i}" for i in range(n_blocks)]
+    modules = dict(embed=EMBEDDING, **dict.fromkeys(blocks, BLOCK), head=HEAD)
+    model = ModelUnits(modules, [(name,) for name in modules], frozenset(), frozenset(blocks))
+    return make_plan(ParallelConfig(**keys), model, Job(world_size, 8, 5, micro, global_batch))
+
+
+def predict(*sizes: int, work: ModelWork | None = None, **keys: Any) -> StepMemory:
+    return predict_step_memory(make(*sizes, **keys), work or make_work())
+
+
+BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+STORED = {**BF16, "storage_dtype": "bfloat16"}
+SHARDS = (400 + 200 + 200 + 500) * 4  # of two ranks
+
+
+def test_a_small_plan_by_hand() -> None:
+    """Two shards, a micro batch of 3 sequences, all in float32."""
+    assert predict(2, 3).memory == MemoryByKind(
+        params=SHARDS,
+        grads=SHARDS,
+        optimizer=2 * SHARDS,
+        # In the embedding's forward: it, the buffer it was copied out of, and one that fills with a block
+        # ahead. (The head and its buffer are 8000.)
+        unsharded=3200 + 3200 + 1600,
+        # In the last block's backward: what embedding and first block kept, and the block's fullest moment.
+        activations=3 * (5 + 200 + 300),
+        # The head's forward, but for the hidden states that it was given.
+        logits=3 * (500 - 20),
+        # The head's gradient, copied into a buffer of its own for the reduction.
+        buffers=TABLES + 4000 + 4000,
+    )
+
+
+def test_the_moment_of_the_peak_by_hand() -> None:
+    """The last of the last block's backward: its gradients are there, and the head's reduction has still its
+    buffer."""
+    assert predict(2, 3).at_peak == MemoryByKind(
+        params=SHARDS,
+        grads=2000,  # of the head
+        optimizer=2 * SHARDS,
+        unsharded=1600 + 1600,  # the block, and the first one's buffer
+        activations=3 * (5 + 200 + 150),  # embedding's and first block's, and the moment's
+        logits=0,
+        buffers=TABLES + 4000 + 1600,
+    )
+
+
+def test_the_peak_is_in_the_forward_where_logits_are_many() -> None:
+    """A head that holds 5000 for each of three sequences."""
+    assert predict(2, 3, work=make_work(head=5000)).at_peak == MemoryByKind(
+        params=SHARDS,
+        grads=0,
+        optimizer=2 * SHARDS,
+        unsharded=4000 + 4000,  # the head, and the buffer it came through
+        activations=3 * (5 + 2 * 200 + 20),
+        logits=3 * (5000 - 20),
+        buffers=TABLES,
+    )
+
+
+def test_bfloat16_halves_what_is_gathered_and_gradients_but_not_their_reduction_nor_the_shards() -> None:
+    got = predict(2, 3, work=make_work(dtype_bytes=2), **BF16).memory
+    assert (got.params, got.grads, got.optimizer) == (SHARDS, SHARDS, 2 * SHARDS)
+    assert got.unsharded == (3200 + 3200 + 1600) // 2
+    assert got.buffers == TABLES + 2000 + 4000
+
+
+def test_storage_in_bfloat16_halves_shards_and_gradients_and_moments_have_a_dtype_of_their_own() -> None:
+    work = make_work(dtype_bytes=2)
+    for moment_bytes in (4, 2):
+        got = predict(2, 3, work=dataclasses.replace(work, moment_bytes=moment_bytes), **STORED).memory
+        assert (got.params, got.grads) == (SHARDS // 2, SHARDS // 2)
+        assert got.optimizer == 2 * SHARDS * moment_bytes // 4
+
+
+def test_a_reduction_in_float32_is_cast_to_storage_in_bfloat16() -> None:
+    """The reduction's buffer, half of it that comes out, that in bfloat16, and the gradient of the only
+    weight."""
+    work = make_work(dtype_bytes=2)
+    head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
+    got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head}), **STORED).memory
+    assert got.buffers == TABLES + 4000 + 2000 + 1000 + 2000
+
+
+def test_sums_that_wait_for_the_replicas_wait_in_reduce_dtype() -> None:
+    """Four micro batches: at the head's forward in the last one, all gradients of the others."""
+    keys = {"work": make_work(head=5000, dtype_bytes=2), "dp_replicate": 2, "global_batch": 16}
+    assert predict(4, **keys, **STORED).at_peak.grads == SHARDS
+    assert predict(4, **keys, **{**STORED, "reduce_dtype": "bfloat16"}).at_peak.grads == SHARDS // 2
+
+
+def test_replicas_sums_stay_until_the_backward_ends_where_gradients_are_stored_in_another_dtype() -> None:
+    """On one shard, at the embedding's reduction: it in float32 three times, beside the blocks' and the
+    head's."""
+    got = predict(2, strategy="ddp", work=make_work(dtype_bytes=2), **STORED)
+    assert got.at_peak.buffers == TABLES + 3 * 3200 + 2 * 1600 + 4000
+    assert predict(2, strategy="ddp", work=make_work()).at_peak.buffers == TABLES + 3 * 3200
+
+
+@pytest.mark.parametrize(("shards", "per_rank"), [(1, 2600), (2, 1300), (4, 650), (8, 325)])
+def test_shards_divide_parameters_gradients_and_optimizer(shards: int, per_rank: int) -> None:
+    got = predict(shards).memory
+    assert (got.params, got.grads, got.optimizer) == (4 * per_rank, 4 * per_rank, 8 * per_rank)
+
+
+def test_rows_are_dealt_out_whole_and_padded() -> None:
+    """A head of 3 rows of 300 and 100 rows of 1, on 8 ranks: 1 row of 300 and 13 of 1 each, the last ranks'
+    padding."""
+    work = make_work()
+    head = dataclasses.replace(work.modules["head"], weights=((3, 300), (100, 1)))
+    got = predict(
+        8, work=dataclasses.replace(work, modules={**work.modules, "head": head}), forward_prefetch=0
+    ).memory
+    assert got.params == got.grads == 4 * (100 + 2 * 50 + 313)
+    assert got.unsharded == 2 * 4 * 8 * 313, "the head and its buffer, as they come from all ranks"
+    assert got.buffers == TABLES + 4000 + 4 * 8 * 313, "its gradient is not padded, but for the reduction"
+
+
+def test_the_last_weights_gradient_lives_until_the_reduction_is_done() -> None:
+    """On two ranks: the reduction's buffer, half of it that comes out, and 900 of 1000 values, which torch's
+    loop holds."""
+    work = make_work()
+    head = dataclasses.replace(work.modules["head"], weights=((100, 1), (10, 90)))
+    got = predict(2, work=dataclasses.replace(work, modules={**work.modules, "head": head})).memory
+    assert got.buffers == TABLES + 4000 + 2000 + 3600
+
+
+def test_a_reduction_in_bfloat16_is_cast_at_its_end() -> None:
+    """The reduction's buffer, half of it that comes out, that in float32, and the gradient of the only
+    weight."""
+    work = make_work(dtype_bytes=2)
+    head = dataclasses.replace(work.modules["head"], weights=((1000, 1),))
+    work = dataclasses.replace(work, modules={**work.modules, "head": head})
+    got = predict(2, work=work, param_dtype="bfloat16", reduce_dtype="bfloat16").memory
+    assert got.buffers == TABLES + 2000 + 1000 + 2000 + 2000
+
+
+def test_replication_divides_nothing() -> None:
+    assert predict(8, dp_replicate=4) == predict(2)
+
+
+def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
+    one, three = predict(2).memory, predict(2, 3).memory
+    assert three.logits == 3 * one.logits
+    assert three.activations == 3 * one.activations
+    assert dataclasses.replace(three, activations=one.activations, logits=one.logits) == one
+
+
+def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() -> None:
+    """Five blocks, all with offload: the last one's stay. In the last forward what the one before keeps is
+    still on its way; in the last backward, and in each before the first, what the next one needs is there
+    already."""
+    work, keys = make_work(n_blocks=5), {"n_blocks": 5, "activation_checkpoint": "offload"}
+    plan = make(2, **keys)
+    assert sent_blocks(plan, work) == {f"layers.{i}": f"layers.{i + 1}" for i in range(4)}
+    assert host_bytes(plan, work) == 4 * KEPT
+    assert predict(2, work=work, **keys).memory.activations == 5 + KEPT + 300, (
+        "as in two blocks that keep all"
+    )
+    kept = predict(2, work=work, n_blocks=5).memory.activations
+    assert kept == 5 + 4 * KEPT + 300
+    assert predict(2, work=work, **keys, checkpointed_blocks=3).memory.activations == kept - 2 * KEPT
+    assert predict(2, work=make_work(n_blocks=5, passing=900), **keys).memory.activations == 5 + KEPT + 900, (
+        "in a forward"
+    )
+
+
+def test_what_is_sent_needs_no_backward_of_its_own() -> None:
+    work = dataclasses.replace(make_work(n_blocks=5), trained={"embed": 0.0, "layers.0": 0.0})
+    plan = make(2, n_blocks=5, activation_checkpoint="offload")
+    assert host_bytes(plan, work) == 3 * KEPT
+    offloaded = make(2, n_blocks=5, activation_checkpoint="offload", cpu_offload=True)
+    assert (
+        host_bytes(offloaded, make_work(n_blocks=5)) == 4 * KEPT + 4 * (EMBEDDING + 5 * BLOCK + HEAD) * 4 // 2
+    )
+
+
+IN_THE_HEADS_BACKWARD = MemoryByKind(
+    unsharded=4000 + 1600, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000
+)
+
+
+def test_accumulated_gradients_are_there_through_the_last_micro_batch() -> None:
+    once, accumulated = predict(2), predict(2, global_batch=8)
+    assert accumulated.memory == once.memory
+    shards = {"params": SHARDS, "grads": SHARDS, "optimizer": 2 * SHARDS}
+    assert accumulated.at_peak == dataclasses.replace(IN_THE_HEADS_BACKWARD, **shards)
+
+
+def test_offloaded_parameters_gradients_and_moments_are_not_on_the_device() -> None:
+    here, there = (predict(2, cpu_offload=offload) for offload in (False, True))
+    assert there.memory == dataclasses.replace(here.memory, params=0, grads=0, optimizer=0)
+    assert there.at_peak == IN_THE_HEADS_BACKWARD
+
+
+@pytest.mark.parametrize(
+    ("ahead", "gathered"),
+    [
+        # The head with its buffer, whatever was fetched ahead of it.
+        (0, 4000 + 4000),
+        # The embedding with its buffer, and buffers of one block, or two.
+        (1, 3200 + 3200 + 1600),
+        (2, 3200 + 3200 + 2 * 1600),
+    ],
+)
+def test_prefetching_further_fills_more_buffers_at_once(ahead: int, gathered: int) -> None:
+    assert predict(2, forward_prefetch=ahead, backward_prefetch=ahead).memory.unsharded == gathered
+
+
+def test_a_list_fills_buffers_of_what_it_names() -> None:
+    plan = change(make(2, forward_prefetch=0, backward_prefetch=0), 0, forward_prefetch=("layers.1", "head"))
+    assert predict_step_memory(plan, make_work()).memory.unsharded == 3200 + 3200 + 1600 + 4000
+
+
+def test_the_backward_keeps_no_buffer_behind_a_unit() -> None:
+    """With the head gone, most is gathered while the embedding is copied out: it and its buffer; nothing is
+    ahead of it."""
+    work = make_work(head=0)
+    head = dataclasses.replace(work.modules["head"], parameters=4)
+    work = dataclasses.replace(work, modules={**work.modules, "head": head})
+    got = predict(2, work=work, forward_prefetch=0, backward_prefetch=0)
+    assert got.memory.unsharded == 3200 + 3200
+
+
+def test_units_that_are_not_resharded_stay_gathered() -> None:
+    """All of them in the head's forward, with the head's buffer."""
+    assert predict(2, reshard_after_forward=False).memory.unsharded == 3200 + 1600 + 1600 + 4000 + 4000
+
+
+def test_resharding_to_pairs_keeps_a_half_of_each_unit_until_the_backward() -> None:
+    assert predict(8, reshard_after_forward=2).memory.unsharded == (3200 + 1600 + 1600) // 2 + 4000 + 4000
+
+
+def test_a_rank_alone_gathers_through_nothing_and_copies_what_it_would_scatter() -> None:
+    """The head's gradient, the reduction's buffer, and two copies of that: divided, then taken over."""
+    got = predict(1, reshard_after_forward=True).memory
+    assert got.unsharded == 4000
+    assert got.buffers == TABLES + 4000 + 2 * 4000
+
+
+def test_units_joined_by_size_are_gathered_and_reduced_together() -> None:
+    got = predict(2, unit_min_params=500).memory
+    plan = make(2, unit_min_params=500)
+    assert [unit.modules for unit in plan.units] == [("embed",), ("layers.0", "layers.1"), ("head",)]
+    assert got.params == (400 + 200 + 200 + 500) * 4, "each weight is sharded by itself"
+    assert got.unsharded == 3200 + 3200 + 4000, "the blocks, their buffer, and the head's, which is ahead"
+
+
+def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None:
+    """Tied embeddings: the weight is the embedding's, used again in the head, whose gradient begins there."""
+    modules = {"embed": 0, "layers.0": BLOCK, "head": HEAD}
+    model = ModelUnits(modules, [("layers.0",), ("embed", "head")], frozenset(), frozenset())
+    plan = make_plan(ParallelConfig(), model, Job(2, 8, 5, 1))
+    work = make_work(n_blocks=1)
+    embed = dataclasses.replace(work.modules["embed"], parameters=0)
+    got = predict_step_memory(
+        plan, dataclasses.replace(work, modules={**work.modules, "embed": embed})
+    ).memory
+    assert got.params == (200 + 500) * 4
+    # The head's gradient waits while the embedding makes another; the block's reduction still has its buffer.
+    assert got.buffers == TABLES + 4000 + 3200 + 1600
+
+
+def test_frozen_parameters_have_no_gradients_no_moments_and_no_reduction() -> None:
+    work = dataclasses.replace(make_work(), trained={"head": 0.0, "embed": 0.5})
+    got = predict(2, work=work).memory
+    assert got.params == SHARDS
+    assert got.grads == (200 + 200 + 200) * 4
+    assert got.optimizer == 2 * got.grads
+
+
+def test_what_comes_before_the_first_trained_module_keeps_nothing_and_has_no_backward() -> None:
+    work = dataclasses.replace(make_work(), trained={"embed": 0.0, "layers.0": 0.0})
+    got = predict(2, work=work)
+    assert got.memory.activations == 300, "the second block's backward alone"
+    assert got.memory.grads == (200 + 500) * 4
+
+
+def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> None:
+    hardware = dataclasses.replace(load_hardware()["h100-sxm"], reserved_share=0.25, reserved_gib=2.0)
+    memory = StepMemory(MemoryByKind(), MemoryByKind(params=8 * GIB))
+    assert reserved_bytes(memory, hardware) == 12 * GIB
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"cpu_offload": True},
+        {"reshard_after_forward": False},
+        {"dp_replicate": 2},
+        STORED,
+        {"activation_checkpoint": "offload"},
+    ],
+    ids=str,
+)
+def test_the_least_is_never_more_than_the_peak(keys: dict[str, Any]) -> None:
+    for micro in (1, 3, 9):
+        plan = make(4, micro, **keys)
+        assert 0 < least_bytes(plan, make_work()) <= predict_step_memory(plan, make_work()).peak_bytes
+
+
+SMALL = (
+    "--model.dim=256",
+    "--model.n_layers=3",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.ffn_dim=512",
+    "--model.vocab_size=2048",
+    "--train.seq_len=64",
+    "--parallel.compile.enabled=false",
+    "--parallel.param_dtype=bfloat16",
+)
+STORAGE, MOMENTS, REDUCED = (
+    "--parallel.storage_dtype=bfloat16",
+    "--optim.state_dtype=bfloat16",
+    "--parallel.reduce_dtype=bfloat16",
+)
+ACCUMULATED = "--train.global_batch_size=32"
+OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "--train.seq_len=512"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [
+        (1, [STORAGE, MOMENTS]),
+        (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]),
+        (4, [REDUCED, "--parallel.strategy=ddp"]),
+        (4, [*OFFLOADED, "--parallel.tp=2"]),
+        (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (4, [MOMENTS]),
+                (4, [STORAGE]),
+                (4, [STORAGE, MOMENTS, ACCUMULATED]),
+                (1, [REDUCED]),
+                (4, OFFLOADED),
+                (4, [STORAGE, "--parallel.strategy=ddp"]),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:
+    config = parse_config([*SMALL, *keys])
+    got, real = predict_memory(config, plan_run(config, world_size)), simulated(world_size, *SMALL, *keys)
+    for kind in ("params", "optimizer"):
+        assert getattr(got.memory, kind) == pytest.approx(getattr(real.memory, kind), rel=1e-3), kind
+    # Under pytest, not in a process of its own, one of the watched steps can keep a small tensor a moment
+    # longer: up to 1% here.
+    assert got.peak_bytes == pytest.approx(real.peak_bytes, rel=0.035)

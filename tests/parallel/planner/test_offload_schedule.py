@@ -1,0 +1,68 @@
+"""Activations on their way to host memory and back in a simulated step, against times worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.timeline import Timeline
+from tests.support.plans import plan_of
+from tests.support.streams import bars, times_of
+
+PLAN = plan_of(1, activation_checkpoint="offload")  # embedding, four blocks, head
+
+
+def step(copy_s: float, plan: Plan = PLAN, *, overlaps: bool = True, slowdown: float = 0.0) -> Timeline:
+    """Forwards of 2 seconds, backwards of 4, copies of `copy_s` for all blocks but the last."""
+    host_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
+    times = times_of(plan, forward=2, backward=4, overlaps=overlaps, slowdown=slowdown)
+    return simulate_step(plan, dataclasses.replace(times, host_s=host_s))
+
+
+def test_copies_that_are_shorter_than_a_block_are_hidden() -> None:
+    """Sent behind each block's forward, fetched from where the backward of the block behind it begins."""
+    timeline = step(1.5, slowdown=0.5)
+    assert timeline.step_s == 6 * (2 + 4), "nothing waits, and no computing is slowed down by copies"
+    assert bars(timeline, "offload", "forward") == [("0", 4, 5.5), ("1", 6, 7.5), ("2", 8, 9.5)]
+    # 12 the head's backward, 16 block 3's, 20 block 2's, 24 block 1's.
+    assert bars(timeline, "offload", "backward") == [("2", 16, 17.5), ("1", 20, 21.5), ("0", 24, 25.5)]
+    assert timeline.exposed_s == 0
+
+
+def test_a_forward_waits_for_what_the_block_before_has_sent_and_a_backward_for_what_was_fetched() -> None:
+    """Copies of 5 seconds. Sent: block 0's from 4 to 9; block 1 computes to 6, and block 2 waits for 9. The
+    head waits for what block 2 has sent, to 19. Fetched: block 2's from where block 3's backward begins."""
+    timeline = step(5)
+    assert bars(timeline, "offload", "forward") == [("0", 4, 9), ("1", 9, 14), ("2", 14, 19)]
+    assert bars(timeline, "compute", "forward") == [
+        ("e", 0, 2),
+        ("0", 2, 4),
+        ("1", 4, 6),
+        ("2", 9, 11),
+        ("3", 14, 16),
+        ("h", 19, 21),
+    ]
+    assert bars(timeline, "compute", "backward")[:4] == [
+        ("h", 21, 25),
+        ("3", 25, 29),
+        ("2", 30, 34),
+        ("1", 35, 39),
+    ]
+    assert bars(timeline, "offload", "backward") == [("2", 25, 30), ("1", 30, 35), ("0", 35, 40)]
+    assert timeline.exposed_by_lane == pytest.approx({"offload": 3 + 3 + 3 + 1 + 1 + 1})
+    assert timeline.step_s == timeline.compute_s + timeline.exposed_s == 48
+
+
+def test_the_bound_is_never_above_the_step_and_near_it_where_copies_decide() -> None:
+    for copy_s in (0.5, 2, 5, 50):
+        host_s = {f"layers.{i}": copy_s for i in range(3)} | {"layers.3": 0.0}
+        times = dataclasses.replace(times_of(PLAN, forward=2, backward=4), host_s=host_s)
+        bound, real = times.busy_s(1), simulate_step(PLAN, times).step_s
+        assert bound <= real
+        assert bound == pytest.approx(max(12, 3 * copy_s) + max(24, 3 * copy_s))
+        assert copy_s < 50 or bound > 0.9 * real
+
+
+def test_without_streams_every_copy_takes_its_time() -> None:
+    assert step(1.5, overlaps=False).step_s == 6 * (2 + 4) + 6 * 1.5

@@ -1,0 +1,126 @@
+"""What test_stochastic_adamw.py has other processes do: AdamW's Triton kernel beside its reference, and steps
+on a mesh."""
+
+import dataclasses
+import itertools
+import sys
+import zlib
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.fsdp import copy_shard
+from meshwright.train.optim import adamw_kernel as adamw
+from tests.support.sharded import build_sharded
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+DTYPES = (torch.float32, torch.bfloat16)
+PROGRAM = 512 * 32  # elements, of train.optim.adamw_triton
+# Elements, place of the first, columns, gap: less than a block, more than one, more than a program, beyond 32
+# bits, one.
+PARTS = [
+    (5, 0, 5, 0),
+    (3000, 7, 100, 0),
+    (PROGRAM + 17, 2**32 - 1000, 1000, 24),
+    (1, 3, 1, 0),
+    (64 * 33, 500, 33, 31),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw.Slice]:
+    """The same values at every call; one gradient is infinite."""
+    generator, slices = torch.Generator().manual_seed(0), []
+    for i, (n, first, columns, gap) in enumerate(PARTS):
+        values = [torch.randn(n, generator=generator) * scale for scale in (0.1, 1.0, 0.1, 0.1)]
+        if i == 2:
+            values[1][0] = torch.inf
+        tensors = [
+            values[0].to(parameter),
+            values[1].to(parameter),
+            values[2].to(moment),
+            values[3].square().to(moment),
+        ]
+        slices.append(
+            adamw.Slice(*(tensor.to(DEVICE) for tensor in tensors), 2**32 - 3 + i, first, columns, gap)
+        )
+    return slices
+
+
+def make_step(skip: float) -> adamw.Step:
+    counts = torch.arange(1, len(PARTS) + 1).double()
+    on_device = [
+        counts,
+        1e-3 / (1 - 0.9**counts),
+        (1 - 0.999**counts).sqrt(),
+        torch.tensor(3.7),
+        torch.tensor(skip),
+    ]
+    return adamw.Step(0.9, 0.999, 1e-8, 1 - 1e-4, *(value.float().to(DEVICE) for value in on_device))
+
+
+def bits(one: adamw.Slice) -> dict[str, Tensor]:
+    """Of each tensor, every NaN the same."""
+    tensors = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    return {
+        name: value.masked_fill(value.isnan(), torch.nan).view(BITS[value.dtype])
+        for name, value in tensors.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], list[str]]]:
+    """The kernel and its reference, bit for bit: dtypes of parameters and moments, whether the step is
+    skipped, which tensors of a slice differ, and which have changed. Where there is no GPU,
+    TRITON_INTERPRET=1 must be set before the process starts."""
+    if DEVICE == "cpu":  # Triton reads the variable as it is imported, which it has been
+        for name in [
+            name
+            for name in sys.modules
+            if name.partition(".")[0] == "triton" and not name.startswith("triton._C")
+        ]:
+            del sys.modules[name]
+    from meshwright.train.optim import adamw_triton
+
+    assert adamw_triton.BLOCK * adamw_triton.BLOCKS == PROGRAM
+    numpy.seterr(all="ignore")  # the interpreter's arithmetic: infinity by infinity is no reason to stop
+    results = []
+    for parameter, moment, skip in itertools.product(DTYPES, DTYPES, (0.0, 1.0)):
+        before, expected, got = (make_slices(parameter, moment) for _ in range(3))
+        adamw.update(expected, make_step(skip))
+        adamw_triton.update(got, make_step(skip))
+        for slices in zip(before, expected, got, strict=True):
+            was, wanted, has = map(bits, slices)
+            different = [name for name in wanted if not torch.equal(wanted[name], has[name])]
+            moved = [name for name in wanted if not torch.equal(was[name], has[name])]
+            results.append((parameter, moment, skip, different, moved))
+    return results
+
+
+STEPS = 3
+
+
+def train(arguments: list[str]) -> dict[str, Tensor]:
+    """Parameters and moments after some steps on gradients that are the same on any mesh, whole, by name."""
+    run = build_sharded(arguments)
+    model, optimizer = run.model, run.optimizer
+    for step in range(STEPS):
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{step}:{name}".encode()))
+            parameter.grad = torch.zeros_like(parameter)
+            copy_shard(parameter.grad, torch.randn(parameter.shape, generator=generator))
+        optimizer.step()
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{name}, {key}": value for key, value in optimizer.state[parameter].items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()
+    }
+
+
+def train_on_meshes(arguments: list[str]) -> list[dict[str, Tensor]]:
+    """`train` with FSDP alone and with tensor parallelism alone."""
+    return [train([*arguments, f"--parallel.tp={tp}"]) for tp in (1, dist.get_world_size())]

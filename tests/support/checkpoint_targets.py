@@ -1,0 +1,70 @@
+"""A checkpoint's files, for the mutations of test_untrusted.py."""
+
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from meshwright.train.checkpoint.load import read_tensors
+from meshwright.train.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Position,
+    describe_tensor,
+    manifest_to_text,
+    read_manifest,
+)
+from meshwright.train.checkpoint.shards import Shard, write_shard_file
+from meshwright.train.checkpoint.verify import verify_alone
+from meshwright.train.errors import CheckpointError
+from tests.support.mutations import Target
+
+NAME = "model.weight"
+
+
+def checkpoint_targets(folder: Path) -> Iterator[Target]:
+    """A checkpoint's manifest and header; also signed again by who changed them, so that no hash refuses
+    them."""
+    checkpoint = folder / "step-00000003"
+    checkpoint.mkdir()
+    shards, manifest = checkpoint / "rank-00000.safetensors", checkpoint / MANIFEST
+    value = torch.arange(64, dtype=torch.float32).reshape(8, 8)
+    saved = write_shard_file(shards, {NAME: Shard(value, (0, 0))})
+    valid = Manifest(Position(3, 24, 0, 32, 1, "data"), {shards.name: saved}, {NAME: describe_tensor(value)})
+    manifest.write_text(manifest_to_text(valid))
+    for path in (manifest, shards):
+        verify = partial(verify_alone, checkpoint)
+        yield Target(f"checkpoint {path.name}", path, verify, (CheckpointError,), named=(str(checkpoint),))
+    yield Target(
+        "signed manifest",
+        manifest,
+        partial(_read_signed, checkpoint),
+        (CheckpointError,),
+        named=(str(checkpoint),),
+    )
+
+    def read() -> None:
+        if shards.is_file() or not shards.exists():  # pipes are refused before, by whoever verifies
+            read_tensors(checkpoint, valid, {NAME: torch.empty(8, 8)}, alone=True)
+
+    yield Target("signed header", shards, read, (CheckpointError,), named=(str(checkpoint),))
+
+
+def _read_signed(checkpoint: Path) -> None:
+    path = checkpoint / MANIFEST
+    if path.is_file() and not path.is_symlink():
+        body = path.read_bytes().rpartition(b',\n "sha256"')[0] + b"\n}"
+        path.write_bytes(
+            body[:-2] + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+        )
+    manifest = read_manifest(checkpoint)
+    for name, tensor in manifest.tensors.items():
+        if name == NAME:  # no more than the files say is ever allocated
+            read_tensors(
+                checkpoint,
+                manifest,
+                {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))},
+                alone=True,
+            )

@@ -1,0 +1,163 @@
+"""tools.bench scale: every case by the planner's own words, a record that is gone on with, and the page that
+is made of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from meshwright.parallel.planner.plot.shapes import to_svg
+from meshwright.tools.bench import harness as record
+from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.harness import marks
+from meshwright.tools.bench.planner.scaling import page_part, pairs, recomputed
+from meshwright.tools.bench.planner.scaling_plot import draw_scaling
+from meshwright.tools.plan.__main__ import main as plan_tool
+from meshwright.tools.processes import BenchError
+from meshwright.train.errors import ConfigError
+from tests.support.forks import ROOT
+from tests.support.launch import TINY
+
+Output = pytest.CaptureFixture[str]
+KEYS = [
+    *TINY[:5],
+    "--parallel.activation_checkpoint=none",
+    "--parallel.compile.enabled=false",
+    "--train.micro_batch_size=1",
+    "--train.seq_len=64",
+]
+SCALE = ["scale", "--config", "llama_debug", "--gpus=8..16", "--gpu", "h200", "--sequences-per-gpu=2", *KEYS]
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
+    return tmp_path / "records"
+
+
+def figures_of(capsys: Output, *arguments: str) -> dict[str, Any]:
+    main([*SCALE, *arguments, "--json"])
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)["figures"]
+    return figures
+
+
+def test_both_ways_at_every_number_of_gpus(capsys: Output) -> None:
+    figures = figures_of(capsys)
+    assert figures["predicted"] is True
+    cells = list(figures["cases"].values())
+    assert [(cell["way"], cell["gpus"]) for cell in cells] == [
+        ("planner", 8),
+        ("fsdp", 8),
+        ("planner", 16),
+        ("fsdp", 16),
+    ]
+    for cell in cells:
+        assert 0 < cell["mfu_causal"] < cell["mfu"] < 1
+        assert sum(cell["exposed_by_lane_s"].values()) == pytest.approx(
+            cell["exposed_share"] * cell["step_time_s"]
+        )
+        choices = cell["choices"]
+        data_parallel = choices["dp_replicate"] * choices["dp_shard"]
+        assert data_parallel * choices["tp"] == cell["gpus"]
+        assert choices["micro_batch_size"] * choices["accumulation"] * data_parallel == 2 * cell["gpus"]
+    assert all(cell["choices"]["tp"] == cell["choices"]["dp_replicate"] == 1 for cell in cells[1::2])
+    assert all(
+        chosen["tokens_per_s_per_gpu"] >= alone["tokens_per_s_per_gpu"] * 0.99
+        for chosen, alone in zip(cells[::2], cells[1::2], strict=True)
+    )
+
+
+def test_a_case_is_what_tools_plan_says(capsys: Output) -> None:
+    cell = figures_of(capsys)["cases"]["llama_debug h200 16 planner"]
+    plan_tool(
+        [
+            "--config=llama_debug",
+            "--gpus=16",
+            "--gpu=h200",
+            "--parallel.plan=auto",
+            "--train.global_batch_size=32",
+            *KEYS,
+            "--json",
+        ]
+    )
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    for key in ("step_time_s", "reserved_gib", "mfu", "exposed_share"):
+        assert cell[key] == predicted[key]
+
+
+def test_what_fits_nowhere_has_its_reason(capsys: Output) -> None:
+    main([*SCALE, "--train.micro_batch_size=3"])
+    out = capsys.readouterr().out
+    assert "8 GPUs, planner: train.global_batch_size=16 must be a multiple" in out
+    assert "16 GPUs, fsdp: train.global_batch_size=32 must be a multiple" in out
+
+
+def test_a_record_is_gone_on_with(records: Path, capsys: Output) -> None:
+    main([*SCALE, "--gpus=8..8", "--record"])
+    (path,) = records.glob("*.json")
+    document = json.loads(path.read_text())
+    assert list(document["figures"]["cases"]) == ["llama_debug h200 8 planner", "llama_debug h200 8 fsdp"]
+    document["figures"]["cases"]["llama_debug h200 8 fsdp"]["mfu"] = 0.125  # it would be predicted otherwise
+    path.write_text(json.dumps(document))
+    capsys.readouterr()
+    main([*SCALE, "--record"])
+    output = capsys.readouterr()
+    assert "12.5%" in output.out
+    assert [line.partition(":")[0] for line in output.err.splitlines()] == [
+        "llama_debug h200 16 planner",
+        "llama_debug h200 16 fsdp",
+        "recorded",
+    ]
+    assert len(json.loads(path.read_text())["figures"]["cases"]) == 4
+    with pytest.raises(BenchError, match=r"made with .*sequences_per_gpu"):
+        main([*SCALE, "--sequences-per-gpu=4", "--record"])
+    main([*SCALE, "--record", "--again"])
+    assert "12.5%" not in capsys.readouterr().out
+
+
+def test_tables_and_plot_go_into_a_page(tmp_path: Path, capsys: Output) -> None:
+    page, (begin, end) = tmp_path / "page.md", marks("scale")
+    page.write_text(f"# before\n{begin}\nold\n{end}\nafter\n")
+    for _ in range(2):  # the second time nothing changes
+        figures = figures_of(capsys, f"--page={page}")
+        text = page.read_text()
+        assert text == f"# before\n{begin}\n\n{page_part(figures, 'page.svg')}\n\n{end}\nafter\n"
+    rows = [line for line in text.splitlines() if line.startswith("| h200 | ")]
+    assert len(rows) == 1  # of 8 and 16, the page shows the fewest and its own numbers
+    cell = figures["cases"]["llama_debug h200 8 fsdp"]
+    assert f"{cell['tokens_per_s_per_gpu']:,.0f} | {cell['mfu']:.1%} | {cell['exposed_share']:.1%}" in rows[0]
+    drawn = ElementTree.parse(tmp_path / "page.svg").getroot()
+    said = {title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")}
+    assert f"16 h200, FSDP alone: {figures['cases']['llama_debug h200 16 fsdp']['mfu']:.1%}" in said
+    assert len(said) >= 4
+
+
+def test_what_cannot_be_begun() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.plan"):
+        main(["scale", "--parallel.plan=manual"])
+    with pytest.raises(ConfigError, match="there is no such file"):
+        main([*SCALE, "--page=/nowhere/page.md"])
+    with pytest.raises(ConfigError, match="it must have the lines"):
+        main([*SCALE, "--page", str(ROOT / "docs" / "planner.md")])
+
+
+def test_blocks_are_named_where_not_all_are_checkpointed() -> None:
+    assert (
+        recomputed({"activation_checkpoint": "selective", "checkpointed_blocks": 12}, 32)
+        == "selective, 12 of 32"
+    )
+    assert recomputed({"activation_checkpoint": "selective", "checkpointed_blocks": 32}, 32) == "selective"
+    assert recomputed({"activation_checkpoint": "full"}, 32) == "full"
+    assert recomputed({"activation_checkpoint": "none", "checkpointed_blocks": 0}, 32) == "none"
+
+
+def test_the_docs_are_what_the_newest_record_says() -> None:
+    newest = sorted((ROOT / "tools" / "bench" / "records").glob("????-??-??-scale.json"))[-1]
+    figures = json.loads(newest.read_text())["figures"]
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    assert page_part(figures, "scaling.svg") in text
+    cells = list(figures["cases"].values())
+    assert {cell["config"] for cell in cells} == {"llama_8b", "llama_70b", "llama_405b"}
+    assert (ROOT / "docs" / "scaling.svg").read_text() == to_svg(draw_scaling(list(pairs(cells))))

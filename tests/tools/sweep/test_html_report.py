@@ -1,0 +1,204 @@
+"""tools/sweep's report: what stands in it, of every kind of run, and that the page stands alone."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.parallel.planner.plot.shapes import Polygon
+from meshwright.tools.charts import (
+    COLORS,
+    Bar,
+    Curve,
+    Style,
+    draw_bars,
+    draw_curves,
+    marker,
+    stroke,
+    style_of,
+    thin_out,
+    ticks,
+)
+from meshwright.tools.run_reader import figures_of, read_run, training_s
+from meshwright.tools.sweep.__main__ import main
+from tests.support.sweeps import Page, row, write_run, write_spec
+
+BLUE = Style(COLORS[0], "circle")
+
+
+def report_of(folder: Path, capsys: pytest.CaptureFixture[str], **spec: Any) -> tuple[Page, dict[str, Any]]:
+    main([str(write_spec(folder, **spec)), "--report"])
+    told = capsys.readouterr().out
+    assert told == f"report: {folder / 'study' / 'report.html'}\n"
+    return Page((folder / "study" / "report.html").read_text()), json.loads(
+        (folder / "study" / "report.json").read_text()
+    )
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> dict[str, Any]:
+    """Runs of every kind: finished, diverged to NaN, failed, without any row, and not begun."""
+    study = tmp_path / "study"
+    rates = [100.0, *([900.0, 1000.0, 1100.0] * 6)]
+    last = row(
+        20, tokens_per_s=1000.0, predicted_step_time_s=0.192, predicted_peak_memory_gib=0.55, eval_loss=2.5
+    )
+    write_run(study / "good", [*(row(step, tokens_per_s=rates[step - 1]) for step in range(1, 20)), last])
+    write_run(
+        study / "nan",
+        [row(step, math.nan if step > 5 else None) for step in range(1, 9)],
+        "failed",
+        reason="NonFiniteError: <b>layers.1</b> & more",
+    )
+    (study / "rowless").mkdir(parents=True)
+    (study / "rowless" / "attempt.json").write_text(
+        json.dumps({"state": "failed", "reason": "DataError: no text"})
+    )
+    (study / "rowless" / "output.txt").write_text("device: CPU (no GPU), 2 processes\nDataError: no text\n")
+    write_run(study / "going", [row(step) for step in range(1, 4)], "running")
+    return {
+        "runs": {
+            name: {"optim.lr": lr}
+            for name, lr in [("good", 0.1), ("nan", 0.2), ("rowless", 0.3), ("going", 0.4), ("waits", 0.5)]
+        }
+    }
+
+
+def test_every_kind_of_run_is_a_row_with_its_state_and_reason(
+    five: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    page, document = report_of(tmp_path, capsys, **five)
+    states = {run["name"]: (run["state"], run["step"], run["reason"]) for run in document["runs"]}
+    assert states == {
+        "good": ("finished", 20, ""),
+        "nan": ("failed", 8, "NonFiniteError: <b>layers.1</b> & more"),
+        "rowless": ("failed", 0, "DataError: no text"),
+        "going": ("running", 3, ""),
+        "waits": ("waiting", 0, ""),
+    }
+    assert document["varied"] == ["optim.lr"]
+    assert page.rows[0][:4] == ["run", "optim.lr", "state", "step"]
+    cells = {cells[0]: cells for cells in page.rows[1:]}
+    assert cells["nan"][1:6] == ["0.2", "failed", "8/20", "not finite", ""]
+    assert cells["going"][2:4] == ["running", "3/20"]
+    assert cells["rowless"][3:] == ["0/20", "", "", "", "", ""]
+    text = "".join(page.words)
+    assert "NonFiniteError: <b>layers.1</b> & more" in text, "as it was said, not as HTML"
+    assert "5 runs of llama_debug.yaml: 1 finished, 2 failed, 1 running, 1 waiting" in text
+    assert "Devices: CPU (no GPU)." in text
+
+
+def test_figures_are_medians_after_the_warm_up_beside_predictions(
+    five: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    page, document = report_of(tmp_path, capsys, **five)
+    good = document["runs"][0]
+    assert good["tokens_per_s"] == {"median": 1000.0, "low": 900.0, "high": 1100.0, "reports": 16}
+    assert (good["loss"], good["eval_loss"], good["peak_memory_gib"]) == (2.0, 2.5, 0.5)
+    assert good["predicted"]["step_time_s"] == {"value": 0.192, "error": pytest.approx(-0.25)}
+    assert good["predicted"]["peak_memory_gib"]["error"] == pytest.approx(0.1)
+    cells = page.rows[1]
+    assert cells[4:] == [
+        "2.0000",
+        "2.5000",
+        "1,000 ± 10%",
+        "0.256 ± 0%predicted 0.192 (-25%)",
+        "0.50predicted 0.55 (+10%)",
+    ]
+    assert document["runs"][1]["loss"] is None
+
+
+def test_the_page_has_its_charts_and_nothing_from_elsewhere(
+    five: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    page, _ = report_of(tmp_path, capsys, **five)  # the parser fails on scripts, links and what is not closed
+    labels = [
+        attrs["aria-label"] for tag, attrs in page.elements if tag == "svg" and attrs.get("role") == "img"
+    ]
+    assert labels == [
+        "Loss against tokens",
+        "Loss against time",
+        "Tokens/s, of all processes: median and quartiles",
+        "Peak memory per process, GiB",
+        "Predicted against measured",
+    ]
+    text = "".join(page.words)
+    assert "nan: not finite at 1.536" in text, "a tooltip at the time of the first NaN, 6 steps of 0.256 s"
+    assert "http" not in text
+    scrolling = [attrs for _, attrs in page.elements if attrs.get("class") == "card scroll"]
+    assert [(attrs["tabindex"], attrs["role"]) for attrs in scrolling] == [("0", "region")], (
+        "the keyboard can scroll the table"
+    )
+
+
+def test_thirty_runs_have_thirty_signs_and_a_page_of_bounded_size(tmp_path: Path, capsys: Any) -> None:
+    assert len({style_of(number) for number in range(30)}) == 30
+    for number in range(30):
+        write_run(
+            tmp_path / "study" / f"lr={number + 1}",
+            [row(step, 5 + math.sin(step) / 9) for step in range(1, 601)],
+        )
+    _, document = report_of(tmp_path, capsys, grid={"optim.lr": list(range(1, 31))})
+    assert len(document["runs"]) == 30
+    assert (tmp_path / "study" / "report.html").stat().st_size < 2.5e6
+
+
+def test_a_sweep_that_has_not_begun_has_a_page_too(tmp_path: Path, capsys: Any) -> None:
+    page, document = report_of(tmp_path, capsys, runs={"a": {}, "b": {"optim.lr": 0.1}})
+    assert [run["state"] for run in document["runs"]] == ["waiting", "waiting"]
+    assert "".join(page.words).count("nothing measured yet") == 4
+
+
+def test_the_last_row_of_a_step_counts_and_half_a_line_is_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [row(1, 5.0), row(2, 4.0), row(3, 3.5), row(2, 4.5), row(3, 3.0)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": 4, "lo')
+    run = read_run(folder)
+    assert {step: one["loss"] for step, one in run.rows.items()} == {1: 5.0, 2: 4.5, 3: 3.0}
+    assert {step: one["loss"] for step, one in run.redone.items()} == {2: 4.0, 3: 3.5}
+    assert run.unreadable == 2
+    assert figures_of(run).loss == 3.0
+
+
+def test_training_time_counts_all_steps_between_reports(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        [{"step": 0, "eval_loss": 6.0}, *(row(step, step_time_s=2.0) for step in (10, 20, 25))],
+    )
+    assert training_s(read_run(folder).rows) == {10: 20.0, 20: 40.0, 25: 50.0}
+
+
+def test_a_curve_leaves_gaps_and_spikes_and_stays_inside() -> None:
+    points = [(float(i), math.nan if i == 50 else 100.0 if i == 777 else 1.0) for i in range(1000)]
+    picture = draw_curves("t", "x", [Curve("run", points, BLUE)])
+    lines = [shape for shape in picture.shapes if isinstance(shape, Polygon) and shape.about == "run"]
+    corners = [corner for line in lines for corner in line.corners]
+    assert len(lines) > 2, "two sides of the gap"
+    assert min(y for _, y in corners) < 60, "the spike is there"
+    assert all(0 <= x <= picture.width and 0 <= y <= picture.height for x, y in corners)
+    assert [
+        shape.about for shape in picture.shapes if isinstance(shape, Polygon) and "not finite" in shape.about
+    ]
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    picture = draw_bars(
+        "t", [Bar("a", 2.0, "2", BLUE), Bar("b", 1.0, "1", BLUE), Bar("c", None, "no figure", BLUE)]
+    )
+    lengths = [
+        shape.corners[1][0] - shape.corners[0][0] for shape in picture.shapes if isinstance(shape, Polygon)
+    ]
+    assert lengths == [pytest.approx(2 * lengths[1]), lengths[1], 0.0]
+
+
+def test_shapes_are_what_they_say() -> None:
+    line = stroke([(0, 0), (10, 0), (10, 10)], 2, "#000000")
+    assert line.corners == ((0, 1), (9, 1), (9, 10), (11, 10), (11, -1), (0, -1))
+    square = marker((5, 5), Style("#000000", "square"), size=5)
+    assert square.corners[0][0] < square.corners[2][0], "a rectangle of positive width"
+    assert ticks(0, 10, 6) == [0, 2, 4, 6, 8, 10]
+    assert ticks(2.1, 2.9, 6) == pytest.approx([2.2, 2.4, 2.6, 2.8])
+    assert ticks(3, 3, 6) == [3]
+    assert len(thin_out([(float(i), float(i % 7)) for i in range(10_000)])) < 500

@@ -1,0 +1,200 @@
+"""tools/sweep, for real: runs through the real trainer that finish, fail, are refused, are interrupted and
+are killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.tools.processes import children
+from meshwright.tools.sweep import runner as launch
+from meshwright.tools.sweep.__main__ import main
+from meshwright.train.checkpoint.storage import list_checkpoints, step_of
+from meshwright.train.errors import ConfigError
+from tests.support.launch import (
+    EAGER,
+    LIMIT_S,
+    TINY,
+    Launch,
+    family,
+    kill,
+    read_metrics,
+    read_status,
+    started,
+    write_text,
+)
+from tests.support.nested import NESTED, run_nested
+from tests.support.sweeps import Page
+
+STEPS = 200
+SPEC = {"config": "llama_debug.yaml", "processes": 1}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Config keys of a tiny eager run."""
+    pairs = (
+        argument[2:].partition("=")
+        for argument in [*TINY, *EAGER, *write_text(tmp_path_factory.mktemp("data"))]
+    )
+    keys = {key: yaml.safe_load(value) for key, _, value in pairs}
+    return {**keys, "train.eval_every": 0, "metrics.tensorboard": False, "optim.lr": 0.003}
+
+
+def write(folder: Path, **spec: Any) -> Path:
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({**SPEC, "folder": str(folder / "study"), **spec}, sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def swept(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """One sweep of four runs: two meshes, one that fails, one whose plan is refused."""
+    folder = tmp_path_factory.mktemp("swept")
+    two = {"processes": 2, "profile.start": 6, "profile.steps": 2}
+    runs = {"one": {}, "two": two, "broken": {"data.source": "nowhere"}, "impossible": {"parallel.tp": 3}}
+    overrides = {**keys, "train.steps": 8, "checkpoint.every": 0}
+    done = run_nested("tools.sweep", str(write(folder, overrides=overrides, runs=runs)))
+    return folder, done
+
+
+def test_runs_finish_fail_and_are_refused_each_in_its_folder(swept: tuple[Path, Any]) -> None:
+    folder, done = swept
+    study = folder / "study"
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [read_status(study / name)["state"] for name in ("one", "two")] == ["finished", "finished"]
+    assert len(read_metrics(study / "two")) == 8
+    assert "2 processes" in (study / "two" / "output.txt").read_text()
+    document = json.loads((study / "report.json").read_text())
+    states = {each["name"]: each["state"] for each in document["runs"]}
+    assert states == {"one": "finished", "two": "finished", "broken": "failed", "impossible": "refused"}
+    reasons = {each["name"]: each["reason"] for each in document["runs"]}
+    assert reasons["broken"].startswith("DataError: data.source=nowhere"), reasons
+    assert reasons["impossible"].startswith("PlanError: parallel"), reasons
+    assert document["runs"][0]["device"] == "CPU (no GPU)"
+
+
+def test_without_a_terminal_each_run_is_told_in_plain_lines(swept: tuple[Path, Any]) -> None:
+    folder, done = swept
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"[1/4] one: started, its output is in {folder / 'study' / 'one' / 'output.txt'}"
+    assert lines[1].startswith("[1/4] one: finished, step 8 of 8, loss ")
+    assert any(line.startswith("[3/4] broken: failed, step 0 of 8: DataError") for line in lines)
+    assert lines[-1] == f"2 finished, 1 failed, 1 refused. report: {folder / 'study' / 'report.html'}"
+    assert "\x1b" not in done.stdout
+
+
+def test_the_page_of_real_runs_stands_alone_and_has_what_was_predicted_and_profiled(
+    swept: tuple[Path, Any],
+) -> None:
+    folder, _ = swept
+    page = Page((folder / "study" / "report.html").read_text())
+    assert [cells[0] for cells in page.rows] == ["run", "one", "two", "broken", "impossible"]
+    document = json.loads((folder / "study" / "report.json").read_text())
+    predicted = document["runs"][1]["predicted"]
+    assert predicted.keys() == {"step_time_s", "peak_memory_gib"}
+    assert abs(predicted["peak_memory_gib"]["error"]) < 0.5
+    assert [each.get("exposed_share") is not None for each in document["runs"]] == [False, True, False, False]
+    assert 0 < document["runs"][1]["exposed_share"] < 1
+
+
+@pytest.mark.usefixtures("forked_commands")
+def test_the_same_command_starts_nothing_that_is_done_and_retries_failures_only_if_asked(
+    swept: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = swept
+    study = folder / "study"
+    before = {name: (study / name / "output.txt").read_bytes() for name in ("one", "two", "broken")}
+    with pytest.raises(SystemExit, match="1"):
+        main([str(folder / "study.yaml")])
+    assert {name: (study / name / "output.txt").read_bytes() for name in before} == before
+    assert "(--retry-failed starts it again)" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        main([str(folder / "study.yaml"), "--retry-failed", "--json"])
+    assert (study / "one" / "output.txt").read_bytes() == before["one"]
+    assert (study / "broken" / "output.txt").read_bytes() == 2 * before["broken"]
+    said = capsys.readouterr()
+    assert [each["state"] for each in json.loads(said.out)["runs"]][2:] == ["failed", "refused"]
+    assert "[3/4] broken: failed" in said.err
+
+
+def test_a_changed_spec_is_refused_before_anything_runs(swept: tuple[Path, Any]) -> None:
+    folder, _ = swept
+    with pytest.raises(ConfigError, match=r"one: train\.grad_clip: 1\.0 -> 0\.5"):
+        main([str(folder / "study.yaml"), "--override", "train.grad_clip=0.5"])
+
+
+def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers are given again: first a compiler of the run had it, then a program of somebody else."""
+    with subprocess.Popen(["sleep", "60"]) as stranger, subprocess.Popen(["sleep", "0.2"]) as process:
+        monkeypatch.setattr(launch, "start_times", lambda pids: dict.fromkeys(pids, 1))
+        monkeypatch.setattr(launch, "children", lambda pid: [stranger.pid])
+        launch._wait(process, launch.Interrupts(), lambda: None)
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@contextmanager
+def sweeping(path: Path, output: Path) -> Iterator[Launch]:
+    """A sweep that is under way; at the end nothing of it is left."""
+    with started(1, "tools.sweep", str(path), output=output, module=NESTED) as sweep:
+        try:
+            yield sweep
+        finally:
+            kill(family(sweep.ranks[0].pid))
+
+
+def was_asked_to_end(pid: int) -> bool:
+    """Whether SIGTERM awaits a process that is held."""
+    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_interrupted_then_killed_a_sweep_goes_on_from_checkpoints_to_its_end(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """First Ctrl-C: the run saves and both stop. Then SIGKILL to all of it. Then the same command
+    finishes."""
+    overrides = {
+        **keys,
+        "train.steps": STEPS,
+        "train.global_batch_size": 2,
+        "checkpoint.every": 20,
+        "checkpoint.keep": 2,
+    }
+    path, folder = write(tmp_path, overrides=overrides, runs={"long": {}}), tmp_path / "study" / "long"
+    with sweeping(path, tmp_path / "first") as sweep:
+        assert sweep.wait_until(lambda: list_checkpoints(folder / "checkpoints")), sweep.output()
+        (trainer,) = children(sweep.ranks[0].pid)
+        os.kill(trainer, signal.SIGSTOP)  # or it might be through before the signal reaches it
+        sweep.send_signal(signal.SIGINT)
+        assert sweep.wait_until(lambda: was_asked_to_end(trainer)), sweep.output()
+        os.kill(trainer, signal.SIGCONT)
+        assert sweep.wait(LIMIT_S) == 130, sweep.output()
+    assert "interrupted: the same command goes on" in sweep.output()
+    stopped = read_status(folder)
+    assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
+    assert (
+        max(read_metrics(folder)) == stopped["step"] == step_of(list_checkpoints(folder / "checkpoints")[-1])
+    )
+    with sweeping(path, tmp_path / "second") as sweep:
+        assert sweep.wait_until(
+            lambda: step_of(list_checkpoints(folder / "checkpoints")[-1]) > stopped["step"]
+        ), sweep.output()
+        kill(family(sweep.ranks[0].pid))
+    assert read_status(folder)["state"] == "running", "nobody was left to write another word"
+    done = run_nested("tools.sweep", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_status(folder)["resumed_from"] >= stopped["step"]
+    assert sorted(read_metrics(folder)) == list(range(1, STEPS + 1))
+    assert (folder / "output.txt").read_text().count("+ ") == 3

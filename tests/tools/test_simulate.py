@@ -1,0 +1,152 @@
+"""tools/simulate.py and `tools.plan --compare`: what they print, and that an 8B on thousands of ranks fits a
+laptop."""
+
+import json
+import re
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import pytest
+
+from meshwright.parallel.errors import PlanError
+from meshwright.tools.plan.__main__ import main as plan_main
+from meshwright.tools.simulate import FIRST, NO_BUDGET, main
+from meshwright.train.errors import ConfigError
+from tests.support.launch import run
+from tests.support.simulated import TINY, simulated
+
+Tool = Callable[..., CompletedProcess[str]]
+Output = pytest.CaptureFixture[str]
+KINDS = ["params", "grads", "optimizer", "unsharded", "activations", "logits", "buffers"]
+DEBUG = ("--config=llama_debug", *TINY, "--train.global_batch_size=-1")
+
+
+def test_json_is_the_contract(capsys: Output) -> None:
+    main([*DEBUG, "--world-size", "4", "--parallel.tp=2", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    simulation = simulated(4, *DEBUG, "--parallel.tp=2")
+    assert len(document["collectives"]) == len(simulation.collectives)
+    assert document["collectives"][1] == {
+        "op": "all_gather",
+        "axis": "dp_shard",
+        "unit": "tok_embeddings",
+        "phase": "forward",
+        "bytes": 264 * 32 * 4 // 2,
+    }
+    for total in document["totals"]:
+        added = [
+            c["bytes"]
+            for c in document["collectives"]
+            if (c["op"], c["axis"]) == (total["op"], total["axis"])
+        ]
+        assert (total["count"], total["bytes"]) == (len(added), sum(added))
+    assert sum(total["count"] for total in document["totals"]) == len(document["collectives"])
+    assert list(document["memory"]) == list(document["memory_at_peak"]) == KINDS
+    assert document["memory"]["params"] * 2**30 == simulation.memory.params
+    assert document["peak_memory_gib"] == pytest.approx(sum(document["memory_at_peak"].values()))
+
+
+def test_people_get_the_first_collectives_or_all(capsys: Output) -> None:
+    arguments = [*DEBUG, "--world-size=4", "--parallel.tp=2"]
+    main(arguments)
+    short = capsys.readouterr().out
+    main([*arguments, "--all"])
+    long = capsys.readouterr().out
+    number = len(simulated(4, *DEBUG, "--parallel.tp=2").collectives)
+    assert f"... {number - FIRST} more" in short
+    assert re.search(
+        rf"\n{number} +all_reduce +data_parallel|\n{number} +all_reduce +world|\n{number} +all_reduce +dp",
+        long,
+    )
+    for heading in ("rank 0 of 4", "collectives", "memory", "GiB at the peak", "tok_embeddings"):
+        assert heading in short
+    assert NO_BUDGET not in short
+
+
+def test_one_process_has_no_collectives(capsys: Output) -> None:
+    main([*DEBUG, "--world-size=1"])
+    assert "no collectives" in capsys.readouterr().out
+
+
+def test_what_an_eager_simulation_cannot_show_is_said(capsys: Output) -> None:
+    main([*DEBUG, "--world-size=2", "--parallel.activation_checkpoint=budget"])
+    assert NO_BUDGET in capsys.readouterr().out
+
+
+def test_a_rank_outside_the_world_is_the_users_mistake() -> None:
+    with pytest.raises(ConfigError, match="--rank=4 must be less than --world-size=4"):
+        main([*DEBUG, "--world-size=4", "--rank=4"])
+
+
+def test_a_plan_that_cannot_be_is_refused_before_anything_is_simulated(tool: Tool) -> None:
+    with pytest.raises(PlanError):
+        main([*DEBUG, "--world-size=4", "--parallel.tp=3"])
+    result = tool("simulate", *DEBUG, "--world-size=4", "--parallel.tp=3")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+def test_gpus_per_node_reach_the_strategies_that_ask(capsys: Output) -> None:
+    main([*DEBUG, "--world-size=16", "--gpus-per-node=4", "--parallel.strategy=hybrid_shard"])
+    assert "dp_replicate 4 x dp_shard 4" in capsys.readouterr().out
+
+
+def test_compare_puts_three_strategies_side_by_side(capsys: Output) -> None:
+    arguments = [*DEBUG, "--parallel.compile.enabled=false", "--gpus=16", "--gpus-per-node=4", "--compare"]
+    plan_main([*arguments, "--json"])
+    document = json.loads(capsys.readouterr().out)
+    meshes = {
+        name: (side["mesh"]["dp_replicate"], side["mesh"]["dp_shard"]) for name, side in document.items()
+    }
+    assert meshes == {"no_shard": (16, 1), "full_shard": (1, 16), "hybrid_shard": (4, 4)}
+    whole = document["no_shard"]["measured"]["memory"]
+    for name, shards in (("full_shard", 16), ("hybrid_shard", 4)):
+        for side in ("predicted", "measured"):
+            assert list(document[name][side]["memory"]) == KINDS
+            assert document[name][side]["memory"]["params"] == pytest.approx(
+                whole["params"] / shards, rel=0.1
+            )
+            assert document[name][side]["memory"]["grads"] == pytest.approx(whole["grads"] / shards, rel=0.1)
+    assert (
+        document["no_shard"]["measured"]["peak_memory_gib"]
+        > document["full_shard"]["measured"]["peak_memory_gib"]
+    )
+    assert {c["op"] for c in document["no_shard"]["collectives"]} == {"all_reduce"}
+    plan_main(arguments)
+    text = capsys.readouterr().out
+    for heading in (
+        "DDP predicted",
+        "DDP measured",
+        "FSDP measured",
+        "HSDP measured",
+        "dp_replicate 4, dp_shard 4",
+    ):
+        assert heading in text
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [(8, []), (4096, ["--parallel.dp_replicate=512"]), (4096, ["--parallel.tp=8"])],
+)
+def test_8b_on_any_number_of_ranks_fits_a_laptop(ranks: int, keys: list[str]) -> None:
+    result = run(
+        1,
+        "tools.simulate",
+        "--config=llama_8b",
+        f"--world-size={ranks}",
+        "--json",
+        *keys,
+        module="tests.support.workers.peak_memory",
+        timeout_s=500,
+    )
+    assert result.returncode == 0, result.stderr
+    kib = int(result.stderr.splitlines()[-1])
+    assert kib * 1024 < 2e9, f"{kib / 2**20:.2f} GiB"
+    document = json.loads(result.stdout)
+    gathered = [
+        c["unit"] for c in document["collectives"] if c["op"] == "all_gather" and c["axis"] == "dp_shard"
+    ]
+    assert gathered[:2] == ["tok_embeddings", "layers.0"]
+    assert len(gathered) == 34 + 33

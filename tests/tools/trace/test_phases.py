@@ -1,0 +1,141 @@
+"""Whose collectives tools.trace takes those of a trace to be, what it advises for them, and traces without
+any labels."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.plan.serialize import plan_to_yaml
+from meshwright.tools.trace.advice import advise
+from meshwright.tools.trace.analysis import Answer, answer, find_steps
+from meshwright.tools.trace.cpu import cpu_steps
+from meshwright.tools.trace.events import load_store
+from meshwright.tools.trace.phases import Place, find_axis
+from meshwright.tools.trace.plan_comparison import to_timeline
+from meshwright.tools.trace.prefetch import Communication
+from meshwright.tools.trace.reader import find_mesh
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.resolve import plan_run
+from tests.tools.trace.test_profiled_steps import GATHER, GLOO, Event, label, op, write_trace
+
+REDUCE = "c10d::allreduce_"
+PURE, HYBRID, SPLIT = MeshPlan(1, 2, 1), MeshPlan(2, 2, 1), MeshPlan(1, 2, 2)
+
+
+def sent(launch: str, carried: str, start_us: float) -> list[Event]:
+    return [op(launch, start_us, start_us + 2), label(carried, start_us + 3, start_us + 40, GLOO)]
+
+
+EVENTS = [
+    label("ProfilerStep#5", 0, 1000),
+    *sent(REDUCE, "gloo:all_reduce", 10),  # the number of tokens
+    label("FSDP::all_gather (layers.0)", 100, 150),
+    *sent(GATHER, "gloo:all_gather", 101),
+    label("layers.0 forward", 200, 300),
+    *sent(REDUCE, "gloo:all_reduce", 210),
+    label("layers.0 backward", 400, 460),
+    label("FSDP::post_backward_reshard (layers.0)", 500, 550),
+    *sent(REDUCE, "gloo:all_reduce", 501),
+    *sent(REDUCE, "gloo:all_reduce", 551),  # beside it
+    label("FSDP::post_backward_reduce (layers.0)", 600, 660),
+    *sent(REDUCE, "gloo:all_reduce", 601),
+    label("FSDP::root_post_backward_callback", 700, 750),
+    *sent(REDUCE, "gloo:all_reduce", 701),
+    label("Optimizer.step#AdamW.step", 800, 900),
+    *sent(REDUCE, "gloo:all_reduce", 801),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes"),
+    [
+        (SPLIT, ["", "dp_shard", "tp", "tp", "tp", "", "", ""]),
+        (PURE, ["", "dp_shard", "", "", "", "", "", ""]),
+        (HYBRID, ["", "dp_shard", "", "", "", "dp_replicate", "", ""]),
+        (None, ["", "dp_shard", "tp", "", "", "dp_replicate", "", ""]),
+    ],
+)
+def test_only_what_is_launched_in_fsdps_labels_is_fsdps(
+    mesh: MeshPlan | None, axes: list[str], tmp_path: Path
+) -> None:
+    (step,) = cpu_steps(load_store(write_trace(tmp_path / "trace.json", EVENTS)), mesh)
+    assert [transfer.axis for transfer in step.transfers] == axes
+    assert [transfer.lane == "tp" for transfer in step.transfers] == [axis == "tp" for axis in axes]
+    assert [transfer.unit for transfer in step.transfers] == ["layers.0" if axis else "" for axis in axes]
+
+
+def test_a_gather_beside_fsdps_labels_is_no_axis_of_its_own() -> None:
+    assert find_axis("all_gather", Place("pre_forward", "copy_out", "layers.0", "forward", 0), PURE) == ""
+    assert find_axis("all_reduce", Place("all_gather", "copy_in", "layers.0", "forward", 0), HYBRID) == ""
+
+
+def test_the_mesh_is_that_of_the_runs_plan(tmp_path: Path) -> None:
+    """Not known without a plan, or with one that cannot be read."""
+    trace = tmp_path / "profile" / "step-00000005" / "rank-0.json"
+    trace.parent.mkdir(parents=True)
+    write_trace(trace, EVENTS)
+    assert find_mesh(trace) is None
+    assert Counter(t.axis for t in find_steps(load_store(trace))[0].transfers)["tp"] == 1
+    (tmp_path / "config.yaml").touch()
+    plan = plan_run(parse_config(["--config=llama_debug.yaml", "--parallel.tp=2"]), 4)
+    (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
+    assert find_mesh(trace) == plan.mesh == SPLIT
+    assert Counter(t.axis for t in find_steps(load_store(trace))[0].transfers)["tp"] == 3
+    (tmp_path / "plan.yaml").write_text("no plan")
+    assert find_mesh(trace) is None
+
+
+TP, GATHERS, REST = LANES = [("tp", "tp"), ("all_gather", "dp_shard"), ("all_reduce", "")]
+WORDS = [
+    (TP, "a smaller parallel.tp makes less"),
+    (GATHERS, "HSDP"),
+    (REST, "hides it: a larger micro batch"),
+]
+
+
+@pytest.mark.parametrize(("longest", "words"), WORDS)
+def test_exposed_communication_is_told_with_what_lessens_it(
+    longest: tuple[str, str], words: str, tmp_path: Path
+) -> None:
+    found = replace(_found(tmp_path), prefetch=(), communication=_rows(longest))
+    (line,) = [line.text for line in advise(found) if "stay exposed" in line.text]
+    assert (
+        f"(in flight while nothing computes, waits for other ranks included: {longest[0]} 0.09 ms, " in line
+    )
+    assert words in line
+    assert ("HSDP" in line) == (longest[1] == "dp_shard")
+    assert "async_tp" not in line
+    (line,) = [
+        line.text for line in advise(replace(found, device_type="cuda")) if "stay exposed" in line.text
+    ]
+    assert ("parallel.async_tp=true" in line) == (longest[1] == "tp")
+
+
+def _found(folder: Path) -> Answer:
+    return answer({0: write_trace(folder / "trace.json", EVENTS)}, 0)
+
+
+def _rows(longest: tuple[str, str]) -> list[Communication]:
+    return [Communication(*each, 1, 90_000 if each == longest else 10_000, 0, 0) for each in LANES]
+
+
+def test_a_trace_without_labels_is_of_the_threads_with_the_steps(tmp_path: Path) -> None:
+    """As torch's profiler writes of any other program; and a step in which nothing happens at all."""
+    step = label("ProfilerStep#5", 0, 1000)
+    found = answer(
+        {
+            0: write_trace(
+                tmp_path / "other.json", [step, op("aten::mm", 100, 400), op("aten::mm", 500, 600, GLOO)]
+            )
+        },
+        0,
+    )
+    assert found.shares.ns["compute"] == 300_000
+    assert [(e.start_s, e.end_s) for e in to_timeline(found.step).events] == [(0.0001, 0.0004)]
+    empty = answer({0: write_trace(tmp_path / "empty.json", [step])}, 0)
+    assert empty.shares.ns["host"] == 1_000_000
+    timeline = to_timeline(empty.step)
+    assert (timeline.step_s, timeline.compute_s, timeline.events) == (0.001, 0.0, ())

@@ -1,0 +1,267 @@
+"""tools.trace as a command: the stream it reads, the folders it looks in, what it prints, and what users get
+wrong."""
+
+import gzip
+import json
+import subprocess
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.tools.trace import reader as read
+from meshwright.tools.trace.__main__ import main, make_parser
+from meshwright.tools.trace.reader import Trace, find_traces, read_events
+from meshwright.train.errors import DataError
+from tests.tools.trace.test_profiled_steps import CPU_EVENTS, CUDA_EVENTS, write_trace
+
+Output = pytest.CaptureFixture[str]
+Tool = Callable[..., subprocess.CompletedProcess[str]]
+FACTS = {"rank": 0, "world_size": 2, "first_step": 5, "steps": 1, "device_type": "cpu", "device_name": "CPU"}
+
+
+def write_profile(run: Path, first_step: int, ranks: int = 1) -> Path:
+    folder = run / "profile" / f"step-{first_step:08d}"
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        plain = write_trace(folder / "plain", CPU_EVENTS, meshwright=FACTS | {"rank": rank}, host_name="one")
+        (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+        (folder / f"rank-{rank}.compile.json").write_text("[]")
+    return folder
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_events_are_read_in_any_pieces(
+    chunk: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "CHUNK_CHARS", chunk)
+    events: list[dict[str, Any]] = [
+        {"name": 'a "quoted" { [ name, é'},
+        {"ts": 12.5, "args": {"dims": [[1, 2], []]}},
+        {},
+    ]
+    document = {"first": 123456, "traceEvents": events, "last": {"deep": [1]}, "number": 17}
+    text = json.dumps(document, indent=1).encode()
+    path = tmp_path / "trace.json"
+    path.write_bytes(gzip.compress(text) if packed else text)
+    assert list(read_events(path)) == events
+    trace = Trace(path)
+    assert list(trace.events()) == events
+    assert trace.header == {"first": 123456, "last": {"deep": [1]}, "number": 17}
+    path.write_text(json.dumps(events))
+    assert list(read_events(path)) == events
+
+
+def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
+    """12 MB of it."""
+    path, line = tmp_path / "long.json", json.dumps(CPU_EVENTS[3])
+    with path.open("w") as file:
+        file.write('{"traceEvents": [' + line + (", " + line) * (12_000_000 // len(line)) + "]}")
+    tracemalloc.start()
+    events = sum(1 for _ in read_events(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert events > 12_000_000 / 200
+    assert peak < 6e6
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text[: len(text) // 2], r"it ends|unterminated|expecting|at character"),
+        (lambda text: text.replace(b'"ph"', b'"ph', 1), r"at character \d+ \(after 0 events\)"),
+        (lambda text: b"not a trace", "'n' stands at character 0 in place of '{'"),
+        (lambda text: b"", "it ends at character 0"),
+        (
+            lambda text: gzip.compress(text)[:-200],
+            r"ended before the end-of-stream marker .*after \d+ events",
+        ),
+        (lambda text: gzip.compress(text)[:60] + b"x" * 60 + gzip.compress(text)[120:], "not a whole trace"),
+        (lambda text: text.replace(b"ProfilerStep#", b"Step#"), r"no step in it.*--profile\.start=N"),
+        (
+            lambda text: text.replace(b'"dur"', b'"length"'),
+            "an event of no kind that torch's profiler writes",
+        ),
+        (
+            lambda text: text.replace(b'"dur": 900', b'"dur": -900'),
+            "an event of no kind that torch's profiler writes",
+        ),
+        (
+            lambda text: text.replace(b'"aten::mm"', b"null"),
+            "an event of no kind that torch's profiler writes",
+        ),
+        (lambda text: text.replace(b'"aten::mm"', b"5"), "an event of no kind that torch's profiler writes"),
+        (lambda text: text.replace(b'"dur": 10000', b'"dur": 0'), "step 5 takes no time"),
+        (
+            lambda text: text.replace(b'"args": {}', b'"args": ' + b"[" * 200_000, 1),
+            "nested too deeply at character",
+        ),
+        (
+            lambda text: text.replace(b"1000000000000000000", b'"x"'),
+            "baseTimeNanoseconds is 'x' in place of a whole number",
+        ),
+        (lambda text: text[:-1] + b', "meshwright": [1]}', r"meshwright is '\[1\]' in place of an object"),
+        (
+            lambda text: text[:-1] + b', "distributedInfo": "x"}',
+            "distributedInfo is 'x' in place of an object",
+        ),
+        (
+            lambda text: text[:-1] + b', "distributedInfo": {"rank": null}}',
+            "rank is 'None' in place of a whole number",
+        ),
+        (
+            lambda text: text[:-1] + b', "meshwright": {"rank": "x"}}',
+            "rank is 'x' in place of a whole number",
+        ),
+    ],
+)
+def test_a_broken_trace_is_one_line(damage: Callable[[bytes], bytes], words: str, tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.json", CPU_EVENTS)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=words) as caught:
+        main([str(path)])
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_newest_profile_is_taken_or_the_one_asked_for(tmp_path: Path) -> None:
+    old, new = write_profile(tmp_path, 5), write_profile(tmp_path, 20, ranks=2)
+    assert find_traces(tmp_path, None) == {0: new / "rank-0.json.gz", 1: new / "rank-1.json.gz"}
+    assert find_traces(tmp_path, 5) == find_traces(old, None) == {0: old / "rank-0.json.gz"}
+    assert find_traces(old / "rank-0.json.gz", None) == {0: old / "rank-0.json.gz"}
+    with pytest.raises(DataError, match="no profile that begins at --step=6; there is one from step 5, 20"):
+        find_traces(tmp_path, 6)
+    with pytest.raises(DataError, match="--rank=7 was not profiled: there are 0, 1"):
+        main([str(tmp_path), "--rank=7"])
+
+
+def test_json_has_all_figures(tmp_path: Path, capsys: Output) -> None:
+    write_profile(tmp_path, 5, ranks=2)
+    main([str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {
+        "trace",
+        "device_type",
+        "run",
+        "rank",
+        "ranks",
+        "step",
+        "step_s",
+        "shares",
+        "seconds",
+        "steps",
+        "advice",
+        "communication",
+        "prefetch",
+        "slow_units",
+        "stragglers",
+        "clock",
+        "left_out",
+        "kernels",
+        "plan",
+    }
+    assert sum(found["shares"].values()) == 1.0
+    assert found["seconds"] == {
+        "compute": 0.00392,
+        "overlapped": 0.0003,
+        "exposed": 0.00224,
+        "host": 0.0033,
+        "idle": 0.00024,
+    }
+    assert (found["ranks"], found["step"], found["step_s"], found["clock"]) == (
+        [0, 1],
+        5,
+        0.01,
+        "one host's clock",
+    )
+    gather = found["prefetch"][0]["gathers"][1]
+    assert gather == {
+        "unit": "layers.1",
+        "issued_s": 0.00165,
+        "started_s": 0.0017,
+        "finished_s": 0.0027,
+        "needed_s": 0.0016,
+        "waited_s": 0.0011,
+        "ahead": 0,
+        "held_units": 0,
+        "late": True,
+        "depth": 1,
+        "verdict": "late by 1.10 ms (depth 1 mends it)",
+    }
+    assert found["stragglers"][0]["collectives"] == 5
+    assert found["plan"]["why_not"] == "the trace does not lie in the folder of its run"
+
+
+def test_the_text_begins_with_the_step_in_plain_words(tmp_path: Path, capsys: Output) -> None:
+    main(
+        [
+            str(write_trace(tmp_path / "trace.json", CPU_EVENTS, meshwright=FACTS)),
+            f"--picture={tmp_path / 'step.svg'}",
+        ]
+    )
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0] == (
+        "step 5: 10.0 ms: 42.2% computing (3.0% with communication under it), 22.4% exposed communication, "
+        "33.0% host-bound, 2.4% idle"
+    )
+    assert lines[1] == "rank 0 of 2, CPU"
+    assert lines[4] == "What to do"
+    assert lines[5].startswith("  1. 3.30 ms are host-bound")
+    assert (
+        "layers.1  forward  1.65    1.70     2.70      1.60    1.10    0      late by 1.10 ms (depth 1 "
+        "mends it)" in lines
+    )
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")
+
+
+def test_a_gpus_trace_is_told_by_its_kernels(tmp_path: Path, capsys: Output) -> None:
+    main([str(write_trace(tmp_path / "trace.json", CUDA_EVENTS)), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device_type"], [step["step_s"] for step in found["steps"]]) == ("cuda", [0.00111, 0.00019])
+
+
+@pytest.mark.parametrize("other", [{"world_size": 4}, {"first_step": 6}, {"rank": 2}])
+def test_a_trace_of_another_run_is_left_out_and_named(
+    other: dict[str, int], tmp_path: Path, capsys: Output
+) -> None:
+    folder = write_profile(tmp_path, 5, ranks=2)
+    stale = f"rank-{other.get('rank', 1)}.json.gz"
+    write_trace(folder / stale, CPU_EVENTS, meshwright=FACTS | {"rank": 1} | other)
+    main([str(tmp_path)])
+    ((name, value),) = other.items()
+    why = "no rank of 2" if name == "rank" else f"{name} {value}, not {FACTS[name]}"
+    printed = capsys.readouterr().out
+    assert f"left out, of another run: {stale} ({why})" in printed.splitlines()
+    assert ("Ranks at the collectives" in printed) == (name == "rank")
+
+
+def test_a_byte_order_mark_and_half_a_surrogate_pair_do_no_harm(tmp_path: Path, capsys: Output) -> None:
+    path = write_trace(tmp_path / "trace.json", CPU_EVENTS)
+    text = path.read_bytes().replace(b"layers.2", b"layers.\\ud800").replace(b"aten::mm", b"aten::\\udfff")
+    path.write_bytes(b"\xef\xbb\xbf" + text)
+    main([str(path), f"--picture={tmp_path / 'step.svg'}"])
+    assert "aten::?" in capsys.readouterr().out
+    assert "layers.?" in (tmp_path / "step.svg").read_text()
+
+
+def test_as_a_command(tool: Tool, tmp_path: Path) -> None:
+    done = tool("trace", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"DataError: {tmp_path}: no profile in it. A run makes one with --profile.start=STEP, and with "
+        "--profile.all_ranks=true one of every rank\n"
+    )
+
+
+def test_help_names_every_option(capsys: Output) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["-h"])
+    printed = capsys.readouterr().out
+    for action in make_parser()._actions:
+        assert all(option in printed for option in action.option_strings)
+        assert action.help

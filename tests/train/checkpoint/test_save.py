@@ -1,0 +1,311 @@
+"""Saves that fail or are cut short at every stage leave what was committed before, and nothing else that
+lasts."""
+
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import meshwright.train.main
+from meshwright.train.checkpoint import save as saver_module
+from meshwright.train.checkpoint import storage as folder_module
+from meshwright.train.checkpoint.load import load_checkpoint
+from meshwright.train.checkpoint.manifest import MANIFEST
+from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.checkpoint.verify import verify_alone
+from tests.support.checkpoint_saves import (
+    KILLS,
+    TEXTS,
+    Trainer,
+    names,
+    save_with_a_fault,
+    save_with_one_killed,
+)
+from tests.support.forks import fork
+from tests.support.launch import EAGER, TINY
+from tests.support.worlds import run_ranks
+
+LARGE = {"config.yaml": "x" * 2_000_000}
+BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "beside"])
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Trainer()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def file_limit(size_bytes: int) -> Iterator[None]:
+    """Writing beyond it fails in the middle of a file, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("stage", "texts", "limit_bytes"),
+    [
+        ("rank-00000.safetensors", TEXTS, 100_000),
+        ("partial", LARGE, 1_500_000),
+        ("step-00000002 cannot be committed", TEXTS, 1000),
+    ],
+)
+def test_a_full_disk_leaves_what_was_committed(
+    stage: str,
+    texts: dict[str, str],
+    limit_bytes: int,
+    asynchronous: bool,
+    trainer: Trainer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the shard, in the config, in the manifest; although only one checkpoint is kept."""
+    assert trainer.save(tmp_path, 1, keep=1, asynchronous=asynchronous).error == ""
+    with monkeypatch.context() as patched:
+        if "committed" in stage:  # the manifest is smaller than the shard: the disk fills up between the two
+            really = saver_module.commit
+
+            def commit(*arguments: Any) -> Path:
+                with file_limit(limit_bytes):
+                    return really(*arguments)
+
+            patched.setattr(saver_module, "commit", commit)
+            failed = trainer.save(tmp_path, 2, texts, keep=1, asynchronous=asynchronous)
+        else:
+            with file_limit(limit_bytes):
+                failed = trainer.save(tmp_path, 2, texts, keep=1, asynchronous=asynchronous)
+    assert stage in failed.error
+    assert "File too large" in failed.error
+    assert names(tmp_path) == ["step-00000001"]
+    assert verify_alone(tmp_path / "step-00000001").position.step == 1
+    assert trainer.save(tmp_path, 3, texts, keep=1, asynchronous=asynchronous).error == ""
+    assert names(tmp_path) == ["step-00000003"]
+    verify_alone(tmp_path / "step-00000003")
+
+
+@BOTH
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_committed(
+    value: float, asynchronous: bool, trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.own_weight[-1, 3] = value
+    said = trainer.save(tmp_path, 1, asynchronous=asynchronous).error
+    assert said == "model.weight is not finite on rank 0, and nothing that is not finite is committed"
+    assert names(tmp_path) == []
+
+
+def test_everything_is_on_the_disk_before_it_counts(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders that are made, every file, then the manifest, then the folder, then the rename, then the folder
+    that it is in."""
+    done: list[str] = []
+    really_sync, really_rename = os.fsync, os.rename
+
+    def fsync(handle: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        really_sync(handle)
+
+    def rename(old: Path, new: Path) -> None:
+        done.append(f"-> {new.name}")
+        really_rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    assert trainer.save(tmp_path / "checkpoints", 1).error == ""
+    assert done[:2] == [tmp_path.name, tmp_path.parent.name]
+    assert done[2:] == [
+        "rank-00000.safetensors",
+        *TEXTS,
+        MANIFEST,
+        ".step-00000001.partial",
+        "-> step-00000001",
+        "checkpoints",
+    ]
+
+
+def test_a_rename_that_the_disk_does_not_keep_is_taken_back(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = os.fsync
+
+    def fsync(handle: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{handle}")) == tmp_path:
+            raise OSError(5, "Input/output error")
+        really(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        assert "step-00000001 cannot be committed (Input/output error)" in trainer.save(tmp_path, 1).error
+    assert names(tmp_path) == []
+    assert trainer.save(tmp_path, 1).error == ""
+
+
+def test_older_ones_go_only_after_a_newer_one_is_there(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[list[int]] = []
+    really = saver_module.delete_others
+
+    def look(folder: Path, keep: int, keep_every: int) -> None:
+        there.append(
+            [
+                folder_module.step_of(verified)
+                for verified in list_checkpoints(folder)
+                if verify_alone(verified)
+            ]
+        )
+        really(folder, keep, keep_every)
+
+    monkeypatch.setattr(saver_module, "delete_others", look)
+    for step in range(1, 6):
+        assert trainer.save(tmp_path, step, keep=1, keep_every=2).error == ""
+    assert there == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
+    assert [folder_module.step_of(path) for path in list_checkpoints(tmp_path)] == [2, 4, 5]
+
+
+def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: Path) -> None:
+    assert trainer.save(tmp_path, 1).error == ""
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()}
+    assert "nothing writes into a committed checkpoint" in trainer.save(tmp_path, 1).error
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()} == before
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_file_system_that_does_not_know_its_size_is_not_full(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some in user space say 0 of everything."""
+    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    assert trainer.save(tmp_path, 1).error == ""
+
+
+def test_steps_that_an_older_version_did_not_count_are_counted_on_loading(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    for state, steps in zip(trainer.optimizer.state.values(), (7.0, 0.0), strict=True):
+        state["step"].fill_(steps)
+    saved = trainer.save(tmp_path, 1)
+    load_checkpoint(saved.path, verify_alone(saved.path, "full"), trainer.model, trainer.optimizer)
+    assert [state["step"].item() for state in trainer.optimizer.state.values()] == [7.0, 7.0]
+
+
+def test_a_folder_that_cannot_be_written_is_said(trainer: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be written into" in trainer.save(tmp_path / "file" / "checkpoints", 1).error
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_rank_killed_at_any_stage_leaves_whole_checkpoints(trainer: Trainer, tmp_path: Path) -> None:
+    """The other rank hears of it at once; nothing half done counts, and the next save removes it."""
+    committed, with_leftovers = (
+        {"after the rename": [1, 2], "before retention": [1, 2], "in a deletion": [2]},
+        0,
+    )
+    for number, case in enumerate(KILLS):
+        heard = save_with_one_killed(case, number % 2 == 0, tmp_path / str(number))
+        folder = tmp_path / str(number) / "checkpoints"
+        assert sorted(words[:34] for words in heard) == ["exit -9", "the save of step 2 was cut off, as"], (
+            case,
+            heard,
+        )
+        found, after = list_checkpoints(folder), names(folder)
+        assert [verify_alone(path).position.step for path in found] == committed.get(case, [1]), case
+        assert set(after) - {path.name for path in found} <= {
+            ".step-00000002.partial",
+            ".step-00000001.old",
+        }, case
+        with_leftovers += any(name.startswith(".") for name in after)
+        assert trainer.save(folder, 3, keep=1).error == "", case
+        assert names(folder) == ["step-00000003"], case
+    assert with_leftovers == 7, "most stages leave something to remove"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("disk full", "rank-00001.safetensors cannot be written (File too large)"),
+        ("NaN", "model.weight is not finite on rank 1"),
+    ],
+)
+def test_what_one_rank_cannot_write_no_rank_commits(
+    fault: str, said: str, asynchronous: bool, tmp_path: Path
+) -> None:
+    """All ranks hear the same, and save the next time."""
+    (error, after), other = run_ranks(2, save_with_a_fault, fault, asynchronous, tmp_path)
+    assert said in error
+    assert other == (error, after)
+    assert after == ["step-00000001"]
+    assert names(tmp_path) == ["step-00000003"]
+    verify_alone(tmp_path / "step-00000003")
+
+
+def train_on_a_small_disk(arguments: list[str]) -> None:
+    """train.main where everything can be written but the tensors."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    meshwright.train.main.main(arguments)
+
+
+@pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("warn", 0)])
+def test_a_run_stops_or_goes_on_as_asked_when_the_disk_is_full(
+    on_error: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"line {number} of a text\n" * 200)
+    arguments = [
+        *TINY,
+        *EAGER,
+        f"--data.source={tmp_path / 'text'}",
+        f"--data.cache_dir={tmp_path / 'cache'}",
+        "--train.steps=3",
+        "--checkpoint.every=1",
+        f"--checkpoint.on_error={on_error}",
+        f"--run.dir={tmp_path / 'run'}",
+    ]
+    out, err = tmp_path / "out", tmp_path / "err"
+    assert fork(train_on_a_small_disk, arguments, output=out, errors=err).wait(120) == code, (
+        out.read_text() + err.read_text()
+    )
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    if on_error == "stop":
+        assert "rank-00000.safetensors cannot be written (File too large)" in err.read_text()
+        assert "Traceback" not in err.read_text()
+        assert status["state"] == "failed"
+        assert status["step"] < 3
+    else:
+        assert out.read_text().count("warning: not saved: ") == 3
+        assert (status["state"], status["step"]) == ("finished", 3)
+    assert names(tmp_path / "run" / "checkpoints") == []
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small file system needs root"
+)
+def test_a_small_file_system_is_said_to_be_too_small(trainer: Trainer, tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        said = trainer.save(tmp_path / "checkpoints", 1).error
+        assert said.startswith("the checkpoint of step 1 needs 1.")
+        assert "has 0.3 MiB free: make room, or lower checkpoint.keep" in said
+        assert names(tmp_path / "checkpoints") == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

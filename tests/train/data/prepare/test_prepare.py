@@ -1,0 +1,390 @@
+"""Prepared data are the documents of the source, each once, whatever the form and the processes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+
+from meshwright.train.data.prepare import worker
+from meshwright.train.data.prepare import worker as long_texts
+from meshwright.train.data.prepare.partition import cut_source, unit_hash
+from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.readers import read_part
+from meshwright.train.data.sources import find_files
+from meshwright.train.data.token_store import SPLITS, read_manifest
+from meshwright.train.data.tokenizer import load_tokenizer
+from tests.support.forks import environment, fork
+from tests.support.texts import (
+    documents_of,
+    files_of,
+    odd_texts,
+    prepare_bytes,
+    texts_of,
+    train_bpe,
+    write_jsonl,
+)
+
+TEXTS = odd_texts(400, seed=1)
+WITH_TEXT = [text for text in TEXTS if text]
+SMALL = {"held_out": 0.1, "shard_bytes": 4000}
+
+
+@pytest.mark.parametrize(
+    "count", [2000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.sampled(10)])]
+)
+def test_odd_documents_come_back_as_the_tokenizer_gives_them(count: int, tmp_path: Path) -> None:
+    """One of them so long that it is encoded in parts."""
+    texts = odd_texts(count - 1, seed=count)
+    long = "".join(
+        "the quick brown fox 0123456789 " * 60 + text for text in odd_texts(count // 2 + 1250, seed=2)
+    )
+    texts.insert(count // 2, long)
+    assert len(long.encode()) > worker._LONG_BYTES
+    source = write_jsonl(tmp_path / "all.jsonl", texts)
+    path = train_bpe(tmp_path / "bpe")
+    manifest = prepare(
+        str(source),
+        str(path),
+        "auto",
+        "auto",
+        tmp_path / "out",
+        PrepareSettings(0.1, "text", 2**16, workers=2),
+    )
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
+    bos, eos = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
+    with open(source, "rb") as file:
+        offsets = np.cumsum([0, *map(len, file)]).tolist()
+    expected: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
+    for encoding, text, offset in zip(
+        tokenizer.encode_batch_fast(texts, add_special_tokens=False), texts, offsets, strict=False
+    ):
+        if text:
+            split = SPLITS[unit_hash(f"all.jsonl:{offset}") < 0.1]
+            expected[split].append([bos, *encoding.ids, eos])
+    assert len(manifest.splits["train"]) > 3
+    for split in SPLITS:
+        read = documents_of(tmp_path / "out", manifest, split)
+        assert len(read) == len(expected[split]) > 99
+        assert all(ids.tolist() == wanted for ids, wanted in zip(read, expected[split], strict=True))
+    assert manifest.settings["empty_documents"] == texts.count("")
+    shards = [shard for split in SPLITS for shard in manifest.splits[split]]
+    assert sum(shard.text_bytes for shard in shards) == sum(len(text.encode()) for text in texts)
+    assert max(shard.max_id for shard in shards) <= manifest.tokenizer.vocab_size - 1
+
+
+BYTE_LEVEL = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+# as Llama 3's
+DIGITS = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|[^\s]+"), "isolated")
+
+
+@pytest.mark.parametrize(
+    ("cut", "pre_tokenizer", "normalizer"),
+    [
+        (True, BYTE_LEVEL, None),
+        (
+            True,
+            tokenizers.pre_tokenizers.Sequence(
+                [DIGITS, tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
+            ),
+            None,
+        ),
+        (False, None, tokenizers.normalizers.Prepend("_")),
+    ],
+)
+def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
+    cut: bool, pre_tokenizer: object, normalizer: object, tmp_path: Path
+) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(train_bpe(tmp_path)))
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizer, normalizer
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encode = load_tokenizer(str(tmp_path)).encode
+    filler = " the quick\n\nbrown fox \n\n\n 12345 \nthe"
+    text = "".join(text + filler for text in odd_texts(4000, seed=30, mean_bits=6)).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_texts, "PART_BYTES", 5000)
+        parts = list(long_texts.cut_text(encode, text))
+        assert b"".join(parts) == text
+        assert (len(parts) > 20) == cut
+        said: list[tuple[int, int]] = []
+        arrays = long_texts.encode_in_parts(
+            encode, text, np.dtype(np.uint16), lambda *counts: said.append(counts)
+        )
+        assert np.array_equal(np.concatenate(arrays), encode([text])[0])
+        assert said == [(len(part), len(ids)) for part, ids in zip(parts, arrays, strict=True)]
+
+
+def write_as(form: str, folder: Path, texts: list[str]) -> Path:
+    """The texts as records of one file, or as a folder of a saved dataset."""
+    path = folder / f"all.{form}"
+    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+    if form.startswith("jsonl"):
+        write_jsonl(path, texts)
+        if form.endswith("zst"):
+            with pyarrow.CompressedOutputStream(str(path) + ".new", "zstd") as stream:
+                stream.write(path.read_bytes())
+            path.with_name(path.name + ".new").rename(path)
+    elif form == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=37)
+    elif form == "stream.arrow":
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=37)
+    elif form == "arrow":
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=37)
+    return path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "stream.arrow"])
+def test_every_form_gives_the_same_documents_in_order(form: str, tmp_path: Path) -> None:
+    source = write_as(form, tmp_path, TEXTS)
+    manifest = prepare_bytes(source, tmp_path / "out", **SMALL)
+    texts = texts_of(tmp_path / "out", manifest)
+    order = {text: i for i, text in enumerate(WITH_TEXT)}
+    for split in SPLITS:
+        places = [order[text] for text in texts[split] if WITH_TEXT.count(text) == 1]
+        assert places == sorted(places)
+    assert sorted(texts["train"] + texts["held_out"]) == sorted(WITH_TEXT)
+    assert 15 < len(texts["held_out"]) < 70
+    assert manifest.settings["empty_documents"] == len(TEXTS) - len(WITH_TEXT)
+    if form in ("jsonl", "parquet", "arrow", "stream.arrow"):
+        assert len(manifest.splits["train"]) > 3, "cut into pieces"
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_every_type_of_text_column_is_read_and_null_is_no_text(kind: str, tmp_path: Path) -> None:
+    types = {
+        "string": pyarrow.string(),
+        "large_string": pyarrow.large_string(),
+        "string_view": pyarrow.string_view(),
+        "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    }
+    column = pyarrow.array(["é", None, "", "two"], pyarrow.string()).cast(types[kind])
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", pyarrow.schema([("text", types[kind])])) as writer:
+        writer.write_table(pyarrow.table({"text": column}))
+    manifest = prepare_bytes(tmp_path / "a.arrow", tmp_path / "out", held_out=0.0)
+    assert texts_of(tmp_path / "out", manifest)["train"] == ["é", "two"]
+    assert manifest.settings["empty_documents"] == 2
+
+
+def test_a_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
+    """In processes of their own, as the library reads HF_HOME once; the second finds the folder to be of the
+    same."""
+    if not importlib.util.find_spec("datasets"):
+        pytest.skip("needs the datasets library")
+    env = environment(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    for names in (["plain", "parts::test", "loose"], ["loose"]):
+        process = fork(prepare_datasets, names, tmp_path, output=tmp_path / "said", env=env)
+        assert process.wait(120) == 0, (tmp_path / "said").read_text()
+    for name, wanted in (("plain", TEXTS), ("parts::test", TEXTS[50:60]), ("loose", TEXTS)):
+        folder = tmp_path / f"out-{name[:5]}"
+        texts = texts_of(folder, read_manifest(folder))
+        assert sorted(texts["train"] + texts["held_out"]) == sorted(filter(None, wanted))
+        assert texts["held_out"]
+    assert len(read_manifest(tmp_path / "out-plain").splits["train"]) > 3, (
+        "cut into pieces, for two processes"
+    )
+
+
+def prepare_datasets(names: list[str], folder: Path) -> None:
+    """Each of these datasets, made if it is not there."""
+    if not (folder / "plain").exists():
+        save_datasets(folder)
+    for name in names:
+        settings = (
+            PrepareSettings(0.1, "body", 4000, workers=2) if name == "plain" else PrepareSettings(0.1, "body")
+        )
+        prepare(f"hf:{folder / name}", "bytes", "auto", "auto", folder / f"out-{name[:5]}", settings)
+
+
+def save_datasets(folder: Path) -> None:
+    """A dataset, a dictionary of two, and a folder of a file."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    plain = datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "body": TEXTS})
+    plain.save_to_disk(str(folder / "plain"))
+    datasets.DatasetDict({"train": plain, "test": plain.select(range(50, 60))}).save_to_disk(
+        str(folder / "parts")
+    )
+    (folder / "loose").mkdir()
+    write_jsonl(folder / "loose" / "train.jsonl", TEXTS, "body")
+
+
+@pytest.mark.parametrize("name", ["all.jsonl", "all.parquet"])
+def test_the_bytes_of_the_folder_do_not_depend_on_the_number_of_processes(name: str, tmp_path: Path) -> None:
+    source, tokenizer = tmp_path / "source", train_bpe(tmp_path / "bpe")
+    source.mkdir()
+    write_as(name.removeprefix("all."), source, odd_texts(500, seed=5))
+    for i in range(20):
+        (source / f"{i}.txt").write_text(f"text {i}\n" * 20)
+    found = []
+    for workers in (1, 2 if name == "all.jsonl" else 3):
+        folder = tmp_path / f"out{workers}"
+        prepare(
+            str(source), str(tokenizer), "auto", "auto", folder, PrepareSettings(0.1, "text", 5000, workers)
+        )
+        found.append(files_of(folder))
+    assert found[0] == found[1]
+    assert len(found[0]) > 20
+    assert found[0]["tokenizer.json"] == tokenizer.read_bytes()
+    assert not list(tmp_path.glob(".*")), "nothing partial is left behind"
+
+
+def test_a_line_is_read_once_however_the_file_is_cut(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    lines = [
+        "\ufeff" + json.dumps({"text": "first"}),
+        "",
+        json.dumps({"text": "x" * 1000}),
+        "  ",
+        json.dumps({"text": "y"}) + "\r",
+        json.dumps({"text": "\ud83d\ude00"}),
+        json.dumps({"text": "last"}),
+    ]
+    source.write_text("\n".join(lines))  # the last line has no end
+    content = source.read_bytes()
+    starts = [
+        content.index(start)
+        for start in (b'{"text": "x', b'{"text": "y', b'{"text": "\\ud83d', b'{"text": "last')
+    ]
+    expected = [
+        (f"a.jsonl:{at}", text)
+        for at, text in zip([0, *starts], ["first", "x" * 1000, "y", "😀", "last"], strict=True)
+    ]
+    for shard_bytes in range(1, 150):
+        parts = [part for piece in cut_source(str(source), 0.0, shard_bytes)[1] for part in piece.parts]
+        found = [
+            (document.name, document.text.decode())
+            for part in parts
+            for document in read_part(part, "text", True)
+        ]
+        assert found == expected
+    manifest = prepare_bytes(source, tmp_path / "out", held_out=0.0, shard_bytes=50)
+    assert texts_of(tmp_path / "out", manifest) == {"train": [text for _, text in expected], "held_out": []}
+
+
+def test_text_files_are_documents_and_the_only_one_is_cut_at_a_character(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("äöü" * 100)
+    manifest = prepare_bytes(tmp_path / "one.txt", tmp_path / "out", held_out=0.0017)
+    texts = texts_of(tmp_path / "out", manifest)
+    assert (len(texts["train"][0]), texts["held_out"]) == (299, ["ü"])
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "a.txt").write_text("ä")
+    (tmp_path / "two" / "b.txt").write_text("b")
+    texts = texts_of(tmp_path / "bytes", prepare_bytes(tmp_path / "two", tmp_path / "bytes"))
+    assert sorted(texts["train"] + texts["held_out"]) == ["b", "ä"]
+
+
+def test_bytes_take_the_standard_library_as_it_is(tmp_path: Path) -> None:
+    """Its tests try other encodings."""
+    files = {path: path.read_bytes() for _, path in find_files("stdlib")}
+    settings = PrepareSettings(workers=2)
+    manifest = prepare("stdlib", "bytes", "auto", "auto", tmp_path / "out", settings)
+    assert len(manifest.sources) == len(files)
+    shards = [shard for split in SPLITS for shard in manifest.splits[split]]
+    assert sum(shard.text_bytes for shard in shards) == sum(map(len, files.values()))
+    other = next((text for text in files.values() if b"\xff" in text or b"\xe9" in text), b"")
+    ids = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").glob("*.bin")))
+    assert np.array(list(other), "<u2").tobytes() in ids
+
+
+@pytest.mark.parametrize("texts", [["one two three"], ["a", "b"], ["a"] * 30, ["", "only this has text", ""]])
+def test_of_few_records_too_some_are_held_out_and_some_are_not(texts: list[str], tmp_path: Path) -> None:
+    """Two workers do the same: the only record is cut in two, or one is moved to the other split."""
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    for share in (0.0001, 0.9999):
+        every = []
+        for workers in (1, 2) if texts in (["one two three"], ["a"] * 30) else (1,):
+            folder = tmp_path / f"{workers}-{share}"
+            found = texts_of(
+                folder, prepare_bytes(source, folder, held_out=share, shard_bytes=50, workers=workers)
+            )
+            assert found["held_out"]
+            assert found["train"] or (share > 0.5 and len(list(filter(None, texts))) == 1)
+            assert sorted("".join(found["train"] + found["held_out"])) == sorted("".join(texts))
+            every.append(files_of(folder))
+        assert every[0] == every[-1]
+
+
+def test_nothing_is_held_out_of_a_share_of_zero(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("text")
+    assert (
+        texts_of(tmp_path / "a", prepare_bytes(tmp_path / "one.txt", tmp_path / "a", held_out=0.0))[
+            "held_out"
+        ]
+        == []
+    )
+    source = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    assert texts_of(tmp_path / "b", prepare_bytes(source, tmp_path / "b", held_out=0.0))["train"] == [
+        "a",
+        "b",
+    ]
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"</s>": 0} | {f"w{i}": i for i in range(1, 70_000)})
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "words.json"))
+    source = write_jsonl(tmp_path / "a.jsonl", ["w1 w69999 w65536", "w2"])
+    settings = PrepareSettings(held_out=0.0)
+    manifest = prepare(str(source), str(tmp_path / "words.json"), "auto", "auto", tmp_path / "out", settings)
+    assert (manifest.dtype, manifest.tokenizer.bos, manifest.splits["train"][0].max_id) == (
+        "uint32",
+        None,
+        69_999,
+    )
+    ids = [ids.tolist() for ids in documents_of(tmp_path / "out", manifest, "train")]
+    assert ids == [[1, 69_999, 65_536, 0], [2, 0]]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_goes_from_nothing_to_all_of_the_source(workers: int, tmp_path: Path) -> None:
+    source, seen = write_jsonl(tmp_path / "a.jsonl", odd_texts(800, seed=4, mean_bits=100)), []
+    settings = PrepareSettings(shard_bytes=10**5, workers=workers)
+    manifest = prepare(str(source), "bytes", "auto", "auto", tmp_path / "out", settings, seen.append)
+    size = source.stat().st_size
+    assert all(isinstance(progress, Progress) and progress.total_bytes == size for progress in seen)
+    done = [progress.done_bytes for progress in seen]
+    assert (done[0], done[-1]) == (0, size)
+    assert done == sorted(done)
+    assert seen[-1].tokens == sum(shard.tokens for split in SPLITS for shard in manifest.splits[split])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])
+def test_progress_goes_on_within_a_long_text(name: str, tmp_path: Path) -> None:
+    text, seen = "the quick brown fox\n" * 350_000, []
+    source = tmp_path / name
+    if name == "a.txt":
+        source.write_text(text)
+    else:
+        write_jsonl(source, [text])
+    manifest = prepare(
+        str(source), "bytes", "auto", "auto", tmp_path / "out", PrepareSettings(0.0), seen.append
+    )
+    done = [progress.done_bytes for progress in seen]
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0, source.stat().st_size)
+    assert len({progress.tokens for progress in seen}) >= 6, "each MiB of 7 MB"
+    assert seen[-1].tokens == manifest.splits["train"][0].tokens == 7_000_001
+    assert [progress.documents for progress in seen if progress.tokens < 7_000_001] == [0] * (len(done) - 2)
+
+
+def test_the_manifest_says_what_it_was_made_from(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.txt").write_text("b")
+    manifest = prepare_bytes(tmp_path, tmp_path / "out", **SMALL)
+    assert read_manifest(tmp_path / "out") == manifest
+    assert [(file.name, file.size_bytes) for file in manifest.sources] == [
+        ("a.jsonl", (tmp_path / "a.jsonl").stat().st_size),
+        ("b.txt", 1),
+    ]
+    assert manifest.settings == {"held_out": 0.1, "text_field": "text", "empty_documents": TEXTS.count("")}

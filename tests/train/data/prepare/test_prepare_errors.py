@@ -1,0 +1,263 @@
+"""Text that cannot be prepared: one clear sentence with the place, and no folder under the final name."""
+
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+
+from meshwright.train.data.prepare.partition import cut_source
+from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
+from meshwright.train.data.prepare.readers import read_part
+from meshwright.train.errors import DataError
+from tests.support.forks import ROOT
+from tests.support.texts import odd_texts, prepare_bytes, texts_of, train_bpe, write_jsonl
+
+TEXTS = odd_texts(500, seed=3)
+
+
+def refuses(
+    source: object, said: str, tmp_path: Path, workers: tuple[int, ...] = (1,), **settings: object
+) -> None:
+    """With each of these numbers of processes; nothing is left in the folder but the source."""
+    for processes in workers:
+        out = tmp_path / "results" / "out"
+        with pytest.raises(DataError, match=said) as caught:
+            prepare_bytes(Path(str(source)), out, workers=processes, **settings)
+        assert "\n" not in str(caught.value)
+        assert not out.exists()
+        assert not list(out.parent.glob("*")), "nothing was finished, so nothing is kept"
+
+
+def lines_with(bad: bytes, at: int = 300) -> bytes:
+    lines = [json.dumps({"id": i, "text": text}).encode() for i, text in enumerate(TEXTS)]
+    lines[at - 1] = bad
+    return b"\n".join(lines) + b"\n"
+
+
+BAD_LINES = [
+    (b'{"text": "cut sho', r"a\.jsonl, line 300: not JSON \(Unterminated string"),
+    (b"[" * 100_000, r"line 300: not JSON"),
+    (b'["text"]', r"line 300: a JSON list, not an object with the field text"),
+    (b'{"body": "x", "id": 7}', r"line 300: no field text, but 'body', 'id': .*data\.text_field"),
+    (b'{"text": 5}', r"line 300: the field text is int, not text: .*data\.text_field"),
+    (b'{"text": "\xff"}', r"line 300, byte [\d,]+: not UTF-8 \(invalid start byte\)"),
+    (b'{"text": "\\ud800"}', r"line 300: the field text has half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("bad", "said"), BAD_LINES)
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "pieces"])
+def test_a_bad_line_is_named_by_its_number(bad: bytes, said: str, form: str, tmp_path: Path) -> None:
+    path = tmp_path / ("a.jsonl.gz" if form == "jsonl.gz" else "a.jsonl")
+    content = lines_with(bad)
+    path.write_bytes(gzip.compress(content) if form == "jsonl.gz" else content)
+    said = said.replace(r"a\.jsonl", path.name)
+    if form == "pieces":  # no line before its piece's first is read: they are counted then
+        piece = next(p for p in cut_source(str(path), 0.1, 5000)[1] if p.parts[0].last > content.index(bad))
+        assert piece.parts[0].first > 0
+        with pytest.raises(DataError, match=said):
+            list(read_part(piece.parts[0], "text", True))
+    else:
+        refuses(path, said, tmp_path, workers=(1, 2) if bad == BAD_LINES[0][0] else (1,))
+
+
+def test_the_byte_of_invalid_utf8_is_that_of_the_file(tmp_path: Path) -> None:
+    content = lines_with(b'{"text": "abc\xff"}')
+    (tmp_path / "a.jsonl").write_bytes(content)
+    refuses(tmp_path / "a.jsonl", rf"byte {content.index(0xFF):,}: not UTF-8", tmp_path)
+    text = "é".encode() * 5000 + b"\xe9 latin"
+    (tmp_path / "a.txt").write_bytes(text)
+    for tokenizer in ("bytes", str(train_bpe(tmp_path / "bpe"))):
+        with pytest.raises(
+            DataError, match=r"a\.txt, byte 10,000: not UTF-8 \(invalid continuation byte\): convert the file"
+        ):
+            prepare(str(tmp_path / "a.txt"), tokenizer, "auto", "auto", tmp_path / "out", PrepareSettings())
+    refuses(tmp_path / "a.txt", r"a\.txt, byte 10,000: not UTF-8", tmp_path, workers=(2,))
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "stream.arrow", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+def test_a_damaged_file_is_named(form: str, damage: str, tmp_path: Path) -> None:
+    table = pyarrow.table({"text": TEXTS})
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=100, write_page_checksum=True)
+    elif form.endswith("arrow"):
+        new = pyarrow.ipc.new_stream if form == "stream.arrow" else pyarrow.ipc.new_file
+        with new(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=100)
+    else:
+        content = lines_with(b'{"text": "x"}')
+        path.write_bytes(
+            gzip.compress(content) if form == "jsonl.gz" else pyarrow.compress(content, "zstd", asbytes=True)
+        )
+    whole = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(whole[: len(whole) * 2 // 3])
+    elif damage == "flipped":
+        if form.endswith("arrow"):
+            pytest.skip("Arrow files have no checksums")
+        path.write_bytes(whole[:200] + bytes(byte ^ 0x55 for byte in whole[200:260]) + whole[260:])
+    else:
+        path.write_bytes(b"this is no such file" * 10)
+    said = r".*cannot be read; it may be damaged or cut short \(.+\): restore it"
+    if (form, damage) == ("jsonl.zst", "flipped"):
+        said = ", line .*not JSON|" + said  # pyarrow writes no checksums: the damage shows a little later
+    refuses(
+        path,
+        f"{path.name}({said})",
+        tmp_path,
+        workers=(1, 2) if (form, damage) == ("parquet", "flipped") else (1,),
+    )
+
+
+def test_a_column_that_is_not_there_or_is_no_text_is_named(tmp_path: Path) -> None:
+    table = pyarrow.table({"body": TEXTS, "text": range(len(TEXTS))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    refuses(
+        tmp_path / "a.parquet", r"a\.parquet: the field text is int64, not text: .*data\.text_field", tmp_path
+    )
+    refuses(
+        tmp_path / "a.parquet",
+        r"a\.parquet has no field words, but body, text: .*text_field",
+        tmp_path,
+        text_field="words",
+    )
+    bad = pyarrow.array([b"good", b"bad \xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "b.parquet")
+    refuses(tmp_path / "b.parquet", r"b\.parquet, row 2, byte 4: not UTF-8", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\n\n", b'{"text": ""}\n{"text": null}\n'])
+def test_a_source_without_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.jsonl holds no text: 1 files? with [02] empty documents"):
+        prepare_bytes(tmp_path / "a.jsonl", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_the_tokenizer_has_no_id_for_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "known": 1})).save(
+        str(tmp_path / "words.json")
+    )
+    source = write_jsonl(tmp_path / "a.jsonl", ["known", "unknown"])
+    for workers in (1, 2):
+        with pytest.raises(
+            DataError, match=r"data\.source: document a\.jsonl:27: .*words\.json cannot encode a text \(.*UNK"
+        ):
+            prepare(
+                str(source),
+                str(tmp_path / "words.json"),
+                "auto",
+                "auto",
+                tmp_path / "out",
+                PrepareSettings(workers=workers),
+            )
+
+
+def test_no_dataset_is_one_error(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=r"hf:.*nowhere cannot be loaded by the datasets library"):
+        prepare(f"hf:{tmp_path}/nowhere", "bytes", "auto", "auto", tmp_path / "out", PrepareSettings())
+
+
+def test_a_missing_library_names_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for name in ("pyarrow", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for source in (str(tmp_path / "a.parquet"), "hf:x"):
+        with pytest.raises(DataError, match=r"pip install -e '\.\[hf\]'"):
+            prepare(source, "bytes", "auto", "auto", tmp_path / "out", PrepareSettings())
+
+
+@pytest.mark.parametrize("form", ["jsonl", "txt", "parquet"])
+def test_a_file_that_changes_while_it_is_read_is_refused(form: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    else:
+        write_jsonl(path, TEXTS)
+    (part,) = cut_source(str(path), 0.1, 2**20)[1][0].parts
+    documents = read_part(part, "text", True)
+    next(documents)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match=rf"a\.{form} changed while it was being read"):
+        list(documents)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"data\.cache_dir.*cannot write to .*file.*name another folder"):
+        prepare_bytes(source, tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_one_error_and_the_next_start_goes_on(workers: int, tmp_path: Path) -> None:
+    """The limit on a file's size is how this process sees a full disk; small shards fit, a large one does
+    not."""
+    source = tmp_path / "source"
+    source.mkdir()
+    write_jsonl(source / "a.jsonl", ["x" * 1000] * 50)
+    (source / "b.txt").write_bytes(b"y" * 400_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        with pytest.raises(
+            DataError,
+            match=r"no space left for .*out .*: about [\d.]+ MB are still needed, [\d,.]+ MB are free",
+        ):
+            prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / ".out.partial" / "data").glob(".*")), "what did not fit is gone"
+    found = texts_of(
+        tmp_path / "out", prepare_bytes(source, tmp_path / "out", shard_bytes=60_000, workers=workers)
+    )
+    assert sum(map(len, found["train"] + found["held_out"])) == 450_000
+    assert not list(tmp_path.glob(".*"))
+
+
+def can_mount() -> bool:
+    return (
+        os.geteuid() == 0
+        and subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+    )
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs to be allowed to mount a file system")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "a.txt").write_bytes(b"y" * 2_000_000)
+    code = (
+        "import os; from pathlib import Path; from meshwright.train.data.prepare.prepare import *\n"
+        f"try: prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), "
+        f"PrepareSettings(workers={workers}))\n"
+        "except ValueError as error: print(error, os.listdir('full'))\n"
+    )
+    command = f'mount -t tmpfs -o size=1m none full && exec {sys.executable} -c "$CODE"'
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CODE": code}
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        "no space left for full/out (No space left on device): about 4.0 MB are still needed" in done.stdout
+    ), done.stderr
+    assert done.stdout.endswith("[]\n")

@@ -1,0 +1,245 @@
+"""Stopping with real processes and real signals."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshwright.train.config import RunConfig
+from meshwright.train.fault_tolerance.shutdown import CLOSE_S, REPEAT_S, Stop, Wish, choose_wish
+from tests.support.forks import Fork, fork
+from tests.support.workers.shutdown import Scene, play
+
+TERM, INT, USR1, HUP, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGKILL
+MANY_S = 60  # for what takes a fraction of a second on a quiet machine
+PROMPT_S = 45  # less than the 60 s of grace that the others have, and than all that sleeps for ever
+
+
+@dataclass
+class Ranks:
+    """The processes of one run."""
+
+    scene: Scene
+    processes: list[Fork]
+
+    def log(self, rank: int) -> str:
+        path = self.scene.folder / f"{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def last(self) -> list[str]:
+        return [(self.log(rank).splitlines() or [""])[-1] for rank in range(self.scene.ranks)]
+
+    def wait_for(self, words: str) -> None:
+        deadline_s = time.monotonic() + MANY_S
+        while not all(words in self.log(rank) for rank in range(self.scene.ranks)):
+            assert time.monotonic() < deadline_s, self.last()
+            time.sleep(0.01)
+
+    def send(self, number: int, *ranks: int) -> None:
+        for rank in ranks or range(self.scene.ranks):
+            self.processes[rank].send_signal(number)
+
+    def exit_codes(self, *ranks: int) -> list[int | None]:
+        return [self.processes[rank].wait(MANY_S) for rank in ranks or range(self.scene.ranks)]
+
+
+Start = Callable[..., Ranks]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    everyone: list[Fork] = []
+
+    def start_ranks(ranks: int, **scene) -> Ranks:
+        run = Scene(tmp_path, ranks, **scene)
+        processes = [fork(play, run, rank, output=tmp_path / f"{rank}.out") for rank in range(ranks)]
+        everyone.extend(processes)
+        return Ranks(run, processes)
+
+    yield start_ranks
+    for process in everyone:
+        process.kill()
+        process.wait()
+
+
+def assert_stopped(run: Ranks, reason: str, failed: bool = False) -> None:
+    """All of them, after the same step."""
+    assert run.exit_codes() == [0] * run.scene.ranks, run.last()
+    lasts = set(run.last())
+    assert len(lasts) == 1, lasts
+    assert lasts.pop().endswith(f": {reason}, failed {failed}")
+
+
+@pytest.mark.parametrize("number", [TERM, INT, USR1, HUP])
+def test_one_signal_to_all_stops_all_after_the_same_step(start: Start, number: signal.Signals) -> None:
+    run = start(2)
+    run.wait_for("step 3")
+    run.send(number)
+    assert_stopped(run, f"signal {number.name}")
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(start: Start) -> None:
+    run = start(3)
+    run.wait_for("step 3")
+    run.send(TERM, 1)
+    assert_stopped(run, "signal SIGTERM")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_signal_delivered_twice_at_once_is_one_request(start: Start, ranks: int) -> None:
+    """As `timeout` and srun do it."""
+    run = start(ranks)
+    run.wait_for("step 3")
+    run.send(TERM)
+    run.send(TERM)
+    assert_stopped(run, "signal SIGTERM")
+
+
+def test_the_time_limit_stops_all(start: Start) -> None:
+    run = start(2, max_hours=0.5 / 3600)
+    assert_stopped(run, "run.max_hours")
+
+
+def test_an_error_on_one_rank_stops_all_as_failed(start: Start) -> None:
+    run = start(2, trouble="failed save", rank_in_trouble=1)
+    assert_stopped(run, "rank 1: OSError: disk full", failed=True)
+
+
+def test_a_second_signal_ends_at_once(start: Start) -> None:
+    run = start(2, trouble="long save")
+    run.wait_for("step 3")
+    run.send(TERM)
+    run.wait_for("saves")
+    time.sleep(REPEAT_S)
+    sent_s = time.monotonic()
+    run.send(INT)
+    assert run.exit_codes() == [128 + INT] * 2
+    assert time.monotonic() - sent_s < PROMPT_S
+    assert run.last() == ["ends: signal SIGTERM, then signal SIGINT: ended at once, without saving"] * 2
+
+
+def test_before_the_first_step_a_signal_ends_at_once(start: Start) -> None:
+    run = start(1, trouble="set-up")
+    run.wait_for("step 3")
+    run.send(INT)
+    assert run.exit_codes() == [128 + INT]
+    assert run.last() == ["ends: signal SIGINT before the first step: there was nothing to save"]
+
+
+def test_a_save_that_outlasts_the_grace_period_is_ended_on_all_ranks(start: Start) -> None:
+    """Also on the one that had no signal itself."""
+    run = start(2, trouble="long save", grace_s=1)
+    run.wait_for("step 3")
+    sent_s = time.monotonic()
+    run.send(USR1, 0)
+    assert run.exit_codes() == [128 + USR1] * 2
+    assert 1 <= time.monotonic() - sent_s < PROMPT_S
+    assert (
+        run.last()
+        == ["ends: signal SIGUSR1: ended without saving, because run.grace_s=1 s were not enough to stop"] * 2
+    )
+
+
+@pytest.mark.parametrize("peer", ["asleep", "stopped"])
+def test_the_grace_period_ends_a_rank_inside_a_collective(start: Start, peer: str) -> None:
+    """Where Python's own signal handlers do not run."""
+    run = start(2, trouble="collective" if peer == "asleep" else "", rank_in_trouble=1, grace_s=1)
+    run.wait_for("step 5")
+    if peer == "stopped":
+        run.send(signal.SIGSTOP, 1)
+    sent_s = time.monotonic()
+    run.send(TERM, 0)
+    assert run.exit_codes(0) == [128 + TERM]
+    assert 1 <= time.monotonic() - sent_s < PROMPT_S
+    last_step = run.log(0).splitlines()[-2]
+    assert last_step == "step 5" if peer == "asleep" else last_step.startswith("step "), "and none after it"
+    assert "run.grace_s=1 s" in run.last()[0]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_nobody_waits_for_the_agreement_of_a_dead_rank(start: Start, asked: bool) -> None:
+    """Asked or not: torchrun sends SIGTERM to the others when one has died."""
+    run = start(3)
+    run.wait_for("step 3")
+    killed_s = time.monotonic()
+    run.send(KILL, 1)
+    if asked:
+        run.send(TERM, 0, 2)
+    assert run.exit_codes() == [1, -KILL, 1]
+    assert time.monotonic() - killed_s < PROMPT_S
+    for rank in (0, 2):
+        assert "PeerLostError: a process of this run has died" in run.log(rank)
+        assert float(run.last()[rank].split()[-2]) < CLOSE_S, run.last()
+
+
+def test_a_disk_that_hangs_does_not_keep_a_process_from_its_end(start: Start) -> None:
+    """on_end writes status.json."""
+    run = start(1, trouble="dead disk", last_words_s=1.0)
+    run.wait_for("step 3")
+    run.send(TERM)
+    run.wait_for("saves")
+    time.sleep(REPEAT_S)
+    run.send(TERM)
+    assert run.exit_codes() == [-signal.SIGALRM]
+    assert "then signal SIGTERM" in run.last()[0]
+
+
+def test_nor_does_a_main_thread_that_lets_no_other_run(start: Start) -> None:
+    run = start(1, trouble="holds Python's lock", grace_s=1, last_words_s=1.0)
+    run.wait_for("step 3")
+    run.send(TERM)
+    assert run.exit_codes() == [-signal.SIGALRM]
+    assert run.last() == ["saves"]
+
+
+def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> None:
+    before = {number: signal.getsignal(number) for number in (TERM, INT, USR1)}
+    at_hang_up = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        stop = Stop(RunConfig(), lambda reason: None)
+        stop.begin()
+        os.kill(os.getpid(), HUP)
+        time.sleep(0.1)
+        assert not stop.agreed()
+        os.kill(os.getpid(), TERM)
+        deadline_s = time.monotonic() + MANY_S
+        while not stop.agreed() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert stop.reason == "signal SIGTERM"
+        stop.close()
+        assert signal.getsignal(HUP) == signal.SIG_IGN
+        assert {number: signal.getsignal(number) for number in before} == before
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(HUP, at_hang_up)
+
+
+def close_with_a_handler_of_c() -> None:
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+    ctypes.pythonapi.PyOS_setsig(USR1, handler)
+    del sys.modules["_signal"]
+    import _signal  # finds the handlers that are there, as Python does when it starts inside another program
+
+    assert _signal.getsignal(USR1) is None
+    Stop(RunConfig(), print).close()
+    print("closed")
+
+
+def test_close_leaves_out_what_only_c_code_can_set_again(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    code = fork(close_with_a_handler_of_c, output=output).wait(MANY_S)
+    assert (code, output.read_text()) == (0, "closed\n")
+
+
+def test_an_error_counts_before_a_wish_and_the_lowest_rank_before_others() -> None:
+    late, early, error = Wish("run.max_hours"), Wish("signal SIGTERM"), Wish("disk full", failed=True)
+    assert choose_wish([None, None]) is None
+    assert choose_wish([None, early, late]) == early
+    assert choose_wish([early, None, error]) == Wish("rank 2: disk full", failed=True)

@@ -1,0 +1,349 @@
+"""Stuck jobs: real processes that stop, sleep or wait in vain, and the message made out of what they say."""
+
+import dataclasses
+import math
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import meshwright.train.fault_tolerance.watchdog
+from meshwright.train.config import TimeoutConfig, bounded, check_bounds
+from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
+from meshwright.train.fault_tolerance.watchdog import KEYS, Section, Watchdog
+from tests.support.forks import run_module
+from tests.support.launch import run
+from tests.support.worlds import Keeper, forked, launcher_store, run_ranks
+
+# the message comes within 5 s on a quiet machine; collectives would wait for half an hour
+TIMEOUT_S, PROMPT_S = 3, 45
+WORKER = "tests.support.workers.watchdog"
+AT = r"tests/support/workers/watchdog.py:\d+"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job of several ranks ended: by rank, exit code (None: it had to be killed) and what it
+    printed."""
+
+    folder: Path
+    codes: list[int | None]
+    errors: list[str]
+    output: list[str]
+    stuck_at: float
+
+    @property
+    def message(self) -> str:
+        """The diagnosis, which only one rank may have printed."""
+        (message,) = [error for error in self.errors if "STUCK" in error]
+        return message
+
+    def seconds_to_message(self, rank: int) -> float:
+        """From the moment something went wrong to after the message was printed."""
+        return (self.folder / f"on_stuck_{rank}.txt").stat().st_mtime - self.stuck_at
+
+
+@contextmanager
+def store_of_rank_0(ranks: int) -> Iterator[dict[str, str]]:
+    """The variables by which ranks find each other that no launcher keeps a store for."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+
+
+@dataclass
+class Job:
+    """Ranks that run side by side, without a launcher that ends them. `keeper`: of their store, which
+    outlives them all, or is one of them; `started`: so many of them only."""
+
+    folder: Path
+    way: str
+    world_size: int
+    stuck_rank: int = -1
+    keeper: Keeper = launcher_store
+    started: int = 0
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.folder.mkdir()
+        (self.folder / "a_file").touch()
+        arguments = [self.way, str(self.folder), str(self.stuck_rank)]
+        self._ended = ExitStack()
+        ranks = forked(
+            self.started or self.world_size,
+            run_module,
+            WORKER,
+            arguments,
+            folder=self.folder,
+            keeper=self.keeper,
+            errors="err",
+            WORLD_SIZE=str(self.world_size),
+        )
+        self.ranks = self._ended.enter_context(ranks)
+
+    def outcome(self) -> Outcome:
+        """How it ended. Where another process has taken the port that was found for rank 0: how it ended the
+        second time."""
+        outcome = self._outcome()
+        if "EADDRINUSE" not in outcome.errors[0]:
+            return outcome
+        shutil.rmtree(self.folder)
+        self.start()
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        """Those that never end by themselves are killed."""
+        with self._ended:
+            for rank, process in enumerate(self.ranks):
+                if self.way != "stop" or rank != self.stuck_rank:
+                    process.wait(120)
+            codes = [process.poll() for process in self.ranks]
+        errors, output = (
+            [(self.folder / f"{rank}.{kind}").read_text() for rank in range(len(codes))]
+            for kind in ("err", "out")
+        )
+        times = [float(time_s) for out in output for time_s in re.findall(r"stuck at ([\d.]+)", out)]
+        return Outcome(self.folder, codes, errors, output, max(times, default=math.nan))
+
+
+def run_as_under_torchrun(folder: Path, way: str, stuck_rank: int) -> Outcome:
+    folder.mkdir()
+    result = run(2, way, str(folder), str(stuck_rank), module=WORKER)
+    return Outcome(folder, [result.returncode], [result.stderr], [result.stdout], math.nan)
+
+
+def suspend(job: Job) -> None:
+    """Stop a process for longer than its time-out of 5.5 s, as Ctrl-Z or a batch system does, and let it go
+    on."""
+    output, deadline_s = job.folder / "0.out", time.monotonic() + 60
+    while (not output.exists() or "stuck at" not in output.read_text()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    job.ranks[0].send_signal(signal.SIGSTOP)
+    time.sleep(7)
+    job.ranks[0].send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All jobs side by side: they mostly sleep."""
+    folder = tmp_path_factory.mktemp("watchdog")
+    jobs = {
+        "stopped": Job(folder / "stopped", "stop", 3, 2, store_of_rank_0),
+        "store stopped": Job(folder / "store_stopped", "stop", 2, 0, store_of_rank_0),
+        "asleep": Job(folder / "asleep", "asleep", 2, 1, store_of_rank_0),
+        "behind": Job(folder / "behind", "behind", 2, 0, store_of_rank_0),
+        "ended": Job(folder / "ended", "ended", 2, 1, store_of_rank_0),
+        "slow": Job(folder / "slow", "slow", 2),
+        "alone": Job(folder / "alone", "alone", 2, started=1),
+        "suspended": Job(folder / "suspended", "slow", 1),
+    }
+    suspend(jobs["suspended"])
+    torchrun = run_as_under_torchrun(folder / "torchrun", "desync", 1)
+    return {"torchrun": torchrun, **{name: job.outcome() for name, job in jobs.items()}}
+
+
+# Real processes
+
+
+def test_a_stopped_rank_is_named_in_time(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["stopped"]
+    first = outcome.message.splitlines()[0]
+    assert re.match(
+        r"STUCK: rank 2 gives no answer, and no heartbeat for about \d+ s: process stopped or killed", first
+    ), first
+    assert re.search(rf"ranks 0-1: step 3 for \d+ s, in all_reduce called from {AT} reduce", outcome.message)
+    assert f"run.timeouts.step_s={TIMEOUT_S}" in outcome.message
+    assert outcome.codes == [1, 1, None]
+    (noted,) = outcome.folder.glob("on_stuck_*.txt")
+    assert noted.read_text().strip() == outcome.message.strip()
+    assert outcome.seconds_to_message(int(noted.stem[-1])) < TIMEOUT_S + PROMPT_S
+    assert sorted(path.name for path in (outcome.folder / "stuck").iterdir()) == [
+        "rank-00000.txt",
+        "rank-00001.txt",
+    ]
+
+
+def test_the_rank_that_keeps_the_store_is_named_when_it_stops(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["store stopped"]
+    assert (
+        "rank 1 of 2 can only speak for itself: rank 0, which keeps the ranks' store at 127.0.0.1:"
+        in outcome.message
+    )
+    assert "it does not answer" in outcome.message
+    assert re.search(r"rank 1: step 3 for \d+ s, in all_reduce called from", outcome.message)
+    assert outcome.codes == [None, 1]
+    assert outcome.seconds_to_message(1) < TIMEOUT_S + PROMPT_S
+
+
+def test_a_rank_asleep_in_a_function_of_ours_is_named_with_it(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["asleep"]
+    assert re.match(
+        rf"STUCK: rank 1 is at {AT} fall_asleep, while rank 0 waits in all_reduce \({AT} reduce\)\n",
+        outcome.message,
+    )
+    assert "collectives begun in default_pg of ranks 0-1: 2 by rank 1; 3 by rank 0" in outcome.message
+    assert re.search(rf"how rank 1 came there: .*{AT} main > {AT} go_wrong", outcome.message)
+    assert outcome.codes == [1, 1]
+    for rank, function in enumerate(("in all_reduce", "in fall_asleep")):
+        stacks = (outcome.folder / "stuck" / f"rank-{rank:05d}.txt").read_text()
+        assert function in stacks.split("thread MainThread")[1].split("\nthread ")[0]
+        assert stacks.startswith(f"rank {rank} of 2, process ")
+        assert "thread watchdog " in stacks
+
+
+def test_nothing_but_the_message_is_printed(outcomes: dict[str, Outcome]) -> None:
+    """No traceback of a rank whose peers end sooner, also where one of them keeps the store."""
+    errors = [error for name in ("asleep", "stopped") for error in outcomes[name].errors]
+    assert [error for error in errors if "STUCK" not in error] == [""] * 3
+    assert [error for error in errors if "Traceback" in error] == []
+
+
+def test_ranks_in_different_collectives_are_named_as_under_torchrun(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["torchrun"]
+    assert re.search(
+        rf"STUCK: a desynchronised collective: all_reduce called from {AT} reduce by rank 0, "
+        rf"all_gather_object called from {AT} gather_objects by rank 1\n",
+        outcome.message,
+    )
+    assert outcome.message.count("STUCK") == 1
+    assert outcome.codes == [1]
+
+
+def test_a_rank_in_an_earlier_section_is_named_even_where_no_folder_can_be_made(
+    outcomes: dict[str, Outcome],
+) -> None:
+    outcome = outcomes["behind"]
+    assert re.match(
+        rf"STUCK: rank 0 is behind, in evaluation at step 2, at {AT} fall_asleep, while rank 1 waits in "
+        rf"all_reduce",
+        outcome.message,
+    )
+    assert re.search(
+        r"step 3 has taken \d+ s on rank 1 of 2, more than run.timeouts.step_s=3", outcome.message
+    )
+    assert re.search(
+        r"stacks could not be written to .*/a_file/stuck \(NotADirectoryError: Not a directory\)",
+        outcome.message,
+    )
+    assert outcome.codes == [1, 1]  # rank 0's own time-out was far away
+
+
+def test_a_rank_that_ended_too_early_is_named(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["ended"]
+    assert "STUCK: rank 1 has ended, while the others go on" in outcome.message
+    assert outcome.codes[0] == 1
+
+
+def test_a_slow_loop_is_left_alone_and_no_thread_is_left(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["slow"]
+    assert outcome.codes == [0, 0], outcome.errors
+    assert not any("STUCK" in error for error in outcome.errors)
+    assert all("threads left: []\nfinished" in output for output in outcome.output)
+
+
+def test_a_rank_that_waits_for_others_to_join_says_so(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["alone"]
+    assert (
+        "rank 0 of 2 can only speak for itself: it has not yet joined the other processes" in outcome.message
+    )
+    assert re.search(rf"set-up for \d+ s, in init_process_group called from {AT} main", outcome.message)
+    assert "it waits for all 2 processes to join" in outcome.message
+    assert outcome.seconds_to_message(0) < TIMEOUT_S + PROMPT_S
+    assert outcome.codes == [1]
+
+
+class Looking(Watchdog):
+    """Says when it has looked at the section and found nothing."""
+
+    def __init__(self, *of_watchdog: Any) -> None:
+        self.looks = threading.Semaphore(0)
+        super().__init__(*of_watchdog)
+
+    def _beat(self) -> bool:
+        self.looks.release()
+        return super()._beat()
+
+
+def outlast(watchdog: Looking) -> None:
+    """Let the section be old already, and the watchdog look at it."""
+    watchdog._at = dataclasses.replace(watchdog._at, since_s=time.monotonic() - 1000)
+    while watchdog.looks.acquire(blocking=False):
+        pass
+    for _ in range(2):  # the first may have looked before
+        assert watchdog.looks.acquire(timeout=60)
+
+
+def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
+    """What is said, and which threads are left."""
+    meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
+    said: list[str] = []
+    watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), 0, 1, said.append)
+    watchdog.connect()
+    for section in ("data", "step"):  # for data there is none by default
+        watchdog.enter(section)  # type: ignore[arg-type]
+        outlast(watchdog)
+    watchdog.close()
+    return said, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no_thread() -> None:
+    assert run_ranks(1, go_through_sections_without_a_time_out) == [([], [])]
+    assert tuple(KEYS) == get_args(Section)
+    assert [*KEYS.values()] == [field.name for field in dataclasses.fields(TimeoutConfig)]
+    with pytest.raises(ValueError, match=r"^timeouts\.data_s=-1 must lie between 0 and"):
+        check_bounds("timeouts", TimeoutConfig(data_s=-1))
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(outcomes: dict[str, Outcome]) -> None:
+    assert (outcomes["suspended"].codes, outcomes["suspended"].errors) == ([0], [""])
+
+
+def go_on_while_looked_at() -> list[str]:
+    """The main thread's next step begins while the watchdog looks at its stack: what is said."""
+    meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
+    looked, said = threading.Event(), list[str]()
+
+    class Late(Looking):
+        def _report(self) -> RankReport:
+            self.enter("step", 2)
+            looked.set()
+            return super()._report()
+
+    watchdog = Late(TimeoutConfig(step_s=60), 0, 1, said.append)
+    watchdog.enter("step", 1)
+    outlast(watchdog)
+    assert looked.is_set()
+    watchdog.close()
+    return said
+
+
+def test_a_main_thread_that_goes_on_meanwhile_is_not_stuck() -> None:
+    assert run_ranks(1, go_on_while_looked_at) == [[]]
+
+
+# Bounds
+
+
+def test_bounds_hold_in_nested_sections() -> None:
+    @dataclass(frozen=True)
+    class Outer:
+        timeouts: TimeoutConfig
+        grace_s: float = bounded(1.0, low=0)
+
+    check_bounds("run", Outer(TimeoutConfig(step_s=0)))
+    with pytest.raises(ValueError, match=r"^run\.timeouts\.step_s=-1 must lie between 0 and"):
+        check_bounds("run", Outer(TimeoutConfig(step_s=-1)))
+    with pytest.raises(ValueError, match=r"^run\.timeouts\.setup_s=nan"):
+        check_bounds("run", Outer(TimeoutConfig(setup_s=math.nan)))

@@ -1,0 +1,393 @@
+"""AdamW in bfloat16: how it rounds, on one process and on several, and that it learns what AdamW in float32
+learns."""
+
+import copy
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.models.llama import Llama, LlamaConfig, init_weights
+from meshwright.train.checkpoint.load import refuse_different
+from meshwright.train.checkpoint.manifest import SavedTensor
+from meshwright.train.config import OptimConfig
+from meshwright.train.config_parser import parse_config
+from meshwright.train.errors import CheckpointError
+from meshwright.train.optim.adamw_kernel import (
+    Slice,
+    Step,
+    element_bits,
+    mix,
+    round_stochastically,
+    stream_bits,
+    update,
+)
+from meshwright.train.optim.optimizer import build_optimizer
+from meshwright.train.optim.stochastic_adamw import RoundedAdamW
+from meshwright.train.step import train_step
+from tests.support.adamw_on_ranks import compare_kernel, train, train_on_meshes
+from tests.support.launch import EAGER, TINY
+from tests.support.sharded import sharded_alone
+from tests.support.worlds import run_ranks
+from tests.train.test_step import READS, Count, make_batches
+
+N = 2**18  # draws
+BF16, F32 = torch.bfloat16, torch.float32
+BFLOAT16 = [
+    "--parallel.storage_dtype=bfloat16",
+    "--parallel.param_dtype=bfloat16",
+    "--optim.state_dtype=bfloat16",
+]
+
+
+@pytest.fixture(autouse=True)
+def alone_on_its_core():
+    """Small products wait longer for a second thread, where other processes have the cores, than they
+    take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Rounding
+
+
+def draws(key: int = 1, stream: int = 0, n: int = N) -> Tensor:
+    return stream_bits(element_bits(torch.tensor(key), torch.arange(n)), stream)
+
+
+def test_the_hash_is_lowbias32() -> None:
+    with np.errstate(over="ignore"):
+        x = np.arange(0, 2**32, 1_000_003, dtype=np.uint32)
+        expected = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        expected = (expected ^ (expected >> np.uint32(15))) * np.uint32(0x846CA68B)
+        expected ^= expected >> np.uint32(16)
+    assert mix(torch.from_numpy(x.astype(np.int64))).tolist() == expected.tolist()
+
+
+def test_every_bit_is_even_and_none_follows_from_another_element_step_parameter_or_tensor() -> None:
+    """Each pair of bits is alike in half of the draws, within five sigma."""
+    these = [
+        draws(),
+        draws(key=2),
+        draws(stream=1),
+        draws(stream=2),
+        torch.roll(draws(), 1),
+        stream_bits(element_bits(torch.tensor(1), torch.arange(N) + 2**32), 0),
+    ]
+    sigma = 0.5 / math.sqrt(N)
+    for bit in range(16):
+        columns = torch.stack([(draw >> bit) & 1 for draw in these]).double()
+        assert (columns.mean(1) - 0.5).abs().max() < 5 * sigma
+        same = torch.stack([(columns[0] == other).double().mean() for other in columns[1:]])
+        assert (same - 0.5).abs().max() < 5 * sigma
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 1.999, 3e-39, -2.3e-41, 1e30, 0.1, -math.pi])
+def test_rounding_takes_one_of_two_neighbours_and_keeps_the_mean(value: float) -> None:
+    values = torch.full((N,), value)
+    exact = values[0].double().item()
+    got = round_stochastically(values, draws()).double()
+    step = abs(exact) * 2**-7 if abs(exact) > 2**-126 else 2**-133
+    assert len(got.unique()) == 2, "both neighbours come"
+    assert got.min() < exact < got.max()
+    assert got.max() - got.min() <= step
+    up = (exact - got.min().item()) / (got.max() - got.min()).item()
+    sigma = (got.max() - got.min()).item() * math.sqrt(up * (1 - up) / N)
+    assert abs(got.mean().item() - exact) < 4 * sigma
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, 2.0**-133, math.inf, -math.inf, 3.3895e38])
+def test_what_bfloat16_has_stays_as_it_is(value: float) -> None:
+    values = torch.full((1000,), value, dtype=BF16)
+    got = round_stochastically(values.float(), draws(n=1000))
+    assert torch.equal(got.view(torch.int16), values.view(torch.int16))
+
+
+def test_not_a_number_stays_so_whatever_its_bits() -> None:
+    values = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(F32).repeat(1000)
+    assert round_stochastically(values, draws(n=4000)).isnan().all()
+
+
+# An update
+
+
+def whole_slice(
+    parameter: torch.dtype = BF16, moment: torch.dtype = BF16, rows: int = 30, columns: int = 20
+) -> Slice:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(rows * columns, generator=generator) for _ in range(4)]
+    return Slice(
+        values[0].to(parameter),
+        values[1].to(parameter),
+        values[2].to(moment),
+        values[3].square().to(moment),
+        key=77,
+        first=0,
+        columns=columns,
+        gap=0,
+    )
+
+
+def step_of(count: int, skip: float = 0.0, beta2: float = 0.999, lr: float = 1e-3) -> Step:
+    scalars = [[count], [lr / (1 - 0.9**count)], [math.sqrt(1 - beta2**count)], 1.0, skip]
+    return Step(0.9, beta2, 1e-8, 1.0, *(torch.tensor(value, dtype=F32) for value in scalars))
+
+
+def tensors_of(one: Slice) -> list[Tensor]:
+    return [one.parameter, one.exp_avg, one.exp_avg_sq]
+
+
+@pytest.mark.parametrize("by", ["rows", "columns"])
+def test_parts_of_a_parameter_are_rounded_as_in_the_whole(by: str) -> None:
+    whole, before = whole_slice(), whole_slice()
+    update([whole], step_of(5))
+    for begin, end in ((0, 7), (7, 20)):
+        cut = (slice(begin, end), slice(None)) if by == "rows" else (slice(None), slice(begin, end))
+        part = [
+            tensor.view(30, 20)[cut].reshape(-1)
+            for tensor in (before.parameter, before.gradient, *tensors_of(before)[1:])
+        ]
+        width = 20 if by == "rows" else end - begin
+        one = Slice(*part, key=77, first=begin * 20 if by == "rows" else begin, columns=width, gap=20 - width)
+        update([one], step_of(5))
+        for got, expected in zip(tensors_of(one), tensors_of(whole), strict=True):
+            assert torch.equal(got, expected.view(30, 20)[cut].reshape(-1))
+
+
+def test_other_steps_and_other_parameters_round_otherwise() -> None:
+    results = []
+    for key, count in ((77, 5), (77, 5), (78, 5), (77, 6)):
+        one = Slice(
+            *(getattr(whole_slice(), name) for name in ("parameter", "gradient", "exp_avg", "exp_avg_sq")),
+            key,
+            0,
+            20,
+            0,
+        )
+        update([one], step_of(count, lr=0.0))  # moments do not depend on the count, but for their rounding
+        results.append(one.exp_avg)
+    assert torch.equal(results[0], results[1])
+    for other in results[2:]:
+        assert 0.2 < (other != results[0]).float().mean() < 0.5, (
+            "a third of values uniform between neighbours would differ"
+        )
+
+
+def test_a_second_moment_falls_where_nearest_rounding_would_keep_it() -> None:
+    """From 1, with gradients of 0: after 500 steps 0.999 ** 500 = 0.61. Rounded to nearest, 0.999 is 1
+    again."""
+    values = [torch.zeros(1024, dtype=BF16) for _ in range(3)]
+    one = Slice(*values, torch.ones(1024, dtype=BF16), key=3, first=0, columns=1024, gap=0)
+    nearest, expected = torch.ones(1, dtype=BF16), 0.999**500
+    for count in range(1, 501):
+        update([one], step_of(count))
+        nearest = (nearest.float() * 0.999).to(BF16)
+    assert nearest.item() == 1.0
+    got = one.exp_avg_sq.double()
+    assert abs(got.mean().item() - expected) < 4 * (got.std() / math.sqrt(len(got))).item()
+    assert got.std() < 0.1 * expected
+
+
+def test_in_float32_it_is_torchs_adamw() -> None:
+    ours, plain = (torch.nn.Parameter(torch.linspace(-1, 1, 600).view(30, 20)) for _ in range(2))
+    group = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    mine, torchs = (
+        RoundedAdamW([{"params": [ours], **group}], {ours: 1}),
+        torch.optim.AdamW([plain], **group, fused=True),
+    )
+    mine.state[ours] = {
+        "step": torch.zeros(()),
+        "exp_avg": torch.zeros_like(ours),
+        "exp_avg_sq": torch.zeros_like(ours),
+    }
+    for step in range(5):
+        for p, optimizer in ((ours, mine), (plain, torchs)):
+            p.grad = torch.randn(30, 20, generator=torch.Generator().manual_seed(step))
+            optimizer.grad_scale = torch.tensor(1.0 + step)
+            optimizer.step()
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(
+            mine.state[ours][key], torchs.state[plain][key], rtol=1e-6, atol=1e-7, msg=key
+        )
+
+
+def test_the_kernel_of_a_gpu_does_the_same_to_the_bit() -> None:
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    (results,) = run_ranks(1, compare_kernel, **interpreted)
+    assert len(results) == 2 * 2 * 2 * 5, (
+        "parameters and moments in two dtypes, a step and a skipped one, five sizes"
+    )
+    assert [result for result in results if result[3]] == []
+    for parameter, moment, skip, _, moved in results:
+        assert moved[:2] == ([] if skip else ["parameter", "exp_avg"]), (parameter, moment)
+
+
+# The optimizer
+
+
+MODEL = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=97, max_seq_len=16)
+
+
+def small_model(dtype: torch.dtype = BF16) -> Llama:
+    model = Llama(MODEL)
+    init_weights(model, 0)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+        p.grad = torch.full_like(p, 0.01)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("stored", "state"), [(F32, "float32"), (F32, "bfloat16"), (BF16, "float32"), (BF16, "bfloat16")]
+)
+def test_only_what_is_all_in_float32_is_torchs_own(stored: torch.dtype, state: str) -> None:
+    optimizer = build_optimizer(small_model(stored), OptimConfig(state_dtype=state))
+    assert type(optimizer) is (torch.optim.AdamW if (stored, state) == (F32, "float32") else RoundedAdamW)
+    for value in optimizer.state.values():
+        assert (value["step"].dtype, value["exp_avg"].dtype, value["exp_avg_sq"].dtype) == (
+            F32,
+            *[getattr(torch, state)] * 2,
+        )
+
+
+def bits(model: Llama, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    tensors = [
+        *model.parameters(),
+        *(value for state in optimizer.state.values() for value in state.values()),
+    ]
+    local = [(x.to_local() if hasattr(x, "to_local") else x).detach().clone() for x in tensors]
+    return [x.view(torch.int16 if x.dtype == BF16 else torch.int32) for x in local]
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_going_on_from_saved_state_is_the_same_to_the_bit(state: str) -> None:
+    through, first, again = small_model(), small_model(), small_model()
+    optimizers = [
+        build_optimizer(model, OptimConfig(state_dtype=state), seed=5) for model in (through, first, again)
+    ]
+    for _ in range(5):
+        optimizers[0].step()
+    for _ in range(2):
+        optimizers[1].step()
+    again.load_state_dict(first.state_dict())
+    optimizers[2].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    for _ in range(3):
+        optimizers[2].step()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(bits(through, optimizers[0]), bits(again, optimizers[2]), strict=True)
+    )
+
+
+def test_another_seed_rounds_otherwise() -> None:
+    models = [small_model() for _ in range(2)]
+    for seed, model in enumerate(models):
+        build_optimizer(model, OptimConfig(), seed).step()
+    assert not torch.equal(models[0].head.output.weight, models[1].head.output.weight)
+
+
+def test_the_bits_are_the_same_on_any_mesh() -> None:
+    arguments = [*TINY, *EAGER, *BFLOAT16, "--model.ffn_dim=66", "--model.vocab_size=258"]
+    (alone,) = run_ranks(1, train, arguments)
+    for mesh in run_ranks(2, train_on_meshes, arguments)[0]:
+        assert mesh.keys() == alone.keys()
+        assert [name for name, value in alone.items() if not torch.equal(mesh[name], value)] == []
+
+
+def test_ranks_without_a_row_count_their_steps_too() -> None:
+    """Norms of 6 rows on 4 ranks are cut into 2, 2, 2 and 0: each rank may be the one that saves the count of
+    steps."""
+    arguments = [*TINY, *EAGER, *BFLOAT16, "--model.dim=6", "--model.n_heads=1", "--model.n_kv_heads=1"]
+    (alone,) = run_ranks(1, train, arguments)
+    for rank in run_ranks(4, train, arguments):
+        assert [name for name, value in alone.items() if not torch.equal(rank[name], value)] == []
+
+
+# In a training step
+
+
+@pytest.fixture
+def trainer():
+    with sharded_alone([*TINY, *EAGER, *BFLOAT16]) as run:
+        yield run.model, run.optimizer, run.group
+
+
+def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> None:
+    plain = Llama(parse_config(TINY).model)
+    init_weights(plain, parse_config(TINY).run.seed)
+    stored = dict(trainer[0].named_parameters())
+    for name, value in plain.named_parameters():
+        assert torch.equal(stored[name].full_tensor(), value.to(BF16)), name
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(trainer[0].get_buffer(name), buffer), name
+
+
+def test_a_step_reads_nothing_back_and_a_skipped_one_changes_no_bit(trainer) -> None:
+    model, optimizer, group = trainer
+    train_step(model, optimizer, make_batches(2), 1.0, group)
+    before = bits(model, optimizer)
+    with Count(*READS) as reads:
+        result = train_step(model, optimizer, make_batches(2), 0.01, group)
+        assert reads.count == 0
+    assert result.skipped.item() == 0
+    after = bits(model, optimizer)
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * math.nan)
+    assert train_step(model, optimizer, make_batches(2), 1.0, group).skipped.item() == 1
+    assert all(torch.equal(a, b) for a, b in zip(after, bits(model, optimizer), strict=True))
+
+
+def test_a_checkpoint_in_another_dtype_is_refused_by_the_key_that_differs(tmp_path) -> None:
+    saved = {"model.w": SavedTensor((2, 3), "float32"), "optim.w.exp_avg": SavedTensor((2, 3), "float32")}
+    for name, key in (("model.w", "parallel.storage_dtype"), ("optim.w.exp_avg", "optim.state_dtype")):
+        here = saved | {name: SavedTensor((2, 3), "bfloat16")}
+        with pytest.raises(
+            CheckpointError,
+            match=re.escape(f"is of {key}=float32: {name}: here bfloat16[2, 3], saved float32"),
+        ):
+            refuse_different(tmp_path, here, saved)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        refuse_different(tmp_path, saved | {"model.w": SavedTensor((2, 4), "bfloat16")}, saved)
+
+
+# Learning
+
+
+def last_loss(stored: torch.dtype, state: str, nearest: bool = False) -> float:
+    """Of 200 steps towards the weights of a linear map, from 0.3 beside them: mean of the last 20. `nearest`:
+    torch's AdamW."""
+    generator = torch.Generator().manual_seed(0)
+    model, goal = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64, generator=generator)
+    model.weight.data = (goal + 0.3 * torch.randn(64, 64, generator=generator)).to(stored)
+    config = OptimConfig(lr=5e-3, betas=(0.9, 0.999), weight_decay=0.0, state_dtype=state)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=5e-3, fused=True)
+        if nearest
+        else build_optimizer(model, config)
+    )
+    losses = []
+    for _ in range(200):
+        x = torch.randn(128, 64, generator=generator)
+        loss = (x @ (model.weight.float() - goal).T).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > 4
+    return sum(losses[-20:]) / 20
+
+
+def test_bfloat16_learns_what_float32_learns_and_nearest_rounding_does_not() -> None:
+    plain = last_loss(F32, "float32")
+    assert plain < 0.1
+    assert last_loss(F32, "bfloat16") == pytest.approx(plain, rel=0.02)
+    assert last_loss(BF16, "bfloat16") == pytest.approx(plain, rel=0.1), (
+        "what it takes to stand beside the goal by a rounding"
+    )
+    assert last_loss(BF16, "bfloat16", nearest=True) > 5 * plain
