@@ -46,7 +46,7 @@ def apply_activation_offload(model: nn.Module, plan: Plan) -> None:
 
 
 @dataclass(eq=False)
-class _Storage:
+class _OffloadedStorage:
     """All bytes of one storage, on the device, in host memory, or both while they are copied. Lives as long
     as autograd or a copy needs it; then its host memory goes back to `unused`."""
 
@@ -96,7 +96,7 @@ class _Block:
     """
 
     before: "_Block | None"
-    storages: dict[int, _Storage] = field(default_factory=dict)  # by torch's number of the storage
+    storages: dict[int, _OffloadedStorage] = field(default_factory=dict)  # by torch's number of the storage
     left: frozenset[int] | None = None
     copied: Any = None
     reached: bool = False
@@ -107,7 +107,7 @@ class _Saved:
     """What autograd holds instead of a tensor."""
 
     block: _Block
-    storage: _Storage
+    storage: _OffloadedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -169,7 +169,7 @@ class ActivationOffload:
             return tensor
         if storage._cdata not in block.storages:
             flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
-            block.storages[storage._cdata] = _Storage(flat, self._unused)
+            block.storages[storage._cdata] = _OffloadedStorage(flat, self._unused)
         found = block.storages[storage._cdata]
         return _Saved(
             block, found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())

@@ -7,7 +7,7 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryByKind:
+class MemoryBreakdown:
     """Bytes of one rank.
 
     Args:
@@ -50,8 +50,8 @@ class StepMemory:
     """A step's memory: the most of each kind at any time, and each kind at the moment when all together are
     most."""
 
-    memory: MemoryByKind
-    at_peak: MemoryByKind
+    memory: MemoryBreakdown
+    at_peak: MemoryBreakdown
 
     @property
     def peak_bytes(self) -> int:

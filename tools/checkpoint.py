@@ -22,7 +22,7 @@ from meshwright.tools.cli import format_table, run_tool
 from meshwright.tools.load_weights import checkpoints_folder, find_newest, load_whole_weights
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import open_reader, read_tensors
-from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, read_manifest
+from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor, read_manifest
 from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
@@ -252,7 +252,7 @@ def _age(seconds: float) -> str:
 
 
 RANDOM = "random."  # states of the processes that saved, which say nothing of the model
-_Opened = tuple[Path, Manifest, FilesReader]
+_Opened = tuple[Path, CheckpointManifest, FilesReader]
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def _compare(name: str, one: _Opened, other: _Opened) -> TensorDifference | None
 
 
 def _read(
-    name: str, saved: SavedTensor, checkpoint: Path, manifest: Manifest, reader: FilesReader
+    name: str, saved: SavedTensor, checkpoint: Path, manifest: CheckpointManifest, reader: FilesReader
 ) -> torch.Tensor:
     whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
     read_tensors(checkpoint, manifest, {name: whole}, alone=True, reader=reader)

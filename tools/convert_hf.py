@@ -36,9 +36,9 @@ from meshwright.train.checkpoint.huggingface import (
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
-    Position,
+    CheckpointManifest,
     SavedTensor,
+    TrainPosition,
     dtype_word,
     manifest_to_text,
 )
@@ -150,7 +150,7 @@ def import_folder(folder: HfFolder, partial: Path, final: Path, limit_bytes: int
     )
     described = {name: SavedTensor(t.shape, dtype_word(DTYPES[t.dtype])) for name, t in tensors.items()}
     files = {file.name: hash_file(file) for file in sorted(partial.iterdir())}
-    write_synced(partial / MANIFEST, manifest_to_text(Manifest(Position(), files, described)))
+    write_synced(partial / MANIFEST, manifest_to_text(CheckpointManifest(TrainPosition(), files, described)))
 
 
 def config_text(folder: HfFolder, tokenizer: str | None) -> str:
@@ -171,7 +171,7 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
 
 
 def export_checkpoint(
-    checkpoint: Path, manifest: Manifest, partial: Path, dtype: str | None, limit_bytes: int
+    checkpoint: Path, manifest: CheckpointManifest, partial: Path, dtype: str | None, limit_bytes: int
 ) -> None:
     """Write the model of a checkpoint, which has been verified, into the folder `partial` in the form that
     transformers loads."""

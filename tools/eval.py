@@ -36,11 +36,11 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import Corpus, check_data, load_together
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import make_sequence_shape
-from meshwright.train.data.token_store import Split
+from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import Place, choose_device, read_place
+from meshwright.train.distributed.ranks import RankInfo, choose_device, read_rank_info
 from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
 from meshwright.train.evaluation import Score, score_sets
 from meshwright.train.planning.resolve import plan_here
@@ -68,7 +68,7 @@ ANEW = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalTarget:
     """What is evaluated: the folder with the weights, the config to build the model and read the data with,
     the weights."""
 
@@ -79,7 +79,7 @@ class Subject:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate, and end the process with what happened as its exit code."""
-    place = read_place()
+    place = read_rank_info()
     options, overrides = make_parser().parse_known_args(arguments)
     code = 0
     problem: Exception | None = None
@@ -145,20 +145,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place: Place) -> None:
+def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> None:
     """The whole journey. Raises what train.config.USER_ERRORS lists."""
     subject = find_subject(options, overrides)
     config = subject.config
-    device, device_name = choose_device(config.run, place)
-    plan = plan_here(config, place, device, device_name)
+    device, device_name = choose_device(config.run, ranks)
+    plan = plan_here(config, ranks, device, device_name)
     use_cache_folder(plan.compile)
-    check_compiler(plan, device.type, place.local_world_size)
+    check_compiler(plan, device.type, ranks.local_world_size)
     check_data(config.data, config.model.vocab_size)
-    start_process(config.run, place, device)
-    corpus = load_together(config.data, place, None)
+    start_process(config.run, ranks, device)
+    corpus = load_together(config.data, ranks, None)
     sets = choose_sets(corpus, options.data)
-    if place.is_main:
-        processes = f"{place.world_size} process{'es' if place.world_size > 1 else ''}"
+    if ranks.is_main:
+        processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
         print(
             f"{subject.folder} on {device_name}, {processes}, sequences of {config.train.seq_len}: "
             f"{', '.join(sets)}",
@@ -166,13 +166,13 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], place:
             flush=True,
         )
     scores = score_model(subject, plan, corpus, sets, options.sequences, device)
-    if place.is_main:
-        figures = make_figures(subject, place, scores)
+    if ranks.is_main:
+        figures = make_figures(subject, ranks, scores)
         print(json.dumps(figures, indent=2) if options.json else to_text(scores), flush=True)
     dist.destroy_process_group()
 
 
-def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> Subject:
+def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTarget:
     """The model that the options mean, and a config for it. Raises CheckpointError, ConfigError and
     DataError."""
     path = Path(options.model).expanduser()
@@ -203,7 +203,7 @@ def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> Subje
         if options.data:
             data = dataclasses.replace(data, source=options.data, mixture={}, validation={}, held_out=0.0)
         config = dataclasses.replace(config, data=data)
-    return Subject(folder, config, weights)
+    return EvalTarget(folder, config, weights)
 
 
 def config_of_hf(folder: Path, overrides: Sequence[str]) -> Config:
@@ -226,7 +226,7 @@ def with_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
     return dataclasses.replace(data, tokenizer=str(tokenizer.path), bos=bos or "none", eos=str(eos))
 
 
-def choose_sets(corpus: Corpus, source: str | None) -> dict[str, Split]:
+def choose_sets(corpus: Corpus, source: str | None) -> dict[str, TokenStream]:
     """What to evaluate: of the run its held-out sets and data.validation; of a `source` what it holds out, or
     all of it. Raises DataError where a run has nothing."""
     if source:
@@ -240,7 +240,12 @@ def choose_sets(corpus: Corpus, source: str | None) -> dict[str, Split]:
 
 
 def score_model(
-    subject: Subject, plan: Plan, corpus: Corpus, sets: dict[str, Split], limit: int, device: torch.device
+    subject: EvalTarget,
+    plan: Plan,
+    corpus: Corpus,
+    sets: dict[str, TokenStream],
+    limit: int,
+    device: torch.device,
 ) -> dict[str, Score]:
     """Build the model, sharded, load its weights and score every set; all ranks call it and get the same."""
     config = subject.config
@@ -255,11 +260,11 @@ def score_model(
         return score_sets(model, sets, sequences, shape, limit, device, data_parallel_group(mesh))
 
 
-def make_figures(subject: Subject, place: Place, scores: dict[str, Score]) -> dict[str, Any]:
+def make_figures(subject: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:
     """The scores as plain data."""
     return {
         "model": str(subject.folder),
-        "processes": place.world_size,
+        "processes": ranks.world_size,
         "seq_len": subject.config.train.seq_len,
         "sets": {
             name: {

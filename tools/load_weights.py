@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.load import read_tensors
-from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, SavedTensor
+from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor
 from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config
@@ -53,7 +53,7 @@ def checkpoint_config(checkpoint: Path) -> Config:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def saved_weights(checkpoint: Path, manifest: Manifest, config: Config) -> dict[str, SavedTensor]:
+def saved_weights(checkpoint: Path, manifest: CheckpointManifest, config: Config) -> dict[str, SavedTensor]:
     """The model's parameters by fqn, as the manifest has them. CheckpointError if it does not have the
     config's."""
     shapes = weight_shapes(config.model)

@@ -16,7 +16,7 @@ from rich.console import Console
 from meshwright.tools.cli import format_table, positive, run_tool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, is_there, prepare
 from meshwright.train.data.sources import HF_PREFIX
-from meshwright.train.data.token_store import MANIFEST, SPLITS, Manifest
+from meshwright.train.data.token_store import MANIFEST, SPLITS, TokenStoreManifest
 from meshwright.train.data.tokenizer import padded_vocab_size
 from meshwright.train.distributed.process_group import usable_threads
 from meshwright.train.errors import DataError
@@ -162,7 +162,9 @@ def to_line(progress: Progress) -> str:
     )
 
 
-def make_figures(manifest: Manifest, folder: Path, already_there: bool, elapsed_s: float) -> dict[str, Any]:
+def make_figures(
+    manifest: TokenStoreManifest, folder: Path, already_there: bool, elapsed_s: float
+) -> dict[str, Any]:
     """What the folder holds and how fast it was made; no speed if it was there."""
     shards = {split: manifest.splits[split] for split in SPLITS}
     tokens = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 
-class Errands:
+class BackgroundThread:
     """A thread that does one errand after the other, so that whoever sends them can stop waiting for one.
 
     It is a daemon, unlike those of concurrent.futures: a store or disk that never answers must not keep a
@@ -19,7 +19,7 @@ class Errands:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def send(self, errand: Callable[[], Any]) -> Future[Any]:
+    def submit(self, errand: Callable[[], Any]) -> Future[Any]:
         """Have a function called; its result or exception arrives in the future."""
         future: Future[Any] = Future()
         self._queue.put((errand, future))

@@ -112,7 +112,7 @@ def keys_of(section: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
             yield f"{name}.{item.name}", value, item.type
 
 
-class _Parser(ArgumentParser):
+class _ConfigParser(ArgumentParser):
     """Its help leaves out jsonargparse's options for a file per section: --config is the one way."""
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
@@ -124,7 +124,9 @@ def make_parser(prog: str, description: str = "Train a Llama, sharded and compil
     """A parser of every section's keys, for train.main and for tools that take a config."""
     set_parsing_settings(docstring_parse_attribute_docstrings=False)
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
-    parser = _Parser(prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False)
+    parser = _ConfigParser(
+        prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False
+    )
     defaults = Config()
     for section in dataclasses.fields(Config):
         parser.add_argument(f"--{section.name}", type=section.type, default=getattr(defaults, section.name))

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-class Screen:
+class Console:
     """Plain lines on standard output; on a terminal the last line is a progress bar. Silent on other
     ranks."""
 
@@ -19,7 +19,7 @@ class Screen:
         self._progress: Progress | None = None
         self._total = 0
 
-    def line(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line (or several)."""
         if not self._is_main:
             return
@@ -31,10 +31,10 @@ class Screen:
         except OSError:  # the terminal, or whoever read the pipe, is gone: training goes on without
             self._leave()
 
-    def lines(self, texts: Iterable[str]) -> None:
+    def print_lines(self, texts: Iterable[str]) -> None:
         """Print each of them."""
         for text in texts:
-            self.line(text)
+            self.print(text)
 
     def start_progress(self, done: int, total: int) -> None:
         """Show the live line, if this is a terminal."""
@@ -46,7 +46,7 @@ class Screen:
                 TextColumn("{task.description}"),
                 TimeRemainingColumn(elapsed_when_finished=True),
             )
-            self._progress = Progress(*columns, console=Console(highlight=False))
+            self._progress = Progress(*columns, console=RichConsole(highlight=False))
             self._progress.add_task("first step: compiling", completed=done, total=total)
             self._progress.start()
 
@@ -61,9 +61,9 @@ class Screen:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], description=text)
             if "eval_loss" in row:
-                self.line(f"step {row['step']}/{self._total}  {text}")
+                self.print(f"step {row['step']}/{self._total}  {text}")
         else:
-            self.line(f"step {row['step']}/{self._total}  {text}")
+            self.print(f"step {row['step']}/{self._total}  {text}")
 
     def close(self) -> None:
         """Leave the live line."""

@@ -16,7 +16,7 @@ from meshwright.parallel.forward_only import without_backward
 from meshwright.train.data.batch import Batch, to_device
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import SequenceShape, read_batch
-from meshwright.train.data.token_store import Split
+from meshwright.train.data.token_store import TokenStream
 from meshwright.train.step import count_targets, summed
 
 
@@ -52,7 +52,7 @@ class Score:
 
 def score_sets(
     model: nn.Module,
-    sets: Mapping[str, Split],
+    sets: Mapping[str, TokenStream],
     sequences: SequenceShape,
     shape: BatchShape,
     limit: int,
@@ -72,7 +72,7 @@ def score_sets(
 
 
 def set_batches(
-    split: Split, sequences: SequenceShape, shape: BatchShape, limit: int, device: torch.device
+    split: TokenStream, sequences: SequenceShape, shape: BatchShape, limit: int, device: torch.device
 ) -> Iterator[Batch]:
     """This rank's share of a set's first sequences, in batches of one shape, as many on every rank; `limit` 0
     is all, the last filled up."""
@@ -85,7 +85,7 @@ def set_batches(
         yield to_device(read_batch([split], rows, sequences, device.type == "cuda"), device)
 
 
-def _predicted(split: Split, shape: SequenceShape) -> int:
+def _predicted(split: TokenStream, shape: SequenceShape) -> int:
     """How many tokens of a set are ever a target: not the first of all, nor of any document that is kept
     apart."""
     if shape.packing:

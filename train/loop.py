@@ -14,23 +14,23 @@ from torch import nn
 from meshwright.parallel.compile.async_tp import describe_async_tp
 from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
 from meshwright.parallel.plan.schema import Plan
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import Config
-from meshwright.train.console import Screen
+from meshwright.train.console import Console
 from meshwright.train.data.corpus import Corpus
 from meshwright.train.data.loader import BatchShape, StepData, TrainLoader
 from meshwright.train.data.sample_order import SampleOrder, data_progress
 from meshwright.train.data.sequences import SequenceShape
 from meshwright.train.errors import PeerLostError, SaveError
 from meshwright.train.evaluation import Score, score_sets
-from meshwright.train.fault_tolerance.nonfinite import FiniteGuard
-from meshwright.train.fault_tolerance.shutdown import INTACT, Stop
+from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
+from meshwright.train.fault_tolerance.shutdown import INTACT, GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Watchdog
-from meshwright.train.memory import Garbage, return_free_memory
+from meshwright.train.memory import GarbageCollector, return_free_memory
 from meshwright.train.metrics.collector import Metrics
 from meshwright.train.optim.optimizer import learning_rate, set_learning_rate
-from meshwright.train.profiling import KernelCheck, Profiled, StepProfiler
+from meshwright.train.profiling import KernelCheck, ProfiledRun, StepProfiler
 from meshwright.train.step import StepResult, train_step
 
 
@@ -49,17 +49,17 @@ class Run:
     shape: BatchShape
     data_parallel: dist.ProcessGroup
     metrics: Metrics
-    saver: Saver
-    screen: Screen
-    stop: Stop
+    saver: CheckpointSaver
+    console: Console
+    shutdown: GracefulShutdown
     watchdog: Watchdog
     recompiles: RecompileGuard
-    finite: FiniteGuard
+    finite: NonFiniteGuard
     total_steps: int
     plan: Plan
 
 
-def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) -> Position:
+def train_loop(run: Run, start: TrainPosition, on_progress: Callable[[int], None]) -> TrainPosition:
     """Train from `start` to the last step, or until a stop is agreed; returns how far it got.
 
     `on_progress` hears of the step after every report and every committed checkpoint. Raises SaveError if a
@@ -67,12 +67,12 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
     """
     config, position, stopping = run.config, start, False
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
-    profiled = Profiled(run.model, run.plan, run.device, range(start.step + 1, run.total_steps + 1))
-    profiler = StepProfiler(config.profile, run.folder / "profile", profiled, run.screen.line)
-    garbage, watching = Garbage(config.train.gc_every), _watch_kernels(run)
-    run.stop.begin()
+    profiled = ProfiledRun(run.model, run.plan, run.device, range(start.step + 1, run.total_steps + 1))
+    profiler = StepProfiler(config.profile, run.folder / "profile", profiled, run.console.print)
+    garbage, watching = GarbageCollector(config.train.gc_every), _watch_kernels(run)
+    run.shutdown.begin()
     if config.train.eval_every and start.step == 0:
-        run.screen.report(run.metrics.log_eval(0, _evaluate(run, 0)))
+        run.console.report(run.metrics.log_eval(0, _evaluate(run, 0)))
     run.metrics.resume()
     try:
         while position.step < run.total_steps and not stopping:
@@ -90,12 +90,12 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
             garbage.step_done(step)
             if position is start:
                 _after_first_step(run)
-            run.screen.lines(f"warning: step {step} {news}" for news in run.recompiles.news())
-            run.screen.lines(run.finite.step_done(step, position.samples, data, result))
+            run.console.print_lines(f"warning: step {step} {news}" for news in run.recompiles.news())
+            run.console.print_lines(run.finite.step_done(step, position.samples, data, result))
             position = now
-            run.screen.step_done(step)
+            run.console.step_done(step)
             if (trace := profiler.after_step(step)) is not None:
-                run.screen.line(f"profile: {trace}; python -m tools.trace {run.folder}")
+                run.console.print(f"profile: {trace}; python -m tools.trace {run.folder}")
 
             _hear_saver(run, step, on_progress)
             stopping = _stop_agreed(run)
@@ -104,12 +104,12 @@ def train_loop(run: Run, start: Position, on_progress: Callable[[int], None]) ->
                 run.metrics.pause()
                 if reporting:
                     scores = _evaluate(run, step) if evaluating else None
-                    run.screen.report(run.metrics.log(step, result, lr, _used(run, position, data), scores))
+                    run.console.report(run.metrics.log(step, result, lr, _used(run, position, data), scores))
                     run.metrics.later(partial(on_progress, step))
                 if saving:
                     _save(run, position, on_progress)
                 run.metrics.resume()
-        run.screen.lines(run.finite.finish())
+        run.console.print_lines(run.finite.finish())
     finally:
         garbage.close()
         _end_saving(run, position.step, on_progress)
@@ -125,10 +125,10 @@ def _step(run: Run, data: StepData) -> StepResult:
     return train_step(run.model, run.optimizer, data.micro_batches, clip, run.data_parallel)
 
 
-def _save(run: Run, position: Position, on_progress: Callable[[int], None]) -> None:
+def _save(run: Run, position: TrainPosition, on_progress: Callable[[int], None]) -> None:
     """Start to save, when the steps before are known to be finite, and all their rows are on disk."""
     run.watchdog.enter("checkpoint", position.step)
-    run.screen.lines(run.finite.finish())
+    run.console.print_lines(run.finite.finish())
     run.metrics.flush()
     run.saver.save(position)
     _hear_saver(run, position.step, on_progress)
@@ -139,15 +139,15 @@ def _watch_kernels(run: Run) -> Callable[[], AbstractContextManager[None]]:
     what they ran."""
     if run.device.type != "cuda" or dist.get_rank() or run.config.profile.start:
         return nullcontext
-    return KernelCheck(run.plan.attention, run.device, run.screen.line).watching
+    return KernelCheck(run.plan.attention, run.device, run.console.print).watching
 
 
 def _stop_agreed(run: Run) -> bool:
     """Whether all ranks stop after this step. Raises SaveError where it is because a checkpoint could not be
     saved."""
-    stopping = run.stop.agreed()
-    if stopping and run.stop.failed:
-        raise SaveError(run.stop.reason or "")
+    stopping = run.shutdown.should_stop()
+    if stopping and run.shutdown.failed:
+        raise SaveError(run.shutdown.reason or "")
     return stopping
 
 
@@ -162,9 +162,9 @@ def _after_first_step(run: Run) -> None:
     """Everything is compiled now: say where from, give back what it took, and listen for what should not
     come."""
     if told := describe_compiling():
-        run.screen.line(told)
+        run.console.print(told)
     if run.plan.async_tp:
-        run.screen.line(describe_async_tp(run.plan))
+        run.console.print(describe_async_tp(run.plan))
     return_free_memory()
     run.recompiles.arm()
 
@@ -173,10 +173,12 @@ def _due(step: int, every: int, last: bool) -> bool:
     return every > 0 and (last or step % every == 0)
 
 
-def _next_position(run: Run, position: Position) -> Position:
+def _next_position(run: Run, position: TrainPosition) -> TrainPosition:
     samples = position.samples + run.shape.global_batch_size
     seed, seq_len = run.config.run.seed, run.sequences.seq_len
-    return Position(position.step + 1, samples, seed, seq_len, dist.get_world_size(), run.corpus.fingerprint)
+    return TrainPosition(
+        position.step + 1, samples, seed, seq_len, dist.get_world_size(), run.corpus.fingerprint
+    )
 
 
 def _evaluate(run: Run, step: int) -> dict[str, Score]:
@@ -193,7 +195,7 @@ def _evaluate(run: Run, step: int) -> dict[str, Score]:
     )
 
 
-def _used(run: Run, position: Position, data: StepData) -> dict[str, Any]:
+def _used(run: Run, position: TrainPosition, data: StepData) -> dict[str, Any]:
     """What a row says of the data, and of the steps that were skipped."""
     skipped = {"skipped_steps": run.finite.skipped} if run.finite.skipped else {}
     return {
@@ -217,17 +219,17 @@ def _hear_saver(run: Run, step: int, on_progress: Callable[[int], None]) -> None
     Raises PeerLostError where one was cut off: this rank must end for the others to notice, which may wait
     for it.
     """
-    news = run.saver.news()
+    news = run.saver.poll()
     if run.saver.cut_off:
         raise PeerLostError(f"{run.saver.cut_off}; {INTACT}, and the same command goes on from there")
     for saved in news:
         if not saved.error:
-            run.screen.line(
+            run.console.print(
                 f"saved {saved.path} (stood still {saved.stall_s:.2f} s, committed after "
                 f"{saved.total_s:.2f} s)"
             )
             run.metrics.later(partial(on_progress, step))
         elif run.config.checkpoint.on_error == "warn":
-            run.screen.line(f"warning: not saved: {saved.error}")
+            run.console.print(f"warning: not saved: {saved.error}")
         else:
-            run.stop.ask(saved.error, failed=True)
+            run.shutdown.request(saved.error, failed=True)

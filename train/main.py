@@ -19,12 +19,12 @@ from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights, say_start
 from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.storage import list_checkpoints, refuse_newer
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
-from meshwright.train.console import Screen
+from meshwright.train.console import Console
 from meshwright.train.data.corpus import Corpus, check_data, check_evaluation, check_sequences, load_together
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sample_order import SampleOrder
@@ -39,20 +39,20 @@ from meshwright.train.distributed.exit import (
 )
 from meshwright.train.distributed.process_group import init_distributed
 from meshwright.train.distributed.ranks import (
-    Place,
+    RankInfo,
+    broadcast_from_rank0,
     check_alike,
-    from_main,
     lines_of,
-    read_place,
+    read_rank_info,
     with_restarts_of_all,
 )
 from meshwright.train.errors import EXPLAINED_ERRORS, USER_ERRORS, ConfigError
 from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
-from meshwright.train.fault_tolerance.nonfinite import FiniteGuard
+from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.fault_tolerance.out_of_memory import explaining_out_of_memory
 from meshwright.train.fault_tolerance.run_lock import take_folder
-from meshwright.train.fault_tolerance.run_status import Journal, read_status
-from meshwright.train.fault_tolerance.shutdown import Stop, as_lost_peer
+from meshwright.train.fault_tolerance.run_status import RunStatus, read_status
+from meshwright.train.fault_tolerance.shutdown import GracefulShutdown, as_lost_peer
 from meshwright.train.fault_tolerance.watchdog import Watchdog
 from meshwright.train.loop import Run, train_loop
 from meshwright.train.memory import free_host_bytes
@@ -60,59 +60,59 @@ from meshwright.train.metrics.collector import Metrics, make_throughput
 from meshwright.train.metrics.run_summary import describe_run, log_run_summary
 from meshwright.train.metrics.tensorboard import Outcome
 from meshwright.train.optim.optimizer import build_optimizer
-from meshwright.train.planning.run_plan import Planned, make_run_plan
+from meshwright.train.planning.run_plan import RunPlan, make_run_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run, and turn whatever happens into one message and an exit code."""
-    place = read_place()
+    ranks = read_rank_info()
     try:
         config = parse_config(sys.argv[1:] if arguments is None else arguments)
-        stopped = run(config, place)
+        stopped = run(config, ranks)
     except USER_ERRORS as error:
-        say_user_error(place, f"{type(error).__name__}: {error}")
-        exit_process(place, EXIT_USER_ERROR, error)
+        say_user_error(ranks, f"{type(error).__name__}: {error}")
+        exit_process(ranks, EXIT_USER_ERROR, error)
     except EXPLAINED_ERRORS as error:
         say_error(f"{type(error).__name__}: {error}")
-        exit_process(place, EXIT_FAILED, error)
+        exit_process(ranks, EXIT_FAILED, error)
     except KeyboardInterrupt as error:
-        exit_process(place, EXIT_STOPPED, error)
+        exit_process(ranks, EXIT_STOPPED, error)
     except Exception as error:
         lost = as_lost_peer(error)
         say_error(f"PeerLostError: {lost}" if lost else traceback.format_exc())
-        exit_process(place, EXIT_FAILED, lost or error)
+        exit_process(ranks, EXIT_FAILED, lost or error)
     # torchrun calls every other code than 0 a failure
-    exit_process(place, EXIT_STOPPED if stopped and not place.under_torchrun else 0)
+    exit_process(ranks, EXIT_STOPPED if stopped and not ranks.under_torchrun else 0)
 
 
-def run(config: Config, place: Place) -> bool:
+def run(config: Config, ranks: RankInfo) -> bool:
     """The whole journey, watched over from the first moment; True if it was stopped before its last step."""
-    screen = Screen(place.is_main)
-    journal = Journal(place, screen, named=config.checkpoint.resume != "auto")
+    console = Console(ranks.is_main)
+    status = RunStatus(ranks, console, named=config.checkpoint.resume != "auto")
     watchdog = Watchdog(
         config.run.timeouts,
-        place.rank,
-        place.world_size,
-        lambda why: journal.say("failed", why, for_all=True),
+        ranks.rank,
+        ranks.world_size,
+        lambda why: status.write("failed", why, for_all=True),
     )
-    stop = Stop(config.run, lambda why: journal.say("stopped", why))
+    shutdown = GracefulShutdown(config.run, lambda why: status.write("stopped", why))
     try:
-        planned = make_run_plan(config, place, screen)
+        planned = make_run_plan(config, ranks, console)
         # a source that is not there is found out here, by every rank alike
         check_data(config.data, config.model.vocab_size)
         folder = _make_folder(config)
         if config.parallel.plan != "auto":  # else they have joined before they planned
-            init_distributed(config, place, planned.device)
-        check_alike(place, lines_of(planned.plan))
+            init_distributed(config, ranks, planned.device)
+        check_alike(ranks, lines_of(planned.plan))
         watchdog.connect()
-        stop.connect()
-        place = with_restarts_of_all(place)
-        with take_folder(folder, place, screen), journal.opened(folder):
+        shutdown.connect()
+        ranks = with_restarts_of_all(ranks)
+        with take_folder(folder, ranks, console), status.recording(folder):
             watchdog.report_to(folder)
-            stopped = _run_in(folder, config, place, planned, screen, journal, watchdog, stop)
+            stopped = _run_in(folder, config, ranks, planned, console, status, watchdog, shutdown)
     finally:
         watchdog.close()
-    stop.close()
+    shutdown.close()
     dist.destroy_process_group()
     return stopped
 
@@ -120,41 +120,41 @@ def run(config: Config, place: Place) -> bool:
 def _run_in(
     folder: Path,
     config: Config,
-    place: Place,
-    planned: Planned,
-    screen: Screen,
-    journal: Journal,
+    ranks: RankInfo,
+    planned: RunPlan,
+    console: Console,
+    status: RunStatus,
     watchdog: Watchdog,
-    stop: Stop,
+    shutdown: GracefulShutdown,
 ) -> bool:
     """From the checkpoint to go on from to the last step, in a folder that no other run uses."""
     plan, device = planned.plan, planned.device
     checkpoints = folder / "checkpoints"
-    origin = _find_origin(config, place, checkpoints)
+    origin = _find_origin(config, ranks, checkpoints)
     weights = find_weights(config.checkpoint.init_from, config.model, origin.checkpoint)
-    failed = from_main(place, lambda: check_crash_loop(read_status(folder), place, origin.step))
-    journal.begin(origin.step if origin.checkpoint else None, failed)
-    log_run_summary(screen, place, planned, config)
+    failed = broadcast_from_rank0(ranks, lambda: check_crash_loop(read_status(folder), ranks, origin.step))
+    status.start(origin.step if origin.checkpoint else None, failed)
+    log_run_summary(console, ranks, planned, config)
     watchdog.enter("data")
-    corpus = load_together(config.data, place, origin.checkpoint)
+    corpus = load_together(config.data, ranks, origin.checkpoint)
     watchdog.enter("set-up")
     sequences = _sequence_shape(config, corpus)
     total_steps = _total_steps(config, corpus, sequences, plan)
-    screen.line(f"data: {corpus.description}")
-    texts = _write_texts(folder, config, plan, place, screen)
+    console.print(f"data: {corpus.description}")
+    texts = _write_texts(folder, config, plan, ranks, console)
 
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config, plan, mesh, device)
     optimizer = build_optimizer(model, config.optim, config.run.seed)
-    start = _load_state(origin, weights, model, optimizer, config, corpus, total_steps, screen)
+    start = _load_state(origin, weights, model, optimizer, config, corpus, total_steps, console)
 
     shape = _batch_shape(plan, mesh)
     order, group = SampleOrder(corpus.sources, sequences, config.run.seed), data_parallel_group(mesh)
-    metrics = _build_metrics(folder, config, place, planned, screen, model, optimizer)
+    metrics = _build_metrics(folder, config, ranks, planned, console, model, optimizer)
     data = (corpus.description, total_steps)
     metrics.show(describe_run(config, plan, planned.device_name, data, planned.said, planned.timeline))
-    saver = _build_saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts, place, screen)
-    finite = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
+    saver = _build_saver(config.checkpoint, checkpoints, model, optimizer, mesh, texts, ranks, console)
+    finite = NonFiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
     run = Run(
         config,
         folder,
@@ -168,25 +168,25 @@ def _run_in(
         group,
         metrics,
         saver,
-        screen,
-        stop,
+        console,
+        shutdown,
         watchdog,
         RecompileGuard(plan.compile),
         finite,
         total_steps,
         plan,
     )
-    return _train(run, journal, start)
+    return _train(run, status, start)
 
 
-def _find_origin(config: Config, place: Place, checkpoints: Path) -> Start:
+def _find_origin(config: Config, ranks: RankInfo, checkpoints: Path) -> Start:
     """The checkpoint to go on from, none of whose successors another start may have written."""
-    asked = _asked_checkpoint(config, place, checkpoints)
-    origin = find_start(asked, checkpoints, place)
+    asked = _asked_checkpoint(config, ranks, checkpoints)
+    origin = find_start(asked, checkpoints, ranks)
     own = asked.resume == "auto" or bool(
         origin.checkpoint and origin.checkpoint.resolve().parent == checkpoints.resolve()
     )
-    from_main(place, lambda: refuse_newer(checkpoints, origin.step, own))
+    broadcast_from_rank0(ranks, lambda: refuse_newer(checkpoints, origin.step, own))
     return origin
 
 
@@ -198,18 +198,18 @@ def _load_state(
     config: Config,
     corpus: Corpus,
     total_steps: int,
-    screen: Screen,
-) -> Position:
+    console: Console,
+) -> TrainPosition:
     """The weights, and of a checkpoint the optimizer's state too; where in the data the run begins."""
-    screen.lines((*origin.said, *say_start(config.checkpoint.init_from, origin.checkpoint)))
+    console.print_lines((*origin.said, *say_start(config.checkpoint.init_from, origin.checkpoint)))
     if origin.checkpoint and origin.manifest:
         load_checkpoint(origin.checkpoint, origin.manifest, model, optimizer)
-        start = _same_order(origin.manifest.position, config, corpus, screen)
-        screen.line(f"resumed from {origin.checkpoint}: step {start.step} of {total_steps} is done")
+        start = _same_order(origin.manifest.position, config, corpus, console)
+        console.print(f"resumed from {origin.checkpoint}: step {start.step} of {total_steps} is done")
         return start
     if weights:
         load_weights(weights, model, config.checkpoint.verify)
-    return Position()
+    return TrainPosition()
 
 
 def _sequence_shape(config: Config, corpus: Corpus) -> SequenceShape:
@@ -224,15 +224,15 @@ def _batch_shape(plan: Plan, mesh: DeviceMesh) -> BatchShape:
 def _build_metrics(
     folder: Path,
     config: Config,
-    place: Place,
-    planned: Planned,
-    screen: Screen,
+    ranks: RankInfo,
+    planned: RunPlan,
+    console: Console,
     model: Llama,
     optimizer: torch.optim.Optimizer,
 ) -> Metrics:
     throughput = make_throughput(config, planned.plan, planned.device_name)
     metrics = Metrics(
-        config.metrics, throughput, folder, planned.device, place.is_main, planned.predicted, screen.line
+        config.metrics, throughput, folder, planned.device, ranks.is_main, planned.predicted, console.print
     )
     metrics.watch_gradients(model, planned.plan, optimizer)
     return metrics
@@ -245,16 +245,18 @@ def _build_saver(
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
     texts: Mapping[str, str],
-    place: Place,
-    screen: Screen,
-) -> Saver:
-    saver = Saver(config, checkpoints, model, optimizer, mesh, texts, free_host_bytes, place.machine)
+    ranks: RankInfo,
+    console: Console,
+) -> CheckpointSaver:
+    saver = CheckpointSaver(
+        config, checkpoints, model, optimizer, mesh, texts, free_host_bytes, ranks.machine
+    )
     if config.every:
-        _make_room(saver, config, screen)
+        _make_room(saver, config, console)
     return saver
 
 
-def _make_room(saver: Saver, config: CheckpointConfig, screen: Screen) -> None:
+def _make_room(saver: CheckpointSaver, config: CheckpointConfig, console: Console) -> None:
     """Host memory for saves, before hours are trained that could not be saved. Raises ConfigError where there
     is too little."""
     if not (missing := saver.make_room()):
@@ -265,34 +267,34 @@ def _make_room(saver: Saver, config: CheckpointConfig, screen: Screen) -> None:
             f"processes on "
             "each or more memory (of a container: its limit), or try with checkpoint.on_error=warn"
         )
-    screen.line(f"warning: saves will fail unless memory becomes free: {missing}")
+    console.print(f"warning: saves will fail unless memory becomes free: {missing}")
 
 
-def _train(run: Run, journal: Journal, start: Position) -> bool:
+def _train(run: Run, status: RunStatus, start: TrainPosition) -> bool:
     """The loop, with status.json telling at any moment how it stands; True if it was stopped early."""
-    run.screen.start_progress(start.step, run.total_steps)
+    run.console.start_progress(start.step, run.total_steps)
     outcome: Outcome = "failed"
     try:
         with explaining_out_of_memory(
             run.config, run.plan, run.device, run.optimizer, run.folder / "profile"
         ):
-            reached = train_loop(run, start, journal.reached)
+            reached = train_loop(run, start, status.progress)
         stopped = reached.step < run.total_steps
         outcome = "stopped" if stopped else "finished"
     finally:
-        run.screen.close()
+        run.console.close()
         run.metrics.close(outcome)
-    journal.ended(outcome, reached.step, run.stop.reason or "" if stopped else "")
+    status.finish(outcome, reached.step, run.shutdown.reason or "" if stopped else "")
     if told := run.metrics.compare_with_predicted():
-        run.screen.line(told)
-    run.screen.line(_last_words(run, reached, stopped))
+        run.console.print(told)
+    run.console.print(_last_words(run, reached, stopped))
     return stopped
 
 
-def _asked_checkpoint(config: Config, place: Place, checkpoints: Path) -> CheckpointConfig:
+def _asked_checkpoint(config: Config, ranks: RankInfo, checkpoints: Path) -> CheckpointConfig:
     """Where to go on. After a restart it is what the run has committed itself by then, if anything."""
     # the same on every rank by now
-    if place.restarts and from_main(place, lambda: bool(list_checkpoints(checkpoints))):
+    if ranks.restarts and broadcast_from_rank0(ranks, lambda: bool(list_checkpoints(checkpoints))):
         return dataclasses.replace(config.checkpoint, resume="auto")
     return config.checkpoint
 
@@ -308,24 +310,26 @@ def _make_folder(config: Config) -> Path:
     return folder
 
 
-def _write_texts(folder: Path, config: Config, plan: Plan, place: Place, screen: Screen) -> dict[str, str]:
+def _write_texts(
+    folder: Path, config: Config, plan: Plan, ranks: RankInfo, console: Console
+) -> dict[str, str]:
     """The config and the plan, written into the run's folder; where that fails the run goes on, for every
     checkpoint has them too."""
     texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}
-    for name, text in texts.items() if place.is_main else ():
+    for name, text in texts.items() if ranks.is_main else ():
         try:
             (folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            screen.line(f"warning: {folder / name} cannot be written ({error.strerror})")
+            console.print(f"warning: {folder / name} cannot be written ({error.strerror})")
     return texts
 
 
-def _same_order(start: Position, config: Config, corpus: Corpus, screen: Screen) -> Position:
+def _same_order(start: TrainPosition, config: Config, corpus: Corpus, console: Console) -> TrainPosition:
     """The position, from the first sample again if the order of the data is another one than before."""
     same_data = start.data in (corpus.fingerprint, "")  # "": a checkpoint of a version that did not note it
     if same_data and (start.seed, start.seq_len) == (config.run.seed, config.train.seq_len):
         return start
-    screen.line(
+    console.print(
         "data: run.seed, train.seq_len or the data has changed since the checkpoint, so its order begins anew"
     )
     return dataclasses.replace(start, samples=0)
@@ -342,9 +346,9 @@ def _total_steps(config: Config, corpus: Corpus, sequences: SequenceShape, plan:
     return max(1, int(config.train.epochs * sum(counts)) // plan.global_batch_size)
 
 
-def _last_words(run: Run, reached: Position, stopped: bool) -> str:
+def _last_words(run: Run, reached: TrainPosition, stopped: bool) -> str:
     if stopped:
-        stopped_at = f"stopped at step {reached.step} of {run.total_steps} ({run.stop.reason})"
+        stopped_at = f"stopped at step {reached.step} of {run.total_steps} ({run.shutdown.reason})"
         if run.config.checkpoint.every and run.saver.failed:
             return f"{stopped_at}, not saved: {run.saver.failed}"
         if run.config.checkpoint.every:

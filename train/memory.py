@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from meshwright.train.cgroups import memory_left_bytes
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 
 
-class Garbage:
+class GarbageCollector:
     """Collects after every `every`-th step, so on all ranks after the same one: a rank whose Python collects
     when it likes makes all others wait for it in the next collective. With `every` 0 Python keeps its own
     ways.
@@ -48,11 +48,11 @@ class Garbage:
             self._took_over = False
 
 
-def device_memory_bytes(device: torch.device, place: Place) -> int:
+def device_memory_bytes(device: torch.device, ranks: RankInfo) -> int:
     """Memory that one process can have: a whole GPU, or its share of what the node has free."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return free_host_bytes() // place.local_world_size
+    return free_host_bytes() // ranks.local_world_size
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:

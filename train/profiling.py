@@ -21,7 +21,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import ProfileConfig
 from meshwright.train.distributed.exit import say_error
-from meshwright.train.distributed.ranks import read_place
+from meshwright.train.distributed.ranks import read_rank_info
 
 CHECKED_STEP = 2  # of this process: the first one compiles
 # How a kernel's names begin or what is in them, on a GPU as the driver reports them, on a CPU as torch's
@@ -77,7 +77,7 @@ def describe_attention(kernel: str, names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfiledRun:
     """What is profiled, and on what."""
 
     model: nn.Module
@@ -98,7 +98,7 @@ class StepProfiler:
     """
 
     def __init__(
-        self, config: ProfileConfig, folder: Path, subject: Profiled, warn: Callable[[str], None]
+        self, config: ProfileConfig, folder: Path, subject: ProfiledRun, warn: Callable[[str], None]
     ) -> None:
         self._config, self._subject, self._warn = config, subject, warn
         self._folder = folder / f"step-{config.start:08d}"
@@ -188,7 +188,7 @@ class StepProfiler:
             "rank": self._rank,
             "world_size": dist.get_world_size(),
             "first_step": self._first,
-            "local_world_size": read_place().local_world_size,
+            "local_world_size": read_rank_info().local_world_size,
             "steps": self._config.steps,
             "device_type": device.type,
             "torch": torch.__version__,

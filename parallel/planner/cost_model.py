@@ -13,7 +13,7 @@ from math import gcd
 
 from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
 from meshwright.parallel.planner.hardware import Hardware, share_at
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation, Phase
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
     return max(seconds) + rounds * hops_s
 
 
-def step_times(plan: Plan, work: ModelWork, hardware: Hardware, gpus_per_node: int) -> StepTimes:
+def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_node: int) -> StepTimes:
     """What a step's parts take, each alone. Of `cpu_offload` it knows nothing."""
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
@@ -216,7 +216,7 @@ def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> floa
 
 
 def _module_times(
-    module: ModuleWork, micro_batch_size: int, hardware: Hardware, tp: Group, hidden: float
+    module: ModuleWorkload, micro_batch_size: int, hardware: Hardware, tp: Group, hidden: float
 ) -> ModuleTimes:
     phases = (module.forward, module.backward)
     computing = [_phase_s(phase, micro_batch_size, hardware, module.float8_share) for phase in phases]
@@ -250,7 +250,7 @@ def _collectives_s(phase: Phase, micro_batch_size: int, hardware: Hardware, tp: 
     )
 
 
-def _unit_kind(unit: UnitPlan, work: ModelWork) -> tuple[object, ...]:
+def _unit_kind(unit: UnitPlan, work: ModelWorkload) -> tuple[object, ...]:
     """What decides how long a unit's collectives take."""
     modules = ((id(work.modules[name]), work.trained.get(name, 1.0)) for name in unit.modules)
     return (
@@ -266,7 +266,7 @@ def _unit_kind(unit: UnitPlan, work: ModelWork) -> tuple[object, ...]:
 def _unit_times(
     unit: UnitPlan,
     plan: Plan,
-    work: ModelWork,
+    work: ModelWorkload,
     hardware: Hardware,
     groups: Mapping[str, Group],
     gpus_per_node: int,
@@ -302,7 +302,7 @@ def _unit_times(
     )
 
 
-def _optimizer_s(plan: Plan, work: ModelWork, hardware: Hardware) -> float:
+def _optimizer_s(plan: Plan, work: ModelWorkload, hardware: Hardware) -> float:
     trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
     return traffic_s(
         trained / plan.mesh.dp_shard * optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes),
@@ -322,12 +322,12 @@ def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:
     return stored_bytes + 3 * stored_bytes + 4 * moment_bytes + clipped
 
 
-def trained_parameters(modules: Iterable[str], work: ModelWork) -> float:
+def trained_parameters(modules: Iterable[str], work: ModelWorkload) -> float:
     """Parameters of these modules, on one tp rank, that are trained."""
     return sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in modules)
 
 
-def sent_blocks(plan: Plan, work: ModelWork) -> dict[str, str]:
+def sent_blocks(plan: Plan, work: ModelWorkload) -> dict[str, str]:
     """Each block whose activations are sent -> the next block with offload. The last one's are needed first:
     they stay."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
@@ -339,14 +339,14 @@ def sent_blocks(plan: Plan, work: ModelWork) -> dict[str, str]:
     return dict(pairwise(names))
 
 
-def host_bytes(plan: Plan, work: ModelWork) -> int:
+def host_bytes(plan: Plan, work: ModelWorkload) -> int:
     """What a rank keeps in host memory: activations, and what `cpu_offload` does. Pinned memory comes in
     powers of two, which is not counted."""
-    sent = sum(work.modules[name].keeps.at(plan.micro_batch_size) for name in sent_blocks(plan, work))
+    sent = sum(work.modules[name].saved_bytes.at(plan.micro_batch_size) for name in sent_blocks(plan, work))
     return int(sent) + (stored_bytes(plan, work) if plan.cpu_offload else 0)
 
 
-def stored_bytes(plan: Plan, work: ModelWork) -> int:
+def stored_bytes(plan: Plan, work: ModelWorkload) -> int:
     """A rank's shards of parameters, gradients and moments, as if every weight could be divided evenly."""
     parameters = sum(work.modules[name].parameters for name in plan.modules)
     trained = sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules)
@@ -354,13 +354,14 @@ def stored_bytes(plan: Plan, work: ModelWork) -> int:
     return int(values / plan.mesh.dp_shard)
 
 
-def copy_times(plan: Plan, work: ModelWork, hardware: Hardware) -> Mapping[str, float]:
+def copy_times(plan: Plan, work: ModelWorkload, hardware: Hardware) -> Mapping[str, float]:
     """Seconds of one copy of what each block with offload sends, in the order of the forward; 0 for the last
     one's, which stay. No copy's latency matters beside its bytes."""
     sent = sent_blocks(plan, work)
     if not sent:
         return {}
     seconds = {
-        name: work.modules[name].keeps.at(plan.micro_batch_size) / (hardware.host_gb_s * 1e9) for name in sent
+        name: work.modules[name].saved_bytes.at(plan.micro_batch_size) / (hardware.host_gb_s * 1e9)
+        for name in sent
     }
     return seconds | {next(reversed(sent.values())): 0.0}

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import regathered
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.search import EQUAL, Candidate, Choice, Machines
+from meshwright.parallel.planner.search import EQUAL, Candidate, Cluster, SearchResult
 from meshwright.parallel.planner.stream_simulator import OFFLOAD
 
 CHOICES = (
@@ -23,7 +23,7 @@ MILLI = 1e3
 MOST_COMPARED = 3  # other values of one choice
 
 
-def give_reasons(choice: Choice, machines: Machines, times: StepTimes) -> list[str]:
+def give_reasons(choice: SearchResult, machines: Cluster, times: StepTimes) -> list[str]:
     """One sentence for memory, one for communication, and one for each choice that had an alternative: what
     the nearest other value would have cost. `times`: of the best plan."""
     best = choice.best
@@ -36,17 +36,17 @@ def give_reasons(choice: Choice, machines: Machines, times: StepTimes) -> list[s
     ]
 
 
-def _tie(choice: Choice) -> Iterator[str]:
+def _tie(choice: SearchResult) -> Iterator[str]:
     """Where the chosen plan is not the fastest."""
-    fastest = max(candidate.rate() for candidate in choice.fitting)
+    fastest = max(candidate.rate() for candidate in choice.ranked)
     if fastest > choice.best.rate():
         yield f"plans within {EQUAL:.0%} of the fastest count as equal, and this is the simplest of them"
 
 
-def _memory(choice: Choice, machines: Machines) -> str:
-    tried = len(choice.fitting) + len(choice.too_large) + len(choice.slower)
+def _memory(choice: SearchResult, machines: Cluster) -> str:
+    tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
-        f"of {tried} plans that were tried {len(choice.too_large)} do not fit, and {len(choice.slower)} "
+        f"of {tried} plans that were tried {len(choice.does_not_fit)} do not fit, and {len(choice.pruned)} "
         f"would be slower even "
         f"if they waited for nothing; this one needs {_gib(choice.best)} of "
         f"{machines.available_bytes / GIB:.1f} GiB, the "
@@ -104,7 +104,7 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     )
 
 
-def _alternatives(choice: Choice, machines: Machines) -> Iterator[str]:
+def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
     for key in CHOICES:
         said = [_compare(other, key, choice.best, machines) for other in _same_but_for(choice, key)]
         if said:
@@ -112,7 +112,7 @@ def _alternatives(choice: Choice, machines: Machines) -> Iterator[str]:
             yield f"{key}={_word(choice.best.choices[key])}: {fewest}" + "; ".join(said)
 
 
-def _same_but_for(choice: Choice, key: str) -> list[Candidate]:
+def _same_but_for(choice: SearchResult, key: str) -> list[Candidate]:
     """Plans that differ from the best in one choice, and in what follows from it: the best of each value.
     Fitting ones come first, and those nearest to what was chosen. From any choice follows for how many blocks
     memory is too small."""
@@ -121,7 +121,7 @@ def _same_but_for(choice: Choice, key: str) -> list[Candidate]:
     )
     free = free if key == "checkpointed_blocks" else free | {"checkpointed_blocks"}
     found: dict[Any, Candidate] = {}
-    for candidate in (*choice.fitting, *choice.slower, *choice.too_large):
+    for candidate in (*choice.ranked, *choice.pruned, *choice.does_not_fit):
         if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
             found.setdefault(candidate.choices[key], candidate)
     others = [candidate for value, candidate in found.items() if value != choice.best.choices[key]]
@@ -135,7 +135,7 @@ def _distance(value: Any, chosen: Any) -> float:
     return abs(log(value / chosen)) if isinstance(value, int) and value and chosen else 0.0
 
 
-def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
+def _compare(other: Candidate, key: str, best: Candidate, machines: Cluster) -> str:
     value = _word(other.choices[key])
     if key == "activation_checkpoint" and _is_part(other):
         value += f" of {other.choices['checkpointed_blocks']} blocks"

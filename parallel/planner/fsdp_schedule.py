@@ -16,7 +16,7 @@ from meshwright.parallel.planner.stream_simulator import (
     find_waits,
     run_tasks,
 )
-from meshwright.parallel.planner.timeline import EXPOSED, Event, Round, Timeline
+from meshwright.parallel.planner.timeline import EXPOSED, MicroBatchTimeline, Timeline, TimelineEvent
 
 # name of a unit, phase -> units whose all-gathers it starts ahead
 Ahead = Mapping[tuple[str, str], Sequence[UnitPlan]]
@@ -24,7 +24,7 @@ SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatt
 
 
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
-    """One optimizer step of one rank, as FSDP2 runs it (see `_Launches` for its rules).
+    """One optimizer step of one rank, as FSDP2 runs it (see `_FsdpLaunchOrder` for its rules).
 
     FSDP2 ends every backward by waiting for all that is in flight, and starts the next forward's first
     all-gather after that, so a micro batch passes as if it were alone, and two kinds are played: the last
@@ -50,14 +50,14 @@ def start_ahead(plan: Plan) -> Ahead:
 def launch_tasks(plan: Plan, times: StepTimes, ahead: Ahead, all_reduces: Sequence[bool]) -> list[Task]:
     """What the CPU launches for some micro batches one after the other: for each, whether it all-reduces its
     gradients."""
-    launches = _Launches(plan, times, ahead)
+    launches = _FsdpLaunchOrder(plan, times, ahead)
     for all_reduce in all_reduces:
         launches.launch_forward()
         launches.launch_backward(all_reduce)
     return launches.tasks
 
 
-class _Launches:
+class _FsdpLaunchOrder:
     """The tasks of a step in the order in which the CPU launches them: the hooks of FSDP2, read in torch 2.13
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py). The CPU is never late.
 
@@ -265,7 +265,7 @@ class _Launches:
         return index
 
 
-def _simulate_round(plan: Plan, times: StepTimes, ahead: Ahead, all_reduce: bool) -> Round:
+def _simulate_round(plan: Plan, times: StepTimes, ahead: Ahead, all_reduce: bool) -> MicroBatchTimeline:
     """A micro batch from second 0."""
     tasks = launch_tasks(plan, times, ahead, [all_reduce])
     spans = run_tasks(tasks, times.slowdown)
@@ -277,23 +277,23 @@ def _simulate_round(plan: Plan, times: StepTimes, ahead: Ahead, all_reduce: bool
         task = tasks[wait.task]
         events.append(_event(task, EXPOSED, task.lane, wait.start_s, wait.end_s))
     events = [event for event in events if event.end_s > event.start_s]
-    return Round(
+    return MicroBatchTimeline(
         0.0, max(span.end_s for span in spans), tuple(sorted(events, key=lambda event: event.start_s))
     )
 
 
-def _event(task: Task, lane: str, work: str, start_s: float, end_s: float) -> Event:
-    return Event(lane, work, task.unit, task.module, task.phase, 0, start_s, end_s)
+def _event(task: Task, lane: str, work: str, start_s: float, end_s: float) -> TimelineEvent:
+    return TimelineEvent(lane, work, task.unit, task.module, task.phase, 0, start_s, end_s)
 
 
-def _optimizer(seconds: float) -> Round:
-    event = Event(COMPUTE, "optimizer", "", "", "optimizer", 0, 0.0, seconds)
-    return Round(0.0, seconds, (event,) if seconds else ())
+def _optimizer(seconds: float) -> MicroBatchTimeline:
+    event = TimelineEvent(COMPUTE, "optimizer", "", "", "optimizer", 0, 0.0, seconds)
+    return MicroBatchTimeline(0.0, seconds, (event,) if seconds else ())
 
 
-def _join(parts: Sequence[tuple[Round, int]]) -> Timeline:
+def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
     """Rounds one after the other, each as often as said."""
-    rounds, step_s, compute_s = list[Round](), 0.0, 0.0
+    rounds, step_s, compute_s = list[MicroBatchTimeline](), 0.0, 0.0
     by_lane, by_unit = defaultdict[str, float](float), defaultdict[str, float](float)
     for part, count in parts:
         for _ in range(count):

@@ -11,25 +11,25 @@ from collections.abc import Iterator
 from math import prod
 from operator import attrgetter
 
-from meshwright.parallel.memory_breakdown import GIB, MemoryByKind, StepMemory
+from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, StepMemory
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule, regathered
 from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWork, total
+from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, total
 
 
-def predict_step_memory(plan: Plan, work: ModelWork) -> StepMemory:
+def predict_step_memory(plan: Plan, work: ModelWorkload) -> StepMemory:
     """A step's memory under AdamW: parameters and gradients in the plan's storage_dtype, two moments, all
     sharded alike. What the allocator adds is not in it, nor what `cpu_offload` keeps in host memory."""
-    moments = list(_Walk(plan, work).moments())
-    most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryByKind.__annotations__}
-    return StepMemory(MemoryByKind(**most), max(moments, key=attrgetter("total")))
+    moments = list(_MemoryTimeline(plan, work).moments())
+    most = {kind: max(map(attrgetter(kind), moments)) for kind in MemoryBreakdown.__annotations__}
+    return StepMemory(MemoryBreakdown(**most), max(moments, key=attrgetter("total")))
 
 
-class _Walk:
+class _MemoryTimeline:
     """Goes through a step, the last micro batch where there are several: by then every gradient is there."""
 
-    def __init__(self, plan: Plan, work: ModelWork) -> None:
+    def __init__(self, plan: Plan, work: ModelWorkload) -> None:
         self._plan, self._work = plan, work
         self._unit_of = {module: unit for unit in plan.units for module in unit.modules}
         self._ahead = {phase: prefetch_schedule(plan, phase) for phase in ("forward", "backward")}
@@ -58,7 +58,7 @@ class _Walk:
         self._moments = 2 * trained * work.moment_bytes
         self._grads = sum(map(self._waiting, plan.units))
 
-    def moments(self) -> Iterator[MemoryByKind]:
+    def moments(self) -> Iterator[MemoryBreakdown]:
         """Memory at every moment that can be the fullest, or the fullest of a kind."""
         for name in self._plan.modules:
             yield from self._forward(name)
@@ -69,30 +69,30 @@ class _Walk:
         self._reducing, self._all_reduced, self._passing = 0, 0, Linear()
         yield self._moment()  # the optimizer's
 
-    def _forward(self, name: str) -> Iterator[MemoryByKind]:
+    def _forward(self, name: str) -> Iterator[MemoryBreakdown]:
         unit, module = self._unit_of[name], self._work.modules[name]
         if name in self._first:
             yield from self._gather(unit, "forward")
-        for live in module.forward.live:
+        for live in module.forward.live_bytes:
             yield self._moment(name, live)
         self._passing = module.output
         if self._work.has_backward((name,)):
-            self._keep(module.keeps)
+            self._keep(module.saved_bytes)
         if name in self._behind:
-            self._keep(self._work.modules[self._behind[name]].keeps.times(-1))
+            self._keep(self._work.modules[self._behind[name]].saved_bytes.times(-1))
         if name in self._last and regathered(unit):
             del self._gathered[unit.name]
             if type(reshard := unit.reshard_after_forward) is int:
                 self._gathered[f"{unit.name}, kept"] = self._whole(unit) // reshard
 
-    def _backward(self, name: str) -> Iterator[MemoryByKind]:
+    def _backward(self, name: str) -> Iterator[MemoryBreakdown]:
         unit, module = self._unit_of[name], self._work.modules[name]
         if name in self._last:
             yield from self._gather(unit, "backward")
         if name in self._behind:
-            self._keep(self._work.modules[self._behind[name]].keeps)
-        self._keep(module.keeps.times(-1))
-        for live in module.backward.live:
+            self._keep(self._work.modules[self._behind[name]].saved_bytes)
+        self._keep(module.saved_bytes.times(-1))
+        for live in module.backward.live_bytes:
             yield self._moment(name, live)
         self._passing = self._input(name)
         trained = self._trained(name) * DTYPE_BYTES[unit.param_dtype]
@@ -106,7 +106,7 @@ class _Walk:
         until the next block's forward has ended, and comes back as that one's backward begins."""
         self._kept = total((self._kept, more))
 
-    def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryByKind]:
+    def _gather(self, unit: UnitPlan, phase: str) -> Iterator[MemoryBreakdown]:
         """A unit's parameters, unless they are there: a buffer is filled, copied out, and kept for a while or
         freed."""
         if unit.name not in self._gathered:
@@ -122,7 +122,7 @@ class _Walk:
             if ahead.name not in self._gathered:
                 self._in_flight.setdefault(ahead.name, self._buffer(ahead))
 
-    def _reduce(self, unit: UnitPlan) -> Iterator[MemoryByKind]:
+    def _reduce(self, unit: UnitPlan) -> Iterator[MemoryBreakdown]:
         """A unit's whole gradient beside the buffer that it is copied into, which stays until the next; then
         what comes of it, in reduce_dtype and as it is stored, beside the gradient of the last weight, which
         torch's loop still holds."""
@@ -149,7 +149,7 @@ class _Walk:
         kept = DTYPE_BYTES[unit.reduce_dtype] if self._plan.mesh.dp_replicate > 1 else self._stored_bytes
         return sum(map(self._trained_share, unit.modules)) * kept if self._plan.accumulation > 1 else 0
 
-    def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryByKind:
+    def _moment(self, name: str = "", live: Linear | None = None, copies: int = 0) -> MemoryBreakdown:
         """All that is there now. `live`: what the module `name`, at work, holds instead of what passes
         between modules; `copies`: bytes of buffers of this moment alone."""
         sequences = self._plan.micro_batch_size
@@ -161,7 +161,7 @@ class _Walk:
         if live and name == self._work.logits:
             logits = max(0, int(live.per_sequence - self._input(name).per_sequence) * sequences)
         on_device = not self._plan.cpu_offload
-        return MemoryByKind(
+        return MemoryBreakdown(
             params=self._params * on_device,
             grads=self._grads * on_device,
             optimizer=self._moments * on_device,
@@ -215,7 +215,7 @@ def usable_bytes(device_bytes: int, hardware: Hardware) -> int:
     return int((device_bytes - hardware.reserved_gib * GIB) / (1 + hardware.reserved_share))
 
 
-def least_bytes(plan: Plan, work: ModelWork) -> int:
+def least_bytes(plan: Plan, work: ModelWorkload) -> int:
     """What a rank needs at least, known without a walk: its shards, and what the whole forward keeps."""
     parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
     trained = (
@@ -224,7 +224,7 @@ def least_bytes(plan: Plan, work: ModelWork) -> int:
     )
     sent = sent_blocks(plan, work)
     kept = sum(
-        work.modules[name].keeps.at(plan.micro_batch_size)
+        work.modules[name].saved_bytes.at(plan.micro_batch_size)
         for name in plan.modules
         if work.has_backward((name,)) and name not in sent
     )

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.make import TrainingJob, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import op_mistakes
 from meshwright.parallel.planner.cost_model import host_bytes, step_times
@@ -34,7 +34,7 @@ from meshwright.parallel.planner.search_space import (
     with_choices,
 )
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.workload import ModelWork
+from meshwright.parallel.planner.workload import ModelWorkload
 
 PART_OF_THE_BLOCKS = ("selective", "full", "offload")  # what is tried for the fewest blocks that fit, too
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
@@ -43,7 +43,7 @@ NEAREST = 24  # plans whose memory is gone through where none fits, to find the 
 
 
 @dataclasses.dataclass(frozen=True)
-class Machines:
+class Cluster:
     """What a job runs on: devices of a kind, so many to a node, with so much memory each."""
 
     hardware: Hardware
@@ -60,7 +60,7 @@ class Candidate:
             checkpointed_blocks (how many of the blocks; 0 with none), reshard_after_forward, prefetch,
             micro_batch_size
         plan: all of it
-        least_s: seconds of a step that waits for nothing
+        lower_bound_s: seconds of a step that waits for nothing
         needed_bytes: memory of one rank, the allocator's included; at least, where that is too much already
         host_bytes: of what it keeps in host memory
         memory: by kind, None where it was clear without
@@ -70,7 +70,7 @@ class Candidate:
 
     choices: Mapping[str, Any]
     plan: Plan
-    least_s: float
+    lower_bound_s: float
     needed_bytes: int
     host_bytes: int = 0
     memory: StepMemory | None = None
@@ -79,33 +79,33 @@ class Candidate:
 
     def rate(self) -> float:
         """Sequences per second, of all ranks."""
-        return self.plan.global_batch_size / (self.timeline.step_s if self.timeline else self.least_s)
+        return self.plan.global_batch_size / (self.timeline.step_s if self.timeline else self.lower_bound_s)
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SearchResult:
     """What a search found: plans that fit and were timed, the best first; those that do not fit, those that
     need least first; and those that were not timed because they are slower than the best even if they wait
     for nothing."""
 
-    fitting: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
-    slower: tuple[Candidate, ...]
+    ranked: tuple[Candidate, ...]
+    does_not_fit: tuple[Candidate, ...]
+    pruned: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate:
-        return self.fitting[0]
+        return self.ranked[0]
 
 
 def search(
     config: ParallelConfig,
     model: ModelUnits,
-    job: Job,
-    machines: Machines,
-    trace: Callable[[Plan], ModelWork],
-) -> Choice:
+    job: TrainingJob,
+    machines: Cluster,
+    trace: Callable[[Plan], ModelWorkload],
+) -> SearchResult:
     """Try all. Raises PlanError if no combination is legal, with what is wrong with the simplest one. That
-    none fits is no error: then `fitting` is empty."""
+    none fits is no error: then `ranked` is empty."""
     if config.activation_checkpoint == "auto" and (
         mistakes := op_mistakes(config.selective_policy, model.attention_ops)
     ):
@@ -113,17 +113,17 @@ def search(
     found = _Search(config, model, job, machines, trace)
     for candidate in sorted(found.legal(), key=lambda c: (-c.rate(), _complexity(c))):
         found.take(candidate)
-    found.too_large.sort(key=_needed)
-    if not found.fitting:
+    found.does_not_fit.sort(key=_needed)
+    if not found.ranked:
         nearest = [
             candidate if candidate.memory else found.judge(candidate)
-            for candidate in found.too_large[:NEAREST]
+            for candidate in found.does_not_fit[:NEAREST]
         ]
-        found.too_large[:NEAREST] = sorted(nearest, key=_needed)
-    return Choice(tuple(_ranked(found.fitting)), tuple(found.too_large), tuple(found.slower))
+        found.does_not_fit[:NEAREST] = sorted(nearest, key=_needed)
+    return SearchResult(tuple(_ranked(found.ranked)), tuple(found.does_not_fit), tuple(found.pruned))
 
 
-def frugal(config: ParallelConfig, job: Job, blocks: int) -> tuple[ParallelConfig, Job]:
+def frugal(config: ParallelConfig, job: TrainingJob, blocks: int) -> tuple[ParallelConfig, TrainingJob]:
     """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of
     the model."""
     least: dict[str, Any] = {
@@ -147,13 +147,13 @@ class _Search:
         self,
         config: ParallelConfig,
         model: ModelUnits,
-        job: Job,
-        machines: Machines,
-        trace: Callable[[Plan], ModelWork],
+        job: TrainingJob,
+        machines: Cluster,
+        trace: Callable[[Plan], ModelWorkload],
     ) -> None:
-        self.fitting: list[Candidate] = []
-        self.too_large: list[Candidate] = []
-        self.slower: list[Candidate] = []
+        self.ranked: list[Candidate] = []
+        self.does_not_fit: list[Candidate] = []
+        self.pruned: list[Candidate] = []
         self._config, self._model, self._job, self._machines, self._trace = (
             config,
             model,
@@ -191,12 +191,12 @@ class _Search:
         """Put a candidate where it belongs, after judging it if it can be the best. The fastest bound must
         come first."""
         if not candidate.at_least and candidate.needed_bytes > self._machines.available_bytes:
-            self.too_large.append(candidate)
+            self.does_not_fit.append(candidate)
         elif self._is_slower(candidate):
-            self.slower.append(candidate)
+            self.pruned.append(candidate)
         elif not candidate.at_least:
             judged = self.judge(candidate)
-            (self.fitting if judged.timeline else self.too_large).append(judged)
+            (self.ranked if judged.timeline else self.does_not_fit).append(judged)
             self._best_rate = max(self._best_rate, judged.rate() if judged.timeline else 0.0)
             if judged.timeline and candidate.choices["activation_checkpoint"] == "none":
                 self._keeps_all.add(_but_checkpointing(candidate.choices))
@@ -218,7 +218,7 @@ class _Search:
         return dataclasses.replace(judged, timeline=simulate_step(plan, times))
 
     def _is_slower(self, candidate: Candidate) -> bool:
-        return candidate.rate() < self._best_rate * (1 - EQUAL) and len(self.fitting) >= JUDGED
+        return candidate.rate() < self._best_rate * (1 - EQUAL) and len(self.ranked) >= JUDGED
 
     def _plan(self, choices: Mapping[str, Any]) -> Plan:
         config, job = with_choices(self._config, self._job, choices)
@@ -243,7 +243,7 @@ class _Search:
     def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
         bounds = self._look(choices, plan)
         in_order = {name: choices[name] for name in CHOICES}
-        return Candidate(in_order, plan, bounds.least_s, bounds.needed_bytes, bounds.host_bytes)
+        return Candidate(in_order, plan, bounds.lower_bound_s, bounds.needed_bytes, bounds.host_bytes)
 
     def _look(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
         key = (*_but_how_gathered(choices), choices["checkpointed_blocks"])
@@ -270,9 +270,9 @@ class _Search:
         if (count := math.ceil(share * blocks)) >= blocks:
             return None
         in_order = {name: choices.get(name, count) for name in CHOICES}
-        least_s = part_s(kept, treated, share, plan.accumulation)
+        lower_bound_s = part_s(kept, treated, share, plan.accumulation)
         needed = min(kept.needed_bytes, self._machines.available_bytes)
-        return Candidate(in_order, plan, least_s, needed, at_least=True)
+        return Candidate(in_order, plan, lower_bound_s, needed, at_least=True)
 
     def _settle(self, candidate: Candidate) -> Candidate | None:
         """The candidate with the fewest blocks that fit: the fewer, the more memory. None where all are

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.plan.make import Job
+from meshwright.parallel.plan.make import TrainingJob
 from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
 from meshwright.parallel.planner.cost_model import StepTimes
 
@@ -29,7 +29,9 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # where nothing says how many sequences a 
 MOST_SEQUENCES = 64  # of a micro batch
 
 
-def with_choices(config: ParallelConfig, job: Job, choices: Mapping[str, Any]) -> tuple[ParallelConfig, Job]:
+def with_choices(
+    config: ParallelConfig, job: TrainingJob, choices: Mapping[str, Any]
+) -> tuple[ParallelConfig, TrainingJob]:
     """Config and job with the choices in their keys."""
     of_none = {"checkpointed_blocks"} if choices["activation_checkpoint"] == "none" else set()
     keys = {
@@ -44,7 +46,7 @@ def with_choices(config: ParallelConfig, job: Job, choices: Mapping[str, Any]) -
     return dataclasses.replace(config, plan="manual", **keys), job
 
 
-def combinations(config: ParallelConfig, job: Job, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+def combinations(config: ParallelConfig, job: TrainingJob, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of
     processes."""
     for tp in _degrees(config.tp, min(gpus_per_node, job.world_size)):
@@ -75,7 +77,9 @@ def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
     return PREFETCH if shard > 1 else PREFETCH[:1]
 
 
-def _data_parallel(config: ParallelConfig, job: Job, tp: int) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+def _data_parallel(
+    config: ParallelConfig, job: TrainingJob, tp: int
+) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
     """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one
     is named, but for what the config says otherwise, which `make_plan` refuses."""
     if config.strategy in STRATEGIES:
@@ -106,7 +110,7 @@ def _degrees(asked: Any, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if most % n == 0] if asked == "auto" else [asked]
 
 
-def _micro_batches(job: Job, data_parallel: int) -> list[Any]:
+def _micro_batches(job: TrainingJob, data_parallel: int) -> list[Any]:
     """Sizes to try: those that divide a rank's share of the global batch."""
     if job.micro_batch_size != "auto":
         return [job.micro_batch_size]
@@ -122,7 +126,7 @@ class Bounds:
     bytes that it needs at least, and bytes of host memory."""
 
     times: StepTimes
-    least_s: float
+    lower_bound_s: float
     needed_bytes: int
     host_bytes: int
 
@@ -133,7 +137,7 @@ def part_s(kept: Bounds, treated: Bounds, share: float, micro_batches: int) -> f
     if host_s := treated.times.host_s:
         part = {name: seconds * share for name, seconds in host_s.items()}
         return dataclasses.replace(treated.times, host_s=part).busy_s(micro_batches)
-    return kept.least_s + share * (treated.least_s - kept.least_s)
+    return kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
 
 
 def smallest(low: int, high: int, guess: int, fits: Callable[[int], bool]) -> int:

@@ -19,7 +19,7 @@ TRACE_COLORS = {EXPOSED: "terrible", "tp": "bad"}  # of Chrome's trace viewer; P
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimelineEvent:
     """One bar of one lane. Seconds count from the start of the step.
 
     Args:
@@ -47,14 +47,14 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Round:
+class MicroBatchTimeline:
     """The events of one micro batch, or the optimizer's, in the order of their starts, as if it began at
     second 0 and were the first; when it begins, and how long it takes. Micro batches that pass alike share
     theirs."""
 
     start_s: float
     seconds: float
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Timeline:
     time counts.
     """
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[MicroBatchTimeline, ...]
     step_s: float
     compute_s: float
     exposed_s: float
@@ -76,7 +76,7 @@ class Timeline:
     exposed_by_unit: Mapping[str, float]
 
     @cached_property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[TimelineEvent, ...]:
         """All events of the step."""
         return tuple(_events(self.rounds))
 
@@ -86,10 +86,10 @@ class Timeline:
         return self.exposed_s / self.step_s if self.step_s else 0.0
 
 
-def _events(rounds: tuple[Round, ...]) -> Iterator[Event]:
+def _events(rounds: tuple[MicroBatchTimeline, ...]) -> Iterator[TimelineEvent]:
     for number, part in enumerate(rounds):
         for e in part.events:
-            yield Event(
+            yield TimelineEvent(
                 e.lane,
                 e.work,
                 e.unit,
@@ -130,7 +130,7 @@ def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
 
 
-def _bar(event: Event, thread: int) -> dict[str, Any]:
+def _bar(event: TimelineEvent, thread: int) -> dict[str, Any]:
     bar = {
         "ph": "X",
         "pid": 1,
@@ -149,7 +149,7 @@ def _bar(event: Event, thread: int) -> dict[str, Any]:
     return bar | ({"cname": TRACE_COLORS[event.lane]} if event.lane in TRACE_COLORS else {})
 
 
-def describe(event: Event) -> str:
+def describe(event: TimelineEvent) -> str:
     """What the event is, in a few words."""
     work = event.work.replace("_", " ")
     where = event.module or event.unit

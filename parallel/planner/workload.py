@@ -50,24 +50,24 @@ class Operation:
 class Phase:
     """A module's forward or backward (recomputation included).
 
-    `live`: bytes that it holds at its moments, only the moments that can be the fullest. A forward's count
-    what it keeps, its output, and what passes; a backward's what the forward kept and is not yet freed,
+    `live_bytes`: bytes that it holds at its moments, only the moments that can be the fullest. A forward's
+    count what it keeps, its output, and what passes; a backward's what the forward kept and is not yet freed,
     gradients, and what passes. `fixed` parts are gradients of weights, `per_sequence` parts are activations.
     Weights are in neither.
     """
 
     operations: tuple[Operation, ...]
-    live: tuple[Linear, ...]
+    live_bytes: tuple[Linear, ...]
 
     def peak(self, micro_batch_size: int) -> Linear:
         """The fullest moment."""
-        return max(self.live, key=lambda moment: moment.at(micro_batch_size), default=Linear())
+        return max(self.live_bytes, key=lambda moment: moment.at(micro_batch_size), default=Linear())
 
 
 @dataclass(frozen=True)
-class ModuleWork:
-    """One module on one tp rank: its number of parameters, its two phases, the bytes that the forward `keeps`
-    for the backward (with its input, where it needs that), and those of its `output`.
+class ModuleWorkload:
+    """One module on one tp rank: its number of parameters, its two phases, the `saved_bytes` that the forward
+    keeps for the backward (with its input, where it needs that), and those of its `output`.
 
     `weights`: rows, and values of a row, of each of its parameters, in its own order: sharding deals out
     rows. `float8`: how many of the parameters are multiplied in float8.
@@ -76,7 +76,7 @@ class ModuleWork:
     parameters: int
     forward: Phase
     backward: Phase
-    keeps: Linear
+    saved_bytes: Linear
     output: Linear
     weights: tuple[tuple[int, int], ...] = ()
     float8: int = 0
@@ -88,7 +88,7 @@ class ModuleWork:
 
 
 @dataclass(frozen=True)
-class ModelWork:
+class ModelWorkload:
     """A model's work, for sequences of `seq_len` tokens.
 
     `modules`: by name, in the order of `Plan.modules`. `trained`: the share of each one's parameters that is
@@ -96,7 +96,7 @@ class ModelWork:
     bytes of the model's buffers. `moment_bytes`: of one value of one of the optimizer's two moments.
     """
 
-    modules: Mapping[str, ModuleWork]
+    modules: Mapping[str, ModuleWorkload]
     trained: Mapping[str, float]
     seq_len: int
     logits: str
@@ -113,7 +113,7 @@ class ModelWork:
         """Whether any of these modules has a backward."""
         return not self._frozen_first.issuperset(names)
 
-    def shortened(self, seq_len: int) -> "ModelWork":
+    def shortened(self, seq_len: int) -> "ModelWorkload":
         """What it holds for other sequences: activations are in proportion to tokens. What it does stays as
         it was."""
         share = seq_len / self.seq_len
@@ -122,15 +122,20 @@ class ModelWork:
         return replace(self, modules=modules, seq_len=seq_len)
 
 
-def _shortened(work: ModuleWork, share: float) -> ModuleWork:
+def _shortened(work: ModuleWorkload, share: float) -> ModuleWorkload:
     def shorter(size: Linear) -> Linear:
         return replace(size, per_sequence=size.per_sequence * share)
 
     forward, backward = (
-        replace(phase, live=tuple(map(shorter, phase.live))) for phase in (work.forward, work.backward)
+        replace(phase, live_bytes=tuple(map(shorter, phase.live_bytes)))
+        for phase in (work.forward, work.backward)
     )
     return replace(
-        work, forward=forward, backward=backward, keeps=shorter(work.keeps), output=shorter(work.output)
+        work,
+        forward=forward,
+        backward=backward,
+        saved_bytes=shorter(work.saved_bytes),
+        output=shorter(work.output),
     )
 
 
@@ -142,7 +147,7 @@ def total(sizes: Iterable[Linear]) -> Linear:
     return Linear(fixed, per_sequence)
 
 
-def fullest(moments: Iterable[Linear]) -> tuple[Linear, ...]:
+def pareto_peaks(moments: Iterable[Linear]) -> tuple[Linear, ...]:
     """Those that are the largest for some micro batch."""
     kept: list[Linear] = []
     for moment in sorted(set(moments), key=lambda m: (-m.per_sequence, -m.fixed)):

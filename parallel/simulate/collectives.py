@@ -16,7 +16,7 @@ from meshwright.parallel.mesh import data_parallel_group
 from meshwright.parallel.operators import inner_code
 from meshwright.parallel.plan.schema import AXES, Plan
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
-from meshwright.parallel.simulate.module_tracker import Position
+from meshwright.parallel.simulate.module_tracker import ModuleTracker
 
 NAMESPACES = ("c10d", "_c10d_functional")
 KINDS = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
@@ -47,7 +47,7 @@ class Collective:
 def record_collectives(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Iterator[list[Collective]]:
     """Collectives of `model` while the context lasts, in order. Eager only: a compiled block's own are not
     seen."""
-    recorder = StepRecorder(Position(model, plan), axes_of_groups(mesh), None)
+    recorder = StepRecorder(ModuleTracker(model, plan), axes_of_groups(mesh), None)
     with recorder.position.following(), recorder:
         yield recorder.collectives
 
@@ -59,7 +59,7 @@ class StepRecorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, position: Position, axes: Mapping[str, Sequence[str]], storages: StorageTracker | None
+        self, position: ModuleTracker, axes: Mapping[str, Sequence[str]], storages: StorageTracker | None
     ) -> None:
         super().__init__()
         self.position = position

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.activation_offload import SEND_LABEL
 from meshwright.parallel.fsdp import local_part
-from meshwright.parallel.memory_breakdown import MemoryByKind
+from meshwright.parallel.memory_breakdown import MemoryBreakdown
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.simulate.module_tracker import OPTIMIZER_LABEL, Position
+from meshwright.parallel.simulate.module_tracker import OPTIMIZER_LABEL, ModuleTracker
 
 REDUCE_LABEL = "FSDP::post_backward_reduce"
 BUFFER_LABELS = ("FSDP::post_backward", "FSDP::root_post_backward", OPTIMIZER_LABEL)
@@ -28,7 +28,7 @@ UNSHARDED_LABELS = (
 
 
 @dataclass
-class _Storage:
+class _TrackedStorage:
     """A storage that lives: its kind, and the size it is counted with."""
 
     ref: "weakref.ref[torch.UntypedStorage]"
@@ -45,20 +45,20 @@ class StorageTracker:
 
     def __init__(
         self,
-        position: Position,
+        position: ModuleTracker,
         model: nn.Module,
         plan: Plan,
         logits: tuple[str, str],
         on_host: frozenset[str],
     ) -> None:
-        self.now: dict[str, int] = dict.fromkeys(MemoryByKind.__annotations__, 0)
+        self.now: dict[str, int] = dict.fromkeys(MemoryBreakdown.__annotations__, 0)
         self.largest = dict(self.now)
         self.at_peak = dict(self.now)
         self._peak = self._total = 0
         self._position, self._on_host = position, on_host
         self._output_module, self._loss_module = logits
         self._logits_widths: set[int] = set()
-        self._live: dict[int, _Storage] = {}
+        self._live: dict[int, _TrackedStorage] = {}
         self._params = list(model.parameters())
         self._unit_params = {
             u.name: [p for m in u.modules for p in model.get_submodule(m).parameters()] for u in plan.units
@@ -136,7 +136,7 @@ class StorageTracker:
     def _follow(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = storage._cdata
         ref = weakref.ref(storage, lambda _: self._forget(key))
-        self._live[key] = _Storage(ref, kind)
+        self._live[key] = _TrackedStorage(ref, kind)
         if self._position.label.startswith(REDUCE_LABEL):
             self._reduced.append(key)
         self._resize(self._live[key], storage.nbytes())
@@ -151,13 +151,13 @@ class StorageTracker:
             if followed.kind == "unsharded" and (storage := followed.ref()) is not None:
                 self._resize(followed, storage.nbytes())
 
-    def _move(self, storage: _Storage, kind: str) -> None:
+    def _move(self, storage: _TrackedStorage, kind: str) -> None:
         size = storage.bytes
         self._resize(storage, 0)
         storage.kind = kind
         self._resize(storage, size)
 
-    def _resize(self, storage: _Storage, size: int) -> None:
+    def _resize(self, storage: _TrackedStorage, size: int) -> None:
         kind, grown = storage.kind, size - storage.bytes
         storage.bytes = size
         self.now[kind] += grown

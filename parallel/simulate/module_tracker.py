@@ -22,7 +22,7 @@ UNIT_LABEL = re.compile(r"FSDP::\w+ \(([\w.]+)")
 OPTIMIZER_LABEL = "Optimizer.step"
 
 
-class Position:
+class ModuleTracker:
     """Follows the steps of one model.
 
     `labels`: those that are open, innermost last. `phase`: forward, backward, recompute (an

@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.parallel.memory_breakdown import MemoryByKind, StepMemory
+from meshwright.parallel.memory_breakdown import MemoryBreakdown, StepMemory
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.simulate.collectives import Collective, StepRecorder, axes_of_groups
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
-from meshwright.parallel.simulate.module_tracker import Position
+from meshwright.parallel.simulate.module_tracker import ModuleTracker
 
 HOST_KINDS = frozenset({"params", "grads", "optimizer"})  # what cpu_offload keeps in host memory
 
@@ -101,7 +101,7 @@ def eager_plan(plan: Plan) -> Plan:
 def _record_step(
     plan: Plan, code: TrainingCode, model: nn.Module, optimizer: torch.optim.Optimizer, groups: _Groups
 ) -> Simulation:
-    position = Position(model, plan)
+    position = ModuleTracker(model, plan)
     on_host = HOST_KINDS if plan.cpu_offload else frozenset()
     storages = StorageTracker(position, model, plan, code.logits, on_host)
     storages.mark("params", model.parameters())
@@ -117,7 +117,7 @@ def _record_step(
     for kind in on_host:
         memory[kind] = at_peak[kind] = 0
     return Simulation(
-        MemoryByKind(**memory), MemoryByKind(**at_peak), tuple(recorder.collectives), host_bytes
+        MemoryBreakdown(**memory), MemoryBreakdown(**at_peak), tuple(recorder.collectives), host_bytes
     )
 
 

@@ -15,7 +15,7 @@ from meshwright.train.data.loader import TrainLoader
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.errors import NonFiniteError
-from meshwright.train.fault_tolerance.nonfinite import FiniteGuard
+from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
 from meshwright.train.step import train_step
 from tests.support.sharded import build_sharded
 
@@ -118,7 +118,7 @@ def train(case: Case) -> dict[str, Any]:
     )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
     loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
-    guard = FiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
+    guard = NonFiniteGuard(config.train.max_skipped_steps, model, order, shape, group)
     now: Now = {"step": 0}
     FAULTS[fault](model, now)
     hooks = count_hooks(model)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.train.checkpoint.load import load_checkpoint, read_tensors
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import own_shards, training_tensors
 from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_together
@@ -48,7 +48,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
     model, optimizer, mesh, batches = run.model, run.optimizer, run.mesh, random_batches(run)[:1]
     for step, asynchronous in ((1, False), (2, True)):
         train_step(model, optimizer, batches, 1.0, run.group)
-        saver = Saver(
+        saver = CheckpointSaver(
             CheckpointConfig(asynchronous=asynchronous),
             folder,
             model,
@@ -57,7 +57,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
             {"config.yaml": "run: {}\n"},
             lambda: 2**30,
         )
-        saver.save(Position(step, step * 8, 0, run.config.train.seq_len, dist.get_world_size(), "data"))
+        saver.save(TrainPosition(step, step * 8, 0, run.config.train.seq_len, dist.get_world_size(), "data"))
         if asynchronous:  # what training does meanwhile does not reach the checkpoint
             wanted = {
                 name: whole(tensor).clone() for name, tensor in training_tensors(model, optimizer).items()

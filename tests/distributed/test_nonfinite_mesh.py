@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.corpus import load_corpus
-from meshwright.train.data.token_store import Split
+from meshwright.train.data.token_store import TokenStream
 from tests.distributed.faulty_training import FAULTY_STEP, STEPS, Case, train_all
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks
@@ -134,7 +134,7 @@ def test_the_sequences_that_are_named_are_those_the_rank_saw(
         assert named == seen[name][1]["tokens"][part], name
 
 
-def read_tokens(split: Split, first: int, count: int) -> list[int]:
+def read_tokens(split: TokenStream, first: int, count: int) -> list[int]:
     out = np.empty(count, np.int64)
     split.read(first, out)
     return out.tolist()

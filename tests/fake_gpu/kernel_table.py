@@ -13,13 +13,13 @@ import triton
 
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.cli import format_table
-from meshwright.train.optim.adamw_kernel import Slice, Step
+from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 from tests.fake_gpu.cubins import disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import CLOCK, bound_of
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
 
 ROOT = Path(__file__).parents[2]
-ADAMW = ROOT / "train" / "kernels" / "adamw_triton.py"
+ADAMW = ROOT / "train" / "optim" / "adamw_triton.py"
 LOSS = ROOT / "models" / "kernels" / "cross_entropy_triton.py"
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRS = [(parameter, moment) for parameter in DTYPES for moment in DTYPES]
@@ -70,7 +70,7 @@ def compile_adamw(cache: Path, kernels: ModuleType, parameter: torch.dtype, mome
             *(torch.zeros(16, dtype=dtype) for dtype in (parameter, parameter, moment, moment)), 0, 0, 16, 0
         )
         each, scalar = torch.ones(SLICES), torch.ones(())
-        kernels.update([one] * SLICES, Step(0.9, 0.95, 1e-8, 1.0, each, each, each, scalar, scalar))
+        kernels.update([one] * SLICES, AdamWStep(0.9, 0.95, 1e-8, 1.0, each, each, each, scalar, scalar))
     return launches[0]
 
 

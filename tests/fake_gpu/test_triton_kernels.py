@@ -23,7 +23,7 @@ from triton.runtime.driver import driver
 
 from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows
 from meshwright.train.optim import adamw_kernel as adamw
-from meshwright.train.optim.adamw_kernel import Slice, Step
+from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 from tests.fake_gpu.cubins import TOOLS, disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import bound_of
 from tests.fake_gpu.kernel_table import (
@@ -195,10 +195,10 @@ def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[Slice]:
     return slices
 
 
-def make_step(skip: float = 0.0) -> Step:
+def make_step(skip: float = 0.0) -> AdamWStep:
     counts = torch.arange(1.0, len(PARTS) + 1)
     rates, roots = 1e-3 / (1 - 0.9**counts), (1 - 0.999**counts).sqrt()
-    return Step(0.9, 0.999, 1e-8, 1 - 1e-4, counts, rates, roots, torch.tensor(3.7), torch.tensor(skip))
+    return AdamWStep(0.9, 0.999, 1e-8, 1 - 1e-4, counts, rates, roots, torch.tensor(3.7), torch.tensor(skip))
 
 
 def tensors_of(slices: list[Slice]) -> list[Tensor]:

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.llama import Block, Llama, LlamaConfig, init_weights
-from meshwright.parallel.planner.tracing.eager import Subject
-from meshwright.parallel.planner.tracing.trace import trace_module
+from meshwright.parallel.planner.tracing.eager import TracedModule
+from meshwright.parallel.planner.tracing.trace import module_workload
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.trace_model import trace_model
+from meshwright.train.planning.trace_model import model_workload
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded
@@ -30,7 +30,7 @@ BLOCK_PRODUCTS = {False: 7 + 14, True: 4 + 8}  # forward and backward
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
-    start_process(parse_config([]).run, Place(0, 1, 0, 1, False), torch.device("cpu"))
+    start_process(parse_config([]).run, RankInfo(0, 1, 0, 1, False), torch.device("cpu"))
     yield
     dist.destroy_process_group()
 
@@ -116,17 +116,17 @@ def test_the_compiled_graph_has_four_products_forward_and_eight_backward(tp: int
     counts = []
     for keys in ([], [FUSED]):
         config = parse_config([*TINY, f"--parallel.tp={tp}", *keys])
-        block = trace_model(config.model, plan_run(config, tp), 32).modules["layers.0"]
+        block = model_workload(config.model, plan_run(config, tp), 32).modules["layers.0"]
         counts.append(
             [sum(o.kind == "matmul" for o in phase.operations) for phase in (block.forward, block.backward)]
         )
     assert counts == [[7, 14], [4, 8]]
 
 
-def build_block(fused: bool) -> Callable[[int], Subject]:
-    def build(sequences: int) -> Subject:
+def build_block(fused: bool) -> Callable[[int], TracedModule]:
+    def build(sequences: int) -> TracedModule:
         x = torch.ones(sequences, 32, CONFIG.dim, requires_grad=True).clone()
-        return Subject(
+        return TracedModule(
             make_model(fused).layers[0], (x,), tuple(torch.ones(32, CONFIG.head_dim) for _ in range(2))
         )
 
@@ -137,7 +137,7 @@ def build_block(fused: bool) -> Callable[[int], Subject]:
 def test_nothing_more_is_kept_for_the_backward(compiled: bool) -> None:
     """Neither the joined weights, nor queries and keys beside the values: by the compiler's graphs, or
     autograd's own."""
-    separate, fused = (trace_module(build_block(fused), compiled).keeps for fused in (False, True))
+    separate, fused = (module_workload(build_block(fused), compiled).saved_bytes for fused in (False, True))
     assert fused == separate
 
 

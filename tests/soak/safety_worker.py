@@ -29,8 +29,8 @@ from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.tools.bench.speed.data import set_cache
 from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.load import load_checkpoint
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import count_bytes, training_tensors
 from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
@@ -39,7 +39,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import read_place
+from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
@@ -55,22 +55,22 @@ class Rank:
     """A sharded model with its optimizer, and the folder to save it into."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        place = read_place()
+        place = read_rank_info()
         plan = plan_run(config, place.world_size, place.local_world_size)
         self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
         self.model: nn.Module = build_model(config, plan, self.mesh, torch.device("cpu"))
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tensors = training_tensors(self.model, self.optimizer)
 
-    def saver(self, asynchronous: bool) -> Saver:
+    def saver(self, asynchronous: bool) -> CheckpointSaver:
         """Ours, into the folder `ours`."""
         config = CheckpointConfig(asynchronous=asynchronous)
-        return Saver(
+        return CheckpointSaver(
             config, self.folder / "ours", self.model, self.optimizer, self.mesh, {}, lambda: PLENTY_BYTES
         )
 
-    def position(self, step: int) -> Position:
-        return Position(step, 0, 0, 0, dist.get_world_size(), "")
+    def position(self, step: int) -> TrainPosition:
+        return TrainPosition(step, 0, 0, 0, dist.get_world_size(), "")
 
 
 def measure_disk(rank: Rank, rounds: int) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def time_saves(rank: Rank, rounds: int) -> dict[str, list[float]]:
 
     def ours() -> None:
         saver.save(rank.position(1))
-        (saved,) = saver.news()
+        (saved,) = saver.poll()
         assert not saved.error, saved.error
 
     works: Mapping[str, Callable[[], Any]] = {
@@ -157,7 +157,7 @@ def time_copies(rank: Rank, rounds: int) -> dict[str, list[float]]:
         on_main(lambda: shutil.rmtree(rank.folder / "ours", ignore_errors=True))
         saver.save(rank.position(step + 1))
         saver.wait()
-        found += saver.news()
+        found += saver.poll()
     assert not any(saved.error for saved in found), found
     stalls_s = [saved.stall_s for saved in found]
     return {
@@ -185,7 +185,7 @@ def measure_stall(rank: Rank, rounds: int) -> dict[str, Any]:
             kind = "saving" if saving else "beside writing" if step % STEPS_BETWEEN == 1 else "normal"
             seconds[kind].append(took_s)
     saver.wait()
-    news = saver.news()
+    news = saver.poll()
     assert not any(saved.error for saved in news), news
     total_s = statistics.median(saved.total_s for saved in news[1:])
     return {"size_gb": count_bytes(rank.tensors) / 1e9, "step_s": seconds, "committed_s": total_s}
@@ -212,7 +212,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")  # torch's own words about its storages
     kind, target, rounds, *keys = sys.argv[1:]
     config = parse_config(keys)
-    start_process(config.run, read_place(), torch.device("cpu"))
+    start_process(config.run, read_rank_info(), torch.device("cpu"))
     measure = {"disk": measure_disk, "stall": measure_stall}[kind]
     figures = measure(Rank(Path(target), config), int(rounds))
     if dist.get_rank() == 0:

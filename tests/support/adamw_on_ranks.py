@@ -50,7 +50,7 @@ def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw.Slice
     return slices
 
 
-def make_step(skip: float) -> adamw.Step:
+def make_step(skip: float) -> adamw.AdamWStep:
     counts = torch.arange(1, len(PARTS) + 1).double()
     on_device = [
         counts,
@@ -59,7 +59,7 @@ def make_step(skip: float) -> adamw.Step:
         torch.tensor(3.7),
         torch.tensor(skip),
     ]
-    return adamw.Step(0.9, 0.999, 1e-8, 1 - 1e-4, *(value.float().to(DEVICE) for value in on_device))
+    return adamw.AdamWStep(0.9, 0.999, 1e-8, 1 - 1e-4, *(value.float().to(DEVICE) for value in on_device))
 
 
 def bits(one: adamw.Slice) -> dict[str, Tensor]:

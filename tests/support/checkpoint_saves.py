@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from meshwright.train.checkpoint import save as saver_module
 from meshwright.train.checkpoint import shards as shard_file
 from meshwright.train.checkpoint import storage as folder_module
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saved, Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver, Saved
 from meshwright.train.config import CheckpointConfig, OptimConfig
 from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.worlds import forked
@@ -54,8 +54,8 @@ class Trainer:
         """This rank's part of the weight."""
         return self.model.weight.to_local().data  # type: ignore[operator]
 
-    def saver(self, folder: Path, texts: dict[str, str] = TEXTS, **settings: Any) -> Saver:
-        return Saver(
+    def saver(self, folder: Path, texts: dict[str, str] = TEXTS, **settings: Any) -> CheckpointSaver:
+        return CheckpointSaver(
             CheckpointConfig(**settings), folder, self.model, self.optimizer, self.mesh, texts, lambda: 2**30
         )
 
@@ -63,9 +63,9 @@ class Trainer:
         return save(self.saver(folder, texts, **settings), step)
 
 
-def save(saver: Saver, step: int) -> Saved:
+def save(saver: CheckpointSaver, step: int) -> Saved:
     """A save from beginning to end."""
-    saver.save(Position(step, 8 * step, 0, 32, dist.get_world_size(), "data"))
+    saver.save(TrainPosition(step, 8 * step, 0, 32, dist.get_world_size(), "data"))
     saver.wait()
     (news,) = saver.news()
     assert saver.failed == news.error

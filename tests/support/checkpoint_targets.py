@@ -10,13 +10,13 @@ import torch
 from meshwright.train.checkpoint.load import read_tensors
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
-    Position,
+    CheckpointManifest,
+    TrainPosition,
     describe_tensor,
     manifest_to_text,
     read_manifest,
 )
-from meshwright.train.checkpoint.shards import Shard, write_shard_file
+from meshwright.train.checkpoint.shards import TensorShard, write_shard_file
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
 from tests.support.mutations import Target
@@ -31,8 +31,10 @@ def checkpoint_targets(folder: Path) -> Iterator[Target]:
     checkpoint.mkdir()
     shards, manifest = checkpoint / "rank-00000.safetensors", checkpoint / MANIFEST
     value = torch.arange(64, dtype=torch.float32).reshape(8, 8)
-    saved = write_shard_file(shards, {NAME: Shard(value, (0, 0))})
-    valid = Manifest(Position(3, 24, 0, 32, 1, "data"), {shards.name: saved}, {NAME: describe_tensor(value)})
+    saved = write_shard_file(shards, {NAME: TensorShard(value, (0, 0))})
+    valid = CheckpointManifest(
+        TrainPosition(3, 24, 0, 32, 1, "data"), {shards.name: saved}, {NAME: describe_tensor(value)}
+    )
     manifest.write_text(manifest_to_text(valid))
     for path in (manifest, shards):
         verify = partial(verify_alone, checkpoint)

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.make import TrainingJob, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 
 STYLES = {
@@ -58,7 +58,9 @@ def plan_of(
     seq_len: int = SEQ_LEN,
     **keys: Any,
 ) -> Plan:
-    return make_plan(ParallelConfig(**keys), model, Job(world_size, per_node, seq_len, micro, global_batch))
+    return make_plan(
+        ParallelConfig(**keys), model, TrainingJob(world_size, per_node, seq_len, micro, global_batch)
+    )
 
 
 def report_of(*sizes: Any, **asked: Any) -> str:

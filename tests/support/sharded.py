@@ -18,7 +18,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 
@@ -54,7 +54,7 @@ def build_sharded(arguments: Sequence[str]) -> Sharded:
 @contextmanager
 def sharded_alone(arguments: Sequence[str]) -> Iterator[Sharded]:
     """The same in this process, in a group of its own that is gone afterwards."""
-    start_process(parse_config(arguments).run, Place(0, 1, 0, 1, False), CPU)
+    start_process(parse_config(arguments).run, RankInfo(0, 1, 0, 1, False), CPU)
     try:
         yield build_sharded(arguments)
     finally:

@@ -11,9 +11,9 @@ import numpy as np
 
 from meshwright.train.data.token_store import (
     MANIFEST,
-    Manifest,
     ShardInfo,
-    Split,
+    TokenStoreManifest,
+    TokenStream,
     manifest_to_json,
     open_split,
 )
@@ -24,7 +24,9 @@ Documents = Sequence[Sequence[int]]  # the tokens of each
 _NUMBERS = itertools.count()
 
 
-def write_store(folder: Path, train: Sequence[Documents], held_out: Sequence[Documents] = ()) -> Manifest:
+def write_store(
+    folder: Path, train: Sequence[Documents], held_out: Sequence[Documents] = ()
+) -> TokenStoreManifest:
     """A prepared folder of byte tokens, of which each shard holds the documents of one item."""
     folder.mkdir(parents=True)
     splits = {
@@ -34,12 +36,12 @@ def write_store(folder: Path, train: Sequence[Documents], held_out: Sequence[Doc
         )
         for split, shards in (("train", train), ("held_out", held_out))
     }
-    manifest = Manifest(ByteTokenizer.info, "uint16", (), splits)
+    manifest = TokenStoreManifest(ByteTokenizer.info, "uint16", (), splits)
     (folder / MANIFEST).write_text(manifest_to_json(manifest))
     return manifest
 
 
-def split_of(*shards: Documents) -> Split:
+def split_of(*shards: Documents) -> TokenStream:
     """A split of these shards."""
     folder = Path(_folders().name, str(next(_NUMBERS)))
     return open_split(folder, write_store(folder, shards), "train")

@@ -11,7 +11,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
-from meshwright.train.data.token_store import SPLITS, Manifest, open_split
+from meshwright.train.data.token_store import SPLITS, TokenStoreManifest, open_split
 
 BITS = [
     "a",
@@ -96,12 +96,12 @@ def write_jsonl(
     return path
 
 
-def prepare_bytes(source: Path, folder: Path, **settings: object) -> Manifest:
+def prepare_bytes(source: Path, folder: Path, **settings: object) -> TokenStoreManifest:
     """Prepare with the byte tokenizer."""
     return prepare(str(source), "bytes", "auto", "auto", folder, PrepareSettings(**settings))  # type: ignore[arg-type]
 
 
-def documents_of(folder: Path, manifest: Manifest, split: str) -> list[NDArray[np.int64]]:
+def documents_of(folder: Path, manifest: TokenStoreManifest, split: str) -> list[NDArray[np.int64]]:
     """Ids of every document of a split."""
     opened = open_split(folder, manifest, split)
     found = []
@@ -112,7 +112,7 @@ def documents_of(folder: Path, manifest: Manifest, split: str) -> list[NDArray[n
     return found
 
 
-def texts_of(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
+def texts_of(folder: Path, manifest: TokenStoreManifest) -> dict[str, list[str]]:
     """The documents of both splits, made with the byte tokenizer."""
     every = {split: documents_of(folder, manifest, split) for split in SPLITS}
     assert all(ids[-1] == 256 for split in SPLITS for ids in every[split])

@@ -21,7 +21,7 @@ from meshwright.tools.load_weights import find_newest, load_whole_weights
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
-from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import CheckpointConfig
@@ -270,7 +270,9 @@ def save_alone(checkpoint: Path, folder: Path) -> Path:
     manifest, texts = verify_alone(checkpoint), {"config.yaml": (checkpoint / "config.yaml").read_text()}
     with sharded_alone([f"--config={checkpoint / 'config.yaml'}"]) as run:
         load_checkpoint(checkpoint, manifest, run.model, run.optimizer)
-        saver = Saver(CheckpointConfig(), folder, run.model, run.optimizer, run.mesh, texts, lambda: 2**30)
+        saver = CheckpointSaver(
+            CheckpointConfig(), folder, run.model, run.optimizer, run.mesh, texts, lambda: 2**30
+        )
         saver.save(dataclasses.replace(manifest.position, world_size=1))
         saver.wait()
         (news,) = saver.news()

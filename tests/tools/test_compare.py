@@ -11,7 +11,14 @@ import pytest
 
 from meshwright.parallel.planner.plot.shapes import Polygon, Text
 from meshwright.tools.compare.__main__ import as_json, as_text, main
-from meshwright.tools.compare.comparison import BFLOAT16, BITWISE, FLOAT32, Comparison, compare_runs, own_band
+from meshwright.tools.compare.comparison import (
+    BFLOAT16,
+    BITWISE,
+    FLOAT32,
+    RunComparison,
+    compare_runs,
+    own_band,
+)
 from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.run_reader import changed_keys, flatten, read_run
 from meshwright.train.errors import ConfigError
@@ -32,7 +39,7 @@ def beside(
     config: dict[str, Any] | None = None,
     state: str = "finished",
     **status: Any,
-) -> Comparison:
+) -> RunComparison:
     other = write_run(first.with_name("b"), rows, state, config, **status)
     return compare_runs(read_run(first), read_run(other))
 

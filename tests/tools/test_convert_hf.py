@@ -28,7 +28,7 @@ from meshwright.tools.convert_hf import main, write_files
 from meshwright.tools.generate import load_model
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_whole_weights
 from meshwright.train.checkpoint.initial_weights import find_weights
-from meshwright.train.checkpoint.manifest import MANIFEST, Position, manifest_to_text, read_manifest
+from meshwright.train.checkpoint.manifest import MANIFEST, TrainPosition, manifest_to_text, read_manifest
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
@@ -119,7 +119,7 @@ def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
 def test_the_import_is_a_checkpoint_like_any_other(hf_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "ours"
     main(["import", str(hf_dir), str(out)])
-    assert verify_alone(out).position == Position()
+    assert verify_alone(out).position == TrainPosition()
     assert find_newest(out) == out
     config = parse_config([f"--config={out / 'config.yaml'}"])
     assert config.model == config_from_hf(json.loads((hf_dir / "config.json").read_text()))

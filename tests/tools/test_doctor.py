@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from meshwright.tools.doctor.__main__ import format_report, main
-from meshwright.tools.doctor.facts import Check, Facts, Folder, Gpu, Machine, Software, Unknown, find
+from meshwright.tools.doctor.facts import (
+    Facts,
+    Folder,
+    Gpu,
+    MachineFacts,
+    Software,
+    TrialResult,
+    Unknown,
+    find,
+)
 from meshwright.tools.doctor.probe import (
     find_filesystem,
     find_library,
@@ -30,7 +39,7 @@ from tests.support.nested import run_nested
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.6, "Enabled", 1980, 1980, 700, 700)
 NO_GPU = Software(torch_cuda="13.0")
-GOOD = Facts(Software(torch_cuda="13.0", gpus_of_torch=2), Machine(cores=16), (H100, H100))
+GOOD = Facts(Software(torch_cuda="13.0", gpus_of_torch=2), MachineFacts(cores=16), (H100, H100))
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
 GPU0\t X \tNV18\tSYS\tPIX\t0-47
 GPU1\tNV18\t X \tPHB\tSYS\t0-47
@@ -75,13 +84,17 @@ def test_a_good_machine_has_no_findings():
             "no C++ compiler: CXX=/no is none",
         ),
         (
-            dataclasses.replace(software(compiler=Unknown("no")), compiled=Check(failed="full")),
+            dataclasses.replace(software(compiler=Unknown("no")), compiled=TrialResult(failed="full")),
             "fails",
             "not work here: full",
         ),
         (software(python_headers=False), "fails", "Python.h"),
-        (facts(compiled=Check(failed="it broke")), "fails", "torch.compile does not work here: it broke"),
-        (facts(all_reduce=Check(failed="refused")), "fails", "refused"),
+        (
+            facts(compiled=TrialResult(failed="it broke")),
+            "fails",
+            "torch.compile does not work here: it broke",
+        ),
+        (facts(all_reduce=TrialResult(failed="refused")), "fails", "refused"),
         (facts(run_folder=Folder("/data/runs", writable=False)), "fails", "/data/runs cannot be written"),
         (facts(run_folder=Folder("runs", False, "full")), "fails", "runs cannot be written: full"),
         (facts(run_folder=Folder("runs", free_gib=0.5)), "fails", "0.50 GiB free"),
@@ -141,8 +154,8 @@ def test_each_fault_is_named_with_its_value_and_a_remedy(broken, kind, words):
 def test_what_is_unknown_is_no_fault():
     unknown = Unknown("not allowed")
     known = ("hostname", "addresses", "infiniband")
-    nothing = {field.name: unknown for field in dataclasses.fields(Machine) if field.name not in known}
-    assert judge(Facts(Software(gpus_of_torch=unknown), Machine(**nothing), unknown, unknown)) == []
+    nothing = {field.name: unknown for field in dataclasses.fields(MachineFacts) if field.name not in known}
+    assert judge(Facts(Software(gpus_of_torch=unknown), MachineFacts(**nothing), unknown, unknown)) == []
 
 
 def test_memlock_and_shm_matter_where_they_are_used():

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from meshwright.tools.eval import ANEW, Subject, find_subject, make_parser
+from meshwright.tools.eval import ANEW, EvalTarget, find_subject, make_parser
 from meshwright.tools.generate import load_model
 from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.config_parser import config_to_yaml, parse_config
@@ -39,7 +39,7 @@ def evaluate(*arguments: object, processes: int = 1) -> dict[str, Any]:
     return figures
 
 
-def find(*arguments: object) -> Subject:
+def find(*arguments: object) -> EvalTarget:
     """What the tool would evaluate."""
     return find_subject(*make_parser().parse_known_args(list(map(str, arguments))))
 

@@ -7,12 +7,12 @@ from tests.support.launch import ROOT, environment
 
 TALK = """
 import sys
-from meshwright.train.console import Screen
-screen = Screen(is_main=True)
+from meshwright.train.console import Console
+console = Console(is_main=True)
 for step in range(100_000):
-    screen.line(f"step {step}")
-screen.start_progress(0, 10)
-screen.close()
+    console.print(f"step {step}")
+console.start_progress(0, 10)
+console.close()
 print("done", file=sys.stderr)
 """
 

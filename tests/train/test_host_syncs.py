@@ -11,8 +11,8 @@ REPORT_EVERY, STEPS = 3, 8
 # What a step reads between reports, on a CPU: the flag that says whether it was skipped, which a GPU copies
 # to the host by itself; and, over gloo and always on the host, whether another rank has asked to stop.
 NAMED = {
-    "train/fault_tolerance/nonfinite.py FiniteGuard._read": 1,
-    "train/fault_tolerance/shutdown.py Stop._anyone_asked": 1,
+    "train/fault_tolerance/nonfinite.py NonFiniteGuard._read": 1,
+    "train/fault_tolerance/shutdown.py GracefulShutdown._anyone_asked": 1,
 }
 
 

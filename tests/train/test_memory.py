@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright.train.memory import Garbage
+from meshwright.train.memory import GarbageCollector
 
 
 class Node:
@@ -35,7 +35,7 @@ def collections() -> Iterator[list[int]]:
 
 
 def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: list[int]) -> None:
-    garbage = Garbage(50)
+    garbage = GarbageCollector(50)
     seen = []
     for step in range(7, 260):
         garbage.step_done(step)
@@ -50,7 +50,7 @@ def test_it_collects_after_every_so_many_steps_and_never_by_itself(collections: 
 
 
 def test_every_collection_takes_old_garbage_too(collections: list[int]) -> None:
-    garbage = Garbage(10)
+    garbage = GarbageCollector(10)
     garbage.step_done(1)
     node = Node()
     gone = weakref.ref(node)
@@ -69,7 +69,7 @@ def test_what_was_there_after_the_first_step_is_not_looked_at_again(collections:
     def looked_at(node: Node) -> bool:
         return any(one is node for one in gc.get_objects())
 
-    garbage, before = Garbage(1), Node()
+    garbage, before = GarbageCollector(1), Node()
     assert looked_at(before)
     garbage.step_done(1)
     after = Node()
@@ -83,7 +83,7 @@ def test_what_was_there_after_the_first_step_is_not_looked_at_again(collections:
 @pytest.mark.parametrize("steps", [0, 1, 120])
 def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections: list[int]) -> None:
     (gc.enable if enabled else gc.disable)()
-    garbage = Garbage(50)
+    garbage = GarbageCollector(50)
     for step in range(1, steps + 1):
         garbage.step_done(step)
         assert not gc.isenabled()
@@ -94,7 +94,7 @@ def test_the_collector_is_left_as_it_was(steps: int, enabled: bool, collections:
 
 
 def test_with_0_python_collects_as_ever(collections: list[int]) -> None:
-    garbage = Garbage(0)
+    garbage = GarbageCollector(0)
     for step in range(100):
         garbage.step_done(step)
     assert gc.isenabled()

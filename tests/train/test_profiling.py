@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.train.config import ProfileConfig
 from meshwright.train.data.batch import Batch
-from meshwright.train.profiling import Profiled, StepProfiler
+from meshwright.train.profiling import ProfiledRun, StepProfiler
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 from tests.support.sharded import build_sharded
@@ -143,7 +143,7 @@ def alone():
 
 
 def profiler(config: ProfileConfig, folder: Path, said: list[str]) -> StepProfiler:
-    subject = Profiled(torch.nn.Linear(2, 2), SimpleNamespace(units=()), torch.device("cpu"), range(1, 11))
+    subject = ProfiledRun(torch.nn.Linear(2, 2), SimpleNamespace(units=()), torch.device("cpu"), range(1, 11))
     return StepProfiler(config, folder, subject, said.append)
 
 
@@ -211,7 +211,10 @@ def test_a_profiler_that_is_off_adds_less_than_a_thousandth_of_the_calls_of_the_
     """Calls of Python and C functions, not time. The step is eager, of two blocks and one micro batch."""
     run, tokens = build_sharded([*TINY, *EAGER]), torch.zeros(1, 32, dtype=torch.int64)
     off = StepProfiler(
-        run.config.profile, tmp_path, Profiled(run.model, run.plan, torch.device("cpu"), range(1, 11)), print
+        run.config.profile,
+        tmp_path,
+        ProfiledRun(run.model, run.plan, torch.device("cpu"), range(1, 11)),
+        print,
     )
 
     def step(number: int) -> None:

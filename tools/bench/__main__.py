@@ -10,8 +10,8 @@ from meshwright.tools.bench import train_run as standard
 from meshwright.tools.bench.calibrate import command as calibrate
 from meshwright.tools.bench.gpu import command as gpu
 from meshwright.tools.bench.harness import (
+    BenchResult,
     Measurement,
-    Result,
     add_measurement,
     make_document,
     no_options,
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if overrides and not measurement.takes_keys:
         parser.error(f"{measurement.name} takes no config keys: {' '.join(overrides)}")
     options.command = arguments
-    result: Result = measurement.measure(options, overrides)
+    result: BenchResult = measurement.measure(options, overrides)
     document = make_document(measurement.name, arguments, result.config, result.figures)
     print(json.dumps(document, indent=2) if options.json else result.text)
     if options.record is not None and not measurement.keeps_record:

@@ -31,7 +31,7 @@ KEYS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """What a subcommand found: figures as data and as text; `config` of the run, or of several by name, where
     there is one."""
 
@@ -58,7 +58,7 @@ class Measurement:
     description: str
     epilog: str
     add_options: Callable[[argparse.ArgumentParser], None]
-    measure: Callable[[argparse.Namespace, Sequence[str]], Result]
+    measure: Callable[[argparse.Namespace, Sequence[str]], BenchResult]
     takes_keys: bool = True
     keeps_record: bool = False
 
@@ -88,14 +88,16 @@ def no_options(parser: argparse.ArgumentParser) -> None:
     """Of a subcommand that has none."""
 
 
-def without_config(measure: Callable[..., tuple[dict[str, Any], str]]) -> Callable[..., Result]:
+def without_config(measure: Callable[..., tuple[dict[str, Any], str]]) -> Callable[..., BenchResult]:
     """A measurement that is of no one run: figures and text."""
-    return lambda options, overrides: Result(None, *measure(options, overrides))
+    return lambda options, overrides: BenchResult(None, *measure(options, overrides))
 
 
-def with_config(measure: Callable[..., tuple[dict[str, Any], dict[str, Any], str]]) -> Callable[..., Result]:
+def with_config(
+    measure: Callable[..., tuple[dict[str, Any], dict[str, Any], str]],
+) -> Callable[..., BenchResult]:
     """A measurement of runs: config, figures and text."""
-    return lambda options, overrides: Result(*measure(options, overrides))
+    return lambda options, overrides: BenchResult(*measure(options, overrides))
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """One call of attention."""
 
     batch: int
@@ -55,7 +55,7 @@ class Timing:
     runs: int
 
 
-class Clock:
+class Timer:
     """Seconds that a function takes on a device: of as many runs as fit into `budget_s`, after a warm-up.
 
     On a CPU with one thread it is CPU time, which is wall time where nothing else runs.
@@ -129,7 +129,7 @@ def product_runs(
 
 def attention_runs(
     attention: Callable[..., Tensor],
-    shape: Shape,
+    shape: AttentionShape,
     dtype: str,
     device: torch.device,
     rotated_bytes: int = ROTATED_BYTES,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.bench.harness import KEYS, BenchResult
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import (
     CACHE_MODES,
@@ -244,7 +244,7 @@ def with_setup(options: argparse.Namespace, figures: dict[str, Any]) -> dict[str
     return {"processes": options.processes, "threads": options.threads, "cache": options.cache, **figures}
 
 
-def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """One run on the standard shape."""
     setup = standard_setup(options, overrides)
     config = resolve(setup)
@@ -253,7 +253,7 @@ def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> Resu
         if options.cache == "warm":
             measure_run(setup, cache)
         figures = measure_run(setup, cache)
-    return Result(
+    return BenchResult(
         config_to_record(config), with_setup(options, dataclasses.asdict(figures)), train_text(figures)
     )
 

@@ -10,7 +10,13 @@ from typing import Any
 
 from meshwright.parallel.planner.plot.shapes import to_svg
 from meshwright.tools.cli import format_table, positive, run_tool
-from meshwright.tools.compare.comparison import BITWISE, Comparison, CurveDifference, compare_runs, own_band
+from meshwright.tools.compare.comparison import (
+    BITWISE,
+    CurveDifference,
+    RunComparison,
+    compare_runs,
+    own_band,
+)
 from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.run_reader import Figures, Rate, read_run
@@ -82,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def save_picture(path: Path, comparisons: Sequence[Comparison]) -> None:
+def save_picture(path: Path, comparisons: Sequence[RunComparison]) -> None:
     """By the file's suffix. Raises ConfigError where it cannot be written, or Pillow is missing."""
     picture = draw_comparisons(comparisons)
     if path.suffix == ".svg":
@@ -110,7 +116,7 @@ def _tolerance(text: str) -> float:
 SHOWN = 40  # lines of a config's or a plan's differences
 
 
-def as_text(comparison: Comparison) -> str:
+def as_text(comparison: RunComparison) -> str:
     """The verdict first, then what it rests on."""
     a, b = comparison.a, comparison.b
     lines = [comparison.verdict, f"  first:  {a.folder}", f"  second: {b.folder}", ""]
@@ -126,7 +132,7 @@ def as_text(comparison: Comparison) -> str:
     return "\n".join([*lines, *comparison.notes])
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: RunComparison) -> dict[str, Any]:
     """Plain data; null for what was not finite or not measured, and `largest_difference` null where only one
     is finite."""
     return {
@@ -230,7 +236,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def summary(comparisons: Sequence[Comparison]) -> str:
+def summary(comparisons: Sequence[RunComparison]) -> str:
     """Of several runs against the first, a line for each."""
     return "\n".join(f"{comparison.b.folder}: {comparison.verdict}" for comparison in comparisons)
 

@@ -31,15 +31,15 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Band:
+class ToleranceBand:
     """A tolerance for each curve, under a name that completes "the same training ..."."""
 
     name: str
     tolerances: Mapping[str, Tolerance]
 
 
-def _band(name: str, loss: Tolerance, grad_norm: Tolerance) -> Band:
-    return Band(name, {"loss": loss, "eval_loss": loss, "grad_norm": grad_norm})
+def _band(name: str, loss: Tolerance, grad_norm: Tolerance) -> ToleranceBand:
+    return ToleranceBand(name, {"loss": loss, "eval_loss": loss, "grad_norm": grad_norm})
 
 
 BITWISE = _band("bit for bit", Tolerance(0, 0), Tolerance(0, 0))
@@ -51,12 +51,12 @@ FLOAT32 = _band("within float32 re-ordering noise", Tolerance(0, 5e-5), Toleranc
 BFLOAT16 = _band("within what bfloat16 rounds", Tolerance(0, 0.02), Tolerance(0.042, 0))
 
 
-def own_band(rtol: float, atol: float) -> Band:
+def own_band(rtol: float, atol: float) -> ToleranceBand:
     """The same tolerance for all curves."""
     return _band(f"within rtol {rtol:g}, atol {atol:g}", Tolerance(rtol, atol), Tolerance(rtol, atol))
 
 
-def bands_for(a: RunFolder, b: RunFolder) -> tuple[Band, ...]:
+def bands_for(a: RunFolder, b: RunFolder) -> tuple[ToleranceBand, ...]:
     """Bands from the narrowest to the widest that explains a difference between these two: bfloat16's only
     where one of them computes, keeps or reduces in less than float32."""
     return (BITWISE, FLOAT32, BFLOAT16) if _rounds(a) or _rounds(b) else (BITWISE, FLOAT32)
@@ -69,7 +69,9 @@ def distance(a: float, b: float) -> float:
     return math.inf if math.isfinite(a) or math.isfinite(b) else 0.0
 
 
-def narrowest(bands: Sequence[Band], curves: Mapping[str, Sequence[tuple[float, float]]]) -> Band | None:
+def narrowest(
+    bands: Sequence[ToleranceBand], curves: Mapping[str, Sequence[tuple[float, float]]]
+) -> ToleranceBand | None:
     """The first band that holds every pair of every curve."""
     for band in bands:
         if all(band.tolerances[key].allows(a, b) for key, pairs in curves.items() for a, b in pairs):
@@ -111,7 +113,7 @@ class CurveDifference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """What there is to say of two runs.
 
     Args:
@@ -129,8 +131,8 @@ class Comparison:
     b: RunFolder
     verdict: str
     same: bool
-    band: Band | None
-    bands: tuple[Band, ...]
+    band: ToleranceBand | None
+    bands: tuple[ToleranceBand, ...]
     steps: tuple[int, ...]
     curves: tuple[CurveDifference, ...]
     missing: Mapping[str, str]
@@ -143,8 +145,8 @@ class Comparison:
 
 
 def compare_runs(
-    a: RunFolder, b: RunFolder, bands: Sequence[Band] | None = None, until: int | None = None
-) -> Comparison:
+    a: RunFolder, b: RunFolder, bands: Sequence[ToleranceBand] | None = None, until: int | None = None
+) -> RunComparison:
     """`bands`: from narrow to wide, instead of those that suit the runs' dtypes; `until`: the last step to
     look at. Raises ConfigError where no step or no curve is in both."""
     steps = tuple(step for step in a.steps if step in set(b.steps) and (until is None or step <= until))
@@ -170,7 +172,7 @@ def compare_runs(
     verdict = _verdict(band, bands[-1], curves, other_data, len(steps), missing)
     untold = (f"{key} is not compared: {words}" for key, words in missing.items())
     notes = (*_grown(curves, steps), *untold, *_notes(a), *_notes(b), *_unshared(a, b, steps))
-    return Comparison(
+    return RunComparison(
         a,
         b,
         verdict,
@@ -233,8 +235,8 @@ def _compare_data(a: RunFolder, b: RunFolder, steps: Sequence[int]) -> tuple[int
 
 
 def _verdict(
-    band: Band | None,
-    widest: Band,
+    band: ToleranceBand | None,
+    widest: ToleranceBand,
     curves: Sequence[CurveDifference],
     other_data: int | None,
     steps: int,

@@ -24,7 +24,7 @@ from meshwright.tools.charts import (
     marker,
     style_of,
 )
-from meshwright.tools.compare.comparison import Band, Comparison, distance
+from meshwright.tools.compare.comparison import RunComparison, ToleranceBand, distance
 from meshwright.tools.run_reader import RunFolder, series
 
 KEYS = ("loss", "grad_norm")  # a column for each
@@ -35,7 +35,7 @@ FLOOR_DECADES = 2  # below the smallest difference that is not 0: where those th
 MOST_RUNS = 30
 
 
-def draw_comparisons(comparisons: Sequence[Comparison]) -> Picture:
+def draw_comparisons(comparisons: Sequence[RunComparison]) -> Picture:
     """Two columns: loss and gradient norm; the curves above, the differences from the first run below."""
     first, shown = comparisons[0].a, comparisons[:MOST_RUNS]
     runs = [(first, style_of(0)), *((each.b, style_of(number + 1)) for number, each in enumerate(shown))]
@@ -57,7 +57,7 @@ def draw_comparisons(comparisons: Sequence[Comparison]) -> Picture:
 
 
 def _curves(
-    key: str, runs: Sequence[tuple[RunFolder, Style]], band: Band, left: float, top: float
+    key: str, runs: Sequence[tuple[RunFolder, Style]], band: ToleranceBand, left: float, top: float
 ) -> Iterator[Shape]:
     yield Text(left + 8, top + 20, f"{key} (grey: the band around the first)", SMALL, INK, bold=True)
     found = [series(run.rows, key) for run, _ in runs]
@@ -74,7 +74,7 @@ def _curves(
         yield from draw_curve(axes, Curve(str(run.folder), list(values.items()), style), number)
 
 
-def _shade(axes: Axes, values: dict[int, float], band: Band, key: str) -> Iterator[Shape]:
+def _shade(axes: Axes, values: dict[int, float], band: ToleranceBand, key: str) -> Iterator[Shape]:
     """The band around the first run's curve."""
     finite = [(float(step), value) for step, value in values.items() if math.isfinite(value)]
     if len(finite) < 2:
@@ -94,7 +94,7 @@ def _inside(axes: Axes, point: tuple[float, float]) -> tuple[float, float]:
     return x, min(max(y, axes.top), axes.bottom)
 
 
-def _differences(key: str, comparisons: Sequence[Comparison], left: float, top: float) -> Iterator[Shape]:
+def _differences(key: str, comparisons: Sequence[RunComparison], left: float, top: float) -> Iterator[Shape]:
     """On a logarithmic axis; the band is grey below the widest distance that it allows."""
     yield Text(left + 8, top + 20, f"{key}: distance from the first", SMALL, INK, bold=True)
     found = [_distances(comparison, key) for comparison in comparisons]
@@ -128,12 +128,12 @@ def _differences(key: str, comparisons: Sequence[Comparison], left: float, top: 
         yield from draw_curve(axes, Curve(str(comparison.b.folder), points, style_of(number + 1)), number)
 
 
-def _distances(comparison: Comparison, key: str) -> dict[int, float]:
+def _distances(comparison: RunComparison, key: str) -> dict[int, float]:
     one, other = series(comparison.a.rows, key), series(comparison.b.rows, key)
     return {step: distance(one[step], other[step]) for step in one if step in other}
 
 
-def _widest(comparison: Comparison, key: str) -> float:
+def _widest(comparison: RunComparison, key: str) -> float:
     values = [value for value in series(comparison.a.rows, key).values() if math.isfinite(value)]
     return max((comparison.bands[-1].tolerances[key].width(value) for value in values), default=0.0)
 

@@ -74,7 +74,7 @@ class Software:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Memory in GiB, cores, limits. memlock_kib, open_files and most_open_files, to which a run raises it:
     None is unlimited; cgroup_gib: None is no limit."""
 
@@ -94,7 +94,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Check:
+class TrialResult:
     """Something tried for real: what came out, in words, or why it failed."""
 
     said: str = ""
@@ -109,14 +109,14 @@ class Facts:
     """All of it."""
 
     software: Software = Software()
-    machine: Machine = Machine()
+    machine: MachineFacts = MachineFacts()
     gpus: tuple[Gpu, ...] | Unknown = ()
     topology: str | Unknown = ""  # nvidia-smi topo -m
     run_folder: Folder = Folder("runs")
     cache_folder: Folder = Folder("cache")
     environment: Mapping[str, str] = field(default_factory=dict)
-    compiled: Check = Check()
-    all_reduce: Check = Check()
+    compiled: TrialResult = TrialResult()
+    all_reduce: TrialResult = TrialResult()
 
 
 @dataclass(frozen=True)

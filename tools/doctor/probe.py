@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from meshwright import __version__
-from meshwright.tools.doctor.facts import Folder, Gpu, Machine, Software, Unknown, find
+from meshwright.tools.doctor.facts import Folder, Gpu, MachineFacts, Software, Unknown, find
 from meshwright.train.cgroups import memory_limit_bytes, unescaped
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.files import ENOUGH
@@ -33,9 +33,9 @@ WRITTEN_BYTES = 256 * 2**20
 SOFT, HARD = 0, 1  # of a limit: what holds, and how far a process may raise it
 
 
-def look_at_machine() -> Machine:
+def look_at_machine() -> MachineFacts:
     """Everything of it; what cannot be found out is Unknown."""
-    return Machine(
+    return MachineFacts(
         memory_gib=find(lambda: read_meminfo("MemTotal")),
         available_gib=find(lambda: free_host_bytes() / GIB),
         cgroup_gib=find(find_cgroup_limit),

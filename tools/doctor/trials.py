@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from meshwright.parallel.errors import one_line
-from meshwright.tools.doctor.facts import Check
+from meshwright.tools.doctor.facts import TrialResult
 
 LIMIT_S = 120.0  # a busy machine; without work elsewhere it is a few seconds
 MODULE = "meshwright.tools.doctor.trial_worker"
@@ -34,13 +34,13 @@ class Trial:
             for environment, output, errors in zip(environments, self._outputs, self._errors, strict=True)
         ]
 
-    def result(self) -> Check:
+    def result(self) -> TrialResult:
         """Wait for it. What the first process that failed said last is why."""
         try:
             for process in self._processes:
                 process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            return Check(failed=f"no end within {LIMIT_S:g} s")
+            return TrialResult(failed=f"no end within {LIMIT_S:g} s")
         finally:
             for process in self._processes:
                 process.kill()
@@ -48,18 +48,18 @@ class Trial:
         texts, errors = ([_read(file) for file in files] for files in (self._outputs, self._errors))
         for process, text in zip(self._processes, errors, strict=True):
             if process.returncode:
-                return Check(failed=_last_words(text) or f"exit code {process.returncode}")
+                return TrialResult(failed=_last_words(text) or f"exit code {process.returncode}")
         return read_said(texts[0])
 
 
-def read_said(output: str) -> Check:
+def read_said(output: str) -> TrialResult:
     """A check's last line of JSON; libraries print what they like before and after it."""
     for line in reversed(output.splitlines()):
         try:
-            return Check(said=str(json.loads(line)["said"]))
+            return TrialResult(said=str(json.loads(line)["said"]))
         except (ValueError, TypeError, KeyError, IndexError):
             continue
-    return Check(failed=f"it ended without a result; its last line: {_last_words(output) or 'none'}")
+    return TrialResult(failed=f"it ended without a result; its last line: {_last_words(output) or 'none'}")
 
 
 def try_compile(folder: Path) -> Trial:

@@ -19,7 +19,7 @@ from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.cli import positive, run_tool
-from meshwright.tools.plan.check import Check, check_json, check_run, check_text
+from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
 from meshwright.tools.plan.compare import (
     compare_strategies,
     comparison_json,
@@ -29,8 +29,8 @@ from meshwright.tools.plan.compare import (
 )
 from meshwright.tools.plan.export import PLAN_SUFFIXES, TIMELINES, check_target, save_plan, save_timeline
 from meshwright.tools.plan.report import (
-    Answer,
-    Place,
+    PlanReport,
+    Target,
     answer,
     as_json,
     as_text,
@@ -67,7 +67,7 @@ def show_plan(options: argparse.Namespace, config: Config) -> None:
     targets = _targets(options)
     hardware = find_gpu(options.gpu) if options.gpu else None
     gpus = options.gpus or find_fewest(config, options.gpus_per_node, hardware)
-    asked = answer(config, Place(gpus, min(gpus, options.gpus_per_node), hardware))
+    asked = answer(config, Target(gpus, min(gpus, options.gpus_per_node), hardware))
     check = check_run(config, asked.plan) if options.check else None
     _write(targets, asked, Path(options.config).stem)
     if options.json:
@@ -121,7 +121,7 @@ def _targets(options: argparse.Namespace) -> dict[str, Path]:
     return targets
 
 
-def _write(targets: Mapping[str, Path], asked: Answer, model: str) -> None:
+def _write(targets: Mapping[str, Path], asked: PlanReport, model: str) -> None:
     mesh, place = asked.plan.mesh, asked.place
     where = f"{mesh.world_size} {place.hardware.name}" if place.hardware else f"{mesh.world_size} GPUs"
     if "timeline" in targets and asked.prediction:
@@ -131,7 +131,7 @@ def _write(targets: Mapping[str, Path], asked: Answer, model: str) -> None:
         save_plan(targets["save"], asked.plan, [f"{model} on {where}", *asked.reasons])
 
 
-def _document(options: argparse.Namespace, asked: Answer, check: Check | None) -> dict[str, Any]:
+def _document(options: argparse.Namespace, asked: PlanReport, check: PlanCheck | None) -> dict[str, Any]:
     document = as_json(asked)
     if options.min_gpus:
         document["min_gpus"] = asked.place.gpus
@@ -169,7 +169,7 @@ examples:
 """  # noqa: E501
 
 
-class _Parser(argparse.ArgumentParser):
+class _PlanParser(argparse.ArgumentParser):
     """Says what is wrong in one line, as all of our own checks do."""
 
     def error(self, message: str) -> NoReturn:
@@ -188,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
         *(f"python -m {PROG} --config X {words}" for words in usage),
         f"python -m {PROG} diff A.yaml B.yaml [--json]",
     ]
-    parser = _Parser(
+    parser = _PlanParser(
         prog=f"python -m {PROG}",
         usage="\n       ".join(lines),
         description="Print the plan of a run, advice where it makes little sense, the memory it is predicted "
@@ -268,7 +268,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def make_diff_parser() -> argparse.ArgumentParser:
     """Options of comparing."""
-    parser = _Parser(
+    parser = _PlanParser(
         prog=f"python -m {PROG} diff",
         description="Say in words what differs between two plan files.",
         allow_abbrev=False,

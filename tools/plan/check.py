@@ -19,13 +19,13 @@ from meshwright.models.llama import Llama
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import Plan, UnitPlan, find_style, prefetch_schedule, regathered
 from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.build_model import freeze
 from meshwright.train.config import Config
-from meshwright.train.planning.predict import predict_memory, trace_run
+from meshwright.train.planning.predict import predict_memory, run_workload
 
 EXACT, ABOUT = 0.01, 0.08  # differences that are allowed: of what is exact by nature, and of the peak
 EXACT_KINDS = ("params", "grads", "optimizer")
@@ -36,7 +36,7 @@ Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> how many, an
 
 
 @dataclass(frozen=True)
-class Compared:
+class CheckedQuantity:
     """One quantity, predicted and simulated. `limit`: the share by which they may differ; None where it is
     not judged."""
 
@@ -58,50 +58,50 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Check:
+class PlanCheck:
     """Collectives by op and axis (count, then bytes), and memory by kind in bytes, with its peak."""
 
-    collectives: tuple[Compared, ...]
-    memory: tuple[Compared, ...]
+    collectives: tuple[CheckedQuantity, ...]
+    memory: tuple[CheckedQuantity, ...]
 
     @property
     def agrees(self) -> bool:
         return all(row.agrees for row in (*self.collectives, *self.memory))
 
 
-def check_run(config: Config, plan: Plan) -> Check:
+def check_run(config: Config, plan: Plan) -> PlanCheck:
     """One step of rank 0, predicted and simulated. The process must have no process group."""
     plan = eager_plan(plan)
     simulation = simulate_run(config, plan)
     return compare(predict_traffic(config, plan), predict_memory(config, plan), simulation)
 
 
-def compare(traffic: Traffic, memory: StepMemory, simulation: Simulation) -> Check:
+def compare(traffic: Traffic, memory: StepMemory, simulation: Simulation) -> PlanCheck:
     """Prediction and simulation side by side."""
-    return Check(tuple(_compare_traffic(traffic, simulation)), tuple(_compare_memory(memory, simulation)))
+    return PlanCheck(tuple(_compare_traffic(traffic, simulation)), tuple(_compare_memory(memory, simulation)))
 
 
-def _compare_traffic(predicted: Traffic, simulation: Simulation) -> Iterator[Compared]:
+def _compare_traffic(predicted: Traffic, simulation: Simulation) -> Iterator[CheckedQuantity]:
     simulated = _count((c.op, c.axis, c.bytes) for c in simulation.collectives)
     tiny = TINY * sum(size for _, size in simulated.values())
     for key in sorted({*predicted, *simulated}, key=lambda key: -simulated.get(key, (0, 0.0))[1]):
         one, other = predicted.get(key, (0, 0.0)), simulated.get(key, (0, 0.0))
         limit = EXACT if max(one[1], other[1]) > tiny else None
-        yield Compared(f"{key[0]} {key[1]}, count", one[0], other[0], limit)
-        yield Compared(f"{key[0]} {key[1]}, bytes", one[1], other[1], limit)
+        yield CheckedQuantity(f"{key[0]} {key[1]}, count", one[0], other[0], limit)
+        yield CheckedQuantity(f"{key[0]} {key[1]}, bytes", one[1], other[1], limit)
 
 
-def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[Compared]:
+def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[CheckedQuantity]:
     simulated = dataclasses.asdict(simulation.memory)
     for kind, size in dataclasses.asdict(predicted.memory).items():
-        yield Compared(kind, size, simulated[kind], EXACT if kind in EXACT_KINDS else None)
-    yield Compared("peak", predicted.peak_bytes, simulation.peak_bytes, ABOUT)
+        yield CheckedQuantity(kind, size, simulated[kind], EXACT if kind in EXACT_KINDS else None)
+    yield CheckedQuantity("peak", predicted.peak_bytes, simulation.peak_bytes, ABOUT)
 
 
 def predict_traffic(config: Config, plan: Plan) -> Traffic:
     """The collectives of one optimizer step of rank 0, by what the plan says of each unit and the compiler of
     each module; not those of the loss and of the gradient norm, which belong to no unit."""
-    work = trace_run(config, plan)
+    work = run_workload(config, plan)
     model = _one_rank(config, plan)
     idle = {name for name in plan.modules if not work.has_backward((name,))}
     again = _gathered_again(plan, idle)
@@ -184,7 +184,7 @@ def _padded(parameter: nn.Parameter, shards: int) -> int:
     return parameter.numel() // rows * (-(-rows // shards) * shards)
 
 
-def _of_modules(plan: Plan, work: ModelWork, idle: set[str]) -> Iterator[tuple[str, str, float]]:
+def _of_modules(plan: Plan, work: ModelWorkload, idle: set[str]) -> Iterator[tuple[str, str, float]]:
     """Tensor-parallel collectives within modules."""
     for name in plan.modules:
         module = work.modules[name]
@@ -217,7 +217,7 @@ def _count(sent: Any) -> Traffic:
     return {key: (counts[key], sizes[key]) for key in sizes}
 
 
-def check_text(check: Check) -> str:
+def check_text(check: PlanCheck) -> str:
     """Both tables, and the verdict."""
     judged = [row for row in check.collectives if row.limit is not None]
     apart = [row for row in check.collectives if row.limit is None]
@@ -241,7 +241,7 @@ def check_text(check: Check) -> str:
     return "\n\n".join([*parts, _verdict(check)])
 
 
-def _verdict(check: Check) -> str:
+def _verdict(check: PlanCheck) -> str:
     wrong = [row for row in (*check.collectives, *check.memory) if not row.agrees]
     if not wrong:
         return (
@@ -252,7 +252,7 @@ def _verdict(check: Check) -> str:
     return "check failed: " + "; ".join(f"{row.name} differs by {row.difference:+.1%}" for row in wrong)
 
 
-def _cells(row: Compared, unit: int) -> tuple[str, ...]:
+def _cells(row: CheckedQuantity, unit: int) -> tuple[str, ...]:
     name = row.name.replace("bytes", "GiB") if unit > 1 else row.name
     digits = 4 if unit > 1 else 0
     mark = "" if row.limit is None else "" if row.agrees else f"  over {row.limit:.0%}"
@@ -260,7 +260,7 @@ def _cells(row: Compared, unit: int) -> tuple[str, ...]:
     return (name, *sides, f"{row.difference:+8.2%}{mark}")
 
 
-def check_json(check: Check) -> dict[str, Any]:
+def check_json(check: PlanCheck) -> dict[str, Any]:
     """Plain data: counts, and bytes."""
     return {
         "agrees": check.agrees,
@@ -269,6 +269,6 @@ def check_json(check: Check) -> dict[str, Any]:
     }
 
 
-def _plain(row: Compared) -> Mapping[str, Any]:
+def _plain(row: CheckedQuantity) -> Mapping[str, Any]:
     difference = row.difference if row.difference != float("inf") else None
     return dataclasses.asdict(row) | {"difference": difference, "agrees": row.agrees}

@@ -24,7 +24,7 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class ComparedStrategy:
     """One strategy: its plan, memory in GiB by kind, predicted by formula and measured in a simulation, and
     the sum or the peak of it."""
 
@@ -36,7 +36,7 @@ class Compared:
     simulation: Simulation
 
 
-def compare_strategies(config: Config, world_size: int, gpus_per_node: int) -> dict[str, Compared]:
+def compare_strategies(config: Config, world_size: int, gpus_per_node: int) -> dict[str, ComparedStrategy]:
     """The config's training under each strategy; the config's own degrees of data parallelism and resharding
     give way.
 
@@ -51,13 +51,13 @@ def compare_strategies(config: Config, world_size: int, gpus_per_node: int) -> d
     return {name: _compared(_with_strategy(config, name), world_size, node) for name in COMPARED}
 
 
-def comparison_json(compared: dict[str, Compared]) -> str:
+def comparison_json(compared: dict[str, ComparedStrategy]) -> str:
     """One JSON document: strategy -> mesh, predicted and measured {peak_memory_gib, memory in GiB}, totals of
     collectives."""
     return json.dumps({name: _plain(strategy) for name, strategy in compared.items()}, indent=2)
 
 
-def comparison_text(compared: dict[str, Compared]) -> str:
+def comparison_text(compared: dict[str, ComparedStrategy]) -> str:
     """One table, and what its columns are."""
     head = [
         "GiB per GPU",
@@ -95,11 +95,11 @@ def _with_strategy(config: Config, strategy: str) -> Config:
     return dataclasses.replace(config, parallel=parallel)
 
 
-def _compared(config: Config, world_size: int, gpus_per_node: int) -> Compared:
+def _compared(config: Config, world_size: int, gpus_per_node: int) -> ComparedStrategy:
     plan = plan_run(config, world_size, gpus_per_node)
     estimate = predict_memory(config, plan)
     simulation = simulate_run(config, plan)
-    return Compared(
+    return ComparedStrategy(
         plan,
         estimate.memory.gib(),
         estimate.peak_bytes / GIB,
@@ -109,7 +109,7 @@ def _compared(config: Config, world_size: int, gpus_per_node: int) -> Compared:
     )
 
 
-def _plain(compared: Compared) -> dict[str, Any]:
+def _plain(compared: ComparedStrategy) -> dict[str, Any]:
     return {
         "mesh": dataclasses.asdict(compared.plan.mesh),
         "predicted": {"peak_memory_gib": compared.predicted_gib, "memory": compared.predicted},

@@ -18,21 +18,21 @@ from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.memory_model import usable_bytes
 from meshwright.parallel.planner.plot.timeline import ROWS, in_ms
-from meshwright.parallel.planner.search import Candidate, Choice, Machines
+from meshwright.parallel.planner.search import Candidate, Cluster, SearchResult
 from meshwright.tools.cli import format_table
 from meshwright.train.config import Config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import choose_plan, fewest_gpus
 from meshwright.train.planning.device_defaults import best_attention, best_dtype, check_attention
 from meshwright.train.planning.memory_fit import MAX_PROCESSES, check_fits
-from meshwright.train.planning.predict import Prediction, predict, predict_memory, trace_run
+from meshwright.train.planning.predict import Prediction, predict, predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
 
 HOUR_S, DAY_S = 3600, 86400
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """Where a run is to run. `hardware`: None where no kind was given."""
 
     gpus: int
@@ -43,15 +43,15 @@ class Place:
         """The attention kernel and the dtype that auto is there, as `plan_run` takes them."""
         return best_attention(config, self.hardware), best_dtype(self.hardware)
 
-    def machines(self) -> Machines:
+    def machines(self) -> Cluster:
         """For the planner. Processes on a CPU share its memory."""
         assert self.hardware is not None, "options without --gpu are refused before"
         sharing = min(self.gpus, self.gpus_per_node) if self.hardware.cores else 1
-        return Machines(self.hardware, self.gpus_per_node, int(self.hardware.memory_gib * GIB / sharing))
+        return Cluster(self.hardware, self.gpus_per_node, int(self.hardware.memory_gib * GIB / sharing))
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanReport:
     """All there is to say of one run.
 
     Args:
@@ -68,12 +68,12 @@ class Answer:
     """
 
     config: Config
-    place: Place
+    place: Target
     plan: Plan
     memory: StepMemory
     prediction: Prediction | None
     too_much: str
-    choice: Choice | None
+    choice: SearchResult | None
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -92,14 +92,14 @@ def find_gpu(name: str) -> Hardware:
     return kinds[name]
 
 
-def answer(config: Config, place: Place) -> Answer:
+def answer(config: Config, place: Target) -> PlanReport:
     """Plan and predict. Raises PlanError for what cannot be, and with plan=auto for what fits nowhere."""
     choice, reasons, advice = None, list[str](), list[str]()
     if config.parallel.plan == "auto":
         machines = place.machines()
         choice = choose_plan(config, place.gpus, machines)
         plan = choice.best.plan
-        times = step_times(plan, trace_run(config, plan), machines.hardware, place.gpus_per_node)
+        times = step_times(plan, run_workload(config, plan), machines.hardware, place.gpus_per_node)
         reasons = give_reasons(choice, machines, times)
     else:
         plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
@@ -108,7 +108,7 @@ def answer(config: Config, place: Place) -> Answer:
         check_attention(config, plan, "cpu" if place.hardware.cores else "cuda")
     prediction = predict(config, plan, place.hardware, place.gpus_per_node) if place.hardware else None
     memory = prediction.memory if prediction else predict_memory(config, plan)
-    return Answer(
+    return PlanReport(
         config,
         place,
         plan,
@@ -121,7 +121,7 @@ def answer(config: Config, place: Place) -> Answer:
     )
 
 
-def strategy_words(asked: Answer) -> str:
+def strategy_words(asked: PlanReport) -> str:
     """What the strategy that was asked for comes to; "" without one."""
     strategy = asked.config.parallel.strategy
     return describe_strategy(strategy, asked.plan.mesh) if strategy else ""
@@ -130,13 +130,13 @@ def strategy_words(asked: Answer) -> str:
 def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -> int:
     """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as
     the config says. Raises PlanError if none does."""
-    machines = Place(gpus_per_node, gpus_per_node, hardware).machines()
+    machines = Target(gpus_per_node, gpus_per_node, hardware).machines()
     if config.parallel.plan == "auto":
         found = fewest_gpus(config, machines)
     else:
         counts = (2**n for n in range(MAX_PROCESSES.bit_length()))
         found = next(
-            (gpus for gpus in counts if _fits(config, Place(gpus, min(gpus, gpus_per_node), hardware))), 0
+            (gpus for gpus in counts if _fits(config, Target(gpus, min(gpus, gpus_per_node), hardware))), 0
         )
     if not found:
         words = "no plan fits" if config.parallel.plan == "auto" else "this plan does not fit"
@@ -148,7 +148,7 @@ def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -
     return found
 
 
-def _fits(config: Config, place: Place) -> bool:
+def _fits(config: Config, place: Target) -> bool:
     try:
         plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
     except PlanError:
@@ -159,7 +159,7 @@ def _fits(config: Config, place: Place) -> bool:
     )
 
 
-def _too_much(config: Config, place: Place, plan: Plan) -> str:
+def _too_much(config: Config, place: Target, plan: Plan) -> str:
     """Why the plan does not fit, and what would. What the planner chose does fit."""
     if place.hardware is None or config.parallel.plan == "auto":
         return ""
@@ -184,7 +184,7 @@ def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str,
     }
 
 
-def as_json(asked: Answer) -> dict[str, Any]:
+def as_json(asked: PlanReport) -> dict[str, Any]:
     """Plain data: plan, reasons, advice, predicted; if the planner chose, the candidates in order, and those
     that were not timed because they are slower at best."""
     document: dict[str, Any] = {
@@ -195,11 +195,11 @@ def as_json(asked: Answer) -> dict[str, Any]:
     }
     if asked.choice:
         document["candidates"] = list(_candidates(asked, asked.choice))
-        document["slower"] = [_slower(asked.choice.best, candidate) for candidate in asked.choice.slower]
+        document["slower"] = [_slower(asked.choice.best, candidate) for candidate in asked.choice.pruned]
     return document
 
 
-def _predicted(asked: Answer) -> dict[str, Any]:
+def _predicted(asked: PlanReport) -> dict[str, Any]:
     """Memory in GiB; what needs a kind of GPU is null without."""
     prediction, memory = asked.prediction, asked.memory
     timeline = prediction.timeline if prediction else None
@@ -220,10 +220,10 @@ def _predicted(asked: Answer) -> dict[str, Any]:
     }
 
 
-def _candidates(asked: Answer, choice: Choice) -> Iterator[dict[str, Any]]:
+def _candidates(asked: PlanReport, choice: SearchResult) -> Iterator[dict[str, Any]]:
     """Those that fit, the best first; then those that do not, the smallest first."""
     available_gib = asked.place.machines().available_bytes / GIB
-    for candidate in (*choice.fitting, *choice.too_large):
+    for candidate in (*choice.ranked, *choice.does_not_fit):
         timeline = candidate.timeline
         row = {
             "choices": dict(candidate.choices),
@@ -286,7 +286,7 @@ CHOICES = {
 }
 
 
-def as_text(asked: Answer, tokens: float | None = None) -> str:
+def as_text(asked: PlanReport, tokens: float | None = None) -> str:
     """All of it in paragraphs. `tokens`: to say how long training on so many takes."""
     said = [*filter(None, [strategy_words(asked)]), *(f"advice: {sentence}" for sentence in asked.advice)]
     parts = ["\n".join([plan_to_table(asked.plan), *said])]
@@ -312,7 +312,7 @@ def memory_table(memory: StepMemory) -> str:
     return format_table(("memory", "most GiB", "GiB at the peak"), [*rows, total])
 
 
-def _figures(asked: Answer, prediction: Prediction, tokens: float | None) -> str:
+def _figures(asked: PlanReport, prediction: Prediction, tokens: float | None) -> str:
     timeline, gpus, place = prediction.timeline, asked.plan.mesh.world_size, asked.place
     name = place.hardware.name if place.hardware else ""
     rows = [
@@ -342,7 +342,7 @@ def _figures(asked: Answer, prediction: Prediction, tokens: float | None) -> str
     return format_table(("predicted", f"on {gpus} {name}, {place.gpus_per_node} GPU{plural} a node"), rows)
 
 
-def _verdict(asked: Answer, prediction: Prediction) -> str:
+def _verdict(asked: PlanReport, prediction: Prediction) -> str:
     if asked.too_much:
         return f"does not fit: {asked.too_much}"
     machines = asked.place.machines()
@@ -353,17 +353,18 @@ def _verdict(asked: Answer, prediction: Prediction) -> str:
     )
 
 
-def _others(config: Config, choice: Choice, machines: Machines) -> Iterator[str]:
+def _others(config: Config, choice: SearchResult, machines: Cluster) -> Iterator[str]:
     """Tables of the runners-up and of the smallest plans that do not fit."""
     head = [*CHOICES.values(), "GiB", "step", "tokens/s per GPU", "exposed"]
-    behind = list(islice(distinct(choice.fitting[1:], [choice.best.choices]), RUNNERS_UP))
+    behind = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
     if behind:
         yield "runners-up:\n" + format_table(head, [_row(config, candidate) for candidate in behind])
-    large = list(islice(distinct(choice.too_large), TOO_LARGE))
+    large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
     if large:
         rows = [_row(config, candidate) for candidate in large]
         yield (
-            f"nearest that do not fit, of {len(choice.too_large)}, into {machines.available_bytes / GIB:.1f} "
+            f"nearest that do not fit, of {len(choice.does_not_fit)}, into "
+            f"{machines.available_bytes / GIB:.1f} "
             f"GiB:\n" + format_table(head[: len(CHOICES) + 1], rows)
         )
 

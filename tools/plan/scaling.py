@@ -12,12 +12,12 @@ from meshwright.parallel.plan.schema import AXES, Plan
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.search import search
 from meshwright.tools.cli import format_table
-from meshwright.tools.plan.report import DAY_S, Place, needed_words, seconds
+from meshwright.tools.plan.report import DAY_S, Target, needed_words, seconds
 from meshwright.train.config import Config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import describe_choices
 from meshwright.train.planning.memory_fit import MAX_PROCESSES
-from meshwright.train.planning.predict import Prediction, predict, trace_run
+from meshwright.train.planning.predict import Prediction, predict, run_workload
 from meshwright.train.planning.resolve import make_job, model_units, plan_run
 
 HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden
@@ -25,7 +25,7 @@ BAR = 30  # letters of the longest bar
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """One number of GPUs: the plan that is best there, or as asked, with its prediction; else the reason why
     there is none."""
 
@@ -55,14 +55,14 @@ def read_sweep(text: str) -> list[int]:
 class Sweep:
     """A row for each number of GPUs, and the axes whose degrees the planner was free to choose."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ScalingRow, ...]
     free_axes: tuple[str, ...]
 
 
 def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> Sweep:
     """Plan for each number of GPUs. Raises PlanError where none can run, with all reasons."""
     look = _chosen if config.parallel.plan == "auto" else _asked
-    rows = [look(config, Place(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
+    rows = [look(config, Target(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
     if not any(row.plan for row in rows):
         raise PlanError(
             "--sweep: the run is possible on none of these numbers of GPUs.\n"
@@ -74,42 +74,42 @@ def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: H
     return Sweep(tuple(rows), tuple(free))
 
 
-def _chosen(config: Config, place: Place) -> Row:
+def _chosen(config: Config, place: Target) -> ScalingRow:
     """What the planner chooses there."""
     machines = place.machines()
     job = make_job(config, place.gpus, place.gpus_per_node, *place.best(config))
     try:
         choice = search(
-            config.parallel, model_units(config.model), job, machines, lambda plan: trace_run(config, plan)
+            config.parallel, model_units(config.model), job, machines, lambda plan: run_workload(config, plan)
         )
     except PlanError as error:
-        return Row(place.gpus, reason=_first_line(error))
-    if not choice.fitting:
-        nearest = choice.too_large[0]
+        return ScalingRow(place.gpus, reason=_first_line(error))
+    if not choice.ranked:
+        nearest = choice.does_not_fit[0]
         needed = f"{needed_words(nearest)} of {machines.available_bytes / GIB:.1f} GiB"
-        return Row(
+        return ScalingRow(
             place.gpus,
-            reason=f"none of {len(choice.too_large)} plans fits: the smallest needs {needed} "
+            reason=f"none of {len(choice.does_not_fit)} plans fits: the smallest needs {needed} "
             f"({describe_choices(nearest.choices)})",
         )
     return _predicted(config, place, choice.best.plan)
 
 
-def _asked(config: Config, place: Place) -> Row:
+def _asked(config: Config, place: Target) -> ScalingRow:
     """What the config asks for, if it can be and fits."""
     try:
         plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
     except PlanError as error:
-        return Row(place.gpus, reason=_first_line(error))
+        return ScalingRow(place.gpus, reason=_first_line(error))
     row, available = _predicted(config, place, plan), place.machines().available_bytes
     if row.prediction and row.prediction.reserved_bytes > available:
         needed = f"{row.prediction.reserved_bytes / GIB:.1f} of {available / GIB:.1f} GiB"
-        return Row(place.gpus, reason=f"does not fit: needs {needed}")
+        return ScalingRow(place.gpus, reason=f"does not fit: needs {needed}")
     return row
 
 
-def _predicted(config: Config, place: Place, plan: Plan) -> Row:
-    return Row(place.gpus, plan, predict(config, plan, place.machines().hardware, place.gpus_per_node))
+def _predicted(config: Config, place: Target, plan: Plan) -> ScalingRow:
+    return ScalingRow(place.gpus, plan, predict(config, plan, place.machines().hardware, place.gpus_per_node))
 
 
 def _first_line(error: PlanError) -> str:
@@ -122,7 +122,7 @@ def sweep_json(swept: Sweep, tokens: float | None) -> dict[str, Any]:
     return {"sweep": [_plain(row, tokens) for row in swept.rows], "said": list(conclusions(swept))}
 
 
-def _plain(row: Row, tokens: float | None) -> dict[str, Any]:
+def _plain(row: ScalingRow, tokens: float | None) -> dict[str, Any]:
     """A row; without a plan all but the number of GPUs and the reason is null."""
     prediction, values = row.prediction, _values(row)
     timeline = prediction.timeline if prediction else None
@@ -139,7 +139,7 @@ def _plain(row: Row, tokens: float | None) -> dict[str, Any]:
     return plain | ({"days": prediction and _days(row, prediction, tokens)} if tokens else {})
 
 
-def _values(row: Row) -> dict[str, Any] | None:
+def _values(row: ScalingRow) -> dict[str, Any] | None:
     """Degrees and settings of the row's plan. The middle unit's stand for all: first and last are no
     blocks."""
     if row.plan is None:
@@ -156,7 +156,7 @@ def _values(row: Row) -> dict[str, Any] | None:
     }
 
 
-def _days(row: Row, prediction: Prediction, tokens: float) -> float:
+def _days(row: ScalingRow, prediction: Prediction, tokens: float) -> float:
     return tokens / (prediction.tokens_per_s_per_gpu * row.gpus) / DAY_S
 
 
@@ -188,7 +188,7 @@ def sweep_text(swept: Sweep, tokens: float | None) -> str:
     return "\n\n".join([*parts, "\n".join(conclusions(swept))])
 
 
-def _cells(row: Row, prediction: Prediction, best: float, tokens: float | None) -> list[str]:
+def _cells(row: ScalingRow, prediction: Prediction, best: float, tokens: float | None) -> list[str]:
     values, timeline, rate = _values(row) or {}, prediction.timeline, prediction.tokens_per_s_per_gpu
     settings = [str(value).lower() for key, value in values.items() if key != "accumulation"]
     days = [f"{_days(row, prediction, tokens):,.1f}"] if tokens else []

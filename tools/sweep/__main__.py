@@ -11,7 +11,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.tools.cli import EXIT_INTERRUPTED, positive, run_tool
 from meshwright.tools.plan.export import write_whole
 from meshwright.tools.sweep.html_report import make_page
-from meshwright.tools.sweep.preflight import Planned, changed_runs, check_sweep, refuse_changed
+from meshwright.tools.sweep.preflight import PlannedRun, changed_runs, check_sweep, refuse_changed
 from meshwright.tools.sweep.progress import SweepScreen
 from meshwright.tools.sweep.results import SweepReport, read_sweep, report_json
 from meshwright.tools.sweep.runner import (
@@ -152,7 +152,7 @@ def read_overrides(texts: Sequence[str]) -> dict[str, str]:
 def run_all(
     name: str,
     spec: Spec,
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedRun],
     retry_failed: bool,
     interrupts: Interrupts,
     screen: SweepScreen,
@@ -176,7 +176,7 @@ def run_all(
             return
 
 
-def print_commands(planned: Sequence[Planned], slurm: bool, retry_failed: bool) -> None:
+def print_commands(planned: Sequence[PlannedRun], slurm: bool, retry_failed: bool) -> None:
     """What is left to do, as commands, and in comments why a run that has not finished is not among it."""
     left = []
     for one in planned:
@@ -196,7 +196,7 @@ def print_commands(planned: Sequence[Planned], slurm: bool, retry_failed: bool) 
 
 
 def write_report(
-    name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]
+    name: str, spec: Spec, planned: Sequence[PlannedRun], changed: Mapping[str, Sequence[str]]
 ) -> SweepReport:
     """report.html and report.json, of the runs as they are now. Raises ConfigError where they cannot be
     written."""

@@ -14,11 +14,11 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.tools.run_reader import changed_keys, flatten, read_config
-from meshwright.tools.sweep.spec import Cell, Spec, make_cells, override_text, value_text
+from meshwright.tools.sweep.spec import Spec, SweepRun, make_cells, override_text, value_text
 from meshwright.train.config import Config
 from meshwright.train.config_parser import config_from, find_config, known_keys, make_parser, parser_arguments
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.distributed.ranks import Place, choose_device
+from meshwright.train.distributed.ranks import RankInfo, choose_device
 from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_here, plan_run
@@ -27,7 +27,7 @@ SHOWN = 8  # changed keys of a run, in a message
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A run that can be started; or `refused`: why its plan cannot be, which is a result.
 
     Args:
@@ -36,7 +36,7 @@ class Planned:
         config: as these resolve
     """
 
-    cell: Cell
+    cell: SweepRun
     folder: Path
     arguments: tuple[str, ...]
     config: Config
@@ -47,7 +47,7 @@ class Planned:
         return self.cell.processes * self.cell.nodes
 
 
-def check_sweep(spec: Spec, here: bool) -> list[Planned]:
+def check_sweep(spec: Spec, here: bool) -> list[PlannedRun]:
     """All runs, planned. `here`: for this machine's devices; else only for their number, as of a cluster that
     is elsewhere.
 
@@ -55,7 +55,7 @@ def check_sweep(spec: Spec, here: bool) -> list[Planned]:
     """
     find_config(spec.config)
     cells = make_cells(spec)
-    planned, mistakes, parser = list[Planned](), dict[str, list[str]](), make_parser("tools.sweep")
+    planned, mistakes, parser = list[PlannedRun](), dict[str, list[str]](), make_parser("tools.sweep")
     for cell in cells:
         try:
             planned.append(_plan(parser, spec, cell, here))
@@ -77,7 +77,7 @@ def check_sweep(spec: Spec, here: bool) -> list[Planned]:
 
 
 def changed_runs(
-    planned: Sequence[Planned], launched: Callable[[Path], Mapping[str, int]]
+    planned: Sequence[PlannedRun], launched: Callable[[Path], Mapping[str, int]]
 ) -> dict[str, list[str]]:
     """Runs whose folder was begun with other keys than the spec says now, each with what differs. `launched`:
     processes and nodes that a folder's run was started with, where that is known."""
@@ -122,7 +122,7 @@ def refuse_changed(changed: Mapping[str, Sequence[str]], folder: Path) -> None:
     )
 
 
-def predict_here(planned: Planned) -> dict[str, float]:
+def predict_here(planned: PlannedRun) -> dict[str, float]:
     """Step time and peak memory that are predicted for a run on this machine, by the names that its rows
     have; {} for a kind of device that is not known, and under parallel.plan=auto, where the run itself says
     it."""
@@ -142,7 +142,7 @@ def predict_here(planned: Planned) -> dict[str, float]:
     return {"step_time_s": figures.timeline.step_s, "peak_memory_gib": peak / GIB}
 
 
-def _plan(parser: ArgumentParser, spec: Spec, cell: Cell, here: bool) -> Planned:
+def _plan(parser: ArgumentParser, spec: Spec, cell: SweepRun, here: bool) -> PlannedRun:
     folder = spec.folder / cell.name
     arguments = [
         f"--config={spec.config}",
@@ -155,10 +155,10 @@ def _plan(parser: ArgumentParser, spec: Spec, cell: Cell, here: bool) -> Planned
         _try_plan(config, cell, here)
     except PlanError as error:
         refused = f"PlanError: {error}"
-    return Planned(cell, folder, tuple(arguments), config, refused)
+    return PlannedRun(cell, folder, tuple(arguments), config, refused)
 
 
-def _try_plan(config: Config, cell: Cell, here: bool) -> Any:
+def _try_plan(config: Config, cell: SweepRun, here: bool) -> Any:
     """PlanError where there is no such plan. What plan=auto chooses is left to the run."""
     if config.parallel.plan == "auto":
         return None
@@ -168,10 +168,10 @@ def _try_plan(config: Config, cell: Cell, here: bool) -> Any:
     return plan_here(config, place, *choose_device(config.run, place))
 
 
-def _place(cell: Cell) -> Place:
+def _place(cell: SweepRun) -> RankInfo:
     """Of the first process."""
     world_size = cell.processes * cell.nodes
-    return Place(0, world_size, 0, cell.processes, under_torchrun=world_size > 1)
+    return RankInfo(0, world_size, 0, cell.processes, under_torchrun=world_size > 1)
 
 
 def _some(names: Sequence[str], of: int) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwright.parallel.errors import one_line
 from meshwright.tools.run_reader import value_of
-from meshwright.tools.sweep.preflight import Planned
+from meshwright.tools.sweep.preflight import PlannedRun
 from meshwright.tools.sweep.runner import OUTPUT
 
 TAIL_BYTES = 1 << 14  # of metrics.jsonl: a few rows
@@ -32,15 +32,15 @@ class SweepScreen:
         """Print a line."""
         self._console.print(Text(words, style), soft_wrap=True)
 
-    def run(self, number: int, planned: Planned) -> "LiveLine":
+    def run(self, number: int, planned: PlannedRun) -> "LiveLine":
         """A live line for the n-th run, from 0."""
         return LiveLine(self._console, self.name(number, planned), planned)
 
-    def name(self, number: int, planned: Planned) -> str:
+    def name(self, number: int, planned: PlannedRun) -> str:
         """Of the n-th run, before everything that is said of it."""
         return f"[{number + 1}/{self._runs}] {planned.cell.name}:"
 
-    def ended(self, number: int, planned: Planned, state: str, reason: str) -> None:
+    def ended(self, number: int, planned: PlannedRun, state: str, reason: str) -> None:
         """How a run has ended, or ended before."""
         words = f"{self.name(number, planned)} {state}, {progress_words(planned)}"
         if state in ("failed", "refused"):
@@ -54,7 +54,7 @@ class SweepScreen:
 class LiveLine:
     """`watch` keeps it up to date; without a terminal one line tells of the start."""
 
-    def __init__(self, console: Console, name: str, planned: Planned) -> None:
+    def __init__(self, console: Console, name: str, planned: PlannedRun) -> None:
         self._console, self._name, self._planned = console, name, planned
         self._began_s = time.monotonic()
         self._live = Live(Text(f"{name} starting"), console=console, refresh_per_second=4, transient=True)
@@ -88,7 +88,7 @@ class LiveLine:
             )
 
 
-def progress_words(planned: Planned) -> str:
+def progress_words(planned: PlannedRun) -> str:
     """Step, loss and rate of a run's last row."""
     row = last_row(planned.folder / "metrics.jsonl")
     total = 0 if planned.config.train.epochs else planned.config.train.steps

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.tools.run_reader import PREDICTED, Figures, Rate, RunFolder, figures_of, read_run
-from meshwright.tools.sweep.preflight import Planned, flat_config
+from meshwright.tools.sweep.preflight import PlannedRun, flat_config
 from meshwright.tools.sweep.runner import Ended, device_of, read_attempt, state_of
 from meshwright.tools.sweep.spec import LAUNCH, Spec, value_text
 from meshwright.tools.trace.analysis import answer
@@ -52,7 +52,7 @@ class SweepReport:
 
 
 def read_sweep(
-    name: str, spec: Spec, planned: Sequence[Planned], changed: Mapping[str, Sequence[str]]
+    name: str, spec: Spec, planned: Sequence[PlannedRun], changed: Mapping[str, Sequence[str]]
 ) -> SweepReport:
     """Every run as its folder has it now. `changed`: runs that were begun with other keys than the spec has,
     with these."""
@@ -78,14 +78,14 @@ def report_json(report: SweepReport) -> dict[str, Any]:
     }
 
 
-def _keys_that_differ(planned: Sequence[Planned], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _keys_that_differ(planned: Sequence[PlannedRun], configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys that the spec varies, and of which not all runs have one value."""
     varied = dict.fromkeys(key for one in planned for key in one.cell.own)
     differing = [key for key in varied if len({value_text(config.get(key)) for config in configs}) > 1]
     return [key for key in LAUNCH if len({getattr(one.cell, key) for one in planned}) > 1] + differing
 
 
-def _read_row(one: Planned, varied: Mapping[str, str], changed: Sequence[str]) -> ReportRow:
+def _read_row(one: PlannedRun, varied: Mapping[str, str], changed: Sequence[str]) -> ReportRow:
     run = read_run(one.folder) if one.folder.is_dir() else None
     state, reason = state_of(one.folder)
     if one.refused and state in ("waiting", "refused"):

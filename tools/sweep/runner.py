@@ -21,7 +21,7 @@ from typing import Literal, cast, get_args
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.tools.plan.export import write_whole
 from meshwright.tools.processes import alive, children, start_times
-from meshwright.tools.sweep.preflight import Planned, predict_here
+from meshwright.tools.sweep.preflight import PlannedRun, predict_here
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder
 from meshwright.train.fault_tolerance.run_status import read_status
@@ -176,7 +176,7 @@ LAUNCHER = (
 )
 
 
-def run_command(planned: Planned) -> list[str]:
+def run_command(planned: PlannedRun) -> list[str]:
     """The run on this machine: through torchrun, unless it is one process."""
     main = ["-m", "meshwright.train.main", *planned.arguments]
     if planned.world_size == 1:
@@ -191,14 +191,14 @@ def run_command(planned: Planned) -> list[str]:
     ]
 
 
-def run_environment(planned: Planned) -> dict[str, str]:
+def run_environment(planned: PlannedRun) -> dict[str, str]:
     """This process's, without what a launcher of its own has put there. torchrun (from torch 2.13 on) leaves
     the workers as long to save in as they allow themselves, instead of 30 s."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(planned.config.run.grace_s)), **kept}
 
 
-def slurm_command(planned: Planned) -> list[str]:
+def slurm_command(planned: PlannedRun) -> list[str]:
     """The run as a Slurm job of its own."""
     cell, (config, *arguments) = planned.cell, planned.arguments
     place = [
@@ -215,7 +215,7 @@ def as_lines(commands: Iterable[Sequence[str]]) -> str:
     return "\n".join(shlex.join(command) for command in commands)
 
 
-def refuse_nodes(planned: Sequence[Planned]) -> None:
+def refuse_nodes(planned: Sequence[PlannedRun]) -> None:
     """ConfigError for runs on several nodes, which nobody can start from one."""
     if names := [one.cell.name for one in planned if one.cell.nodes > 1]:
         raise ConfigError(
@@ -303,7 +303,7 @@ def hear_interrupts() -> Iterator[Interrupts]:
             signal.signal(number, handler)
 
 
-def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]) -> Attempt:
+def run_once(planned: PlannedRun, interrupts: Interrupts, watch: Callable[[], None]) -> Attempt:
     """Start the run, or go on with it, and wait for its end; how that was stands in its folder too. `watch`
     is called again and again.
 
@@ -349,7 +349,7 @@ def run_once(planned: Planned, interrupts: Interrupts, watch: Callable[[], None]
     return attempt
 
 
-def _refuse_taken(planned: Planned) -> None:
+def _refuse_taken(planned: PlannedRun) -> None:
     """LockError, with the process to end, where the run still trains."""
     try:
         lock_folder(planned.folder).release()
@@ -362,7 +362,7 @@ def _refuse_taken(planned: Planned) -> None:
         ) from None
 
 
-def _predict(planned: Planned) -> dict[str, float]:
+def _predict(planned: PlannedRun) -> dict[str, float]:
     """{} also where the planner cannot say: then the run will, or will do without."""
     try:
         return predict_here(planned)

@@ -51,7 +51,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepRun:
     """One run of a sweep: its name, where it runs, and its config keys; `own` are those that the sweep
     varies."""
 
@@ -106,7 +106,7 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
     )
 
 
-def make_cells(spec: Spec) -> list[Cell]:
+def make_cells(spec: Spec) -> list[SweepRun]:
     """Every run of the sweep, in the order of the file: named runs, the grid with its last key fastest,
     seeds, repeats. Raises ConfigError for more than MAX_RUNS, before any is made."""
     count = math.prod([len(spec.runs) or 1, *map(len, spec.grid.values()), len(spec.seeds) or 1, spec.repeat])
@@ -129,7 +129,7 @@ def make_cells(spec: Spec) -> list[Cell]:
                 words += [f"turn={turn + 1}"] if spec.repeat > 1 else []
                 place = {key: own.pop(key, getattr(spec, key)) for key in LAUNCH}
                 cells.append(
-                    Cell(
+                    SweepRun(
                         _folder_name(" ".join(filter(None, words)) or "run"),
                         **place,
                         overrides={**spec.overrides, **own},
@@ -276,7 +276,7 @@ def _folder_name(words: str) -> str:
     return name[:NAME_LETTERS] or "run"
 
 
-def _with_own_names(cells: Sequence[Cell]) -> Iterator[Cell]:
+def _with_own_names(cells: Sequence[SweepRun]) -> Iterator[SweepRun]:
     """Where names came out alike, as of values that are the same but for letters no folder can have, they are
     numbered."""
     taken = set(RESERVED)
@@ -284,7 +284,7 @@ def _with_own_names(cells: Sequence[Cell]) -> Iterator[Cell]:
         names = itertools.chain([cell.name], (f"{cell.name}-{number}" for number in itertools.count(2)))
         name = next(name for name in names if name not in taken)
         taken.add(name)
-        yield Cell(name, cell.processes, cell.nodes, cell.overrides, cell.own)
+        yield SweepRun(name, cell.processes, cell.nodes, cell.overrides, cell.own)
 
 
 def _report(path: Path, problems: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.cli import format_table, natural, run_tool
 from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.trace.advice import ms
-from meshwright.tools.trace.analysis import Answer, answer
+from meshwright.tools.trace.analysis import ProfileAnalysis, answer
 from meshwright.tools.trace.kernel_stats import KernelRow
 from meshwright.tools.trace.kernels import top_kernels
 from meshwright.tools.trace.plan_comparison import (
@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def compare_with_plan(found: Answer, measured: Timeline) -> AgainstPlan:
+def compare_with_plan(found: ProfileAnalysis, measured: Timeline) -> AgainstPlan:
     """Lane by lane, for a trace that lies in its run's folder."""
     if found.run is None:
         return AgainstPlan(None, "the trace does not lie in the folder of its run", ())
@@ -116,7 +116,7 @@ def compare_with_plan(found: Answer, measured: Timeline) -> AgainstPlan:
     return AgainstPlan(predicted, "", compare_lanes(predicted, measured))
 
 
-def draw(path: Path, found: Answer, measured: Timeline, predicted: Timeline | None) -> None:
+def draw(path: Path, found: ProfileAnalysis, measured: Timeline, predicted: Timeline | None) -> None:
     """The step, below the predicted one if there is one."""
     title = (
         f"{found.run.name if found.run else found.trace.name}: step {found.step.number}, rank {found.rank}"
@@ -135,7 +135,7 @@ def _png(picture: Picture) -> bytes:
     return to_png(picture)
 
 
-def _find_roof(found: Answer) -> Roof | None:
+def _find_roof(found: ProfileAnalysis) -> Roof | None:
     """Of the device that ran it, for what the run multiplies in."""
     if found.run is None or not found.facts:
         return find_roof(str(found.facts.get("device_name", "")), "bfloat16")
@@ -143,7 +143,7 @@ def _find_roof(found: Answer) -> Roof | None:
     return find_roof(str(found.facts.get("device_name", "")), "bfloat16" if asked == "auto" else asked)
 
 
-def _document(found: Answer, kernels: Sequence[KernelRow], plan: AgainstPlan) -> dict[str, Any]:
+def _document(found: ProfileAnalysis, kernels: Sequence[KernelRow], plan: AgainstPlan) -> dict[str, Any]:
     against = {"why_not": plan.why_not or None, "lanes": [asdict(row) for row in plan.lanes]}
     return {**make_document(found), "kernels": [asdict(row) for row in kernels], "plan": against}
 

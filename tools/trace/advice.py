@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.tools.trace.analysis import Answer
+from meshwright.tools.trace.analysis import ProfileAnalysis
 from meshwright.tools.trace.prefetch import EARLY_UNITS, WORTH, Prefetch
 
 MOST = 5
@@ -20,7 +20,7 @@ class Advice:
     text: str
 
 
-def advise(found: Answer) -> list[Advice]:
+def advise(found: ProfileAnalysis) -> list[Advice]:
     """At most MOST."""
     every = [
         *_slow_units(found),
@@ -39,7 +39,7 @@ def ms(ns: float) -> str:
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} ms"
 
 
-def _slow_units(found: Answer) -> Iterator[Advice]:
+def _slow_units(found: ProfileAnalysis) -> Iterator[Advice]:
     for slow in found.slow_units:
         if slow.ns - slow.equals_ns > WORTH * found.step.length_ns:
             equals = f"its {slow.equals} equals {ms(slow.equals_ns)} (median; spread {ms(slow.spread_ns)})"
@@ -50,7 +50,7 @@ def _slow_units(found: Answer) -> Iterator[Advice]:
             yield Advice(slow.ns - slow.equals_ns, text)
 
 
-def _prefetch(found: Answer) -> Iterator[Advice]:
+def _prefetch(found: ProfileAnalysis) -> Iterator[Advice]:
     """By phase, all micro batches together."""
     phases = defaultdict[str, list[Prefetch]](list)
     for prefetch in found.prefetch:
@@ -82,7 +82,7 @@ def _prefetch_text(phase: str, parts: list[Prefetch], saving_ns: int) -> str:
     return f"{start}; now {used}, and all-gathers of the {phase} come late, most of all {names}"
 
 
-def _stragglers(found: Answer) -> Iterator[Advice]:
+def _stragglers(found: ProfileAnalysis) -> Iterator[Advice]:
     for rank in found.stragglers[:1]:
         if (
             rank.last_share * len(found.stragglers) > ODD
@@ -96,7 +96,7 @@ def _stragglers(found: Answer) -> Iterator[Advice]:
             )
 
 
-def _link(found: Answer) -> Iterator[Advice]:
+def _link(found: ProfileAnalysis) -> Iterator[Advice]:
     """What no depth hides, and is no waiting for another rank."""
     waited_ns = sum(rank.waited_ns for rank in found.stragglers if rank.rank == found.rank)
     exposed_ns = (
@@ -116,7 +116,7 @@ def _link(found: Answer) -> Iterator[Advice]:
     )
 
 
-def _mend_link(found: Answer, axis: str) -> str:
+def _mend_link(found: ProfileAnalysis, axis: str) -> str:
     """For communication that is most of all on this axis."""
     if axis == "tp":
         beside = (
@@ -138,7 +138,7 @@ def _mend_link(found: Answer, axis: str) -> str:
     return "more computing per byte hides it: a larger micro batch"
 
 
-def _host(found: Answer) -> Iterator[Advice]:
+def _host(found: ProfileAnalysis) -> Iterator[Advice]:
     host_ns = found.shares.ns["host"]
     if host_ns >= LARGE_SHARE * found.step.length_ns:
         means = (
@@ -153,7 +153,7 @@ def _host(found: Answer) -> Iterator[Advice]:
         yield Advice(host_ns, f"{ms(host_ns)} are host-bound: {means}; {mend}")
 
 
-def _early(found: Answer) -> Iterator[Advice]:
+def _early(found: ProfileAnalysis) -> Iterator[Advice]:
     """Saves memory, no time."""
     for phase in ("forward", "backward"):
         parts = [

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.trace.cpu import cpu_steps
 from meshwright.tools.trace.cuda import cuda_steps
-from meshwright.tools.trace.events import Store, load_store
+from meshwright.tools.trace.events import TraceEvents, load_store
 from meshwright.tools.trace.prefetch import (
     Communication,
     Prefetch,
@@ -19,13 +19,19 @@ from meshwright.tools.trace.prefetch import (
     sum_communication,
 )
 from meshwright.tools.trace.reader import find_mesh, run_of, why_apart
-from meshwright.tools.trace.steps import Step
-from meshwright.tools.trace.stragglers import Clock, SlowUnit, Straggler, find_slow_units, find_stragglers
+from meshwright.tools.trace.steps import ProfiledStep
+from meshwright.tools.trace.stragglers import (
+    SlowUnit,
+    Straggler,
+    TraceClock,
+    find_slow_units,
+    find_stragglers,
+)
 from meshwright.train.errors import DataError
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProfileAnalysis:
     """What a profile says.
 
     Args:
@@ -43,8 +49,8 @@ class Answer:
     device_type: str
     rank: int
     ranks: tuple[int, ...]
-    steps: Sequence[Step]
-    step: Step
+    steps: Sequence[ProfiledStep]
+    step: ProfiledStep
     shares: Shares
     communication: Sequence[Communication]
     prefetch: Sequence[Prefetch]
@@ -56,12 +62,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Rank:
-    steps: Sequence[Step]
-    clock: Clock
+    steps: Sequence[ProfiledStep]
+    clock: TraceClock
     slow_units: Sequence[SlowUnit]
 
 
-def answer(traces: Mapping[int, Path], shown: int) -> Answer:
+def answer(traces: Mapping[int, Path], shown: int) -> ProfileAnalysis:
     """Read the traces, one after the other, and judge; `shown` is the rank whose step is looked into. Raises
     DataError."""
     if shown not in traces:
@@ -84,7 +90,7 @@ def answer(traces: Mapping[int, Path], shown: int) -> Answer:
         (unit for each in ranks.values() for unit in each.slow_units),
         key=lambda unit: unit.equals_ns - unit.ns,
     )
-    return Answer(
+    return ProfileAnalysis(
         traces[shown],
         run_of(traces[shown]),
         facts,
@@ -103,7 +109,7 @@ def answer(traces: Mapping[int, Path], shown: int) -> Answer:
     )
 
 
-def _of_rank(store: Store, steps: Sequence[Step]) -> _Rank:
+def _of_rank(store: TraceEvents, steps: Sequence[ProfiledStep]) -> _Rank:
     return _Rank([_sent_only(step) for step in steps], _clock(store), find_slow_units(steps))
 
 
@@ -114,7 +120,7 @@ def _compare(
     return find_stragglers(steps, {rank: each.clock for rank, each in ranks.items()}, on_device, mesh)
 
 
-def find_steps(store: Store) -> list[Step]:
+def find_steps(store: TraceEvents) -> list[ProfiledStep]:
     """The profiled steps of one rank, on whatever device it ran. Raises DataError for one that takes no
     time."""
     mesh = find_mesh(store.path)
@@ -128,10 +134,10 @@ def find_steps(store: Store) -> list[Step]:
     return steps
 
 
-def _sent_only(step: Step) -> Step:
+def _sent_only(step: ProfiledStep) -> ProfiledStep:
     """What ranks are compared by; the rest of a large trace is let go."""
     return replace(step, works=(), runs=(), needs=(), host=())
 
 
-def _clock(store: Store) -> Clock:
-    return Clock(int(store.header.get("baseTimeNanoseconds", 0)), str(store.header.get("host_name", "")))
+def _clock(store: TraceEvents) -> TraceClock:
+    return TraceClock(int(store.header.get("baseTimeNanoseconds", 0)), str(store.header.get("host_name", "")))

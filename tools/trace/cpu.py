@@ -8,14 +8,24 @@ from itertools import pairwise
 from typing import TypeVar
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.events import Columns, Label, Launch, Store
+from meshwright.tools.trace.events import Columns, Label, Launch, TraceEvents
 from meshwright.tools.trace.phases import Places, find_axis, find_lane
-from meshwright.tools.trace.steps import Interval, Need, Step, Transfer, UnitRun, Work, clip, subtract, union
+from meshwright.tools.trace.steps import (
+    ComputeSpan,
+    Interval,
+    Need,
+    ProfiledStep,
+    Transfer,
+    UnitRun,
+    clip,
+    subtract,
+    union,
+)
 
-Timed = TypeVar("Timed", Work, Transfer, UnitRun)
+Timed = TypeVar("Timed", ComputeSpan, Transfer, UnitRun)
 
 
-def cpu_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
+def cpu_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[ProfiledStep]:
     """Every profiled step; `mesh`: the run's, where it is known."""
     places = Places(store.steps, store.labels)
     works = sorted(_works(store, places), key=lambda work: work.start_ns)
@@ -24,7 +34,7 @@ def cpu_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
     launching = union((launch.start_ns, launch.end_ns) for launch in store.launches)
     return [
         _with_host(
-            Step(
+            ProfiledStep(
                 number,
                 store.rank,
                 start_ns,
@@ -41,7 +51,7 @@ def cpu_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
     ]
 
 
-def _with_host(step: Step) -> Step:
+def _with_host(step: ProfiledStep) -> ProfiledStep:
     """The device is the host: what neither computes nor waits for something that was launched is Python
     between operators."""
     queued = union((t.issued_ns, t.start_ns) for t in step.transfers)
@@ -55,7 +65,7 @@ def _within(items: Sequence[Timed], start_ns: int, end_ns: int) -> list[Timed]:
     return list(items[first : bisect_left(items, end_ns, key=lambda item: item.start_ns)])
 
 
-def _works(store: Store, places: Places) -> Iterator[Work]:
+def _works(store: TraceEvents, places: Places) -> Iterator[ComputeSpan]:
     """Each operator once, without what it waits in it, nor what gloo does when something is launched."""
     for thread in (places.threads | store.step_threads) & set(store.operators):
         launching = ((launch.start_ns, launch.end_ns) for launch in store.launches if launch.thread == thread)
@@ -64,7 +74,7 @@ def _works(store: Store, places: Places) -> Iterator[Work]:
         for start_ns, end_ns in sorted(store.operators[thread].intervals()):
             for piece in _without([(max(start_ns, done_ns), end_ns)], waits):
                 place = places.at(thread, piece[0])
-                yield Work(*piece, place.work, place.unit, place.phase, place.micro_batch)
+                yield ComputeSpan(*piece, place.work, place.unit, place.phase, place.micro_batch)
             done_ns = max(done_ns, end_ns)
 
 
@@ -76,7 +86,7 @@ def _without(pieces: list[Interval], waits: Sequence[Interval]) -> list[Interval
     return subtract(pieces, waits[first : bisect_left(waits, (end_ns, end_ns))]) if waits else pieces
 
 
-def _transfers(store: Store, places: Places, mesh: MeshPlan | None) -> Iterator[Transfer]:
+def _transfers(store: TraceEvents, places: Places, mesh: MeshPlan | None) -> Iterator[Transfer]:
     """gloo's spans, each with the launch that it carries out; one that was launched before the profile began
     is left out."""
     around = _launch_labels(store.labels)

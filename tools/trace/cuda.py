@@ -7,14 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.events import COLLECTIVE, KERNEL, Store
-from meshwright.tools.trace.phases import Place, Places, find_axis, find_lane, group_axes
-from meshwright.tools.trace.steps import Interval, Need, Step, Transfer, UnitRun, Work, subtract
+from meshwright.tools.trace.events import COLLECTIVE, KERNEL, TraceEvents
+from meshwright.tools.trace.phases import Places, StepPhase, find_axis, find_lane, group_axes
+from meshwright.tools.trace.steps import (
+    ComputeSpan,
+    Interval,
+    Need,
+    ProfiledStep,
+    Transfer,
+    UnitRun,
+    subtract,
+)
 
 Call = tuple[int, int, int]  # start, end, thread
 
 
-def cuda_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
+def cuda_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[ProfiledStep]:
     """Every profiled step. It begins with its first kernel on the GPU and ends where the next one begins; the
     first one begins, and the last one ends, no later and no sooner than on the CPU. `mesh`: the run's, where
     it is known."""
@@ -28,7 +36,7 @@ def cuda_steps(store: Store, mesh: MeshPlan | None = None) -> list[Step]:
     ]
 
 
-def _bounds(store: Store, device: "_Device", parts: Sequence[Sequence[int]]) -> list[Interval]:
+def _bounds(store: TraceEvents, device: "_Device", parts: Sequence[Sequence[int]]) -> list[Interval]:
     begins = [
         device.start_ns(part[0]) if part else start_ns
         for part, (_, start_ns, _) in zip(parts, store.steps, strict=True)
@@ -41,7 +49,7 @@ def _bounds(store: Store, device: "_Device", parts: Sequence[Sequence[int]]) -> 
 class _Device:
     """Kernels in the order of their starts; indices are places in that order."""
 
-    def __init__(self, store: Store, mesh: MeshPlan | None) -> None:
+    def __init__(self, store: TraceEvents, mesh: MeshPlan | None) -> None:
         kernels, calls = store.kernels, store.calls
         self._kernels = kernels
         self._store = store
@@ -49,7 +57,7 @@ class _Device:
         self._index = {correlation: i for i, correlation in enumerate(calls.correlation)}
         self._places = Places(store.steps, store.labels)
         starts = [start_ns for _, start_ns, _ in store.steps]
-        self.places = list[Place]()
+        self.places = list[StepPhase]()
         self.step_of = list[int]()  # -1 before the first
         for i in range(len(self.order)):
             start_ns, _, thread = self.call(i)
@@ -81,17 +89,21 @@ class _Device:
                 busy[self._kernels.stream[at]] += self.end_ns(i) - self.start_ns(i)
         return max(busy, key=busy.__getitem__) if busy else 0
 
-    def step(self, number: int, window: Interval, part: Sequence[int]) -> Step:
+    def step(self, number: int, window: Interval, part: Sequence[int]) -> ProfiledStep:
         """The step of the kernels `part`."""
         works = [self._work(i) for i in part if self._kernels.kind[self.order[i]] == KERNEL]
         transfers = [self._transfer(i) for i in part if self._kernels.kind[self.order[i]] != KERNEL]
         runs = sorted(_unit_runs(works), key=lambda run: run.start_ns)
-        step = Step(number, self._store.rank, *window, works, transfers, runs, list(self._needs(part)), ())
+        step = ProfiledStep(
+            number, self._store.rank, *window, works, transfers, runs, list(self._needs(part)), ()
+        )
         return replace(step, host=list(self._host(step)))
 
-    def _work(self, i: int) -> Work:
+    def _work(self, i: int) -> ComputeSpan:
         place = self.places[i]
-        return Work(self.start_ns(i), self.end_ns(i), place.work, place.unit, place.phase, place.micro_batch)
+        return ComputeSpan(
+            self.start_ns(i), self.end_ns(i), place.work, place.unit, place.phase, place.micro_batch
+        )
 
     def _transfer(self, i: int) -> Transfer:
         at, place = self.order[i], self.places[i]
@@ -135,7 +147,7 @@ class _Device:
             last = copies if place.kind == "all_gather_copy_out" else None
             before_ns = max(before_ns, self.end_ns(i))
 
-    def _host(self, step: Step) -> Iterator[Interval]:
+    def _host(self, step: ProfiledStep) -> Iterator[Interval]:
         """Of each gap in which nothing ran, the part until what ended it had been launched; all of one that
         nothing ended."""
         for start_ns, end_ns in subtract(
@@ -146,7 +158,7 @@ class _Device:
                 yield start_ns, until_ns
 
 
-def _unit_runs(works: Sequence[Work]) -> Iterator[UnitRun]:
+def _unit_runs(works: Sequence[ComputeSpan]) -> Iterator[UnitRun]:
     """From the first to the last kernel of each unit's own work."""
     spans: dict[tuple[str, str, int], Interval] = {}
     for work in works:

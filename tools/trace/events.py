@@ -155,7 +155,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class NcclKernelInfo:
     """What a kernel of NCCL says of itself."""
 
     collective: str
@@ -188,7 +188,7 @@ class Kernels(Columns):
     def __init__(self) -> None:
         super().__init__()
         self.stream, self.correlation, self.kind = array("q"), array("q"), array("b")
-        self.sent: dict[int, Sent] = {}  # by index, of collectives
+        self.sent: dict[int, NcclKernelInfo] = {}  # by index, of collectives
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -203,7 +203,7 @@ class Calls(Columns):
 
 
 @dataclass
-class Store:
+class TraceEvents:
     """One rank's trace. `operators`, `waits`: spans on each CPU thread that are work, and that wait."""
 
     path: Path
@@ -234,9 +234,9 @@ class Store:
         return str(self.facts.get("device_type") or ("cuda" if len(self.kernels) else "cpu"))
 
 
-def load_store(path: Path) -> Store:
+def load_store(path: Path) -> TraceEvents:
     """Read a trace. Raises DataError: broken, or without a profiled step in it."""
-    store, trace = Store(path), Trace(path)
+    store, trace = TraceEvents(path), Trace(path)
     for event in trace.events():
         if event.get("ph") == "X":
             try:
@@ -256,7 +256,7 @@ def load_store(path: Path) -> Store:
     return store
 
 
-def _add(store: Store, event: dict[str, Any], category: str) -> None:
+def _add(store: TraceEvents, event: dict[str, Any], category: str) -> None:
     if category == "cpu_op":
         _add_operator(store, event, event["name"])
     elif category == "user_annotation":
@@ -277,7 +277,7 @@ def _span(event: dict[str, Any]) -> Interval:
     return start_ns, start_ns + length_ns
 
 
-def _add_operator(store: Store, event: dict[str, Any], name: str) -> None:
+def _add_operator(store: TraceEvents, event: dict[str, Any], name: str) -> None:
     thread, (start_ns, end_ns) = int(event["tid"]), _span(event)
     if is_wait(name):
         store.waits.setdefault(thread, Columns()).add(start_ns, end_ns)
@@ -289,7 +289,7 @@ def _add_operator(store: Store, event: dict[str, Any], name: str) -> None:
         store.launches.append(Launch(thread, collective, start_ns, end_ns))
 
 
-def _add_annotation(store: Store, event: dict[str, Any], name: str) -> None:
+def _add_annotation(store: TraceEvents, event: dict[str, Any], name: str) -> None:
     start_ns, end_ns = _span(event)
     if (number := step_number(name)) is not None:
         store.steps.append((number, start_ns, end_ns))
@@ -315,12 +315,12 @@ def _add_kernel(kernels: Kernels, event: dict[str, Any], category: str) -> None:
     kernels.kind.append(kind)
 
 
-def _sent(name: str, args: dict[str, Any]) -> Sent:
+def _sent(name: str, args: dict[str, Any]) -> NcclKernelInfo:
     elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
     collective = (
         find_collective(str(args.get("Collective name", ""))) or find_collective(name) or "all_reduce"
     )
-    return Sent(
+    return NcclKernelInfo(
         collective,
         str(args.get("Process Group Name", "")),
         elements * WIDTHS.get(str(args.get("dtype", "")), 0),

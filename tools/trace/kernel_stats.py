@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from meshwright.tools.trace.roofline import Roof, Work
+from meshwright.tools.trace.roofline import OperatorWork, Roof
 
 LONGEST = 64  # characters
 COMPILED = re.compile(r"## Call CompiledFxGraph (\w+) ##")
@@ -117,7 +117,7 @@ class Tally:
         self.calls, self.seconds, self.halved = 0, 0.0, False
         self.flops, self.bytes, self.least_s = Known(), Known(), Known()
 
-    def add_work(self, work: Work | None, seconds: float, roof: Roof | None) -> None:
+    def add_work(self, work: OperatorWork | None, seconds: float, roof: Roof | None) -> None:
         """What a call did; one whose launch is not in the trace is not added: nothing can be known of it."""
         self.flops.add(work.flops if work else None, seconds)
         self.bytes.add(work.bytes if work else None, seconds)

@@ -30,7 +30,7 @@ from meshwright.tools.trace.kernel_stats import (
     short_name,
 )
 from meshwright.tools.trace.reader import read_events
-from meshwright.tools.trace.roofline import Roof, Work, work_of
+from meshwright.tools.trace.roofline import OperatorWork, Roof, work_of
 from meshwright.train.errors import DataError
 
 NS = 1e-9
@@ -42,7 +42,7 @@ class _Call:
     """An operator that has begun; `inside_ns`: what it called. `tally`: None for one that only waits."""
 
     tally: "_Operator | None"
-    work: Work | None
+    work: OperatorWork | None
     start_ns: int
     end_ns: int
     inside_ns: int = 0
@@ -86,7 +86,7 @@ class CpuTable:
         elif (label := parse_label(name)) and label[0] in ("forward", "backward"):
             thread.place, thread.place_until_ns = (label[1], label[0]), _span(event)[1]
 
-    def add_operator(self, event: Mapping[str, Any], work: Work | None, roof: Roof | None) -> None:
+    def add_operator(self, event: Mapping[str, Any], work: OperatorWork | None, roof: Roof | None) -> None:
         """A call of an operator that computes, doing this work if it is known, or waits."""
         name = event["name"]
         if not counts_as_compute(name) and not is_wait(name):
@@ -163,8 +163,8 @@ class GpuTable:
     def __init__(self) -> None:
         self._names: dict[tuple[str, bool], int] = {}
         self._tallies: list[Tally] = []
-        self._works: list[Work] = []
-        self._places: dict[Work, int] = {}  # of a work in `_works`
+        self._works: list[OperatorWork] = []
+        self._places: dict[OperatorWork, int] = {}  # of a work in `_works`
         self._done_by: dict[int, int] = {}  # external id of an operator -> its work's place
         # of each kernel that was launched here
         self._row, self._caller, self._seconds = array("l"), array("q"), array("d")
@@ -172,7 +172,7 @@ class GpuTable:
     def __bool__(self) -> bool:
         return bool(self._tallies)
 
-    def add_operator(self, event: Mapping[str, Any], work: Work | None) -> None:
+    def add_operator(self, event: Mapping[str, Any], work: OperatorWork | None) -> None:
         """On the CPU, with its work if that is known."""
         if work is not None and (number := (event.get("args") or {}).get("External id")):
             place = self._places.setdefault(work, len(self._works))
@@ -253,7 +253,9 @@ def _add_copy(tally: Tally, name: str, args: Mapping[str, Any], seconds: float, 
     else:
         within = "DtoD" in name
         on_device = within or name.startswith("Memset")
-        tally.add_work(Work(None, float(size) * (2 if within else 1)), seconds, roof if on_device else None)
+        tally.add_work(
+            OperatorWork(None, float(size) * (2 if within else 1)), seconds, roof if on_device else None
+        )
 
 
 def top_kernels(path: Path, steps: int, roof: Roof | None, most: int = 12) -> list[KernelRow]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.events import BACKWARD_KINDS, FORWARD_KINDS, ROOT_END, WORK_OF, Label, Store
+from meshwright.tools.trace.events import BACKWARD_KINDS, FORWARD_KINDS, ROOT_END, WORK_OF, Label, TraceEvents
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPhase:
     """`kind`: of the innermost label, "" outside all; `work`: what computing there is; `unit`: of the label,
     or of the one before it in the same phase."""
 
@@ -50,7 +50,7 @@ class Places:
         found = bisect_right(hooks, time_ns, key=lambda label: label.start_ns) - 1
         return hooks[found].unit if found >= 0 else ""
 
-    def at(self, thread: int, time_ns: int) -> Place:
+    def at(self, thread: int, time_ns: int) -> StepPhase:
         """The place of a thread at a time."""
         found = bisect_right(self._phase_starts, time_ns) - 1
         since_ns, phase, micro_batch = self._phases[max(found, 0)] if self._phases else (0, "forward", 0)
@@ -61,7 +61,7 @@ class Places:
             unit = ""
         if kind == "optimizer" or phase == "optimizer":
             unit, phase = "", "optimizer"
-        return Place(kind, WORK_OF.get(kind, phase), unit, phase, micro_batch)
+        return StepPhase(kind, WORK_OF.get(kind, phase), unit, phase, micro_batch)
 
 
 def _by_thread(labels: Sequence[Label]) -> dict[int, list[Label]]:
@@ -126,7 +126,7 @@ def find_lane(collective: str) -> str:
     return collective if collective in ("all_gather", "reduce_scatter") else "all_reduce"
 
 
-def find_axis(collective: str, place: Place, mesh: MeshPlan | None) -> str:
+def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:
     """By the label in which it was launched; `mesh`: the run's, None where that is not known. "" for what is
     of no axis that can be told: the number of tokens and the norm of the gradients, before all units and
     behind them.
@@ -144,7 +144,7 @@ def find_axis(collective: str, place: Place, mesh: MeshPlan | None) -> str:
     return "tp" if splits else ""
 
 
-def group_axes(store: Store) -> dict[str, str]:
+def group_axes(store: TraceEvents) -> dict[str, str]:
     """Name of a process group -> axis of the mesh, where the group is one's and the trace lists it (NCCL)."""
     groups = (store.header.get("distributedInfo") or {}).get("pg_config") or []
     return {

@@ -37,8 +37,8 @@ from meshwright.parallel.planner.plot.timeline import (
     phases,
     units_words,
 )
-from meshwright.parallel.planner.timeline import EXPOSED, Event, Round, Timeline
-from meshwright.tools.trace.steps import Step, Transfer, clip, total
+from meshwright.parallel.planner.timeline import EXPOSED, MicroBatchTimeline, Timeline, TimelineEvent
+from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, total
 from meshwright.train.config import Config
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import DataError
@@ -127,7 +127,7 @@ def _lane_seconds(timeline: Timeline) -> Mapping[str, float]:
     return Counter(seconds | totals)  # type: ignore[operator]
 
 
-def _covered(events: Iterable[Event]) -> float:
+def _covered(events: Iterable[TimelineEvent]) -> float:
     """Seconds in which at least one of them runs."""
     total_s = end_s = 0.0
     for event in sorted(events, key=lambda event: event.start_s):
@@ -236,7 +236,7 @@ def _paint(timeline: Timeline, panel: Panel, named: bool) -> Iterator[Shape]:
 COMPUTE = "compute"
 
 
-def to_timeline(step: Step) -> Timeline:
+def to_timeline(step: ProfiledStep) -> Timeline:
     """The step from second 0: a round per micro batch, the last one for the optimizer. Besides `compute_s`
     and `exposed_s` a measured `step_s` has time in which nothing happens."""
     events = sorted([*_works(step), *_transfers(step), *_exposed(step)], key=lambda event: event.start_s)
@@ -251,13 +251,20 @@ def to_timeline(step: Step) -> Timeline:
 
 
 def _event(
-    step: Step, lane: str, work: str, unit: str, phase: str, micro_batch: int, start_ns: int, end_ns: int
-) -> Event:
+    step: ProfiledStep,
+    lane: str,
+    work: str,
+    unit: str,
+    phase: str,
+    micro_batch: int,
+    start_ns: int,
+    end_ns: int,
+) -> TimelineEvent:
     start_s, end_s = (start_ns - step.start_ns) / 1e9, (end_ns - step.start_ns) / 1e9
-    return Event(lane, work, unit, "", phase, micro_batch, start_s, end_s)
+    return TimelineEvent(lane, work, unit, "", phase, micro_batch, start_s, end_s)
 
 
-def _works(step: Step) -> Iterator[Event]:
+def _works(step: ProfiledStep) -> Iterator[TimelineEvent]:
     """One bar at a time, the first begun first: streams beside each other share the lane."""
     done_ns = step.start_ns
     for w in step.works:
@@ -267,13 +274,13 @@ def _works(step: Step) -> Iterator[Event]:
             done_ns = end_ns
 
 
-def _transfers(step: Step) -> Iterator[Event]:
+def _transfers(step: ProfiledStep) -> Iterator[TimelineEvent]:
     for t in step.transfers:
         for span in clip([(t.start_ns, t.end_ns)], step.start_ns, step.end_ns):
             yield _event(step, t.lane, t.lane, t.unit, t.phase, t.micro_batch, *span)
 
 
-def _exposed(step: Step) -> Iterator[Event]:
+def _exposed(step: ProfiledStep) -> Iterator[TimelineEvent]:
     """What nothing computed under, each piece with the transfer that is waited for: where several are in
     flight, the one that began first."""
     first = 0
@@ -296,17 +303,19 @@ def _by_transfer(
             start_ns = until_ns
 
 
-def _rounds(events: Sequence[Event], step_s: float) -> Iterator[Round]:
+def _rounds(events: Sequence[TimelineEvent], step_s: float) -> Iterator[MicroBatchTimeline]:
     """Cut where the first event of each micro batch, and of the optimizer, begins; the first round begins
     with the step."""
-    parts = defaultdict[tuple[int, bool], list[Event]](list)
+    parts = defaultdict[tuple[int, bool], list[TimelineEvent]](list)
     for event in events:
         parts[event.micro_batch, event.phase == "optimizer"].append(event)
     ordered = [parts[key] for key in sorted(parts)] or [[]]  # nothing happened in the step
     starts = [0.0, *(part[0].start_s for part in ordered[1:])]
     for part, start_s, end_s in zip(ordered, starts, [*starts[1:], step_s], strict=True):
         moved = (
-            Event(e.lane, e.work, e.unit, e.module, e.phase, 0, e.start_s - start_s, e.end_s - start_s)
+            TimelineEvent(
+                e.lane, e.work, e.unit, e.module, e.phase, 0, e.start_s - start_s, e.end_s - start_s
+            )
             for e in part
         )
-        yield Round(start_s, max(end_s - start_s, 0.0), tuple(moved))
+        yield MicroBatchTimeline(start_s, max(end_s - start_s, 0.0), tuple(moved))

@@ -11,7 +11,7 @@ from statistics import mode
 
 from meshwright.tools.trace.steps import (
     Need,
-    Step,
+    ProfiledStep,
     Transfer,
     UnitRun,
     clip,
@@ -111,7 +111,7 @@ class Prefetch:
         return 0 if self.blocking else max(self.waited_ns - self.waits_ns[self.best], 0)
 
 
-def judge_prefetch(step: Step) -> list[Prefetch]:
+def judge_prefetch(step: ProfiledStep) -> list[Prefetch]:
     """Each phase in which anything was gathered."""
     keys = dict.fromkeys(
         (n.phase, n.micro_batch) for n in sorted(step.needs, key=lambda need: need.needed_ns)
@@ -120,7 +120,7 @@ def judge_prefetch(step: Step) -> list[Prefetch]:
     return [prefetch for prefetch in judged if prefetch is not None]
 
 
-def _judge_phase(step: Step, phase: str, micro_batch: int) -> Prefetch | None:
+def _judge_phase(step: ProfiledStep, phase: str, micro_batch: int) -> Prefetch | None:
     here = (phase, micro_batch)
     runs = _first_of_each([run for run in step.runs if (run.phase, run.micro_batch) == here])
     needs = {need.unit: need for need in reversed(step.needs) if (need.phase, need.micro_batch) == here}
@@ -154,7 +154,7 @@ def _first_of_each(runs: Sequence[UnitRun]) -> list[UnitRun]:
 
 
 def _costs(
-    step: Step, runs: Sequence[UnitRun], sent: dict[str, Transfer], here: tuple[str, int]
+    step: ProfiledStep, runs: Sequence[UnitRun], sent: dict[str, Transfer], here: tuple[str, int]
 ) -> list[UnitCost]:
     """From unit to unit: what passes between their starts without what computing stood for communication."""
     scatters = defaultdict[str, int](int)
@@ -196,7 +196,12 @@ def waits_with_depth(costs: Sequence[UnitCost], depth: int) -> list[int]:
 
 
 def _judge(
-    step: Step, runs: Sequence[UnitRun], need: Need, sent: Transfer, waits: Sequence[int], late_ns: int
+    step: ProfiledStep,
+    runs: Sequence[UnitRun],
+    need: Need,
+    sent: Transfer,
+    waits: Sequence[int],
+    late_ns: int,
 ) -> Gather:
     waited_ns = max(min(sent.end_ns, need.served_ns) - need.needed_ns, 0)
     if sent.blocking:
@@ -259,7 +264,7 @@ class Communication:
     bytes: int
 
 
-def split_step(step: Step) -> Shares:
+def split_step(step: ProfiledStep) -> Shares:
     """The step's time by what happened in it."""
     overlapped = total(intersect(step.computing, step.in_flight))
     host = total(step.host)
@@ -272,7 +277,7 @@ def split_step(step: Step) -> Shares:
     )
 
 
-def sum_communication(step: Step) -> list[Communication]:
+def sum_communication(step: ProfiledStep) -> list[Communication]:
     """By lane and axis, longest first. What two at once send counts for each."""
     found = defaultdict[tuple[str, str], list[tuple[int, int, int]]](list)
     for t in step.transfers:
@@ -287,12 +292,12 @@ def sum_communication(step: Step) -> list[Communication]:
     return sorted(rows, key=lambda row: -row.ns)
 
 
-def median_step(steps: Sequence[Step]) -> Step:
+def median_step(steps: Sequence[ProfiledStep]) -> ProfiledStep:
     """The one of median length, the longer of the two in the middle."""
     return sorted(steps, key=lambda step: step.length_ns)[len(steps) // 2]
 
 
-def standing(step: Step, start_ns: int, end_ns: int) -> int:
+def standing(step: ProfiledStep, start_ns: int, end_ns: int) -> int:
     """For how long of a window nothing computed while something was in flight."""
     return total(clip(_near(step.exposed, start_ns, end_ns), start_ns, end_ns))
 

@@ -8,13 +8,13 @@ from typing import Any
 from meshwright.parallel.planner.plot.timeline import ROWS
 from meshwright.tools.cli import format_table
 from meshwright.tools.trace.advice import advise, ms
-from meshwright.tools.trace.analysis import Answer
+from meshwright.tools.trace.analysis import ProfileAnalysis
 from meshwright.tools.trace.prefetch import KINDS, Gather, Prefetch, split_step
 
 MOST_GATHERS = 16  # rows of the table; all are in the JSON document
 
 
-def describe(found: Answer) -> Iterator[str]:
+def describe(found: ProfileAnalysis) -> Iterator[str]:
     """The blocks of the text, without the kernels and the plan."""
     yield "\n".join(_first_lines(found))
     yield "\n".join(["What to do", *_advice(found)])
@@ -40,7 +40,7 @@ def percents(shares: Mapping[str, float]) -> dict[str, float]:
     return {kind: count / 10 for kind, count in tenths.items()}
 
 
-def _first_lines(found: Answer) -> Iterator[str]:
+def _first_lines(found: ProfileAnalysis) -> Iterator[str]:
     part = percents(found.shares.of_step())
     under = f" ({part['overlapped']:.1f}% with communication under it)" if part["overlapped"] else ""
     words = [
@@ -60,7 +60,7 @@ def _first_lines(found: Answer) -> Iterator[str]:
         yield f"left out, of another run: {', '.join(found.left_out)}"
 
 
-def _advice(found: Answer) -> Iterator[str]:
+def _advice(found: ProfileAnalysis) -> Iterator[str]:
     advice = advise(found)
     if not advice:
         yield "  nothing stands out: no unit is slower than its equals, nothing to hide comes late"
@@ -68,12 +68,12 @@ def _advice(found: Answer) -> Iterator[str]:
         yield f"  {number}. {line.text}"
 
 
-def _share_rows(found: Answer) -> list[tuple[str, str, str]]:
+def _share_rows(found: ProfileAnalysis) -> list[tuple[str, str, str]]:
     part = percents(found.shares.of_step())
     return [(f"{part[kind]:.1f}%", ms(found.shares.ns[kind]), words) for kind, words in KINDS.items()]
 
 
-def _communication(found: Answer) -> str:
+def _communication(found: ProfileAnalysis) -> str:
     rows = [
         (
             ROWS.get(c.lane, c.lane),
@@ -88,7 +88,7 @@ def _communication(found: Answer) -> str:
     return format_table(("collective", "axis", "times", "in flight", "hidden", "exposed"), rows)
 
 
-def _prefetch(found: Answer) -> Iterator[str]:
+def _prefetch(found: ProfileAnalysis) -> Iterator[str]:
     """The gathers of the last micro batch, and what each depth would bring."""
     if not found.prefetch:
         return
@@ -139,7 +139,7 @@ def _depths(prefetch: Prefetch) -> str:
     )
 
 
-def _stragglers(found: Answer) -> str:
+def _stragglers(found: ProfileAnalysis) -> str:
     rows = [
         (str(r.rank), f"{r.last_share:.0%}", ms(r.others_waited_ns), ms(r.waited_ns))
         for r in found.stragglers
@@ -147,7 +147,7 @@ def _stragglers(found: Answer) -> str:
     return format_table(("rank", "comes last", "others wait for it", "waits for others"), rows)
 
 
-def make_document(found: Answer) -> dict[str, Any]:
+def make_document(found: ProfileAnalysis) -> dict[str, Any]:
     """All but the kernels and the plan."""
     return {
         "trace": str(found.trace),

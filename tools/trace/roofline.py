@@ -57,7 +57,7 @@ PARTLY = re.compile(r"embedding|gather|scatter|index|slice|select|split|narrow|c
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperatorWork:
     """Floating-point operations, of numbers of `dtype` ("" without operations), and bytes read and written,
     each once. `halved`: attention is causal, and half of its operations are counted."""
 
@@ -79,7 +79,7 @@ class _Tensor:
         return self.stored * self.width
 
 
-def work_of(event: Mapping[str, Any]) -> Work | None:
+def work_of(event: Mapping[str, Any]) -> OperatorWork | None:
     """Of an operator's event; None where its arguments do not tell."""
     name, args = event["name"], event.get("args") or {}
     if args.get("kernel_backend") == "triton":
@@ -92,7 +92,7 @@ def work_of(event: Mapping[str, Any]) -> Work | None:
         return _attention(found[1], args)
     if name in ("aten::copy_", "aten::fill_", "aten::zero_"):
         tensors = _tensors(args)
-        return Work(None, float(sum(tensor.bytes for tensor in tensors))) if tensors else None
+        return OperatorWork(None, float(sum(tensor.bytes for tensor in tensors))) if tensors else None
     if found := POINTWISE.fullmatch(name):
         return _pointwise(_tensors(args), in_place=bool(found[2]))
     return None
@@ -116,7 +116,7 @@ def _tensors(args: Mapping[str, Any]) -> list[_Tensor]:
     return [tensor for place in range(len(args["Input Dims"])) if (tensor := _tensor(args, place))]
 
 
-def _product(name: str, args: Mapping[str, Any]) -> Work | None:
+def _product(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
     """x[..., M, K] · y[..., K, N]: a multiplication and an addition each. What it is added to is read too;
     the result of a scaled product has a dtype that is not noted."""
     x, y = (_tensor(args, place) for place in PRODUCTS[name])
@@ -129,7 +129,7 @@ def _product(name: str, args: Mapping[str, Any]) -> Work | None:
         if name == "aten::_scaled_mm"
         else float(x.bytes + y.bytes + result * x.width + (added.bytes if added else 0))
     )
-    return Work(2.0 * result * x.dims[-1], moved, x.dtype)
+    return OperatorWork(2.0 * result * x.dims[-1], moved, x.dtype)
 
 
 @cache
@@ -140,7 +140,7 @@ def _places(operator: str) -> dict[str, int]:
     return {argument.name: i for i, argument in enumerate(packet.default._schema.arguments)} if packet else {}
 
 
-def _attention(operator: str, args: Mapping[str, Any]) -> Work | None:
+def _attention(operator: str, args: Mapping[str, Any]) -> OperatorWork | None:
     """q · k^T and its product with v, and what their backward multiplies, half of it if causal. Of sequences
     packed into one (three dims) the lengths are not noted."""
     places = _places(operator)
@@ -153,7 +153,7 @@ def _attention(operator: str, args: Mapping[str, Any]) -> Work | None:
     tokens = 1 if operator.startswith(TOKENS_FIRST) else 2
     products = BACKWARD_PRODUCTS if operator.endswith("_backward") else FORWARD_PRODUCTS
     flops = 2.0 * products * prod(q.dims) * k.dims[tokens]
-    return Work(flops / 2 if causal else flops, None, q.dtype, causal)
+    return OperatorWork(flops / 2 if causal else flops, None, q.dtype, causal)
 
 
 def _is_causal(places: Mapping[str, int], concrete: Sequence[str]) -> bool | None:
@@ -165,7 +165,7 @@ def _is_causal(places: Mapping[str, int], concrete: Sequence[str]) -> bool | Non
     return place < len(concrete) and concrete[place] in ("True", *CAUSAL_MASKS)
 
 
-def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> Work | None:
+def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> OperatorWork | None:
     """Reads its arguments and writes a result; of several dtypes the result's is not noted. Single numbers do
     not count."""
     large = [tensor for tensor in tensors if tensor.dims]
@@ -173,10 +173,10 @@ def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> Work | None:
         return None
     sizes = zip_longest(*(reversed(tensor.dims) for tensor in large), fillvalue=1)
     result = large[0].stored if in_place else prod(map(max, sizes))
-    return Work(None, float(sum(tensor.bytes for tensor in large) + result * large[0].width))
+    return OperatorWork(None, float(sum(tensor.bytes for tensor in large) + result * large[0].width))
 
 
-def _fused(name: str, args: Mapping[str, Any]) -> Work | None:
+def _fused(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
     """A kernel of Triton's that torch.compile launched: what it says of itself (with inductor's
     config.benchmark_kernel), else every tensor that it gets, once. One that it reads and then overwrites
     moves twice that."""
@@ -184,7 +184,7 @@ def _fused(name: str, args: Mapping[str, Any]) -> Work | None:
     moved = float(gb) * 1e9 if gb else None
     if moved is None and "Input Dims" in args and not PARTLY.search(name):
         moved = float(sum(tensor.bytes for tensor in _tensors(args) if tensor.dims)) or None
-    return Work(float(flops) if flops else None, moved) if flops or moved else None
+    return OperatorWork(float(flops) if flops else None, moved) if flops or moved else None
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Roof:
     memory_gb_s: float
     peaks_tflops: Mapping[str, float]
 
-    def least_s(self, work: Work) -> float | None:
+    def least_s(self, work: OperatorWork) -> float | None:
         """The time that the work takes at the roof: its operations or its bytes, whichever takes longer. None
         where neither is known, or where there are operations of a dtype without a peak."""
         parts = []

@@ -67,7 +67,7 @@ def total(intervals: Iterable[Interval]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ComputeSpan:
     """Something that computed. `work`, `unit` and `phase` as in parallel.planner.timeline.Event."""
 
     start_ns: int
@@ -127,7 +127,7 @@ class UnitRun:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProfiledStep:
     """One step of one rank.
 
     Args:
@@ -140,7 +140,7 @@ class Step:
     rank: int
     start_ns: int
     end_ns: int
-    works: Sequence[Work]
+    works: Sequence[ComputeSpan]
     transfers: Sequence[Transfer]
     runs: Sequence[UnitRun]
     needs: Sequence[Need]

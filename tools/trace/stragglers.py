@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from meshwright.parallel.plan.schema import AXES, MeshPlan
-from meshwright.tools.trace.steps import Step, Transfer, clip, intersect, total, union
+from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, intersect, total, union
 
 EQUALS = 3  # units of one shape at least, or there is no telling which of them is slow
 # By how much a unit must exceed the median of its equals: a factor, and a multiple of their spread. The
@@ -49,14 +49,14 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Clock:
+class TraceClock:
     """Of a rank's trace: what its times count from, and on which host."""
 
     base_ns: int
     host: str
 
 
-def find_slow_units(steps: Sequence[Step]) -> list[SlowUnit]:
+def find_slow_units(steps: Sequence[ProfiledStep]) -> list[SlowUnit]:
     """Of one rank's steps, the worst first."""
     times = defaultdict[tuple[str, str], dict[str, list[int]]](dict)
     for step in steps:
@@ -71,7 +71,7 @@ def _family(unit: str) -> str:
     return re.sub(r"\d+", "*", unit)
 
 
-def _own_work(step: Step) -> dict[tuple[str, str], int]:
+def _own_work(step: ProfiledStep) -> dict[tuple[str, str], int]:
     """By unit and phase, without what it stood for tensor-parallel collectives; all micro batches
     together."""
     stood = intersect(step.exposed, union((t.start_ns, t.end_ns) for t in step.transfers if t.lane == "tp"))
@@ -96,7 +96,10 @@ def _slow_of(rank: int, phase: str, units: Mapping[str, Sequence[int]]) -> list[
 
 
 def find_stragglers(
-    ranks: Mapping[int, Sequence[Step]], clocks: Mapping[int, Clock], on_device: bool, mesh: MeshPlan | None
+    ranks: Mapping[int, Sequence[ProfiledStep]],
+    clocks: Mapping[int, TraceClock],
+    on_device: bool,
+    mesh: MeshPlan | None,
 ) -> tuple[list[Straggler], str]:
     """Every rank, the one most waited for first; and which clock. `on_device`: a collective's kernel starts
     when the rank has come to it; else it comes when it launches it. `mesh`: who meets whom in a collective;
@@ -136,7 +139,7 @@ def _group(rank: int, axis: str, mesh: MeshPlan | None) -> tuple[int, ...]:
     return tuple(place for name, place in places.items() if name != axis)
 
 
-def _numbered(steps: Iterable[Step]) -> Iterable[tuple[Key, Transfer]]:
+def _numbered(steps: Iterable[ProfiledStep]) -> Iterable[tuple[Key, Transfer]]:
     for step in steps:
         seen = defaultdict[tuple[str, str, str, str, int], int](int)
         for t in sorted(step.transfers, key=lambda t: t.issued_ns):
@@ -146,7 +149,9 @@ def _numbered(steps: Iterable[Step]) -> Iterable[tuple[Key, Transfer]]:
                 seen[same] += 1
 
 
-def _shifts(clocks: Mapping[int, Clock], ends: Mapping[int, Mapping[Key, int]]) -> tuple[dict[int, int], str]:
+def _shifts(
+    clocks: Mapping[int, TraceClock], ends: Mapping[int, Mapping[Key, int]]
+) -> tuple[dict[int, int], str]:
     """What to add to each rank's times so that they are on one clock. A collective ends everywhere at nearly
     one time."""
     hosts = {clock.host for clock in clocks.values()}

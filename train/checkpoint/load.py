@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshwright.train.checkpoint.huggingface import FilesReader
-from meshwright.train.checkpoint.manifest import Manifest, SavedTensor, describe_tensor, dtype_word
+from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, dtype_word
 from meshwright.train.checkpoint.shards import random_state, training_tensors
 from meshwright.train.checkpoint.storage import list_checkpoints, put_aside
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.distributed.ranks import Place, from_main
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import CheckpointError, UnreadableError
 from meshwright.train.files import user_path
 
@@ -29,7 +29,7 @@ UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, AssertionError, Ch
 
 
 def load_checkpoint(
-    checkpoint: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
+    checkpoint: Path, manifest: CheckpointManifest, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Read a checkpoint, whose manifest has been verified, into model and optimizer in place; all ranks call
     it.
@@ -57,7 +57,7 @@ def _count_steps_alike(optimizer: torch.optim.Optimizer) -> None:
         torch._foreach_copy_(steps, [torch.stack(steps).max()] * len(steps))
 
 
-def open_reader(checkpoint: Path, manifest: Manifest) -> FilesReader:
+def open_reader(checkpoint: Path, manifest: CheckpointManifest) -> FilesReader:
     """What reads the files of all ranks; their headers are read now, once. Raises CheckpointError."""
     try:
         return FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
@@ -67,7 +67,7 @@ def open_reader(checkpoint: Path, manifest: Manifest) -> FilesReader:
 
 def read_tensors(
     checkpoint: Path,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     into: Mapping[str, Tensor],
     alone: bool = False,
     reader: FilesReader | None = None,
@@ -137,7 +137,7 @@ class Start:
     """A verified checkpoint to go on from, and lines that say what was passed over on the way to it."""
 
     checkpoint: Path | None = None
-    manifest: Manifest | None = None
+    manifest: CheckpointManifest | None = None
     said: tuple[str, ...] = ()
 
     @property
@@ -146,7 +146,7 @@ class Start:
         return self.manifest.position.step if self.manifest else 0
 
 
-def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
+def find_start(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
     """The checkpoint to go on from; every rank calls it, and all find the same.
 
     Under `auto` it is the newest in `folder` that verifies; those passed over are renamed, so that they no
@@ -160,7 +160,7 @@ def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
         path = user_path(config.resume, "checkpoint.resume", CheckpointError)
         return Start(path, _verify_named(config, path))
     damaged: list[tuple[Path, str]] = []
-    found = from_main(place, lambda: list_checkpoints(folder))
+    found = broadcast_from_rank0(ranks, lambda: list_checkpoints(folder))
     for path in reversed(found):
         try:
             manifest = verify_together(path, config.verify)
@@ -169,7 +169,7 @@ def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
         except CheckpointError as error:
             damaged.append((path, str(error)))
             continue
-        aside = from_main(place, lambda: [put_aside(one) for one, _ in damaged])
+        aside = broadcast_from_rank0(ranks, lambda: [put_aside(one) for one, _ in damaged])
         said = [
             f"checkpoint: passed over: {why}. It is now {new}"
             for (_, why), new in zip(damaged, aside, strict=True)
@@ -183,7 +183,7 @@ def find_start(config: CheckpointConfig, folder: Path, place: Place) -> Start:
     return Start()
 
 
-def _verify_named(config: CheckpointConfig, path: Path) -> Manifest:
+def _verify_named(config: CheckpointConfig, path: Path) -> CheckpointManifest:
     try:
         return verify_together(path, config.verify)
     except CheckpointError as error:

@@ -23,7 +23,7 @@ LIMIT_BYTES = 64 * 2**20  # of a manifest; that of a 405B model saved by 16,384 
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainPosition:
     """How far a run is: steps done, samples of the data order used; and what that order and the random state
     hang on: seed, tokens per sequence, the number of processes, and the fingerprint of the data."""
 
@@ -69,11 +69,11 @@ def dtype_word(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """All that a checkpoint consists of: its files but for the manifest by name, and its tensors,
     `model.FQN`, `optim.FQN.MOMENT` and `random.DEVICE.RANK`; and with which versions it was written."""
 
-    position: Position
+    position: TrainPosition
     files: Mapping[str, SavedFile]
     tensors: Mapping[str, SavedTensor]
     code: Mapping[str, str] = field(
@@ -81,7 +81,7 @@ class Manifest:
     )
 
 
-def manifest_to_text(manifest: Manifest) -> str:
+def manifest_to_text(manifest: CheckpointManifest) -> str:
     """The file's text, the only one there is for this manifest: its last key is the hash of all that stands
     before."""
     tensors = {name: str(tensor) for name, tensor in manifest.tensors.items()}
@@ -89,7 +89,7 @@ def manifest_to_text(manifest: Manifest) -> str:
     return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """A checkpoint's manifest. Raises CheckpointError unless it is there and exactly as it was written,
     UnreadableError if nobody can tell."""
     path = checkpoint / MANIFEST
@@ -114,12 +114,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def _manifest_from(content: bytes) -> Manifest:
+def _manifest_from(content: bytes) -> CheckpointManifest:
     data = parse_mapping(content.decode())
     if odd := [name for name in data["files"] if not _FILE.fullmatch(name) or name in (".", "..", MANIFEST)]:
         raise ValueError(odd[0])
-    manifest = Manifest(
-        Position(**_typed(Position, data["position"])),
+    manifest = CheckpointManifest(
+        TrainPosition(**_typed(TrainPosition, data["position"])),
         {name: SavedFile(**_typed(SavedFile, entry)) for name, entry in data["files"].items()},
         {name: _tensor_from(text) for name, text in data["tensors"].items()},
         {name: str(version) for name, version in data["code"].items()},

@@ -20,9 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.checkpoint.host_buffers import RoomAsked, copy_bytes, describe_missing
-from meshwright.train.checkpoint.manifest import Manifest, Position, SavedFile, SavedTensor, describe_tensor
+from meshwright.train.checkpoint.manifest import (
+    CheckpointManifest,
+    SavedFile,
+    SavedTensor,
+    TrainPosition,
+    describe_tensor,
+)
 from meshwright.train.checkpoint.shards import (
-    Shard,
+    TensorShard,
     needed_bytes,
     own_shards,
     random_state,
@@ -54,8 +60,8 @@ class _Job:
     """A save under way. `limits`: least and largest value of each of this rank's parts, in the order of
     `shards`; `problem`: why there are none."""
 
-    position: Position
-    shards: dict[str, Shard]
+    position: TrainPosition
+    shards: dict[str, TensorShard]
     limits: Tensor
     tensors: dict[str, SavedTensor]
     needed_bytes: int
@@ -64,7 +70,7 @@ class _Job:
     problem: str
 
 
-class Saver:
+class CheckpointSaver:
     """Saves a run's model, optimizer and random state into `folder`, with some `texts` beside them, by file
     name. Every rank makes one, and calls it at the same steps; a save never overlaps the one before."""
 
@@ -98,7 +104,7 @@ class Saver:
         self.failed = ""  # why the last save has failed
         self.cut_off = ""  # why the ranks no longer hear each other: nothing is saved from then on
 
-    def save(self, position: Position) -> None:
+    def save(self, position: TrainPosition) -> None:
         """Start a save; with `checkpoint.asynchronous` training may go on at once, as soon as the copy is
         made. It fails at once, with the same words, after one that was cut off: who knows which of its
         messages are still on their way."""
@@ -133,7 +139,7 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def news(self) -> list[Saved]:
+    def poll(self) -> list[Saved]:
         """What has become of saves since the last call."""
         return [self._news.get() for _ in range(self._news.qsize())]
 
@@ -148,11 +154,13 @@ class Saver:
         dist.all_gather_object(problems, self._take_room(shards), group=self._group)
         return next(filter(None, problems), "")
 
-    def _own_shards(self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]) -> dict[str, Shard]:
-        states = {name: Shard(state, (0,) * state.dim()) for name, state in random.items()}
+    def _own_shards(
+        self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
+    ) -> dict[str, TensorShard]:
+        states = {name: TensorShard(state, (0,) * state.dim()) for name, state in random.items()}
         return own_shards(tensors, self._mesh) | states
 
-    def _take_room(self, shards: Mapping[str, Shard]) -> str:
+    def _take_room(self, shards: Mapping[str, TensorShard]) -> str:
         """Memory for the copies, kept for later saves; or why there is none. On a CPU the training waits
         instead."""
         if self._on_cpu and not self._config.asynchronous:
@@ -181,12 +189,12 @@ class Saver:
         dist.all_gather_object(asked, mine, group=self._group)
         return describe_missing(asked)
 
-    def _copy(self, shards: dict[str, Shard]) -> dict[str, Shard]:
+    def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
         """The shards in host memory, where the training does not change them, if it goes on."""
         if not self._asynchronous and self._on_cpu:
             return shards
         copied = {
-            name: Shard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
+            name: TensorShard(self._copies[name].copy_(shard.values, non_blocking=True), shard.offsets)
             for name, shard in shards.items()
         }
         if torch.cuda.is_initialized():
@@ -266,7 +274,7 @@ class Saver:
                 files[name] = hash_file(partial / name)
         except OSError as error:
             raise SaveError(f"{partial} cannot be written ({error.strerror})") from None
-        path = commit(partial, Manifest(job.position, files, tensors))
+        path = commit(partial, CheckpointManifest(job.position, files, tensors))
         delete_others(self._folder, self._config.keep, self._config.keep_every)
         return path
 
@@ -309,7 +317,7 @@ def _attempt(work: Any) -> Any:
         return SaveError(f"{type(error).__name__}: {error}")
 
 
-def _limits(shards: Iterable[Shard]) -> Tensor:
+def _limits(shards: Iterable[TensorShard]) -> Tensor:
     """limits[shards, 2]: least and largest value of each, where they lie; both NaN where one is. One pass
     over the memory."""
     limits = [limit.float() for shard in shards for limit in shard.values.aminmax()]

@@ -27,7 +27,7 @@ from meshwright.train.checkpoint.manifest import SavedFile
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """A rank's part of a tensor: its values, and where in the whole tensor they begin."""
 
     values: Tensor
@@ -53,7 +53,7 @@ def random_state() -> dict[str, Tensor]:
     return states
 
 
-def own_shards(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Shard]:
+def own_shards(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, TensorShard]:
     """What this rank writes of tensors that lie on `mesh`, the run's, or on some of its axes. Those that
     several ranks hold alike take turns among them, one tensor after the other."""
     coordinates = mesh.get_coordinate()
@@ -83,15 +83,15 @@ def _sharded_axes(tensor: Tensor) -> set[str]:
     }
 
 
-def _own_shard(tensor: Tensor) -> Shard:
+def _own_shard(tensor: Tensor) -> TensorShard:
     if not isinstance(tensor, DTensor):
-        return Shard(tensor, (0,) * tensor.dim())
+        return TensorShard(tensor, (0,) * tensor.dim())
     shape, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     local = local_part(tensor)
     assert local.shape == torch.Size(shape), (local.shape, shape)
-    return Shard(local, tuple(offsets))
+    return TensorShard(local, tuple(offsets))
 
 
 # Of a tensor in the header of a rank's file: its name twice, dtype, shape, offsets. Of an 8B model 204 on
@@ -123,7 +123,7 @@ _DTYPES = {
 _PIECE_BYTES = 16 * 2**20  # written and hashed at a time
 
 
-def write_shard_file(path: Path, shards: Mapping[str, Shard]) -> SavedFile:
+def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> SavedFile:
     """Write shards that lie in host memory into a new file, and wait until the disk has it. OSError if that
     fails."""
     # The largest elements first, so that every tensor begins at a multiple of its element's size.
@@ -142,7 +142,7 @@ def write_shard_file(path: Path, shards: Mapping[str, Shard]) -> SavedFile:
     return SavedFile(size_bytes, digest.hexdigest())
 
 
-def _pieces(shards: Mapping[str, Shard]) -> Iterator[memoryview]:
+def _pieces(shards: Mapping[str, TensorShard]) -> Iterator[memoryview]:
     yield memoryview(_header(shards))
     for shard in shards.values():
         content = memory_of(shard.values)
@@ -150,7 +150,7 @@ def _pieces(shards: Mapping[str, Shard]) -> Iterator[memoryview]:
             yield content[start : start + _PIECE_BYTES]
 
 
-def _header(shards: Mapping[str, Shard]) -> bytes:
+def _header(shards: Mapping[str, TensorShard]) -> bytes:
     offsets = {name: {"saved_offsets": shard.offsets} for name, shard in shards.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     header: dict[str, object] = {"__metadata__": metadata}

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.train.checkpoint.manifest import MANIFEST, Manifest, manifest_to_text
+from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, manifest_to_text
 from meshwright.train.errors import CheckpointError, SaveError
 from meshwright.train.files import flush_folder
 
@@ -94,7 +94,7 @@ def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
     return partial
 
 
-def commit(partial: Path, manifest: Manifest) -> Path:
+def commit(partial: Path, manifest: CheckpointManifest) -> Path:
     """Give what lies in `partial` its manifest, and by one rename the name under which it counts, safe
     against a loss of power. Raises SaveError, also where a file that the manifest names did not arrive."""
     final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))

@@ -15,7 +15,7 @@ from meshwright.parallel.errors import one_line
 from meshwright.train.checkpoint.manifest import (
     GONE,
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     SavedFile,
     make_unreadable,
     read_manifest,
@@ -26,7 +26,7 @@ from meshwright.train.errors import CheckpointError, UnreadableError
 _READ_BYTES = 16 * 2**20
 
 
-def verify_alone(checkpoint: Path, mode: VerifyMode = "full") -> Manifest:
+def verify_alone(checkpoint: Path, mode: VerifyMode = "full") -> CheckpointManifest:
     """The manifest of a checkpoint of which every file has been compared with it by this process. Raises
     CheckpointError, UnreadableError where something cannot be read."""
     manifest = read_manifest(checkpoint)
@@ -34,7 +34,7 @@ def verify_alone(checkpoint: Path, mode: VerifyMode = "full") -> Manifest:
     return manifest
 
 
-def verify_together(checkpoint: Path, mode: VerifyMode) -> Manifest:
+def verify_together(checkpoint: Path, mode: VerifyMode) -> CheckpointManifest:
     """As verify_alone, but every rank reads its part of the files only; all ranks call it, and end alike."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     manifest, problems = None, list[tuple[str, str]]()
@@ -68,7 +68,9 @@ def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
         )
 
 
-def find_damage(checkpoint: Path, manifest: Manifest, mode: VerifyMode, names: Sequence[str]) -> list[str]:
+def find_damage(
+    checkpoint: Path, manifest: CheckpointManifest, mode: VerifyMode, names: Sequence[str]
+) -> list[str]:
     """What differs from the manifest: of the files called `names`, size and (`full`) every byte; of the
     folder, its files. Raises UnreadableError where that cannot be told: only what has been found to differ is
     a difference."""

@@ -19,9 +19,9 @@ from meshwright.train.data.token_store import (
     FORMAT,
     MANIFEST,
     SPLITS,
-    Manifest,
     Source,
-    Split,
+    TokenStoreManifest,
+    TokenStream,
     open_split,
     read_manifest,
     verify_once,
@@ -34,7 +34,7 @@ from meshwright.train.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
 
@@ -53,8 +53,8 @@ class Corpus:
     """
 
     sources: tuple[Source, ...]
-    held_out: dict[str, Split]
-    validation: dict[str, Split]
+    held_out: dict[str, TokenStream]
+    validation: dict[str, TokenStream]
     tokenizer: TokenizerInfo
     description: str
     fingerprint: str
@@ -194,7 +194,7 @@ def _short_names(sources: list[str]) -> dict[str, str]:
     return {source: name if list(last.values()).count(name) == 1 else source for source, name in last.items()}
 
 
-def _describe(source: str, folder: Path, manifest: Manifest) -> str:
+def _describe(source: str, folder: Path, manifest: TokenStoreManifest) -> str:
     train, held_out = (manifest.splits[split] for split in ("train", "held_out"))
     documents = sum(shard.documents for shard in (*train, *held_out))
     counts = [sum(shard.tokens for shard in split) for split in (train, held_out)]
@@ -252,7 +252,7 @@ def check_raw(source: str) -> None:
         )
 
 
-def check_sequences(split: Split, shape: SequenceShape, name: str) -> int:
+def check_sequences(split: TokenStream, shape: SequenceShape, name: str) -> int:
     """How many sequences there are to train on; DataError if none."""
     if count := count_sequences(split, shape):
         return count
@@ -279,21 +279,21 @@ def check_evaluation(corpus: Corpus) -> None:
             )
 
 
-def load_together(config: DataConfig, place: Place, resume_from: Path | None) -> Corpus:
+def load_together(config: DataConfig, ranks: RankInfo, resume_from: Path | None) -> Corpus:
     """One process per node writes the cache and compares checksums, the others wait. A DataError reaches all
     alike, also where ranks see different text or checkpoints."""
     corpus, problem = None, ""
-    if place.local_rank == 0:
+    if ranks.local_rank == 0:
         try:
             corpus = load_corpus(config)
         except DataError as error:
             problem = str(error)
-    problems = [""] * place.world_size
+    problems = [""] * ranks.world_size
     dist.all_gather_object(problems, problem)
     if any(problems):
         raise DataError(next(filter(None, problems)))
     corpus = corpus or load_corpus(config)
-    seen: list[Any] = [None] * place.world_size
+    seen: list[Any] = [None] * ranks.world_size
     sizes = {name: split.tokens for name, split in {**corpus.held_out, **corpus.validation}.items()}
     dist.all_gather_object(seen, (corpus.fingerprint, sizes, resume_from and resume_from.name))
     if any(what != seen[0] for what in seen):

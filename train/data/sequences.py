@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.config import DataConfig
 from meshwright.train.data.batch import Batch
-from meshwright.train.data.token_store import Split
+from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.errors import DataError
 
 
 def part_documents(
-    split: Split, begin: int, end: int, targets: NDArray[np.int64], first: NDArray[np.int64]
+    split: TokenStream, begin: int, end: int, targets: NDArray[np.int64], first: NDArray[np.int64]
 ) -> None:
     """Of the sequence that is tokens begin .. end - 1 of a split, write where each token's document begins in
     the sequence, into first[T], and let no target of targets[T] cross two documents. DataError where
@@ -60,14 +60,14 @@ def make_sequence_shape(
     return SequenceShape(seq_len, config.packing, config.document_mask, start_id, vocab_size)
 
 
-def count_sequences(split: Split, shape: SequenceShape) -> int:
+def count_sequences(split: TokenStream, shape: SequenceShape) -> int:
     """How many whole sequences a split has. Packed, each has T inputs and shares its last target with the
     next."""
     return max(0, split.tokens - 1) // shape.seq_len if shape.packing else split.documents
 
 
 def read_batch(
-    splits: list[Split], rows: NDArray[np.int64], shape: SequenceShape, pinned: bool = False
+    splits: list[TokenStream], rows: NDArray[np.int64], shape: SequenceShape, pinned: bool = False
 ) -> Batch:
     """The sequences rows[B] = (split, index) on the host, copied from the mapped file straight into the
     batch. An index of -1 is padding, which counts for nothing; so does what follows the last token. Raises
@@ -96,7 +96,7 @@ def read_batch(
 
 
 def _read_row(
-    split: Split,
+    split: TokenStream,
     begin: int,
     end: int,
     shape: SequenceShape,
@@ -116,7 +116,7 @@ def _read_row(
     outputs[wanted:] = IGNORE_INDEX
 
 
-def _check_ids(ids: NDArray[np.int64], split: Split, begin: int, vocab_size: int) -> None:
+def _check_ids(ids: NDArray[np.int64], split: TokenStream, begin: int, vocab_size: int) -> None:
     if ids.max(initial=0) < vocab_size:
         return
     bad = int((ids >= vocab_size).argmax())

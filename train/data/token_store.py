@@ -75,17 +75,17 @@ class MappedFile:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """A shard: ids[tokens], and ends[documents], where each document ends in it."""
 
     ids: MappedFile
     ends: MappedFile
 
 
-class Split:
+class TokenStream:
     """The shards of one split, one after another, as one stream of tokens and one list of documents."""
 
-    def __init__(self, shards: list[Shard], text_bytes: int) -> None:
+    def __init__(self, shards: list[TokenShard], text_bytes: int) -> None:
         self._shards, self.text_bytes = shards, text_bytes
         self._tokens = np.cumsum([0, *(len(shard.ids) for shard in shards)])  # where each shard begins
         self._documents = np.cumsum([0, *(len(shard.ends) for shard in shards)])
@@ -216,7 +216,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TokenStoreManifest:
     """What a folder holds."""
 
     tokenizer: TokenizerInfo
@@ -227,7 +227,7 @@ class Manifest:
     format: int = FORMAT
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> TokenStoreManifest:
     """The manifest of a folder. Raises DataError."""
     path = folder / MANIFEST
     try:
@@ -243,7 +243,7 @@ def read_manifest(folder: Path) -> Manifest:
             name for name, n in Counter(s.name for split in SPLITS for s in splits[split]).items() if n > 1
         ]:
             raise ValueError(f"the shard {twice[0]} stands twice")
-        return Manifest(
+        return TokenStoreManifest(
             tokenizer=build(TokenizerInfo, plain["tokenizer"]),
             dtype=plain["dtype"],
             sources=tuple(build(SourceFile, source) for source in plain["sources"]),
@@ -281,21 +281,21 @@ def build(kind: type[T], plain: dict[str, Any]) -> T:
     return built
 
 
-def manifest_to_json(manifest: Manifest) -> str:
+def manifest_to_json(manifest: TokenStoreManifest) -> str:
     """The manifest as its file has it."""
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 
-def open_split(folder: Path, manifest: Manifest, *splits: str) -> Split:
+def open_split(folder: Path, manifest: TokenStoreManifest, *splits: str) -> TokenStream:
     """Splits as one. Raises DataError where a file is not there, has another size than the manifest says, or
     is a link that leads out of the folder. No file stays open: there may be more of them than a process may
     open."""
     infos = [info for split in splits for info in manifest.splits[split]]
     shards = [_open_shard(folder, info, np.dtype(manifest.dtype)) for info in infos]
-    return Split(shards, sum(info.text_bytes for info in infos))
+    return TokenStream(shards, sum(info.text_bytes for info in infos))
 
 
-def sizes(manifest: Manifest) -> dict[str, int]:
+def sizes(manifest: TokenStoreManifest) -> dict[str, int]:
     """Every file of the shards and how many bytes it has."""
     dtype = np.dtype(manifest.dtype)
     infos = [info for shards in manifest.splits.values() for info in shards]
@@ -306,14 +306,14 @@ def _sizes(info: ShardInfo, dtype: np.dtype) -> dict[str, int]:
     return {f"{info.name}.bin": info.tokens * dtype.itemsize, f"{info.name}.ends": info.documents * 8}
 
 
-def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> Shard:
+def _open_shard(folder: Path, info: ShardInfo, dtype: np.dtype) -> TokenShard:
     ids = _open_file(folder / f"{info.name}.bin", dtype.newbyteorder("<"), info.tokens, info.sha256)
     ends = _open_file(folder / f"{info.name}.ends", np.dtype("<u8"), info.documents, info.ends_sha256)
     if (last := ends.numbers()[-1]) != info.tokens:
         raise DataError(
             f"{ends.path}: the last document ends at token {last} of {info.tokens}: prepare the data again"
         )
-    return Shard(ids, ends)
+    return TokenShard(ids, ends)
 
 
 def _open_file(path: Path, dtype: np.dtype, length: int, sha256: str) -> MappedFile:
@@ -390,7 +390,7 @@ def hash_file(path: Path) -> str:
         raise DataError(f"{path} cannot be read ({error.strerror}): prepare the data again") from None
 
 
-def _checksums(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _checksums(manifest: TokenStoreManifest) -> Iterator[tuple[str, str]]:
     for shards in manifest.splits.values():
         for shard in shards:
             yield f"{shard.name}.bin", shard.sha256
@@ -415,4 +415,4 @@ class Source:
 
     name: str
     weight: float
-    split: Split
+    split: TokenStream

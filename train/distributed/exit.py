@@ -8,24 +8,24 @@ import sys
 import time
 from typing import NoReturn
 
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 SPEAK_S = 5.0  # that another rank leaves to rank 0 for its message
 
 
-def say_user_error(place: Place, words: str) -> None:
+def say_user_error(ranks: RankInfo, words: str) -> None:
     """Rank 0 says what the user did wrong, for all ranks mostly find it alike; another one if rank 0 has not,
     a while later.
 
     torchrun ends them all when it sees the first end, which so is rank 0, if it has something to say.
     """
-    if place.is_main:
+    if ranks.is_main:
         say_error(words)
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(SPEAK_S)
-    say_error(f"rank {place.rank}: {words}")
+    say_error(f"rank {ranks.rank}: {words}")
 
 
 def say_error(words: str) -> None:
@@ -34,10 +34,10 @@ def say_error(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def exit_process(place: Place, code: int, error: BaseException | None = None) -> NoReturn:
+def exit_process(ranks: RankInfo, code: int, error: BaseException | None = None) -> NoReturn:
     """End the process with `code`; under torchrun, hand it `error` so that its report carries the one
     message."""
-    if place.under_torchrun and error is not None:
+    if ranks.under_torchrun and error is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         handler = get_error_handler()

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from meshwright.train.cgroups import processors
 from meshwright.train.config import Config, RunConfig
-from meshwright.train.distributed.ranks import Place, check_alike, settings_of
+from meshwright.train.distributed.ranks import RankInfo, check_alike, settings_of
 from meshwright.train.files import allow_open_files
 
 # what torch reads at the first use of the allocator
@@ -78,7 +78,7 @@ def _siblings(root: Path, cpu: int) -> str:
 POLL_S = 0.02
 
 
-def join(backend: str, timeout: timedelta, alone: bool) -> None:
+def init_process_group(backend: str, timeout: timedelta, alone: bool) -> None:
     """Make the process group of this start; of one process if `alone`, so that the same code runs
     everywhere."""
     if alone:
@@ -86,11 +86,15 @@ def join(backend: str, timeout: timedelta, alone: bool) -> None:
         return
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
-        backend, store=meet(store, rank, world_size), rank=rank, world_size=world_size, timeout=timeout
+        backend,
+        store=rendezvous_fresh_store(store, rank, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
 
 
-def meet(store: Store, rank: int, world_size: int) -> Store:
+def rendezvous_fresh_store(store: Store, rank: int, world_size: int) -> Store:
     """The same store under a new name of this start's own, the same on every rank; all ranks call it.
 
     torchrun (torch 2.13, elastic/rendezvous/dynamic_rendezvous.py) keeps one store for its workers over all
@@ -126,7 +130,7 @@ def group_timeout(config: RunConfig) -> timedelta:
     )
 
 
-def start_process(config: RunConfig, place: Place, device: torch.device) -> None:
+def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> None:
     """Set limits, threads and device, and join the process group (alone too: the same code runs
     everywhere)."""
     allow_open_files()
@@ -137,14 +141,16 @@ def start_process(config: RunConfig, place: Place, device: torch.device) -> None
     else:  # it warns of a CUDA toolkit without a GPU, which is no fault here
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # OMP_NUM_THREADS does not count: torchrun sets it to 1 where nobody else has.
-    torch.set_num_threads(config.threads or max(1, usable_cores() // place.local_world_size))
+    torch.set_num_threads(config.threads or max(1, usable_cores() // ranks.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    join(backend, group_timeout(config), alone=not place.under_torchrun and place.world_size == 1)
+    init_process_group(
+        backend, group_timeout(config), alone=not ranks.under_torchrun and ranks.world_size == 1
+    )
     torch.manual_seed(config.seed)
 
 
-def init_distributed(config: Config, place: Place, device: torch.device) -> None:
+def init_distributed(config: Config, ranks: RankInfo, device: torch.device) -> None:
     """Meet the other ranks, who must have been started alike."""
     if not dist.is_initialized():
-        start_process(config.run, place, device)
-    check_alike(place, settings_of(config))
+        start_process(config.run, ranks, device)
+    check_alike(ranks, settings_of(config))

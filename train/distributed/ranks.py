@@ -17,7 +17,7 @@ from meshwright.train.errors import USER_ERRORS, ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This process among the others, as torchrun tells it; alone without torchrun."""
 
     rank: int
@@ -39,13 +39,13 @@ class Place:
         return self.rank - self.local_rank
 
 
-def read_place() -> Place:
+def read_rank_info() -> RankInfo:
     """Read the launcher's environment variables, here and nowhere else."""
     env = os.environ
     torchrun, slurm = (
         int(env.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     )
-    return Place(
+    return RankInfo(
         rank=int(env.get("RANK", 0)),
         world_size=int(env.get("WORLD_SIZE", 1)),
         local_rank=int(env.get("LOCAL_RANK", 0)),
@@ -56,31 +56,31 @@ def read_place() -> Place:
     )
 
 
-def choose_device(config: RunConfig, place: Place) -> tuple[torch.device, str]:
+def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str]:
     """The device of this process, and a sentence that says why. Raises PlanError where cuda is asked for in
     vain."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    enough = gpus >= place.local_world_size
+    enough = gpus >= ranks.local_world_size
     if config.device == "cuda" and not enough:
         raise PlanError(
-            f"run.device=cuda needs {place.local_world_size} GPUs for as many local processes, here are "
+            f"run.device=cuda needs {ranks.local_world_size} GPUs for as many local processes, here are "
             f"{gpus}: start {max(gpus, 1)} per node, or use --run.device=cpu"
         )
     if config.device == "cpu" or not enough:
-        why = f"{gpus} GPUs for {place.local_world_size} local processes" if gpus else "no GPU"
+        why = f"{gpus} GPUs for {ranks.local_world_size} local processes" if gpus else "no GPU"
         return torch.device("cpu"), f"CPU ({'asked for' if config.device == 'cpu' else why})"
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", ranks.local_rank)
     return device, torch.cuda.get_device_name(device)
 
 
 T = TypeVar("T")
 
 
-def from_main(place: Place, make: Callable[[], T]) -> T:
+def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
     """What rank 0 makes, on every rank; every rank calls it. What the user did wrong is raised on all of
     them alike."""
     made: list[Any] = [None]
-    if place.is_main:
+    if ranks.is_main:
         try:
             made = [make()]
         except USER_ERRORS as error:
@@ -91,7 +91,7 @@ def from_main(place: Place, make: Callable[[], T]) -> T:
     return made[0]  # type: ignore[no-any-return]
 
 
-def check_alike(place: Place, mine: Mapping[str, str]) -> None:
+def check_alike(ranks: RankInfo, mine: Mapping[str, str]) -> None:
     """That every rank was started with rank 0's settings, or makes its plan of them. Raises ConfigError on
     all ranks, with the first difference: else each would train its part of the model in its own way."""
     box = [mine]
@@ -99,14 +99,14 @@ def check_alike(place: Place, mine: Mapping[str, str]) -> None:
     (theirs,) = box
     different = [key for key in {**theirs, **mine} if mine.get(key) != theirs.get(key)][:1]
     mine_differs = "".join(
-        f"{key} is {theirs.get(key)} on rank 0, {mine.get(key)} on rank {place.rank}" for key in different
+        f"{key} is {theirs.get(key)} on rank 0, {mine.get(key)} on rank {ranks.rank}" for key in different
     )
-    said = [""] * place.world_size
+    said = [""] * ranks.world_size
     dist.all_gather_object(said, mine_differs)
     if others := [one for one in said if one]:
         raise ConfigError(
             f"the ranks were started with different settings: {others[0]} ({len(others)} of "
-            f"{place.world_size} "
+            f"{ranks.world_size} "
             "ranks differ from rank 0). Start all by the same command, with the same files; where auto means "
             "another thing on another kind of machine, give the key a value"
         )
@@ -130,9 +130,9 @@ def lines_of(plan: Plan) -> dict[str, str]:
     return {f"line {number} of the plan": repr(line) for number, line in enumerate(text.splitlines(), 1)}
 
 
-def with_restarts_of_all(place: Place) -> Place:
+def with_restarts_of_all(ranks: RankInfo) -> RankInfo:
     """The place with the most restarts that any rank knows of: each node's launcher counts its own."""
-    restarts = torch.tensor([place.restarts, place.torchrun_restarts])
+    restarts = torch.tensor([ranks.restarts, ranks.torchrun_restarts])
     dist.all_reduce(restarts, op=dist.ReduceOp.MAX)
     most, torchrun = restarts.tolist()
-    return replace(place, restarts=most, torchrun_restarts=torchrun)
+    return replace(ranks, restarts=most, torchrun_restarts=torchrun)

@@ -2,7 +2,7 @@
 ever."""
 
 from meshwright.parallel.errors import one_line
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CrashLoopError
 from meshwright.train.fault_tolerance.run_status import FailedStarts, Status
 
@@ -10,7 +10,7 @@ MAX_FAILED_STARTS = 3
 SHOWN = 500  # characters of the last failure's reason
 
 
-def check_crash_loop(previous: Status | None, place: Place, start_step: int) -> FailedStarts:
+def check_crash_loop(previous: Status | None, ranks: RankInfo, start_step: int) -> FailedStarts:
     """The starts in a row, up to the previous one, that failed without a new commit and got no further than
     those before.
 
@@ -24,9 +24,9 @@ def check_crash_loop(previous: Status | None, place: Place, start_step: int) -> 
     Raises CrashLoopError when MAX_FAILED_STARTS have failed so. By one process for all: it is about to write
     status.json, where the others would then read of this start.
     """
-    if previous is None or previous.state == "finished" or place.restarts == 0:
+    if previous is None or previous.state == "finished" or ranks.restarts == 0:
         return FailedStarts()
-    if previous.state == "stopped" and place.torchrun_restarts == 0:
+    if previous.state == "stopped" and ranks.torchrun_restarts == 0:
         return FailedStarts()
     if start_step != (previous.resumed_from or 0):  # a commit was made since, or a damaged one is passed over
         return FailedStarts()

@@ -18,9 +18,9 @@ ANSWERS_S = 2.5  # ranks ask themselves every second whether they are asked; who
 TOLD_S = 6.0
 
 
-class StoreLink:
+class Heartbeats:
     """One rank's end. Every method may block for as long as the store's host does not answer, and raises a
-    class of c10d's own (a RuntimeError) once the connection is lost: call them through `Errands`.
+    class of c10d's own (a RuntimeError) once the connection is lost: call them through a `BackgroundThread`.
 
     Args:
         store: a connection that nobody else uses

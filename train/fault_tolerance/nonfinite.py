@@ -168,7 +168,7 @@ _MANY = 8  # ranks, names or sequences that a message lists
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFiniteFinding:
     """What one rank found out about a step that was skipped.
 
     Args:
@@ -197,7 +197,7 @@ class _Step:
     copied: torch.cuda.Event | None
 
 
-class FiniteGuard:
+class NonFiniteGuard:
     """Counts the steps that were skipped; every rank calls it, and hears the same at the same step.
 
     On a CPU a step's flag is read at once. On a GPU it is copied to the host without waiting, and read when
@@ -260,13 +260,13 @@ class FiniteGuard:
             first = first_bad_value(self._model, done.micro_batches, self._data_parallel)
         # perhaps on this rank alone: nothing more can be agreed on with the others
         except torch.OutOfMemoryError:
-            alone = Finding(
+            alone = NonFiniteFinding(
                 dist.get_rank(), damaged, None, self._sequences(done.first_sample, None), repeated=False
             )
             return describe(done.step, self._max_skipped, [alone], positions)
         micro_batch = None if first is None else first.micro_batch
         found = _gather(
-            Finding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch))
+            NonFiniteFinding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch))
         )
         return describe(done.step, self._max_skipped, found, positions)
 
@@ -283,7 +283,7 @@ class FiniteGuard:
         return "; ".join(f"{_listed(ids)} of {source}" for source, ids in by_source.items())
 
 
-def describe(step: int, max_skipped: int, found: Sequence[Finding], positions: str) -> str:
+def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], positions: str) -> str:
     """The findings of all ranks in words, and what to do; `positions` of the step's sequences in the order of
     the run."""
     places = [one.first.place for one in found if one.first is not None]
@@ -318,7 +318,7 @@ def describe(step: int, max_skipped: int, found: Sequence[Finding], positions: s
     return "\n".join(lines)
 
 
-def _damaged(found: Sequence[Finding]) -> list[str]:
+def _damaged(found: Sequence[NonFiniteFinding]) -> list[str]:
     """Of the first ranks, what they hold that is not finite."""
     damaged = [one for one in found if one.parameters]
     return [
@@ -332,9 +332,9 @@ def _listed(items: Sequence[object]) -> str:
     return ", ".join(str(item) for item in items[:_MANY]) + more
 
 
-def _gather(mine: Finding) -> list[Finding]:
+def _gather(mine: NonFiniteFinding) -> list[NonFiniteFinding]:
     """The findings of all ranks, exchanged on the host."""
-    found: list[Finding] = [mine] * dist.get_world_size()
+    found: list[NonFiniteFinding] = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 

@@ -17,7 +17,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.train.config import Config
-from meshwright.train.distributed.ranks import Place, read_place
+from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import OutOfMemory
 from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.planning.memory_fit import largest_savings
@@ -39,7 +39,7 @@ def explaining_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        place = read_place()
+        place = read_rank_info()
         said = [
             f"rank {place.rank} ran out of memory: {one_line(error, ERROR_SHOWN)}",
             # while the error still holds what the step had
@@ -91,7 +91,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(local_part(tensor).untyped_storage().nbytes() for tensor in tensors)
 
 
-def _advice(config: Config, plan: Plan, device: torch.device, place: Place) -> Iterator[str]:
+def _advice(config: Config, plan: Plan, device: torch.device, ranks: RankInfo) -> Iterator[str]:
     """What was predicted, and the changes that would free most. Where there is no memory left to work that
     out, that."""
     try:
@@ -104,7 +104,7 @@ def _advice(config: Config, plan: Plan, device: torch.device, place: Place) -> I
             if device.type == "cpu"
             else find_hardware(torch.cuda.get_device_name(device))
         )
-        for saving in largest_savings(config, plan, kind, place.local_world_size):
+        for saving in largest_savings(config, plan, kind, ranks.local_world_size):
             yield f"would help: {saving.describe()}"
         if config.parallel.plan not in ("manual", "auto"):
             yield (

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from meshwright.parallel.errors import one_line
-from meshwright.train.console import Screen
-from meshwright.train.distributed.ranks import Place, from_main
+from meshwright.train.console import Console
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import LockError
 from meshwright.train.files import read_json
 
@@ -173,17 +173,17 @@ ENDING_S = 120.0  # after a restart: for the run before to end; NFS 4 keeps a de
 
 
 @contextmanager
-def take_folder(folder: Path, place: Place, screen: Screen) -> Iterator[None]:
+def take_folder(folder: Path, ranks: RankInfo, console: Console) -> Iterator[None]:
     """Rank 0 holds the folder's lock; every rank calls it. Raises LockError, on all alike, if another run has
     it."""
     held: list[Lock] = []
 
     def take() -> list[str]:
-        held.append(lock_folder(folder, ENDING_S if place.restarts else 0.0))
+        held.append(lock_folder(folder, ENDING_S if ranks.restarts else 0.0))
         return [words for words in (held[0].stale, held[0].unprotected) if words]
 
-    for words in from_main(place, take):
-        screen.line(f"warning: {words}")
+    for words in broadcast_from_rank0(ranks, take):
+        console.print(f"warning: {words}")
     try:
         yield
     finally:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from meshwright.train.checkpoint.storage import list_checkpoints
-from meshwright.train.console import Screen
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.console import Console
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, CrashLoopError, OutOfMemory
 from meshwright.train.fault_tolerance.shutdown import as_lost_peer
 from meshwright.train.files import read_json
@@ -121,14 +121,14 @@ def _number(status: dict[str, Any], key: str) -> int:
     return value if type(value) is int and value >= 0 else 0
 
 
-class Journal:
+class RunStatus:
     """Knows how far the run is. It says nothing before `opened`: until then the folder may be another
     run's."""
 
-    def __init__(self, place: Place, screen: Screen, named: bool) -> None:
+    def __init__(self, ranks: RankInfo, console: Console, named: bool) -> None:
         """`named`: the same command would not go on from the newest checkpoint, because checkpoint.resume
         says another."""
-        self._is_main, self._screen, self._named = place.is_main, screen, named
+        self._is_main, self._console, self._named = ranks.is_main, console, named
         self._folder: Path | None = None
         self._resumed_from: int | None = None
         self._failed = FailedStarts()
@@ -136,7 +136,7 @@ class Journal:
         self._lock = threading.Lock()
 
     @contextmanager
-    def opened(self, folder: Path) -> Iterator[None]:
+    def recording(self, folder: Path) -> Iterator[None]:
         """The folder is this run's: an error that ends it is noted there, but for the refusal of a run that
         fails again and again, whose last reason stays."""
         self._folder = folder
@@ -148,25 +148,25 @@ class Journal:
             lost = as_lost_peer(error)
             if not (lost and self._explained_elsewhere()):
                 words = str(lost) if lost else f"{type(error).__name__}: {error}"
-                self.say("failed", words, for_all=isinstance(error, OutOfMemory))
+                self.write("failed", words, for_all=isinstance(error, OutOfMemory))
             raise
 
-    def begin(self, resumed_from: int | None, failed: FailedStarts) -> None:
+    def start(self, resumed_from: int | None, failed: FailedStarts) -> None:
         """The run goes on after the step `resumed_from`, or begins; `failed`: starts before this one."""
         self._resumed_from, self._failed = resumed_from, failed
-        self.reached(resumed_from or 0)
+        self.progress(resumed_from or 0)
 
-    def reached(self, step: int) -> None:
+    def progress(self, step: int) -> None:
         """So many steps are done."""
         self._step = step
-        self.say("running")
+        self.write("running")
 
-    def ended(self, state: State, step: int, reason: str = "") -> None:
+    def finish(self, state: State, step: int, reason: str = "") -> None:
         """The run has ended by itself, after so many steps."""
         self._step = step
-        self.say(state, reason)
+        self.write(state, reason)
 
-    def say(self, state: State, reason: str = "", for_all: bool = False) -> None:
+    def write(self, state: State, reason: str = "", for_all: bool = False) -> None:
         """Write the state, from any thread; the first one that is not running stays. A folder that cannot be
         written is one warning. `for_all`: this rank speaks for all, because rank 0 may not be able to."""
         with self._lock:
@@ -185,7 +185,7 @@ class Journal:
             )
             if problem and not self._warned:
                 self._warned = True
-                self._screen.line(f"warning: {problem}")
+                self._console.print(f"warning: {problem}")
 
     def _explained_elsewhere(self) -> bool:
         """Whether the process that is gone has said why."""

@@ -30,14 +30,14 @@ INTACT = "what was committed is intact"
 
 
 @dataclass(frozen=True)
-class Wish:
+class ShutdownRequest:
     """Why a rank wants the run to end. failed: because of an error, so that nothing more is saved."""
 
     reason: str
     failed: bool = False
 
 
-class Stop:
+class GracefulShutdown:
     """Whether to stop, agreed by all ranks at the same step, without waiting for the device.
 
     Any rank may ask (a signal, the time limit, an error). At the end of each step every rank starts a tiny
@@ -64,7 +64,7 @@ class Stop:
         """
         self._config, self._on_end = config, on_end
         self._deadline_s = time.monotonic() + config.max_hours * 3600 if config.max_hours else None
-        self._wish: Wish | None = None
+        self._wish: ShutdownRequest | None = None
         self._wish_lock = threading.Lock()
         self._began = self._agreed = False
         self._group: dist.ProcessGroup | None = None
@@ -94,19 +94,19 @@ class Stop:
         stop."""
         self._began = True
 
-    def ask(self, reason: str, failed: bool = False) -> None:
+    def request(self, reason: str, failed: bool = False) -> None:
         """Ask all ranks to stop soon; from any thread. The first reason counts, but an error before a wish.
 
         Without effect once a stop is agreed.
         """
         with self._wish_lock:
             if not self._agreed and (self._wish is None or (failed and not self._wish.failed)):
-                self._wish = Wish(reason, failed)
+                self._wish = ShutdownRequest(reason, failed)
 
-    def agreed(self) -> bool:
+    def should_stop(self) -> bool:
         """Called by every rank once a step: True on all of them at the same step. Raises PeerLostError."""
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
-            self.ask("run.max_hours")
+            self.request("run.max_hours")
         if self._group is None:
             self._agreed = self._wish is not None
         elif not self._agreed:
@@ -135,10 +135,10 @@ class Stop:
     def _share_wishes(self, group: dist.ProcessGroup) -> None:
         """Take the same wish on all ranks; the grace period of a signal to one of them is that of all."""
         mine = (self._wish, self._grace[1] if self._grace else None)
-        everyone: list[tuple[Wish | None, int | None]] = [(None, None)] * dist.get_world_size()
+        everyone: list[tuple[ShutdownRequest | None, int | None]] = [(None, None)] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=group)
         with self._wish_lock:
-            self._wish = choose_wish([wish for wish, _ in everyone])
+            self._wish = merge_requests([wish for wish, _ in everyone])
         numbers = [number for _, number in everyone if number is not None]
         if numbers and self._grace is None:
             self._start_grace(numbers[0])
@@ -201,7 +201,7 @@ class Stop:
             self._end(number, f"{name} before the first step: there was nothing to save")
         elif self._heard_s is None:
             self._heard_s = time.monotonic()
-            self.ask(name)
+            self.request(name)
             if self._grace is None:
                 self._start_grace(number)
         elif time.monotonic() - self._heard_s >= REPEAT_S:
@@ -221,11 +221,13 @@ class Stop:
         end_at_once(128 + number, f"{reason}; {INTACT}")
 
 
-def choose_wish(wishes: Sequence[Wish | None]) -> Wish | None:
+def merge_requests(wishes: Sequence[ShutdownRequest | None]) -> ShutdownRequest | None:
     """Of the wishes of all ranks the one that counts, the same on each: the first error, or else the first
     wish."""
     errors = [
-        Wish(f"rank {rank}: {wish.reason}", True) for rank, wish in enumerate(wishes) if wish and wish.failed
+        ShutdownRequest(f"rank {rank}: {wish.reason}", True)
+        for rank, wish in enumerate(wishes)
+        if wish and wish.failed
     ]
     return next(iter([*errors, *filter(None, wishes)]), None)
 

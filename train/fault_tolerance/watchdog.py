@@ -18,10 +18,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from meshwright.train.background import Errands
+from meshwright.train.background import BackgroundThread
 from meshwright.train.config import TimeoutConfig
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport, TimedOut, diagnose, diagnose_alone
-from meshwright.train.fault_tolerance.heartbeat import StoreLink
+from meshwright.train.fault_tolerance.heartbeat import Heartbeats
 from meshwright.train.fault_tolerance.stack_traces import (
     TRACE_FILE,
     count_collectives,
@@ -84,8 +84,8 @@ class Watchdog:
         self._timeouts_s = {section: float(getattr(timeouts, key)) for section, key in KEYS.items()}
         self._rank, self._world_size, self._on_stuck = rank, world_size, on_stuck
         self._folder: Path | None = None
-        self._link: StoreLink | None = None
-        self._store_errands = Errands("watchdog-store")
+        self._link: Heartbeats | None = None
+        self._store_thread = BackgroundThread("watchdog-store")
         self._heartbeat: Future[bool] | None = None
         self._why_alone = "it has not yet joined the other processes"
         self._closing = threading.Event()
@@ -98,7 +98,7 @@ class Watchdog:
         """The default process group exists: heartbeats go to its store from now on, over a connection of
         their own."""
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        link = StoreLink(store, self._rank, self._world_size)
+        link = Heartbeats(store, self._rank, self._world_size)
         link.beat(RankReport(self._rank, self._at.section, self._at.step))
         self._why_alone = ""
         self._link = link
@@ -119,8 +119,8 @@ class Watchdog:
         self._thread.join()
         if (link := self._link) and not self._why_alone:
             ended = RankReport(self._rank, "ended", self._at.step)
-            self._store_errands.send(lambda: link.beat(ended))
-        self._store_errands.close(limit_s=ON_STUCK_S)
+            self._store_thread.submit(lambda: link.beat(ended))
+        self._store_thread.close(limit_s=ON_STUCK_S)
 
     def _watch(self) -> None:
         while True:
@@ -156,7 +156,7 @@ class Watchdog:
             return False
         if self._heartbeat is None:
             report = RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s())
-            self._heartbeat = self._store_errands.send(lambda: link.beat(report))
+            self._heartbeat = self._store_thread.submit(lambda: link.beat(report))
         try:
             asked = self._heartbeat.result(min(HEARTBEAT_S / 2, max(0.0, self._left_s())))
             self._heartbeat = None
@@ -180,7 +180,7 @@ class Watchdog:
         if fired and self._at is not self._seen:
             faulthandler.cancel_dump_traceback_later()
             return
-        files = Errands("watchdog-files").send(self._write_files)
+        files = BackgroundThread("watchdog-files").submit(self._write_files)
         message = self._diagnose(report, fired)
         if message is not None:
             message = f"{message}\n  {_say_files(self._folder, files)}\n"
@@ -189,7 +189,7 @@ class Watchdog:
         ends_s = time.monotonic() + LINGER_S
         _error_of(files, LINGER_S / 2)
         # last: it asks what may be stuck too
-        _error_of(Errands("watchdog-files").send(self._write_flight_record), LINGER_S / 2)
+        _error_of(BackgroundThread("watchdog-files").submit(self._write_flight_record), LINGER_S / 2)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         os._exit(1)
 
@@ -199,10 +199,10 @@ class Watchdog:
         if link and not self._why_alone:
             try:
                 if (
-                    reports := self._store_errands.send(lambda: link.gather(report, fired)).result(GATHER_S)
+                    reports := self._store_thread.submit(lambda: link.gather(report, fired)).result(GATHER_S)
                 ) and fired:
                     return diagnose(reports, fired)
-                if self._store_errands.send(link.wait_until_told).result(TOLD_S):
+                if self._store_thread.submit(link.wait_until_told).result(TOLD_S):
                     return None
                 self._why_alone = "the rank that asked for everybody's stacks fell silent"
             except Exception as error:
@@ -211,11 +211,13 @@ class Watchdog:
 
     def _tell(self, message: str) -> None:
         """Tell on_stuck, then the other ranks that they may end."""
-        error = _error_of(Errands("watchdog-news").send(lambda: self._on_stuck(message)), ON_STUCK_S)
+        error = _error_of(
+            BackgroundThread("watchdog-news").submit(lambda: self._on_stuck(message)), ON_STUCK_S
+        )
         if error:
             os.write(2, f"  the message could not be noted elsewhere ({_in_short(error)})\n".encode())
         if (link := self._link) and not self._why_alone:
-            _error_of(self._store_errands.send(link.tell), ON_STUCK_S)
+            _error_of(self._store_thread.submit(link.tell), ON_STUCK_S)
 
     def _report(self) -> RankReport:
         where = find_where(main_thread_calls())
@@ -271,7 +273,7 @@ def _say_files(folder: Path | None, files: "Future[None]") -> str:
     return f"all ranks' stacks: {folder}/rank-*.txt{flights}"
 
 
-def _lost(link: StoreLink, error: BaseException) -> str:
+def _lost(link: Heartbeats, error: BaseException) -> str:
     answer = "does not answer" if isinstance(error, TimeoutError) else f"broke off ({_in_short(error)})"
     return f"{link.keeper}, which keeps the ranks' store{link.address}, is stopped or gone: it {answer}"
 

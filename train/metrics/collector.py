@@ -22,8 +22,8 @@ from meshwright.train.config import Config, MetricsConfig
 from meshwright.train.evaluation import Score, mean_loss
 from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
-from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, Outcome, Shown
-from meshwright.train.metrics.writer import RowFiles
+from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, Outcome, RunSummary
+from meshwright.train.metrics.writer import MetricsWriter
 from meshwright.train.step import StepResult
 
 
@@ -93,7 +93,7 @@ class Metrics:
     ) -> None:
         self._config, self._throughput, self._device = config, throughput, device
         self._spikes = SpikeDetector()
-        self._rows = RowFiles(folder, config.tensorboard, warn) if is_main else None
+        self._rows = MetricsWriter(folder, config.tensorboard, warn) if is_main else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
         self._predicted = dict(predicted)  # by the name of the figure
@@ -191,7 +191,7 @@ class Metrics:
         )
         return f"predicted against measured: {', '.join(told)}"
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: RunSummary) -> None:
         """What TensorBoard shows of the run, from the first row on."""
         if self._rows is not None:
             self._rows.show(shown)

@@ -11,7 +11,7 @@ MAX_WAITING = 10_000  # rows kept for a file that cannot be written; a row has a
 _BLOCK_BYTES = 65536
 
 
-class Trouble:
+class WriteErrors:
     """Which files cannot be written. `warn` hears of it once, when the first cannot, and again when all
     can."""
 
@@ -51,7 +51,7 @@ class LogFile:
     cut off.
     """
 
-    def __init__(self, path: Path, trouble: Trouble, head: bytes = b"") -> None:
+    def __init__(self, path: Path, trouble: WriteErrors, head: bytes = b"") -> None:
         self._path, self._trouble, self._head = path, trouble, head
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._end, self._lost = -1, 0

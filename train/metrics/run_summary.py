@@ -23,11 +23,11 @@ from meshwright.parallel.planner.plot.timeline import draw_timeline
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.config import Config
 from meshwright.train.config_parser import config_to_yaml, keys_of
-from meshwright.train.console import Screen
-from meshwright.train.distributed.ranks import Place
-from meshwright.train.metrics.tensorboard import HParams, Shown, Value
+from meshwright.train.console import Console
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.metrics.tensorboard import HParams, RunSummary, Value
 from meshwright.train.planning.device_defaults import describe_dtype
-from meshwright.train.planning.run_plan import Planned
+from meshwright.train.planning.run_plan import RunPlan
 
 PREDICTED_STEP = "predicted_step"  # the image's name
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
@@ -57,7 +57,7 @@ def describe_run(
     data: tuple[str, int],
     said: Sequence[str],
     timeline: Timeline | None,
-) -> Shown:
+) -> RunSummary:
     """All of it. `data`: what it is, and for how many steps. `said`: the planner's words. `timeline`: the
     step that it predicts, where it has chosen the plan."""
     texts = {
@@ -72,7 +72,7 @@ def describe_run(
     images = {PREDICTED_STEP: partial(_paint, timeline, title)} if drawn and timeline is not None else {}
     values = hparams_of(config, plan, device_name)
     hparams = HParams(values, first_keys(values, sys.argv[1:]))
-    return Shown(texts, images, hparams, mfu=find_hardware(device_name) is not None)
+    return RunSummary(texts, images, hparams, mfu=find_hardware(device_name) is not None)
 
 
 def run_facts(config: Config, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
@@ -163,27 +163,27 @@ def _list(facts: Mapping[str, str]) -> str:
     return "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items())
 
 
-def log_run_summary(screen: Screen, place: Place, planned: Planned, config: Config) -> None:
+def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config: Config) -> None:
     """The first lines on the screen: versions, device, model, plan."""
-    plan, plural = planned.plan, "es" if place.world_size > 1 else ""
-    screen.line(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
-    screen.line(
-        f"device: {planned.device_name}, {place.world_size} process{plural}, {torch.get_num_threads()} CPU "
+    plan, plural = planned.plan, "es" if ranks.world_size > 1 else ""
+    console.print(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+    console.print(
+        f"device: {planned.device_name}, {ranks.world_size} process{plural}, {torch.get_num_threads()} CPU "
         f"threads each"
     )
-    screen.lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
+    console.print_lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
     parameters = count_parameters(config.model).total
-    screen.line(
+    console.print(
         f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for "
         f"training"
     )
     if config.parallel.strategy:
-        screen.line(describe_strategy(config.parallel.strategy, plan.mesh))
-    screen.line(plan_to_table(plan))
+        console.print(describe_strategy(config.parallel.strategy, plan.mesh))
+    console.print(plan_to_table(plan))
     if config.parallel.plan != "auto":  # there the planner has weighed what advice could say
-        screen.lines(
+        console.print_lines(
             f"advice: {told}"
-            for told in (*advise(plan, place.local_world_size), *unused_keys(config.parallel))
+            for told in (*advise(plan, ranks.local_world_size), *unused_keys(config.parallel))
         )
-    screen.line(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
-    screen.lines(f"planner: {line}" for line in planned.said)
+    console.print(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
+    console.print_lines(f"planner: {line}" for line in planned.said)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.train.metrics.log_file import LogFile, Trouble
+from meshwright.train.metrics.log_file import LogFile, WriteErrors
 
 Value = bool | float | str
 COMPARED = {  # tag -> the column's name: what runs are compared by
@@ -115,7 +115,7 @@ PNG_SIZE = slice(16, 24)  # where a PNG has its width and height (https://www.w3
 
 
 @dataclass(frozen=True)
-class Shown:
+class RunSummary:
     """What TensorBoard shows of a run from its first row on, by name: texts in Markdown, PNG images, made
     when they are needed by the thread that writes, the run's row in the HParams tab, and whether there is an
     MFU to show."""
@@ -126,14 +126,14 @@ class Shown:
     mfu: bool = True
 
 
-class Board:
+class TensorBoardWriter:
     """A TensorBoard event file with all of a row on disk as soon as it is added.
 
     Not SummaryWriter: its thread writes up to two minutes later, all of which a kill loses, and on a full
     disk it dies, prints a traceback, and makes the next call raise.
     """
 
-    def __init__(self, folder: Path, trouble: Trouble, shown: Shown, first_step: int | None) -> None:
+    def __init__(self, folder: Path, trouble: WriteErrors, shown: RunSummary, first_step: int | None) -> None:
         """All of `shown` but its images is in the file from the first row on. Of files written before, steps
         from `first_step` on, if any, are hidden: a resumed run does them again; and it is no longer said how
         the run has ended."""

@@ -11,31 +11,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.train.background import Errands
-from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, Trouble
-from meshwright.train.metrics.tensorboard import UNIT_NORMS, UNIT_NORMS_TAG, Board, Outcome, Shown, scalars_of
+from meshwright.train.background import BackgroundThread
+from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, WriteErrors
+from meshwright.train.metrics.tensorboard import (
+    UNIT_NORMS,
+    UNIT_NORMS_TAG,
+    Outcome,
+    RunSummary,
+    TensorBoardWriter,
+    scalars_of,
+)
 
 HANGS_S = 5.0  # a disk that has not taken a row for so long is no longer waited for
 
 
-class RowFiles:
+class MetricsWriter:
     """Writes the rows of a run's metrics in the order in which they come. What cannot be written does not end
     the run: `warn` hears of it once, from any thread. No more than MAX_WAITING rows wait for a disk that
     hangs; those after them are lost."""
 
     def __init__(self, folder: Path, tensorboard: bool, warn: Callable[[str], None]) -> None:
-        self._folder, self._warn, self._trouble = folder, warn, Trouble(warn)
+        self._folder, self._warn, self._trouble = folder, warn, WriteErrors(warn)
         self._file = LogFile(folder / "metrics.jsonl", self._trouble)
         self._board_folder = folder / "tb" if tensorboard else None
         # opened by the first row: importing TensorBoard would delay the first step
-        self._board: Board | None = None
-        self._shown, self._images = Shown(), dict[str, Callable[[], bytes]]()
-        self._thread, self._sent = Errands("metrics"), deque[Future[None]]()
+        self._board: TensorBoardWriter | None = None
+        self._shown, self._images = RunSummary(), dict[str, Callable[[], bytes]]()
+        self._thread, self._sent = BackgroundThread("metrics"), deque[Future[None]]()
         self._moved_s = time.monotonic()  # when something was last seen done
         self._hangs, self._lost = False, 0
         self.later(lambda: self._file.append(b""))  # so that one hears early if that cannot be
 
-    def show(self, shown: Shown) -> None:
+    def show(self, shown: RunSummary) -> None:
         """What TensorBoard shows of the run, from the first row on."""
         self._shown, self._images = shown, dict(shown.images)
 
@@ -53,7 +60,7 @@ class RowFiles:
         """Have something done after all rows so far. Raises what a job before this one has raised."""
         self._look()
         if len(self._sent) < MAX_WAITING:
-            self._sent.append(self._thread.send(job))
+            self._sent.append(self._thread.submit(job))
         else:
             self._lost += 1
 
@@ -104,8 +111,8 @@ class RowFiles:
         if self._board_folder is not None:
             self._opened(self._board_folder, step).add_image(step, name, make())
 
-    def _opened(self, folder: Path, first_step: int | None) -> Board:
-        self._board = self._board or Board(folder, self._trouble, self._shown, first_step)
+    def _opened(self, folder: Path, first_step: int | None) -> TensorBoardWriter:
+        self._board = self._board or TensorBoardWriter(folder, self._trouble, self._shown, first_step)
         return self._board
 
     def _close_board(self, outcome: Outcome | None) -> None:

@@ -45,7 +45,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Step:
+class AdamWStep:
     """What a step of a group needs besides.
 
     Args:
@@ -68,7 +68,7 @@ class Step:
     skip: Tensor
 
 
-def update(slices: Sequence[Slice], step: Step) -> None:
+def update(slices: Sequence[Slice], step: AdamWStep) -> None:
     """One step of AdamW of every slice, in place, all of it in float32 until it is stored."""
     for number, whole in enumerate(slices):
         key = mix((whole.key + step.counts[number].to(torch.int64)) & MASK)
@@ -76,7 +76,7 @@ def update(slices: Sequence[Slice], step: Step) -> None:
             _update_part(whole, slice(begin, begin + PART), step, number, key)
 
 
-def _update_part(whole: Slice, part: slice, step: Step, number: int, key: Tensor) -> None:
+def _update_part(whole: Slice, part: slice, step: AdamWStep, number: int, key: Tensor) -> None:
     stored = [tensor[part] for tensor in (whole.parameter, whole.exp_avg, whole.exp_avg_sq)]
     parameter, exp_avg, exp_avg_sq = (tensor.float() for tensor in stored)
     gradient = whole.gradient[part].float() / step.divisor

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.train.optim.adamw_kernel import Slice, Step
+from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 
 # Not tuned by time. A thread holds 4 elements at once, 16 loads in flight. With 8 it needs up to 168
 # registers, so that 12 of an H100's 64 warps fit; with 16 up to 255, and spills (python -m
@@ -19,7 +19,7 @@ COLUMNS = 10  # of the table: the first part's number, four pointers, elements, 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def update(slices: Sequence[Slice], step: Step) -> None:
+def update(slices: Sequence[Slice], step: AdamWStep) -> None:
     """As `adamw.update`, to the bit. Parameters and gradients must have one dtype, moments one."""
     table, parts = _make_table(slices)
     first = slices[0]

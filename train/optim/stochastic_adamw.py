@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshwright.parallel.fsdp import local_part
 from meshwright.train.optim import adamw_kernel as adamw
-from meshwright.train.optim.adamw_kernel import Slice, Step
+from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 
 
 class RoundedAdamW(torch.optim.Optimizer):
@@ -58,14 +58,16 @@ class RoundedAdamW(torch.optim.Optimizer):
             p = parameters[number]
             self.state[p] = {name: value.to(local_part(p).device, copy=True) for name, value in state.items()}
 
-    def _make_step(self, group: dict[str, Any], parameters: list[Tensor], skip: Tensor) -> Step:
+    def _make_step(self, group: dict[str, Any], parameters: list[Tensor], skip: Tensor) -> AdamWStep:
         """The step's scalars: computed on the device, where only the step count is known."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         divisor = torch.ones_like(skip) if self.grad_scale is None else self.grad_scale.to(skip.device)
         counts = torch.stack([self.state[p]["step"] for p in parameters])
         rates, roots = lr / (1 - beta1 ** counts.double()), (1 - beta2 ** counts.double()).sqrt()
         decay = 1 - lr * group["weight_decay"]
-        return Step(beta1, beta2, group["eps"], decay, counts, rates.float(), roots.float(), divisor, skip)
+        return AdamWStep(
+            beta1, beta2, group["eps"], decay, counts, rates.float(), roots.float(), divisor, skip
+        )
 
     def _slice(self, parameter: Tensor) -> Slice:
         state, gradient = self.state[parameter], parameter.grad

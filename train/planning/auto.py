@@ -8,25 +8,25 @@ import torch
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.make import Job
+from meshwright.parallel.plan.make import TrainingJob
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from meshwright.parallel.planner.search import Choice, Machines, frugal, search
+from meshwright.parallel.planner.search import Cluster, SearchResult, frugal, search
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.config import Config
 from meshwright.train.distributed.process_group import usable_cores
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.memory import device_memory_bytes
 from meshwright.train.planning.device_defaults import best_attention, best_dtype, dtype_here
 from meshwright.train.planning.memory_fit import MAX_PROCESSES, halvings
-from meshwright.train.planning.predict import Prediction, predict, trace_run
+from meshwright.train.planning.predict import Prediction, predict, run_workload
 from meshwright.train.planning.resolve import check_here, make_job, model_units
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class AutoPlan:
     """A plan that the planner has chosen for this machine: the figures it predicts, by their names in
     metrics.jsonl, what it has to say, and a step."""
 
@@ -37,7 +37,7 @@ class Chosen:
     timeline: Timeline
 
 
-def choose_here(config: Config, place: Place, device: torch.device, device_name: str) -> Chosen:
+def choose_here(config: Config, ranks: RankInfo, device: torch.device, device_name: str) -> AutoPlan:
     """Plan for as many processes as there are, on this kind of device with what memory it has. Raises
     PlanError for a device that no file in configs/hardware describes, and if nothing fits."""
     kind = _find_kind(device, device_name)
@@ -46,23 +46,23 @@ def choose_here(config: Config, place: Place, device: torch.device, device_name:
         asked = dataclasses.replace(asked, param_dtype=dtype_here(device))
     if kind.cores:  # its rates are of one core, and what cpu_offload keeps in host memory is on the device
         kind = dataclasses.replace(
-            kind, cores=min(usable_cores(), place.local_world_size * torch.get_num_threads())
+            kind, cores=min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
         )
         asked = dataclasses.replace(asked, cpu_offload=False)
     on_device = dataclasses.replace(config, parallel=asked)
-    machines = Machines(kind, place.local_world_size, device_memory_bytes(device, place))
-    choice = choose_plan(on_device, place.world_size, machines)
+    machines = Cluster(kind, ranks.local_world_size, device_memory_bytes(device, ranks))
+    choice = choose_plan(on_device, ranks.world_size, machines)
     plan = choice.best.plan
     check_here(config, plan, device)
-    predicted = predict(config, plan, machines.hardware, place.local_world_size)
-    times = step_times(plan, trace_run(config, plan), machines.hardware, place.local_world_size)
+    predicted = predict(config, plan, machines.hardware, ranks.local_world_size)
+    times = step_times(plan, run_workload(config, plan), machines.hardware, ranks.local_world_size)
     said = (_headline(predicted, machines.hardware), *give_reasons(choice, machines, times))
     figures = {
         "step_time_s": predicted.timeline.step_s,
         "peak_memory_gib": _measured_peak(predicted, device) / GIB,
     }
     plan = dataclasses.replace(plan, cpu_offload=config.parallel.cpu_offload)
-    return Chosen(plan, predicted.memory.peak_bytes, figures, said, predicted.timeline)
+    return AutoPlan(plan, predicted.memory.peak_bytes, figures, said, predicted.timeline)
 
 
 def _find_kind(device: torch.device, device_name: str) -> Hardware:
@@ -91,25 +91,25 @@ def _measured_peak(predicted: Prediction, device: torch.device) -> int:
     return predicted.memory.peak_bytes if device.type == "cuda" else predicted.reserved_bytes
 
 
-def choose_plan(config: Config, world_size: int, machines: Machines) -> Choice:
+def choose_plan(config: Config, world_size: int, machines: Cluster) -> SearchResult:
     """The best plan for the run that `config` describes, and the others. Raises PlanError if none is legal or
     none fits, with what would."""
     job = _make_job(config, world_size, machines)
     choice = search(
-        config.parallel, model_units(config.model), job, machines, lambda plan: trace_run(config, plan)
+        config.parallel, model_units(config.model), job, machines, lambda plan: run_workload(config, plan)
     )
-    if choice.fitting:
+    if choice.ranked:
         return choice
-    nearest = choice.too_large[0]
+    nearest = choice.does_not_fit[0]
     raise PlanError(
-        f"parallel.plan=auto: none of {len(choice.too_large)} plans fits. A process has "
+        f"parallel.plan=auto: none of {len(choice.does_not_fit)} plans fits. A process has "
         f"{machines.available_bytes / GIB:.1f} GiB, and the plan that needs least needs at least "
         f"{nearest.needed_bytes / GIB:.1f} ({describe_choices(nearest.choices)}).\n"
         + "\n".join(f"  Fits: {way}." for way in _ways_out(config, world_size, machines))
     )
 
 
-def fewest_gpus(config: Config, machines: Machines, at_least: int = 1) -> int:
+def fewest_gpus(config: Config, machines: Cluster, at_least: int = 1) -> int:
     """The smallest number of GPUs, `at_least` or twice as many and so on, that some plan fits on; 0 if none
     does."""
     counts = [at_least * 2**n for n in range(MAX_PROCESSES.bit_length()) if at_least * 2**n <= MAX_PROCESSES]
@@ -121,12 +121,12 @@ def describe_choices(choices: Mapping[str, object]) -> str:
     return " ".join(f"{key}={str(value).lower()}" for key, value in choices.items())
 
 
-def _make_job(config: Config, world_size: int, machines: Machines) -> Job:
+def _make_job(config: Config, world_size: int, machines: Cluster) -> TrainingJob:
     kind, per_node = machines.hardware, min(machines.gpus_per_node, world_size)
     return make_job(config, world_size, per_node, best_attention(config, kind), best_dtype(kind))
 
 
-def _fits_somehow(config: Config, gpus: int, machines: Machines, seq_len: int) -> bool:
+def _fits_somehow(config: Config, gpus: int, machines: Cluster, seq_len: int) -> bool:
     """Whether a plan that spends as little memory as it can fits on so many GPUs, with sequences of `seq_len`
     tokens."""
     model = model_units(config.model)
@@ -137,14 +137,14 @@ def _fits_somehow(config: Config, gpus: int, machines: Machines, seq_len: int) -
             model,
             dataclasses.replace(job, seq_len=seq_len),
             machines,
-            lambda plan: trace_run(config, plan).shortened(seq_len),
+            lambda plan: run_workload(config, plan).shortened(seq_len),
         )
     except PlanError:
         return False
-    return bool(choice.fitting)
+    return bool(choice.ranked)
 
 
-def _ways_out(config: Config, world_size: int, machines: Machines) -> Iterator[str]:
+def _ways_out(config: Config, world_size: int, machines: Cluster) -> Iterator[str]:
     """The nearest asks that are possible."""
     if gpus := fewest_gpus(config, machines, world_size):
         yield f"{gpus} processes with as much memory each"

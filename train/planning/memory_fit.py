@@ -16,7 +16,7 @@ from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import Config
 from meshwright.train.config_parser import list_configs, load_config
-from meshwright.train.planning.predict import predict, predict_memory, trace_run
+from meshwright.train.planning.predict import predict, predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
 
 MAX_PROCESSES = 65536  # where the search for how many processes would do ends
@@ -70,7 +70,7 @@ def _largest_shipped(world_size: int, available_bytes: int) -> str:
             if not _may_fit(candidate, world_size, available_bytes):
                 continue
             plan = plan_run(candidate, world_size)
-            work = trace_run(candidate, plan)
+            work = run_workload(candidate, plan)
             for seq_len in halvings(config.train.seq_len):
                 needed = predict_step_memory(plan, work.shortened(seq_len)).peak_bytes
                 if needed <= available_bytes:

@@ -18,10 +18,10 @@ from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWork
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.build_model import freeze
 from meshwright.train.config import Config
-from meshwright.train.planning.trace_model import trace_model
+from meshwright.train.planning.trace_model import model_workload
 
 ATTENTION_KINDS: tuple[Literal["full"], Literal["causal"]] = ("full", "causal")
 
@@ -55,7 +55,7 @@ def predict(config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int) 
             f"{recipe}: {hardware.name} does not multiply float8 (GPUs of compute "
             "capability 8.9 and more do): use none"
         )
-    work = trace_run(config, plan)
+    work = run_workload(config, plan)
     memory = predict_step_memory(plan, work)
     timeline = simulate_step(plan, step_times(plan, work, hardware, gpus_per_node))
     seq_len = config.train.seq_len
@@ -71,14 +71,14 @@ def predict(config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int) 
 
 def predict_memory(config: Config, plan: Plan) -> StepMemory:
     """Memory of one rank in a step of the run that `config` describes, under `plan`."""
-    return predict_step_memory(plan, trace_run(config, plan))
+    return predict_step_memory(plan, run_workload(config, plan))
 
 
-def trace_run(config: Config, plan: Plan) -> ModelWork:
+def run_workload(config: Config, plan: Plan) -> ModelWorkload:
     """The model's work under the plan, how much of it is trained, and how large moments are. Raises
     ConfigError for a `train.freeze` that matches nothing."""
     frozen, trained = _what_is_trained(config.model, config.train.freeze)
-    work = trace_model(
+    work = model_workload(
         config.model,
         plan,
         config.train.seq_len,

@@ -11,12 +11,12 @@ from meshwright.models.llama import SHARDING, LlamaConfig, block_linears, fsdp_u
 from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.float8 import check_float8
-from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.plan.make import TrainingJob, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import check_plan, key_mistakes
 from meshwright.train.config import Config
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.planning.device_defaults import attention_here, check_attention, dtype_here
 
 
@@ -56,7 +56,7 @@ def _batch_mistakes(config: Config, plan: Plan) -> list[str]:
     return mistakes
 
 
-def plan_here(config: Config, place: Place, device: torch.device, device_name: str) -> Plan:
+def plan_here(config: Config, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
     """As `plan_run`, for this process's place and device. Raises PlanError, also for an attention kernel that
     cannot run here."""
     asked = config.parallel.param_dtype
@@ -64,7 +64,7 @@ def plan_here(config: Config, place: Place, device: torch.device, device_name: s
         attention_here(config, device, device_name),
         dtype_here(device) if asked == "auto" else asked,
     )
-    plan = plan_run(config, place.world_size, place.local_world_size, attention, dtype)
+    plan = plan_run(config, ranks.world_size, ranks.local_world_size, attention, dtype)
     check_here(config, plan, device)
     return plan
 
@@ -103,10 +103,10 @@ def plan_run(
 
 def make_job(
     config: Config, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
-) -> Job:
+) -> TrainingJob:
     """What the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
     train = config.train
-    return Job(
+    return TrainingJob(
         world_size,
         gpus_per_node,
         train.seq_len,

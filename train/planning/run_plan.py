@@ -11,9 +11,9 @@ from meshwright.parallel.planner.hardware import find_hardware
 from meshwright.parallel.planner.memory_model import usable_bytes
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.train.config import Config
-from meshwright.train.console import Screen
+from meshwright.train.console import Console
 from meshwright.train.distributed.process_group import init_distributed
-from meshwright.train.distributed.ranks import Place, choose_device, from_main
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0, choose_device
 from meshwright.train.memory import device_memory_bytes
 from meshwright.train.planning.auto import choose_here
 from meshwright.train.planning.memory_fit import check_fits
@@ -21,7 +21,7 @@ from meshwright.train.planning.resolve import plan_here
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class RunPlan:
     """Where a run computes and how, the bytes a process needs; and where the planner chose, its figures,
     reasons and step."""
 
@@ -34,16 +34,16 @@ class Planned:
     timeline: Timeline | None = None
 
 
-def make_run_plan(config: Config, place: Place, screen: Screen) -> Planned:
+def make_run_plan(config: Config, ranks: RankInfo, console: Console) -> RunPlan:
     """The device and the plan for it, of which everything that can be checked has been checked."""
-    device, device_name = choose_device(config.run, place)
+    device, device_name = choose_device(config.run, ranks)
     if config.parallel.plan == "auto":
         use_cache_folder(config.parallel.compile)  # the planner asks the compiler
-        init_distributed(config, place, device)  # one process plans for all: they must not differ
-        screen.line(f"planner: trying plans for {place.world_size} processes, up to half a minute")
-        chosen = from_main(place, lambda: choose_here(config, place, device, device_name))
-        check_compiler(chosen.plan, device.type, place.local_world_size)
-        return Planned(
+        init_distributed(config, ranks, device)  # one process plans for all: they must not differ
+        console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
+        chosen = broadcast_from_rank0(ranks, lambda: choose_here(config, ranks, device, device_name))
+        check_compiler(chosen.plan, device.type, ranks.local_world_size)
+        return RunPlan(
             device,
             device_name,
             chosen.plan,
@@ -52,17 +52,17 @@ def make_run_plan(config: Config, place: Place, screen: Screen) -> Planned:
             chosen.said,
             chosen.timeline,
         )
-    plan = plan_here(config, place, device, device_name)
+    plan = plan_here(config, ranks, device, device_name)
     use_cache_folder(plan.compile)
-    check_compiler(plan, device.type, place.local_world_size)
-    return Planned(device, device_name, plan, _check_memory(config, plan, place, device, device_name))
+    check_compiler(plan, device.type, ranks.local_world_size)
+    return RunPlan(device, device_name, plan, _check_memory(config, plan, ranks, device, device_name))
 
 
-def _check_memory(config: Config, plan: Plan, place: Place, device: torch.device, device_name: str) -> int:
+def _check_memory(config: Config, plan: Plan, ranks: RankInfo, device: torch.device, device_name: str) -> int:
     """Bytes that a process will need. Raises PlanError if it has less."""
     # On a CPU what cpu_offload keeps in host memory is on the device.
     in_memory = dataclasses.replace(plan, cpu_offload=plan.cpu_offload and device.type != "cpu")
-    available, kind = device_memory_bytes(device, place), find_hardware(device_name)
+    available, kind = device_memory_bytes(device, ranks), find_hardware(device_name)
     return check_fits(
         config, in_memory, usable_bytes(available, kind) if kind else available, device_name
     ).peak_bytes

@@ -18,9 +18,9 @@ from meshwright.parallel.activation_checkpoint import recompute
 from meshwright.parallel.float8 import gather_in_float8
 from meshwright.parallel.plan.float8_rules import count_float8
 from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
-from meshwright.parallel.planner.tracing.eager import Subject
-from meshwright.parallel.planner.tracing.trace import apply_as_one_rank, trace_module
-from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.planner.tracing.eager import TracedModule
+from meshwright.parallel.planner.tracing.trace import apply_as_one_rank, module_workload
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block
@@ -51,19 +51,19 @@ class _Case:
     document_mask: bool
 
 
-def trace_model(
+def model_workload(
     config: LlamaConfig,
     plan: Plan,
     seq_len: int,
     frozen: frozenset[str] = frozenset(),
     document_mask: bool = False,
     folder: Path | None = None,
-) -> ModelWork:
+) -> ModelWorkload:
     """What one rank does for each module, for sequences of `seq_len` tokens, of several documents kept apart
     with `document_mask`, if all parameters are trained but the `frozen` ones. Modules treated alike are
     traced once, and what has been traced is remembered as long as the process lives, and in `folder`."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    modules, alike = dict[str, ModuleWork](), dict[tuple[object, ...], ModuleWork]()
+    modules, alike = dict[str, ModuleWorkload](), dict[tuple[object, ...], ModuleWorkload]()
     for name in plan.modules:
         unit, kind = unit_of[name], BLOCK if name.startswith(BLOCKS) else name
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
@@ -89,7 +89,7 @@ def trace_model(
     if config.tie_embeddings:  # one weight, whose gradient begins in the head
         modules["tok_embeddings"] = dataclasses.replace(modules["tok_embeddings"], parameters=0, weights=())
     tables = 2 * config.max_seq_len * config.head_dim * torch.float32.itemsize  # of models.rope
-    return ModelWork(modules, {}, seq_len, "head", tables)
+    return ModelWorkload(modules, {}, seq_len, "head", tables)
 
 
 def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq_len: int) -> _Case:
@@ -117,12 +117,12 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
 
 
 @cache
-def _trace(case: _Case, folder: Path | None) -> ModuleWork:
-    trace = partial(trace_module, partial(_build, case), case.compiled, case.activation_budget)
+def _trace(case: _Case, folder: Path | None) -> ModuleWorkload:
+    trace = partial(module_workload, partial(_build, case), case.compiled, case.activation_budget)
     return remember(folder, case, trace) if folder else trace()
 
 
-def _build(case: _Case, sequences: int) -> Subject:
+def _build(case: _Case, sequences: int) -> TracedModule:
     """The module and what it is called with, as one rank of the run holds them once they are gathered."""
     dtype = getattr(torch, case.dtype)
     torch.set_default_dtype(dtype)  # `.to(dtype)` cannot swap fake parameters
@@ -146,18 +146,18 @@ def _build(case: _Case, sequences: int) -> Subject:
     # Not a leaf: autograd would hold it, where in the run nobody does but who needs it.
     x = torch.empty(sequences, tokens, case.model.dim, dtype=dtype, requires_grad=True).clone()
     if case.module == "tok_embeddings":
-        return Subject(module, (ids_BT,))
+        return TracedModule(module, (ids_BT,))
     if case.module == BLOCK:
         size = (sequences, case.seq_len) if case.document_mask else (case.seq_len,)
         tables = tuple(torch.empty(*size, case.model.head_dim, dtype=torch.float32) for _ in range(2))
-        return Subject(module, (x,), (*tables, ids_BT) if case.document_mask else tables)
-    return Subject(module, (x, ids_BT))
+        return TracedModule(module, (x,), (*tables, ids_BT) if case.document_mask else tables)
+    return TracedModule(module, (x, ids_BT))
 
 
 TRACED_CODE = ("models", "parallel", "train/planning/trace_model.py")  # what a trace depends on
 
 
-def remember(folder: Path, case: object, trace: Callable[[], ModuleWork]) -> ModuleWork:
+def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) -> ModuleWorkload:
     """The work of a case, which its repr describes in full: read from `folder`, or traced and written there.
     A file that cannot be read or written is as none: the trace is made again."""
     key = hashlib.sha256(f"{case!r} {torch.__version__} {_digest_of_code()}".encode()).hexdigest()
@@ -174,11 +174,11 @@ def remember(folder: Path, case: object, trace: Callable[[], ModuleWork]) -> Mod
     return work
 
 
-def work_from(values: dict[str, Any]) -> ModuleWork:
+def work_from(values: dict[str, Any]) -> ModuleWorkload:
     """What dataclasses.asdict has made of it, back."""
     forward, backward = (_phase_from(values[name]) for name in ("forward", "backward"))
-    keeps, output = (Linear(**values[name]) for name in ("keeps", "output"))
-    return ModuleWork(
+    keeps, output = (Linear(**values[name]) for name in ("saved_bytes", "output"))
+    return ModuleWorkload(
         values["parameters"], forward, backward, keeps, output, tuple(map(tuple, values["weights"]))
     )
 
@@ -188,7 +188,7 @@ def _phase_from(values: dict[str, Any]) -> Phase:
         Operation(one["kind"], one["name"], Linear(**one["flops"]), Linear(**one["bytes"]), one["dtype"])
         for one in values["operations"]
     )
-    return Phase(tuple(operations), tuple(Linear(**moment) for moment in values["live"]))
+    return Phase(tuple(operations), tuple(Linear(**moment) for moment in values["live_bytes"]))
 
 
 @cache

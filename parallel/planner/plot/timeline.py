@@ -13,7 +13,7 @@ from meshwright.parallel.planner.plot.shapes import (
     text_width,
     to_svg,
 )
-from meshwright.parallel.planner.timeline import EXPOSED, Event, Timeline, describe
+from meshwright.parallel.planner.timeline import EXPOSED, Timeline, TimelineEvent, describe
 
 WIDTH = 1240
 LEFT, RIGHT = 118, 24  # margins beside the lanes: their names are on the left
@@ -123,7 +123,7 @@ def in_ms(seconds: float) -> str:
     return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 3 if 0 < ms < 0.1 else 2}f} ms"
 
 
-def legend(events: Iterable[Event], y: float) -> Iterator[Shape]:
+def legend(events: Iterable[TimelineEvent], y: float) -> Iterator[Shape]:
     """The colours that the events have."""
     used = {kind_of(event) for event in events}
     words = {kind: LEGEND.get(kind, ROWS.get(kind, kind)) for kind in COLORS if kind in used}
@@ -136,7 +136,7 @@ def legend(events: Iterable[Event], y: float) -> Iterator[Shape]:
         x += width + gap
 
 
-def kind_of(event: Event) -> str:
+def kind_of(event: TimelineEvent) -> str:
     """The event's key of COLORS."""
     if event.lane != "compute":
         return event.lane
@@ -188,7 +188,7 @@ def _stretches(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
     yield name, start_s, end_s
 
 
-def paint_panel(events: Iterable[Event], panel: Panel, named: bool) -> Iterator[Shape]:
+def paint_panel(events: Iterable[TimelineEvent], panel: Panel, named: bool) -> Iterator[Shape]:
     """Lanes, their names, the time axis, and a bar per event that falls into the panel."""
     for row in panel.rows:
         y = panel.y(row)
@@ -219,7 +219,7 @@ def nice_step(length_s: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10, 20, 50) if power * factor * 12 >= length_s)
 
 
-def _bars(events: Iterable[Event], panel: Panel, named: bool) -> Iterator[Shape]:
+def _bars(events: Iterable[TimelineEvent], panel: Panel, named: bool) -> Iterator[Shape]:
     """Exposed time last, so that nothing hides it, and in the strip with a foot below its lane, so that
     slivers show."""
     bars = _merged(events, panel)
@@ -242,14 +242,14 @@ class _Bar:
     """From left to right in pixels: an event, or some of one kind that are too thin to tell apart, of which
     the first."""
 
-    event: Event
+    event: TimelineEvent
     kind: str
     left: float
     right: float
     more: int = 0
 
 
-def _merged(events: Iterable[Event], panel: Panel) -> list[_Bar]:
+def _merged(events: Iterable[TimelineEvent], panel: Panel) -> list[_Bar]:
     bars: list[_Bar] = []
     last: dict[tuple[str, str], _Bar] = {}  # by lane and kind
     for bar in _cells(events, panel):
@@ -265,7 +265,7 @@ def _merged(events: Iterable[Event], panel: Panel) -> list[_Bar]:
     return bars
 
 
-def _cells(events: Iterable[Event], panel: Panel) -> list[_Bar]:
+def _cells(events: Iterable[TimelineEvent], panel: Panel) -> list[_Bar]:
     """A bar per event; events of one kind within one pixel share one, as wide as they are together. So a
     measured step of very many events is no larger a picture, and what was busy half of the time is half
     painted."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, inner_code
-from meshwright.parallel.planner.workload import Linear, Operation, Phase, fullest
+from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})  # no work
 # Two micro batches tell what grows with them; not 1, which torch treats as special in places. What is done in
@@ -20,7 +20,7 @@ WATCHED_SEQUENCES = (2, 3)
 
 
 @dataclass(frozen=True)
-class Subject:
+class TracedModule:
     """A module on fake tensors and what to call it with: `inputs` have the micro batch as their first dim;
     `tables`, which come after the first input, are the same for every sequence."""
 
@@ -35,7 +35,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _OpRecord:
     """An operation as it was seen with one micro batch: amounts are numbers."""
 
     kind: str
@@ -46,15 +46,15 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Watched:
+class RecordedPhase:
     """One module's forward or backward with one micro batch; `left`: bytes that live after it."""
 
-    operations: list[_Seen]
+    operations: list[_OpRecord]
     moments: list[int]
     left: int
 
 
-class _Following(torch.autograd.Function):
+class _GradientSink(torch.autograd.Function):
     """Stands for the modules after: takes a result without keeping it, and gives its gradient, which nobody
     else holds."""
 
@@ -68,14 +68,14 @@ class _Following(torch.autograd.Function):
         return gradient.new_empty(ctx.shape)
 
 
-class _Watcher(TorchDispatchMode):
+class _OpRecorder(TorchDispatchMode):
     """Notes every operation below autograd, and follows every storage from when it is seen to its end, but
     for those of `uncounted` tensors: weights and tables."""
 
     def __init__(self, uncounted: Iterable[Tensor]) -> None:
         super().__init__()
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in uncounted}
-        self.operations: list[_Seen] = []
+        self.operations: list[_OpRecord] = []
         self.moments: list[int] = []
         self.now = 0
         self._live: dict[int, weakref.ref[Any]] = {}
@@ -92,9 +92,9 @@ class _Watcher(TorchDispatchMode):
         del self._live[key]
         self.now -= size
 
-    def finish(self) -> Watched:
+    def finish(self) -> RecordedPhase:
         """What was seen since the last time."""
-        watched = Watched(self.operations, self.moments, self.now)
+        watched = RecordedPhase(self.operations, self.moments, self.now)
         self.operations, self.moments = [], []
         return watched
 
@@ -116,7 +116,7 @@ class _Watcher(TorchDispatchMode):
         return result
 
 
-def watch_eager(build: Callable[[int], Subject]) -> tuple[Phase, Phase, Linear, Linear]:
+def watch_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Linear, Linear]:
     """Forward, backward, bytes that the forward keeps, bytes of its output, of the module that `build`
     makes."""
     runs = [_watch(build(sequences)) for sequences in WATCHED_SEQUENCES]
@@ -129,19 +129,19 @@ def watch_eager(build: Callable[[int], Subject]) -> tuple[Phase, Phase, Linear, 
     )
 
 
-def _watch(subject: Subject) -> tuple[Watched, Watched, int]:
-    with _Watcher([*subject.module.parameters(), *subject.tables]) as watcher:
+def _watch(subject: TracedModule) -> tuple[RecordedPhase, RecordedPhase, int]:
+    with _OpRecorder([*subject.module.parameters(), *subject.tables]) as watcher:
         watcher.follow(subject.inputs[0])
         result = subject.call()
         del subject  # its input lives on if the backward needs it
         output = result.untyped_storage().nbytes()
         forward = watcher.finish()
-        end = _Following.apply(result)
+        end = _GradientSink.apply(result)
         del result
         left = watcher.finish().left
         end.backward(torch.empty_like(end))
         backward = watcher.finish()
-    return Watched(forward.operations, forward.moments, left), backward, output
+    return RecordedPhase(forward.operations, forward.moments, left), backward, output
 
 
 def _written(func: Any, args: Any) -> list[Tensor]:
@@ -153,47 +153,51 @@ def _written(func: Any, args: Any) -> list[Tensor]:
     ]
 
 
-def watch_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[Watched, Any]:
+def watch_call(call: Callable[[], Any], uncounted: Iterable[Any]) -> tuple[RecordedPhase, Any]:
     """A function's operations and what lives meanwhile, without the tensors among `uncounted`; and its
     result."""
-    with _Watcher(value for value in uncounted if isinstance(value, Tensor)) as watcher:
+    with _OpRecorder(value for value in uncounted if isinstance(value, Tensor)) as watcher:
         result = call()
         return watcher.finish(), result
 
 
-def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _Seen:
+def _look_at(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> _OpRecord:
     moved = float(sum(tensor.nbytes for tensor in (*read, *made)))
     dtype = str(made[0].dtype).removeprefix("torch.")
     if name in PRODUCTS:
-        return _Seen("matmul", name, 2.0 * made[0].numel() * read[-2].shape[-1], moved, dtype)
+        return _OpRecord("matmul", name, 2.0 * made[0].numel() * read[-2].shape[-1], moved, dtype)
     if "attention" in name:
-        return _Seen("attention", name, attention_flops(name, args), moved, dtype)
+        return _OpRecord("attention", name, attention_flops(name, args), moved, dtype)
     if name in COLLECTIVES:
-        return _Seen(
+        return _OpRecord(
             "collective", COLLECTIVES[name], 0.0, float(max(t.nbytes for t in (*read, *made))), dtype
         )
-    return _Seen("memory", name, 0.0, moved, dtype)
+    return _OpRecord("memory", name, 0.0, moved, dtype)
 
 
-def join_watched(watched: Sequence[Watched]) -> Phase:
+def join_watched(watched: Sequence[RecordedPhase]) -> Phase:
     """What two micro batches show, as what any would do. Where the larger one did more operations, it did
     them in chunks: operations of a name are then taken together, and of the moments the fullest."""
     if len({len(one.operations) for one in watched}) > 1:
-        watched = [Watched(_taken_together(one.operations), [max(one.moments)], one.left) for one in watched]
+        watched = [
+            RecordedPhase(_taken_together(one.operations), [max(one.moments)], one.left) for one in watched
+        ]
     operations = tuple(
         Operation(
             one.kind, one.name, line([one.flops, other.flops]), line([one.bytes, other.bytes]), one.dtype
         )  # type: ignore[arg-type]
         for one, other in zip(*(w.operations for w in watched), strict=True)
     )
-    return Phase(operations, fullest(line(pair) for pair in zip(*(w.moments for w in watched), strict=True)))
+    return Phase(
+        operations, pareto_peaks(line(pair) for pair in zip(*(w.moments for w in watched), strict=True))
+    )
 
 
-def _taken_together(operations: Sequence[_Seen]) -> list[_Seen]:
-    sums: dict[tuple[str, str, str], _Seen] = {}
+def _taken_together(operations: Sequence[_OpRecord]) -> list[_OpRecord]:
+    sums: dict[tuple[str, str, str], _OpRecord] = {}
     for seen in operations:
         key = (seen.kind, seen.name, seen.dtype)
-        before = sums.get(key, _Seen(seen.kind, seen.name, 0.0, 0.0, seen.dtype))
+        before = sums.get(key, _OpRecord(seen.kind, seen.name, 0.0, 0.0, seen.dtype))
         sums[key] = replace(before, flops=before.flops + seen.flops, bytes=before.bytes + seen.bytes)
     return list(sums.values())
 

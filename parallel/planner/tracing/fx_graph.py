@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.parallel.operators import COLLECTIVES, PRODUCTS, VIEWS, attention_flops, inner_code
 from meshwright.parallel.planner.tracing.eager import (
     WATCHED_SEQUENCES,
-    Watched,
+    RecordedPhase,
     join_watched,
     line,
     watch_call,
 )
-from meshwright.parallel.planner.workload import Linear, Operation, Phase, fullest, total
+from meshwright.parallel.planner.workload import Linear, Operation, Phase, pareto_peaks, total
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class KernelGraph:
         self._nodes = [node for node in graph.nodes if _tensors(node.meta.get("val"))]
         (self._returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
         self._fixed = set(inputs.uncounted) | set(inputs.fixed)
-        self._opened: dict[Node, Opened] = {}
+        self._opened: dict[Node, CustomOpBody] = {}
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self.storage: dict[Node, Node] = {}  # node -> the node that made its storage
         for node in self._nodes:
             self.storage[node] = self._find_storage(node)
             if code := _inner_code(node):
-                self._opened[node] = open_operator(node, code, self._fixed, micro_batch_size)
+                self._opened[node] = inline_custom_op(node, code, self._fixed, micro_batch_size)
             if node.op == "call_function" and self._is_fixed(node):
                 self._fixed.add(node)
         self._kernel_of = self._find_kernels()
@@ -80,7 +80,7 @@ class KernelGraph:
             else (self._operation(kernel),)
             for kernel in self.kernels
         )
-        return Phase(tuple(chain.from_iterable(operations)), fullest(self._moments()))
+        return Phase(tuple(chain.from_iterable(operations)), pareto_peaks(self._moments()))
 
     def returned(self) -> list[Node | None]:
         """What the graph returns, in order, as the nodes that made the storages; None for what is no tensor,
@@ -199,7 +199,7 @@ class KernelGraph:
             dying = {node for node in kernel.reads & live & ours if last_use[node] == i}
             if (first := kernel.nodes[0]) in self._opened:
                 moments += [
-                    total((*map(self.size, live), moment)) for moment in self._opened[first].phase.live
+                    total((*map(self.size, live), moment)) for moment in self._opened[first].phase.live_bytes
                 ]
             live |= kernel.writes
             moments.append(total(map(self.size, live - _overwritten(kernel, dying))))
@@ -257,7 +257,7 @@ def _bytes(node: Node) -> int:
 
 
 @dataclass(frozen=True)
-class Opened:
+class CustomOpBody:
     """The phase of an operator's code, whose `live` count its results but not its arguments; bytes of each
     result."""
 
@@ -265,19 +265,19 @@ class Opened:
     results: tuple[Linear, ...]
 
 
-def open_operator(
+def inline_custom_op(
     node: Node, code: Callable[..., Any], fixed: Collection[Node], micro_batch_size: int
-) -> Opened:
+) -> CustomOpBody:
     """Run the code on fake tensors as large as a graph's, traced with `micro_batch_size` sequences, would be
     with others; the sizes of `fixed` arguments stay."""
     runs = [_run(node, code, fixed, sequences, micro_batch_size) for sequences in WATCHED_SEQUENCES]
     results = zip(*(sizes for _, sizes in runs), strict=True)
-    return Opened(join_watched([watched for watched, _ in runs]), tuple(map(line, results)))
+    return CustomOpBody(join_watched([watched for watched, _ in runs]), tuple(map(line, results)))
 
 
 def _run(
     node: Node, code: Callable[..., Any], fixed: Collection[Node], sequences: int, traced: int
-) -> tuple[Watched, list[int]]:
+) -> tuple[RecordedPhase, list[int]]:
     def argument(value: Any) -> Any:
         if not isinstance(value, Node):
             return value

@@ -19,9 +19,9 @@ from torch.distributed.tensor import Placement, Shard
 from torch.fx import Graph, GraphModule, Node
 
 from meshwright.parallel.plan.schema import TensorPlan
-from meshwright.parallel.planner.tracing.eager import Subject, watch_eager
+from meshwright.parallel.planner.tracing.eager import TracedModule, watch_eager
 from meshwright.parallel.planner.tracing.fx_graph import GraphInputs, KernelGraph
-from meshwright.parallel.planner.workload import Linear, ModuleWork, total
+from meshwright.parallel.planner.workload import Linear, ModuleWorkload, total
 from meshwright.parallel.tensor_parallel import TensorAxis, apply_styles
 
 
@@ -39,7 +39,9 @@ def apply_as_one_rank(model: nn.Module, tensor: TensorPlan, degree: int) -> None
 TRACED_SEQUENCES = 2  # of the micro batch traced: not 1, whose dims the compiler takes away
 
 
-def trace_module(build: Callable[[int], Subject], compiled: bool, budget: float = 1.0) -> ModuleWork:
+def module_workload(
+    build: Callable[[int], TracedModule], compiled: bool, budget: float = 1.0
+) -> ModuleWorkload:
     """The work of a module that `build` makes for a micro batch of so many sequences.
 
     `compiled`: as inductor would run it, keeping `budget` of its activations; else as it runs eagerly.
@@ -49,10 +51,10 @@ def trace_module(build: Callable[[int], Subject], compiled: bool, budget: float 
             return _trace_compiled(build(TRACED_SEQUENCES), budget)
         forward, backward, keeps, output = watch_eager(build)
         module = build(TRACED_SEQUENCES).module
-    return ModuleWork(count_parameters(module), forward, backward, keeps, output, list_weights(module))
+    return ModuleWorkload(count_parameters(module), forward, backward, keeps, output, list_weights(module))
 
 
-def _trace_compiled(subject: Subject, budget: float) -> ModuleWork:
+def _trace_compiled(subject: TracedModule, budget: float) -> ModuleWorkload:
     graphs: dict[str, GraphModule] = {}
     weights: list[bool] = []
     with _quiet_compiler(), functorch.patch(activation_memory_budget=budget):
@@ -90,7 +92,7 @@ def _keep_graphs(graphs: dict[str, GraphModule], weights: list[bool]) -> Any:
     return backend
 
 
-def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Subject) -> ModuleWork:
+def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: TracedModule) -> ModuleWorkload:
     """Both graphs as kernels. The forward returns first its result, then what it keeps for the backward,
     whose placeholders have the same names."""
     primals = _placeholders(forward)
@@ -116,7 +118,7 @@ def _read(forward: Graph, backward: Graph, weights: Sequence[bool], subject: Sub
     keeps = total(map(there.size, {node for node in kept if node is not None}))
     result = there.size(output) if output is not None else Linear()
     module = subject.module
-    return ModuleWork(
+    return ModuleWorkload(
         count_parameters(module), there.phase(), back.phase(), keeps, result, list_weights(module)
     )
 

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.activation_checkpoint import recompute
-from meshwright.parallel.planner.tracing.eager import Subject
-from meshwright.parallel.planner.tracing.trace import trace_module
+from meshwright.parallel.planner.tracing.eager import TracedModule
+from meshwright.parallel.planner.tracing.trace import module_workload
 
 SEQUENCES, TOKENS = 2, 128
 MODEL = LlamaConfig(
@@ -29,26 +29,28 @@ def _forget_what_was_compiled() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
 
 
-def block(mode: str) -> Callable[[int], Subject]:
-    def build(sequences: int) -> Subject:
+def block(mode: str) -> Callable[[int], TracedModule]:
+    def build(sequences: int) -> TracedModule:
         module = Llama(MODEL).layers[0]
         if SAVED[mode] is not None:
             recompute(module, SAVED[mode])
         tables = tuple(torch.ones(TOKENS, MODEL.head_dim) for _ in range(2))
-        return Subject(module, (hidden(sequences),), tables)
+        return TracedModule(module, (hidden(sequences),), tables)
 
     return build
 
 
-def head(sequences: int) -> Subject:
-    return Subject(Llama(MODEL).head, (hidden(sequences), torch.zeros(sequences, TOKENS, dtype=torch.int64)))
+def head(sequences: int) -> TracedModule:
+    return TracedModule(
+        Llama(MODEL).head, (hidden(sequences), torch.zeros(sequences, TOKENS, dtype=torch.int64))
+    )
 
 
 def hidden(sequences: int) -> torch.Tensor:
     return torch.ones(sequences, TOKENS, MODEL.dim, requires_grad=True).clone()
 
 
-def kept_bytes(build: Callable[[int], Subject]) -> int:
+def kept_bytes(build: Callable[[int], TracedModule]) -> int:
     """By the module when it really runs compiled: what its forward has allocated and not freed, without its
     result, and what its caller holds for it."""
     subject = build(SEQUENCES)
@@ -81,6 +83,8 @@ def kept_bytes(build: Callable[[int], Subject]) -> int:
         pytest.param(head, id="head"),
     ],
 )
-def test_a_compiled_module_keeps_what_its_trace_says(build: Callable[[int], Subject]) -> None:
+def test_a_compiled_module_keeps_what_its_trace_says(build: Callable[[int], TracedModule]) -> None:
     """To the few bytes by which the allocator rounds a scalar up."""
-    assert kept_bytes(build) == pytest.approx(trace_module(build, compiled=True).keeps.at(SEQUENCES), abs=64)
+    assert kept_bytes(build) == pytest.approx(
+        module_workload(build, compiled=True).saved_bytes.at(SEQUENCES), abs=64
+    )

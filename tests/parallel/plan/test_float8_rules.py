@@ -17,7 +17,7 @@ from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.predict import predict, trace_run
+from meshwright.train.planning.predict import predict, run_workload
 from meshwright.train.planning.resolve import model_units, plan_run
 from tests.support.launch import TINY
 
@@ -183,7 +183,7 @@ def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
     def judged(*arguments: str):
         config = parse_config([*LLAMA_8B, *arguments])
         plan = plan_run(config, 8)
-        work = trace_run(config, plan)
+        work = run_workload(config, plan)
         times = step_times(plan, work, h100, 8)
         return (
             times.modules["layers.0"],

@@ -18,7 +18,7 @@ from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.device_defaults import attention_here, best_attention, check_attention
-from meshwright.train.planning.predict import predict_memory, trace_run
+from meshwright.train.planning.predict import predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import plan_of, report_of
 from tests.support.simulated import simulated
@@ -40,7 +40,7 @@ def head_of(*arguments: str, world_size: int = 8):
     """The head's work, and the whole step's memory."""
     config = parse_config([*LLAMA_8B, *arguments])
     plan = plan_run(config, world_size)
-    work = trace_run(config, plan)
+    work = run_workload(config, plan)
     return work.modules["head"], predict_step_memory(plan, work)
 
 
@@ -210,7 +210,7 @@ def test_attention_takes_its_kernels_time() -> None:
     seconds = {}
     for kernel in ("cudnn", "flash"):
         plan = plan_run(config, 8, 8, kernel)
-        times = step_times(plan, trace_run(config, plan), hardware, 8)
+        times = step_times(plan, run_workload(config, plan), hardware, 8)
         seconds[kernel] = times.modules["layers.0"].forward_s
     share = hardware.attention_kernels["flash"]
     attention_s = (

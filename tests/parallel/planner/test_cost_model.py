@@ -18,7 +18,7 @@ from meshwright.parallel.planner.cost_model import (
     strided_group,
 )
 from meshwright.parallel.planner.hardware import Hardware, Link, load_hardware
-from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 from tests.support.plans import BLOCK, EMBEDDING, HEAD, change, plan_of
 
 # 100 TF/s of bfloat16, half of it for a product of 1 GFLOP; 1 TB/s of memory at half; links of 100 and 10
@@ -58,13 +58,15 @@ def operation(
     return Operation(kind, name, Linear(0.0, flops), Linear(0.0, moved), dtype)
 
 
-def work_of(forward: list[Operation], backward: list[Operation] | None = None, **trained: float) -> ModelWork:
+def work_of(
+    forward: list[Operation], backward: list[Operation] | None = None, **trained: float
+) -> ModelWorkload:
     """The same operations in every module of `plans.MODEL`."""
     phases = Phase(tuple(forward), ()), Phase(tuple(backward or []), ())
     counts = {"embed": EMBEDDING, **{f"layers.{i}": BLOCK for i in range(4)}, "head": HEAD}
-    modules = {name: ModuleWork(count, *phases, Linear(), Linear()) for name, count in counts.items()}
+    modules = {name: ModuleWorkload(count, *phases, Linear(), Linear()) for name, count in counts.items()}
     shares = {name.replace("_", "."): share for name, share in trained.items()}
-    return ModelWork(modules, shares, seq_len=64, logits="head", tables=0)
+    return ModelWorkload(modules, shares, seq_len=64, logits="head", tables=0)
 
 
 # Operations
@@ -280,7 +282,7 @@ def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
     assert times.backward_tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
 
 
-def float8_work(share: float) -> ModelWork:
+def float8_work(share: float) -> ModelWorkload:
     """Of 1,000 parameters of products a share is in float8; a block multiplies, and the head does the
     same."""
     product = [operation("matmul", flops=100 * GB, moved=0.1 * GB)]

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.memory_breakdown import GIB, MemoryByKind, StepMemory
-from meshwright.parallel.plan.make import Job, make_plan
+from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, StepMemory
+from meshwright.parallel.plan.make import TrainingJob, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import least_bytes, predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
@@ -28,15 +28,15 @@ def per_sequence(size: float, fixed: float = 0) -> Linear:
     return Linear(fixed, size)
 
 
-def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head: int = 500) -> ModelWork:
+def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head: int = 500) -> ModelWorkload:
     """Embedding, blocks, head. A block's forward holds `passing` at the most, its backward 300 and, last, 150
     beside its weights' gradients; the head holds `head` in its forward."""
 
     def module(
         parameters: int, forward: float, keeps: float, backward: tuple[Linear, ...], output: float
-    ) -> ModuleWork:
+    ) -> ModuleWorkload:
         phases = Phase((), (per_sequence(forward),)), Phase((), backward)
-        return ModuleWork(parameters, *phases, per_sequence(keeps), per_sequence(output))
+        return ModuleWorkload(parameters, *phases, per_sequence(keeps), per_sequence(output))
 
     block = (per_sequence(300), per_sequence(150, fixed=dtype_bytes * BLOCK))
     modules = {
@@ -44,17 +44,17 @@ def make_work(passing: int = 240, n_blocks: int = 2, dtype_bytes: int = 4, head:
         **{f"layers.{i}": module(BLOCK, passing, KEPT, block, HIDDEN) for i in range(n_blocks)},
         "head": module(HEAD, head, 310, (per_sequence(330, fixed=dtype_bytes * HEAD),), 4),
     }
-    return ModelWork(modules, {}, 5, "head", TABLES)
+    return ModelWorkload(modules, {}, 5, "head", TABLES)
 
 
 def make(world_size: int, micro: int = 1, n_blocks: int = 2, global_batch: int = -1, **keys: Any) -> Plan:
     blocks = [f"layers.{i}" for i in range(n_blocks)]
     modules = dict(embed=EMBEDDING, **dict.fromkeys(blocks, BLOCK), head=HEAD)
     model = ModelUnits(modules, [(name,) for name in modules], frozenset(), frozenset(blocks))
-    return make_plan(ParallelConfig(**keys), model, Job(world_size, 8, 5, micro, global_batch))
+    return make_plan(ParallelConfig(**keys), model, TrainingJob(world_size, 8, 5, micro, global_batch))
 
 
-def predict(*sizes: int, work: ModelWork | None = None, **keys: Any) -> StepMemory:
+def predict(*sizes: int, work: ModelWorkload | None = None, **keys: Any) -> StepMemory:
     return predict_step_memory(make(*sizes, **keys), work or make_work())
 
 
@@ -65,7 +65,7 @@ SHARDS = (400 + 200 + 200 + 500) * 4  # of two ranks
 
 def test_a_small_plan_by_hand() -> None:
     """Two shards, a micro batch of 3 sequences, all in float32."""
-    assert predict(2, 3).memory == MemoryByKind(
+    assert predict(2, 3).memory == MemoryBreakdown(
         params=SHARDS,
         grads=SHARDS,
         optimizer=2 * SHARDS,
@@ -84,7 +84,7 @@ def test_a_small_plan_by_hand() -> None:
 def test_the_moment_of_the_peak_by_hand() -> None:
     """The last of the last block's backward: its gradients are there, and the head's reduction has still its
     buffer."""
-    assert predict(2, 3).at_peak == MemoryByKind(
+    assert predict(2, 3).at_peak == MemoryBreakdown(
         params=SHARDS,
         grads=2000,  # of the head
         optimizer=2 * SHARDS,
@@ -97,7 +97,7 @@ def test_the_moment_of_the_peak_by_hand() -> None:
 
 def test_the_peak_is_in_the_forward_where_logits_are_many() -> None:
     """A head that holds 5000 for each of three sequences."""
-    assert predict(2, 3, work=make_work(head=5000)).at_peak == MemoryByKind(
+    assert predict(2, 3, work=make_work(head=5000)).at_peak == MemoryBreakdown(
         params=SHARDS,
         grads=0,
         optimizer=2 * SHARDS,
@@ -225,7 +225,7 @@ def test_what_is_sent_needs_no_backward_of_its_own() -> None:
     )
 
 
-IN_THE_HEADS_BACKWARD = MemoryByKind(
+IN_THE_HEADS_BACKWARD = MemoryBreakdown(
     unsharded=4000 + 1600, activations=5 + 2 * 200 + 20, logits=330 - 20, buffers=TABLES + 4000
 )
 
@@ -300,7 +300,7 @@ def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None
     """Tied embeddings: the weight is the embedding's, used again in the head, whose gradient begins there."""
     modules = {"embed": 0, "layers.0": BLOCK, "head": HEAD}
     model = ModelUnits(modules, [("layers.0",), ("embed", "head")], frozenset(), frozenset())
-    plan = make_plan(ParallelConfig(), model, Job(2, 8, 5, 1))
+    plan = make_plan(ParallelConfig(), model, TrainingJob(2, 8, 5, 1))
     work = make_work(n_blocks=1)
     embed = dataclasses.replace(work.modules["embed"], parameters=0)
     got = predict_step_memory(
@@ -328,7 +328,7 @@ def test_what_comes_before_the_first_trained_module_keeps_nothing_and_has_no_bac
 
 def test_what_is_reserved_is_the_peak_and_what_allocator_and_process_add() -> None:
     hardware = dataclasses.replace(load_hardware()["h100-sxm"], reserved_share=0.25, reserved_gib=2.0)
-    memory = StepMemory(MemoryByKind(), MemoryByKind(params=8 * GIB))
+    memory = StepMemory(MemoryBreakdown(), MemoryBreakdown(params=8 * GIB))
     assert reserved_bytes(memory, hardware) == 12 * GIB
 
 

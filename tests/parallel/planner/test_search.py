@@ -10,15 +10,15 @@ import pytest
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.make import Job
+from meshwright.parallel.plan.make import TrainingJob
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import EQUAL, Choice, Machines, frugal, search
-from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Operation, Phase
+from meshwright.parallel.planner.search import EQUAL, Cluster, SearchResult, frugal, search
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
 # of a block, per sequence
@@ -26,7 +26,7 @@ KEPT = {"none": 4 * GIB, "selective": 2 * GIB, "full": GIB // 8, "offload": 4 * 
 AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0, "offload": 0.0}  # of a forward, in the backward
 
 
-def module(plan: Plan, parameters: int, mode: str) -> ModuleWork:
+def module(plan: Plan, parameters: int, mode: str) -> ModuleWorkload:
     """A module of two kernels: a product, and with tp a collective."""
     tp = plan.mesh.tp
     flops = Linear(0.0, 2.0 * parameters * TOKENS / tp)
@@ -39,7 +39,7 @@ def module(plan: Plan, parameters: int, mode: str) -> ModuleWork:
         Linear(0.0, KEPT["none"] / tp),
         Linear(2.0 * parameters / tp, KEPT["none"] / tp),
     )
-    return ModuleWork(
+    return ModuleWorkload(
         parameters // tp,
         Phase((product, *tp_sum), (forward_live,)),
         Phase((backward, *tp_sum), (backward_live,)),
@@ -48,10 +48,10 @@ def module(plan: Plan, parameters: int, mode: str) -> ModuleWork:
     )
 
 
-def trace(plan: Plan) -> ModelWork:
+def trace(plan: Plan) -> ModelWorkload:
     unit_of = {name: unit for unit in plan.units for name in unit.modules}
     modules = {name: module(plan, PARAMETERS, unit_of[name].activation_checkpoint) for name in plan.modules}
-    return ModelWork(modules, {}, TOKENS, "head", 0)
+    return ModelWorkload(modules, {}, TOKENS, "head", 0)
 
 
 NAMES = ["tok_embeddings", *(f"layers.{i}" for i in range(BLOCKS)), "head"]
@@ -67,15 +67,15 @@ MODEL = ModelUnits(
 BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_parts": ("attention",)}
 
 
-def machines(gib: float = 79.1, per_node: int = 8) -> Machines:
-    return Machines(load_hardware()["h100-sxm"], per_node, int(gib * GIB))
+def machines(gib: float = 79.1, per_node: int = 8) -> Cluster:
+    return Cluster(load_hardware()["h100-sxm"], per_node, int(gib * GIB))
 
 
 def find(
-    gpus: int, here: Machines | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
-) -> Choice:
+    gpus: int, here: Cluster | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
+) -> SearchResult:
     here = here or machines()
-    job = Job(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
+    job = TrainingJob(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
     return search(ParallelConfig(**BF16 | keys), MODEL, job, here, trace)  # type: ignore[arg-type]
 
 
@@ -86,16 +86,16 @@ def test_what_is_chosen_fits_and_nothing_that_was_timed_is_faster_than_a_tie() -
     assert (
         choice.best.needed_bytes == reserved_bytes(choice.best.memory, here.hardware) <= here.available_bytes
     )
-    assert max(c.rate() for c in choice.fitting) * (1 - EQUAL) <= choice.best.rate()
-    assert all(c.needed_bytes > here.available_bytes for c in choice.too_large)
-    rest = [c.rate() for c in choice.fitting[1:]]
+    assert max(c.rate() for c in choice.ranked) * (1 - EQUAL) <= choice.best.rate()
+    assert all(c.needed_bytes > here.available_bytes for c in choice.does_not_fit)
+    rest = [c.rate() for c in choice.ranked[1:]]
     assert rest == sorted(rest, reverse=True)
 
 
 def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
     """The bound that spares timing is no higher than the truth: timing everything finds no better plan."""
     here, choice = machines(), find(16, batch=64)
-    assert choice.slower
+    assert choice.pruned
     best = 0.0
     for checkpointing in KEPT:
         for reshard in (True, False):
@@ -108,7 +108,7 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
                     tp=tp,
                     forward_prefetch=1,
                     backward_prefetch=1,
-                ).fitting
+                ).ranked
                 best = max([best, *(c.rate() for c in every)])
     assert choice.best.rate() >= best * (1 - EQUAL)
     timed = simulate_step(
@@ -145,7 +145,7 @@ def test_recomputing_is_chosen_only_where_memory_asks_for_it() -> None:
 )
 def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
     choice = find(8, machines(500), **{key: value})
-    assert {c.choices[key] for c in (*choice.fitting, *choice.too_large)} == {value}
+    assert {c.choices[key] for c in (*choice.ranked, *choice.does_not_fit)} == {value}
     plan = choice.best.plan
     assert getattr(plan.mesh, key, value) == value
     if key == "activation_checkpoint":  # how many blocks is left open, and as few as can be are the fastest
@@ -154,22 +154,22 @@ def test_a_key_with_a_value_stays_as_it_is(key: str, value: Any) -> None:
 
 def test_a_strategy_stays_as_it_is_and_leaves_the_rest_open() -> None:
     choice = find(16, machines(500), strategy="hybrid_shard")
-    tried = [*choice.fitting, *choice.slower]
+    tried = [*choice.ranked, *choice.pruned]
     assert {(c.plan.mesh.dp_replicate, c.plan.mesh.dp_shard * c.plan.mesh.tp) for c in tried} == {(2, 8)}
     assert {c.choices["activation_checkpoint"] for c in tried} == set(KEPT)
 
 
 def test_prefetch_and_micro_batch_can_be_fixed_too() -> None:
     choice = find(8, micro=2, forward_prefetch=3, backward_prefetch=0)
-    assert {c.plan.micro_batch_size for c in choice.fitting} == {2}
-    assert {(u.forward_prefetch, u.backward_prefetch) for c in choice.fitting for u in c.plan.units} == {
+    assert {c.plan.micro_batch_size for c in choice.ranked} == {2}
+    assert {(u.forward_prefetch, u.backward_prefetch) for c in choice.ranked for u in c.plan.units} == {
         (3, 0)
     }
 
 
 def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() -> None:
     choice = find(16, batch=32)
-    tried = [*choice.fitting, *choice.too_large, *choice.slower]
+    tried = [*choice.ranked, *choice.does_not_fit, *choice.pruned]
     assert {c.plan.mesh.world_size for c in tried} == {16}
     assert {c.plan.global_batch_size for c in tried} == {32}
     assert len({tuple(c.choices.items()) for c in tried}) == len(tried)
@@ -178,7 +178,7 @@ def test_every_candidate_is_a_legal_plan_of_all_processes_and_the_whole_batch() 
 
 def test_tp_stays_within_a_node() -> None:
     found = find(8, machines(500, per_node=2))
-    assert {c.plan.mesh.tp for c in (*found.fitting, *found.too_large, *found.slower)} == {1, 2}
+    assert {c.plan.mesh.tp for c in (*found.ranked, *found.does_not_fit, *found.pruned)} == {1, 2}
 
 
 def test_a_tie_goes_to_the_simpler_plan() -> None:
@@ -198,9 +198,9 @@ def test_a_tie_goes_to_the_simpler_plan() -> None:
 
 def test_none_fits() -> None:
     choice = find(1, machines(10))
-    assert not choice.fitting
-    least = choice.too_large[0]
-    assert least.needed_bytes == min(c.needed_bytes for c in choice.too_large)
+    assert not choice.ranked
+    least = choice.does_not_fit[0]
+    assert least.needed_bytes == min(c.needed_bytes for c in choice.does_not_fit)
     assert least.choices["activation_checkpoint"] == "full"
 
 
@@ -240,14 +240,14 @@ def test_a_selective_policy_that_is_none_is_refused() -> None:
 
 def test_micro_batches_are_divisors_of_a_ranks_share() -> None:
     choice = find(1, machines(5000), batch=6)
-    assert {c.plan.micro_batch_size for c in (*choice.fitting, *choice.slower)} == {1, 2, 3, 6}
+    assert {c.plan.micro_batch_size for c in (*choice.ranked, *choice.pruned)} == {1, 2, 3, 6}
     assert choice.best.plan.micro_batch_size > 1
 
 
 def test_what_is_frozen_costs_neither_backward_nor_reduction() -> None:
-    here, job = machines(500), Job(8, 8, TOKENS, 1, -1)
+    here, job = machines(500), TrainingJob(8, 8, TOKENS, 1, -1)
 
-    def frozen(plan: Plan) -> ModelWork:
+    def frozen(plan: Plan) -> ModelWorkload:
         return dataclasses.replace(trace(plan), trained=dict.fromkeys(NAMES[:-1], 0.0))
 
     steps = [
@@ -261,12 +261,12 @@ def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
 
 
 def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
-    config, job = ParallelConfig(**BF16), Job(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
+    config, job = ParallelConfig(**BF16), TrainingJob(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
     closed, one = frugal(config, job, BLOCKS)
     least = search(closed, MODEL, one, machines(500), trace)
     everything = find(8, machines(500))
-    needed = [c.needed_bytes for c in (*everything.fitting, *everything.too_large)]
-    assert min(c.needed_bytes for c in least.fitting) <= min(needed)
+    needed = [c.needed_bytes for c in (*everything.ranked, *everything.does_not_fit)]
+    assert min(c.needed_bytes for c in least.ranked) <= min(needed)
 
 
 @pytest.mark.parametrize("gib", [20, 24, 30, 36, 44])
@@ -287,12 +287,12 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
     every = {
         count: find(8, here, micro=1, **closed, checkpointed_blocks=count) for count in range(1, BLOCKS + 1)
     }
-    fits = [count for count, choice in every.items() if choice.fitting]
+    fits = [count for count, choice in every.items() if choice.ranked]
     found = find(8, here, micro=1, **closed)
-    assert bool(found.fitting) == bool(fits)
+    assert bool(found.ranked) == bool(fits)
     if fits:
         assert fits == list(range(fits[0], BLOCKS + 1)), "the fewer, the more memory"
-        tried = {c.choices["checkpointed_blocks"] for c in found.fitting}
+        tried = {c.choices["checkpointed_blocks"] for c in found.ranked}
         assert tried == {fits[0], BLOCKS}
         assert found.best.rate() >= max(every[count].best.rate() for count in fits) * (1 - EQUAL)
 
@@ -306,7 +306,7 @@ def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> N
     assert treated == [True] * count + [False] * (BLOCKS - count)
     mode = choice.best.choices["activation_checkpoint"]
     alike = next(
-        c for c in choice.fitting if c.choices == choice.best.choices | {"checkpointed_blocks": BLOCKS}
+        c for c in choice.ranked if c.choices == choice.best.choices | {"checkpointed_blocks": BLOCKS}
     )
     assert choice.best.rate() > alike.rate() * (1 + EQUAL)
     said = next(line for line in reasons(choice, here) if line.startswith("checkpointed_blocks="))
@@ -348,7 +348,7 @@ def test_offloading_that_hides_is_chosen_and_that_does_not_is_not() -> None:
         assert ("GiB are in host memory" in text) == offloaded
 
 
-def reasons(choice: Choice, here: Machines) -> list[str]:
+def reasons(choice: SearchResult, here: Cluster) -> list[str]:
     plan = choice.best.plan
     return give_reasons(choice, here, step_times(plan, trace(plan), here.hardware, here.gpus_per_node))
 
@@ -357,9 +357,9 @@ def test_reasons_give_figures_that_are_true() -> None:
     here = machines(60)
     choice = find(8, here, tp=1)
     said = reasons(choice, here)
-    tried = len(choice.fitting) + len(choice.too_large) + len(choice.slower)
-    assert said[0].startswith(f"of {tried} plans that were tried {len(choice.too_large)} do not fit, and ")
-    assert f"and {len(choice.slower)} would be slower" in said[0]
+    tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
+    assert said[0].startswith(f"of {tried} plans that were tried {len(choice.does_not_fit)} do not fit, and ")
+    assert f"and {len(choice.pruned)} would be slower" in said[0]
     assert f"this one needs {choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in said[0]
     checkpointing = next(line for line in said if line.startswith("activation_checkpoint="))
     needs = re.findall(r"(none|selective|full) needs (?:at least )?([\d.]+) GiB of 60.0", checkpointing)
@@ -368,7 +368,7 @@ def test_reasons_give_figures_that_are_true() -> None:
         free = {"activation_checkpoint": "", "checkpointed_blocks": 0}
         plans = [
             c
-            for c in choice.too_large
+            for c in choice.does_not_fit
             if c.choices | free == choice.best.choices | free and c.choices["activation_checkpoint"] == mode
         ]
         assert [f"{c.needed_bytes / GIB:.1f}" for c in plans] == [gib]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.exit import exit_process
-from meshwright.train.distributed.ranks import read_place
+from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.main import run
 
 PACKAGE = Path(__file__).parents[3] / "meshwright"
@@ -59,7 +59,7 @@ def where(frame: FrameType | None) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    place = read_place()
+    place = read_rank_info()
     with Reads() as reads:
         run(parse_config(sys.argv[2:]), place)
     Path(sys.argv[1], f"{place.rank}.json").write_text(json.dumps(reads.noted))

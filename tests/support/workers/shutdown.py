@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.train.config import RunConfig
 from meshwright.train.errors import PeerLostError
 from meshwright.train.fault_tolerance import shutdown as stop_module
-from meshwright.train.fault_tolerance.shutdown import Stop
+from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 
 STEP_S = 0.02
 FOR_EVER_S = 600
@@ -43,25 +43,25 @@ def play(scene: Scene, rank: int) -> None:
             time.sleep(FOR_EVER_S)
 
     stop_module.LAST_WORDS_S = scene.last_words_s
-    stop = Stop(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
+    shutdown = GracefulShutdown(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
     dist.init_process_group(
         "gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks
     )
-    stop.connect()
+    shutdown.connect()
     if scene.trouble == "set-up":
         say("step 3")
         time.sleep(FOR_EVER_S)
-    stop.begin()
+    shutdown.begin()
     step = 0
     try:
-        while not stop.agreed():
+        while not shutdown.should_stop():
             step += 1
             say(f"step {step}")
-            take_step(scene, stop, rank, step)
+            take_step(scene, shutdown, rank, step)
     except PeerLostError as error:
         say(f"PeerLostError: {error}")
         started_s = time.monotonic()
-        stop.close()
+        shutdown.close()
         say(f"closed in {time.monotonic() - started_s:.3f} s")
         os._exit(1)
     if scene.trouble in ("long save", "dead disk", "holds Python's lock"):
@@ -69,12 +69,12 @@ def play(scene: Scene, rank: int) -> None:
         if scene.trouble == "holds Python's lock":
             ctypes.PyDLL(None).sleep(FOR_EVER_S)
         time.sleep(FOR_EVER_S)
-    say(f"stopped at {step}: {stop.reason}, failed {stop.failed}")
-    stop.close()
+    say(f"stopped at {step}: {shutdown.reason}, failed {shutdown.failed}")
+    shutdown.close()
     dist.destroy_process_group()
 
 
-def take_step(scene: Scene, stop: Stop, rank: int, step: int) -> None:
+def take_step(scene: Scene, shutdown: GracefulShutdown, rank: int, step: int) -> None:
     time.sleep(STEP_S)
     if step != 5:
         return
@@ -83,7 +83,7 @@ def take_step(scene: Scene, stop: Stop, rank: int, step: int) -> None:
             time.sleep(FOR_EVER_S)
         dist.all_reduce(torch.ones(1))
     if scene.trouble == "failed save" and rank == scene.rank_in_trouble:
-        threading.Thread(target=stop.ask, args=("OSError: disk full",), kwargs={"failed": True}).start()
+        threading.Thread(target=shutdown.ask, args=("OSError: disk full",), kwargs={"failed": True}).start()
 
 
 class Log:

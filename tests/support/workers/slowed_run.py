@@ -16,7 +16,7 @@ from meshwright.models.llama import Llama
 from meshwright.train.build_model import build_model
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.exit import exit_process
-from meshwright.train.distributed.ranks import read_place
+from meshwright.train.distributed.ranks import read_rank_info
 
 SLOW, LATE, BEFORE_LATE = "layers.2", "layers.4", "layers.3"
 SLEEP_S = 0.1
@@ -38,7 +38,7 @@ def build_slowed(*arguments: Any) -> Llama:
 
 
 if __name__ == "__main__":
-    place = read_place()
+    place = read_rank_info()
     meshwright.train.main.build_model = build_slowed
     meshwright.train.main.run(parse_config(sys.argv[1:]), place)
     exit_process(place, 0)

@@ -16,7 +16,7 @@ from meshwright.tools.bench.speed.compile import split_start, start_figures
 from meshwright.tools.bench.speed.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
 from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, measure_here, step_products
 from meshwright.tools.bench.speed.peers import OURS, Contender, make_spreads, run_what_runs
-from meshwright.tools.bench.timing import Shape
+from meshwright.tools.bench.timing import AttentionShape
 from meshwright.tools.processes import BenchError, descendant_age_s
 from meshwright.train.config_parser import parse_config
 from tests.support.launch import EAGER, TINY, write_text
@@ -94,7 +94,7 @@ def test_rates_of_this_process() -> None:
     torch.set_num_threads(1)
     try:
         found = measure_here(
-            [(8, 16, 4), (256, 128, 128)], Shape(1, 2, 1, 8, 64), "float32", torch.device("cpu")
+            [(8, 16, 4), (256, 128, 128)], AttentionShape(1, 2, 1, 8, 64), "float32", torch.device("cpu")
         )
     finally:
         torch.set_num_threads(before)

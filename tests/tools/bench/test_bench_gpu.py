@@ -20,9 +20,9 @@ from meshwright.tools.bench.gpu.cases import (
     TINY,
     TORCHTITAN,
     VARIANTS,
-    Case,
     Curves,
     EndToEnd,
+    GpuCase,
     PeerRun,
     compare_losses,
     make_cases,
@@ -34,7 +34,7 @@ from meshwright.tools.bench.gpu.peer_torchtitan import prepare, read_log
 from meshwright.tools.bench.gpu.peers import measure_peer
 from meshwright.tools.bench.gpu.record import open_record
 from meshwright.tools.bench.gpu.report import part_table, summary
-from meshwright.tools.bench.speed.kernel_table import Event, classify, covered, own_seconds, table_of
+from meshwright.tools.bench.speed.kernel_table import KernelEvent, classify, covered, own_seconds, table_of
 from meshwright.tools.processes import BenchError
 from tests.support.launch import EAGER, write_text
 
@@ -140,7 +140,7 @@ def test_the_suite_goes_on_where_it_was(
 
 def test_when_time_is_over_nothing_is_begun(tmp_path: Path, capsys: Output) -> None:
     kept = open_record("late", [], TINY.name, tmp_path)
-    run_cases([Case("rooflines", "rooflines")], kept, find_machine("cpu", True, ()), time.monotonic() - 1)
+    run_cases([GpuCase("rooflines", "rooflines")], kept, find_machine("cpu", True, ()), time.monotonic() - 1)
     assert "time is over" in capsys.readouterr().err
     assert kept.cases == {}
 
@@ -150,7 +150,9 @@ def test_a_case_is_cut_off_and_not_recorded(
 ) -> None:
     monkeypatch.setattr("meshwright.tools.bench.gpu.command.GRACE_S", 0.0)
     kept = open_record("late", [], TINY.name, tmp_path)
-    run_cases([Case("rooflines", "rooflines")], kept, find_machine("cpu", True, ()), time.monotonic() + 0.3)
+    run_cases(
+        [GpuCase("rooflines", "rooflines")], kept, find_machine("cpu", True, ()), time.monotonic() + 0.3
+    )
     assert "cut off" in capsys.readouterr().err
     assert kept.cases == {}
 
@@ -297,11 +299,11 @@ def test_the_kernels_table_adds_up(tmp_path: Path) -> None:
 
 def test_an_operator_does_not_count_what_it_calls() -> None:
     events = [
-        Event("outer", (0, 0), 0.0, 10.0),
-        Event("inner", (0, 0), 2.0, 6.0),
-        Event("innermost", (0, 0), 3.0, 4.0),
-        Event("other thread", (0, 1), 1.0, 3.0),
-        Event("later", (0, 0), 10.0, 11.0),
+        KernelEvent("outer", (0, 0), 0.0, 10.0),
+        KernelEvent("inner", (0, 0), 2.0, 6.0),
+        KernelEvent("innermost", (0, 0), 3.0, 4.0),
+        KernelEvent("other thread", (0, 1), 1.0, 3.0),
+        KernelEvent("later", (0, 0), 10.0, 11.0),
     ]
     assert [own_s for _, own_s in own_seconds(events)] == [6.0, 3.0, 1.0, 2.0, 1.0]
     assert covered(events) == 11.0

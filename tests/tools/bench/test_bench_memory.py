@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from meshwright.parallel.memory_breakdown import MemoryByKind, StepMemory
+from meshwright.parallel.memory_breakdown import MemoryBreakdown, StepMemory
 from meshwright.tools.bench.planner.memory import (
     CASES,
     EXACT_ERROR,
@@ -72,7 +72,8 @@ def test_the_benchmark_compares_at_least_30_plans_that_can_be_made() -> None:
 def row_of(predicted: int, simulated: int, exact: tuple[int, int] = (1000, 1000)) -> MemoryRow:
     pairs = zip(exact, (predicted, simulated), strict=True)
     figures = [
-        StepMemory(MemoryByKind(params=params), MemoryByKind(activations=peak)) for params, peak in pairs
+        StepMemory(MemoryBreakdown(params=params), MemoryBreakdown(activations=peak))
+        for params, peak in pairs
     ]
     return MemoryRow(FAST[0], *figures, predict_s=0.1, simulate_s=1.0)
 

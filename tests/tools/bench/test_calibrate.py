@@ -21,7 +21,7 @@ from meshwright.parallel.planner.hardware import (
 )
 from meshwright.tools.bench.calibrate.command import add_calibrate_options, calibrate, find_base
 from meshwright.tools.bench.calibrate.hardware_file import (
-    Machine,
+    CalibratedMachine,
     Noted,
     hardware_text,
     make_link,
@@ -33,14 +33,14 @@ from meshwright.tools.bench.calibrate.hardware_file import (
 from meshwright.tools.bench.calibrate.measure import (
     CPU_SCALE,
     GPU_SCALE,
-    Timing,
+    CollectiveTiming,
     attention_work,
     fit_link,
     measure_attention,
     measure_product,
     quicker,
 )
-from meshwright.tools.bench.timing import Clock, Shape
+from meshwright.tools.bench.timing import AttentionShape, Timer
 from meshwright.tools.processes import BenchError
 
 SHARES = {
@@ -52,11 +52,11 @@ LINK = Link(2.0, 1e-4, SHARES)
 SIZES = [2.0**power for power in range(14, 26, 2)]
 
 
-def timings_over(link: Link) -> list[Timing]:
+def timings_over(link: Link) -> list[CollectiveTiming]:
     """What the planner says of collectives over this link: its formula is what is fitted."""
     hardware = dataclasses.replace(load_hardware()["cpu"], node=link)
     return [
-        Timing(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
+        CollectiveTiming(op, n, int(size), collective_s(op, size, Group(n, n, 1), hardware))
         for op in COLLECTIVES
         for n in (2, 4)
         for size in SIZES
@@ -81,7 +81,7 @@ def test_the_fit_finds_the_link_that_the_planner_timed() -> None:
 
 def test_a_latency_below_nothing_becomes_nothing() -> None:
     # small ones far too fast
-    grows = [Timing("all_gather", 2, size, size**1.5) for size in (1000, 10_000, 100_000)]
+    grows = [CollectiveTiming("all_gather", 2, size, size**1.5) for size in (1000, 10_000, 100_000)]
     fit = fit_link(grows)
     assert fit.latency_s == 0
     assert fit.bytes_s["all_gather"][2] > 0
@@ -135,17 +135,17 @@ def test_rates_are_written_per_core() -> None:
 
 
 def test_attention_is_counted_as_the_planner_does() -> None:
-    forward, backward = attention_work(Shape(batch=2, heads=4, kv_heads=2, head_dim=8, seq=16))
+    forward, backward = attention_work(AttentionShape(batch=2, heads=4, kv_heads=2, head_dim=8, seq=16))
     assert forward == 2 * (2 * 4 * 16 * 16 * 8)  # two products of 2 operations each, half of the square
     assert backward == 2.5 * forward  # five: one is done again
 
 
 def test_rates_of_tiny_work_are_measured() -> None:
-    clock = Clock(torch.device("cpu"), budget_s=0.01)
+    clock = Timer(torch.device("cpu"), budget_s=0.01)
     gflop, rate = measure_product(clock, (8, 16, 4), "float32")
     assert gflop == pytest.approx(2 * 8 * 16 * 4 / 1e9)
     assert rate > 0
-    assert all(rate > 0 for rate in measure_attention(clock, Shape(1, 2, 1, 8, 64), "bfloat16"))
+    assert all(rate > 0 for rate in measure_attention(clock, AttentionShape(1, 2, 1, 8, 64), "bfloat16"))
 
 
 @pytest.mark.parametrize("scale", [CPU_SCALE, GPU_SCALE])
@@ -180,7 +180,7 @@ def test_mistakes_are_told_before_anything_is_measured(
 
 
 def test_a_gpu_of_no_known_kind_needs_a_base() -> None:
-    unknown = Machine("cuda", "Some GPU", 1, 1, quick=False)
+    unknown = CalibratedMachine("cuda", "Some GPU", 1, 1, quick=False)
     with pytest.raises(BenchError, match=r"Some GPU is of no known kind.*--base .*h200"):
         find_base(None, unknown)
     assert find_base("h200", unknown).name == "h200"

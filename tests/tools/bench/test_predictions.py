@@ -6,9 +6,9 @@ import pytest
 
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.bench.planner.predictions import (
-    Case,
     Predicted,
-    Row,
+    PredictionCase,
+    PredictionRow,
     cpu_cases,
     find_kind,
     gpu_cases,
@@ -26,8 +26,8 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 
 
-def row(name: str, sweep: str, predicted_s: float, measured_s: float, choice: bool = True) -> Row:
-    return Row(name, sweep, choice, predicted_s, measured_s, predicted_s / measured_s - 1, 1.0, 2.0)
+def row(name: str, sweep: str, predicted_s: float, measured_s: float, choice: bool = True) -> PredictionRow:
+    return PredictionRow(name, sweep, choice, predicted_s, measured_s, predicted_s / measured_s - 1, 1.0, 2.0)
 
 
 def run_of(*step_times_s: float) -> RunFigures:
@@ -67,7 +67,7 @@ def test_the_warm_up_does_not_count() -> None:
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
-    case = Case("a", "m", 2, ())
+    case = PredictionCase("a", "m", 2, ())
     made = make_row(case, Predicted(1.1, 0.4, 0.9), [run_of(1.0, 1.0)])
     assert made.error == pytest.approx(0.1)
     assert (made.predicted_gib, made.measured_gib) == (0.4, 0.5)
@@ -92,7 +92,7 @@ def test_no_file_no_prediction() -> None:
 
 
 @pytest.mark.parametrize("cases", [cpu_cases(), gpu_cases()], ids=["cpu", "gpu"])
-def test_every_run_has_a_legal_plan_of_its_own(cases: list[Case]) -> None:
+def test_every_run_has_a_legal_plan_of_its_own(cases: list[PredictionCase]) -> None:
     assert len({case.name for case in cases}) == len(cases) >= 12
     plans = []
     for case in cases:
@@ -103,7 +103,7 @@ def test_every_run_has_a_legal_plan_of_its_own(cases: list[Case]) -> None:
 
 
 def test_runs_alike_but_for_the_plan_are_one_sweep() -> None:
-    sweeps: dict[str, list[Case]] = {}
+    sweeps: dict[str, list[PredictionCase]] = {}
     for case in cpu_cases():
         sweeps.setdefault(case.sweep, []).append(case)
     largest = max(sweeps.values(), key=len)

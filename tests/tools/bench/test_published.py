@@ -9,8 +9,8 @@ from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, MOST_FITTED, l
 from meshwright.tools.bench.planner.published import (
     FLOAT8,
     KINDS,
-    Compared,
-    Comparison,
+    ComparedRun,
+    PublishedComparison,
     compare_published,
     compiled,
     mean_error,
@@ -32,7 +32,7 @@ RUNS = published_rows()
 
 
 @cache
-def comparison() -> Comparison:
+def comparison() -> PublishedComparison:
     return compare_published(RUNS)
 
 
@@ -108,10 +108,10 @@ def test_a_wrong_order_is_seen() -> None:
 
     def pairs(*predicted: float) -> list[tuple[float, float]]:
         measured = (100.0, 109.5, 120.0)
-        rows = [Compared(run, p, m) for run, p, m in zip(runs, predicted, measured, strict=True)]
+        rows = [ComparedRun(run, p, m) for run, p, m in zip(runs, predicted, measured, strict=True)]
         return [
             (fast.measured, slow.measured)
-            for fast, slow in wrong_order([*rows, Compared(other, 1.0, 1000.0)])
+            for fast, slow in wrong_order([*rows, ComparedRun(other, 1.0, 1000.0)])
         ]
 
     assert pairs(1, 2, 3) == []
@@ -122,7 +122,7 @@ def test_a_wrong_order_is_seen() -> None:
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
-    rows = [Compared(RUNS[0], 110.0, 100.0), Compared(RUNS[1], 80.0, 100.0)]
+    rows = [ComparedRun(RUNS[0], 110.0, 100.0), ComparedRun(RUNS[1], 80.0, 100.0)]
     assert [row.error for row in rows] == pytest.approx([0.1, -0.2])
     assert mean_error(rows) == pytest.approx(0.15)
     assert worst_error(rows) == pytest.approx(0.2)

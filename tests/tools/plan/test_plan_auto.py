@@ -17,7 +17,7 @@ from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.search import EQUAL
 from meshwright.tools.cli import run_tool
 from meshwright.tools.plan.__main__ import main
-from meshwright.tools.plan.report import Place, answer
+from meshwright.tools.plan.report import Target, answer
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.resolve import plan_run
@@ -145,7 +145,7 @@ def test_more_memory_is_never_slower() -> None:
     config, hardware = parse_config(LARGE), load_hardware()["h100-sxm"]
     rates = []
     for memory_gib in (20.0, 28.0, 60.0, 160.0):
-        asked = answer(config, Place(4, 4, dataclasses.replace(hardware, memory_gib=memory_gib)))
+        asked = answer(config, Target(4, 4, dataclasses.replace(hardware, memory_gib=memory_gib)))
         assert asked.prediction is not None
         assert asked.prediction.reserved_bytes <= memory_gib * 2**30
         rates.append(asked.prediction.tokens_per_s_per_gpu)

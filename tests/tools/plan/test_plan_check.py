@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from meshwright.parallel.memory_breakdown import MemoryByKind, StepMemory
+from meshwright.parallel.memory_breakdown import MemoryBreakdown, StepMemory
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.plan.__main__ import main
-from meshwright.tools.plan.check import Check, check_run, compare, predict_traffic
+from meshwright.tools.plan.check import PlanCheck, check_run, compare, predict_traffic
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
@@ -50,7 +50,7 @@ def test_collectives_are_those_of_the_real_code(world_size: int, keys: list[str]
 def test_memory_is_that_of_the_real_code() -> None:
     check = check_run(*small(4, []))
     assert [row.name for row in check.memory] == [
-        *(field.name for field in dataclasses.fields(MemoryByKind)),
+        *(field.name for field in dataclasses.fields(MemoryBreakdown)),
         "peak",
     ]
     assert check.agrees
@@ -61,7 +61,7 @@ def simulation() -> Simulation:
     return simulate_run(*small(4, []))
 
 
-def compared(simulation: Simulation, kind: str = "", collective: str = "") -> Check:
+def compared(simulation: Simulation, kind: str = "", collective: str = "") -> PlanCheck:
     """With a prediction that is 2% off in one kind of memory, or lacks a collective."""
     config, plan = small(4, [])
     traffic, memory = predict_traffic(config, eager_plan(plan)), predict_memory(config, eager_plan(plan))

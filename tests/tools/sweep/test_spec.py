@@ -23,13 +23,13 @@ from meshwright.tools.sweep.runner import (
     state_of,
     write_attempt,
 )
-from meshwright.tools.sweep.spec import Cell, make_cells, read_spec
+from meshwright.tools.sweep.spec import SweepRun, make_cells, read_spec
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder
 from tests.support.sweeps import write_run, write_spec
 
 
-def cells_of(path: Path, **changes: Any) -> list[Cell]:
+def cells_of(path: Path, **changes: Any) -> list[SweepRun]:
     return make_cells(read_spec(path, changes, {}))
 
 
@@ -271,7 +271,7 @@ def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("# no: PlanError")
     one, two = map(shlex.split, lines[1:])
-    assert one[1:4] == ["-m", "train.main", "--config=llama_debug.yaml"]
+    assert one[1:4] == ["-m", "meshwright.train.main", "--config=llama_debug.yaml"]
     assert two[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert "--data.source=a b" in two
     assert two[-1] == f"--run.dir={tmp_path / 'study' / 'two'}"

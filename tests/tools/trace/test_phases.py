@@ -10,10 +10,10 @@ import pytest
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.trace.advice import advise
-from meshwright.tools.trace.analysis import Answer, answer, find_steps
+from meshwright.tools.trace.analysis import ProfileAnalysis, answer, find_steps
 from meshwright.tools.trace.cpu import cpu_steps
 from meshwright.tools.trace.events import load_store
-from meshwright.tools.trace.phases import Place, find_axis
+from meshwright.tools.trace.phases import StepPhase, find_axis
 from meshwright.tools.trace.plan_comparison import to_timeline
 from meshwright.tools.trace.prefetch import Communication
 from meshwright.tools.trace.reader import find_mesh
@@ -68,8 +68,8 @@ def test_only_what_is_launched_in_fsdps_labels_is_fsdps(
 
 
 def test_a_gather_beside_fsdps_labels_is_no_axis_of_its_own() -> None:
-    assert find_axis("all_gather", Place("pre_forward", "copy_out", "layers.0", "forward", 0), PURE) == ""
-    assert find_axis("all_reduce", Place("all_gather", "copy_in", "layers.0", "forward", 0), HYBRID) == ""
+    assert find_axis("all_gather", StepPhase("pre_forward", "copy_out", "layers.0", "forward", 0), PURE) == ""
+    assert find_axis("all_reduce", StepPhase("all_gather", "copy_in", "layers.0", "forward", 0), HYBRID) == ""
 
 
 def test_the_mesh_is_that_of_the_runs_plan(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_exposed_communication_is_told_with_what_lessens_it(
     assert ("parallel.async_tp=true" in line) == (longest[1] == "tp")
 
 
-def _found(folder: Path) -> Answer:
+def _found(folder: Path) -> ProfileAnalysis:
     return answer({0: write_trace(folder / "trace.json", EVENTS)}, 0)
 
 

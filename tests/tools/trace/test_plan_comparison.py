@@ -12,7 +12,7 @@ from PIL import Image
 
 from meshwright.parallel.planner.plot.shapes import SCALE, Picture, Polygon, Text, text_width, to_png, to_svg
 from meshwright.parallel.planner.plot.timeline import COLORS, LEFT, MARK, RIGHT, WIDTH
-from meshwright.parallel.planner.timeline import Event, Round, Timeline
+from meshwright.parallel.planner.timeline import MicroBatchTimeline, Timeline, TimelineEvent
 from meshwright.tools.trace.plan_comparison import LaneRow, compare_lanes, draw_against, predict_run
 from meshwright.train.errors import DataError
 
@@ -20,16 +20,18 @@ LANES_PX = WIDTH - LEFT - RIGHT
 UNITS = [f"layers.{i}" for i in range(8)]
 
 
-def bar(lane: str, work: str, unit: str, start_ms: float, end_ms: float, phase: str = "backward") -> Event:
-    return Event(lane, work, unit, "", phase, 0, start_ms / 1e3, end_ms / 1e3)
+def bar(
+    lane: str, work: str, unit: str, start_ms: float, end_ms: float, phase: str = "backward"
+) -> TimelineEvent:
+    return TimelineEvent(lane, work, unit, "", phase, 0, start_ms / 1e3, end_ms / 1e3)
 
 
-def timeline(events: Iterable[Event], step_ms: float) -> Timeline:
+def timeline(events: Iterable[TimelineEvent], step_ms: float) -> Timeline:
     bars = tuple(sorted(events, key=lambda event: event.start_s))
     compute_s, exposed_s = (
         sum(b.seconds for b in bars if b.lane in lanes) for lanes in (("compute",), ("exposed", "tp"))
     )
-    step = Round(0.0, step_ms / 1e3, bars)
+    step = MicroBatchTimeline(0.0, step_ms / 1e3, bars)
     return Timeline((step,), step_ms / 1e3, compute_s, exposed_s, {"all_gather": exposed_s}, {})
 
 
@@ -46,7 +48,8 @@ def step(slower: float = 1.0) -> Timeline:
         events.append(bar("compute", "backward", unit, start + 2, start + 22))
     events.append(bar("compute", "optimizer", "", 256, 266, "optimizer"))
     moved = [
-        Event(e.lane, e.work, e.unit, "", e.phase, 0, slower * e.start_s, slower * e.end_s) for e in events
+        TimelineEvent(e.lane, e.work, e.unit, "", e.phase, 0, slower * e.start_s, slower * e.end_s)
+        for e in events
     ]
     return timeline(moved, 266 * slower)
 

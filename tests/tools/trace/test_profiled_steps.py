@@ -11,7 +11,7 @@ import pytest
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.tools.trace.advice import advise
-from meshwright.tools.trace.analysis import Answer, answer
+from meshwright.tools.trace.analysis import ProfileAnalysis, answer
 from meshwright.tools.trace.events import Label, load_store
 from meshwright.tools.trace.phases import Places
 from meshwright.tools.trace.plan_comparison import to_timeline
@@ -23,8 +23,8 @@ from meshwright.tools.trace.prefetch import (
     waits_with_depth,
 )
 from meshwright.tools.trace.report import percents
-from meshwright.tools.trace.steps import Step, Transfer, UnitRun, intersect, subtract, total, union
-from meshwright.tools.trace.stragglers import Clock, find_slow_units, find_stragglers
+from meshwright.tools.trace.steps import ProfiledStep, Transfer, UnitRun, intersect, subtract, total, union
+from meshwright.tools.trace.stragglers import TraceClock, find_slow_units, find_stragglers
 
 ORIGIN_US = 4478494128299.831  # of a real trace
 MAIN, BACKWARD, GLOO, GPU_MAIN, GPU_NCCL = 11, 12, 21, 7, 20
@@ -151,25 +151,25 @@ CUDA_EVENTS = [
 ]
 
 
-def shares_us(found: Answer) -> dict[str, float]:
+def shares_us(found: ProfileAnalysis) -> dict[str, float]:
     return {kind: ns / 1000 for kind, ns in found.shares.ns.items()}
 
 
 @pytest.fixture
-def cpu(tmp_path: Path) -> Answer:
+def cpu(tmp_path: Path) -> ProfileAnalysis:
     return answer(
         {0: write_trace(tmp_path / "cpu.json", CPU_EVENTS, meshwright={"rank": 0, "device_type": "cpu"})}, 0
     )
 
 
 @pytest.fixture
-def cuda(tmp_path: Path) -> Answer:
+def cuda(tmp_path: Path) -> ProfileAnalysis:
     return answer(
         {0: write_trace(tmp_path / "cuda.json", CUDA_EVENTS, distributedInfo={"rank": 3, **MESH})}, 0
     )
 
 
-def test_shares_of_a_step_on_a_cpu_are_exact(cpu: Answer) -> None:
+def test_shares_of_a_step_on_a_cpu_are_exact(cpu: ProfileAnalysis) -> None:
     """Computing 40 + 900 + 100 + 1000 + 80 + 400 (a compiled graph without its wait) + 900 + 800; in flight
     2400, of which 300 under layers.1's product, and launching 30 + 30 + 10 + 50 + 20; between there and the
     start 20 + 20 + 70 + 100 + 30. The rest is Python's."""
@@ -178,7 +178,7 @@ def test_shares_of_a_step_on_a_cpu_are_exact(cpu: Answer) -> None:
     assert sum(cpu.shares.ns.values()) == cpu.step.length_ns == 10_000_000
 
 
-def test_shares_of_a_step_on_a_gpu_are_exact(cuda: Answer) -> None:
+def test_shares_of_a_step_on_a_gpu_are_exact(cuda: ProfileAnalysis) -> None:
     """From the step's start on the CPU to the next step's first kernel, at 1110. A gap is the host's until
     what ends it is launched: 12 of 100, 0 of 10, 110 of 120, 5 of 10, 95 of 100."""
     first, second = (replace_step(cuda, step) for step in cuda.steps)
@@ -187,11 +187,11 @@ def test_shares_of_a_step_on_a_gpu_are_exact(cuda: Answer) -> None:
     assert (cuda.rank, cuda.device_type) == (3, "cuda")
 
 
-def replace_step(found: Answer, step: Step) -> Answer:
+def replace_step(found: ProfileAnalysis, step: ProfiledStep) -> ProfileAnalysis:
     return replace(found, step=step, shares=split_step(step))
 
 
-def test_communication_by_axis_and_what_of_it_is_hidden(cpu: Answer, cuda: Answer) -> None:
+def test_communication_by_axis_and_what_of_it_is_hidden(cpu: ProfileAnalysis, cuda: ProfileAnalysis) -> None:
     rows = [(c.lane, c.axis, c.count, c.ns / 1000, c.hidden_ns / 1000) for c in cpu.communication]
     assert rows == [
         ("all_gather", "dp_shard", 3, 1600, 300),
@@ -203,7 +203,7 @@ def test_communication_by_axis_and_what_of_it_is_hidden(cpu: Answer, cuda: Answe
     assert (gather.ns, gather.hidden_ns) == (400_000, 290_000)
 
 
-def test_each_gather_is_judged_and_the_depth_that_mends_it_found(cpu: Answer) -> None:
+def test_each_gather_is_judged_and_the_depth_that_mends_it_found(cpu: ProfileAnalysis) -> None:
     """layers.1's is launched when it is needed, at 1600, and ends at 2700. With depth 1 it is launched with
     layers.0's."""
     (prefetch,) = cpu.prefetch
@@ -232,7 +232,7 @@ def test_each_gather_is_judged_and_the_depth_that_mends_it_found(cpu: Answer) ->
     )
 
 
-def test_on_a_gpu_a_unit_waits_from_the_kernel_before_to_its_copy(cuda: Answer) -> None:
+def test_on_a_gpu_a_unit_waits_from_the_kernel_before_to_its_copy(cuda: ProfileAnalysis) -> None:
     (prefetch,) = judge_prefetch(cuda.steps[0])
     (gather,) = prefetch.gathers
     start = cuda.steps[0].start_ns
@@ -248,7 +248,7 @@ def in_us(timeline: Timeline, lane: str) -> list[tuple[Any, ...]]:
     return [(e.work, e.unit, e.phase, round(e.start_s * 1e6, 3), round(e.end_s * 1e6, 3)) for e in shown]
 
 
-def test_the_timeline_of_a_cpu_step(cpu: Answer) -> None:
+def test_the_timeline_of_a_cpu_step(cpu: ProfileAnalysis) -> None:
     timeline = to_timeline(cpu.step)
     assert in_us(timeline, "compute") == [
         ("copy_out", "layers.0", "forward", 550, 590),
@@ -273,7 +273,7 @@ def test_the_timeline_of_a_cpu_step(cpu: Answer) -> None:
     )
 
 
-def test_the_timeline_of_a_gpu_step(cuda: Answer) -> None:
+def test_the_timeline_of_a_gpu_step(cuda: ProfileAnalysis) -> None:
     timeline = to_timeline(cuda.steps[0])
     assert in_us(timeline, "compute") == [
         ("forward", "layers.0", "forward", 100, 400),
@@ -302,8 +302,8 @@ def test_gathers_queue_behind_one_another_and_behind_reductions() -> None:
     assert waits_with_depth(reducing, 1) == [2, 0, 3]
 
 
-def a_step(runs: Sequence[UnitRun] = (), transfers: Sequence[Transfer] = (), rank: int = 0) -> Step:
-    return Step(1, rank, 0, 1000, (), transfers, runs, (), ())
+def a_step(runs: Sequence[UnitRun] = (), transfers: Sequence[Transfer] = (), rank: int = 0) -> ProfiledStep:
+    return ProfiledStep(1, rank, 0, 1000, (), transfers, runs, (), ())
 
 
 def test_a_unit_slower_than_its_equals_is_named_and_one_of_another_shape_is_not() -> None:
@@ -331,14 +331,16 @@ def test_the_rank_that_comes_last_is_charged_with_the_others_waits() -> None:
         0: [a_step((), [sent(10, 50), sent(60, 90, "layers.1")])],
         1: [a_step((), [sent(100, 120, "layers.0"), sent(135, 160, "layers.1")], 1)],
     }
-    clocks = {0: Clock(1000, "a"), 1: Clock(930, "a")}
+    clocks = {0: TraceClock(1000, "a"), 1: TraceClock(930, "a")}
     rows, clock = find_stragglers(ranks, clocks, on_device=False, mesh=None)
     assert [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows] == [
         (1, 1.0, 25, 0),
         (0, 0.0, 0, 25),
     ]
     assert clock == "one host's clock"
-    apart, words = find_stragglers(ranks, {0: Clock(0, "a"), 1: Clock(5, "b")}, on_device=False, mesh=None)
+    apart, words = find_stragglers(
+        ranks, {0: TraceClock(0, "a"), 1: TraceClock(5, "b")}, on_device=False, mesh=None
+    )
     assert [(row.rank, row.others_waited_ns) for row in apart] == [(1, 25), (0, 0)]
     assert "aligned on the ends" in words
 
@@ -353,7 +355,7 @@ def test_ranks_are_compared_with_those_they_meet_and_one_odd_step_counts_for_not
         ]
         for rank in range(4)
     }
-    clocks = dict.fromkeys(ranks, Clock(0, "a"))
+    clocks = dict.fromkeys(ranks, TraceClock(0, "a"))
     rows, _ = find_stragglers(ranks, clocks, on_device=False, mesh=MeshPlan(1, 2, 2))
     assert [(row.rank, row.last_share, row.others_waited_ns, row.waited_ns) for row in rows] == [
         (1, 1.0, 30, 0),

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import fully_shard
 
 import meshwright.train.main
 from meshwright.train.checkpoint.host_buffers import RoomAsked, copy_bytes, describe_missing, round_up
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.config import CheckpointConfig, OptimConfig
-from meshwright.train.console import Screen
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.console import Console
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError
 from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.checkpoint_saves import Trainer, save
@@ -61,7 +61,7 @@ def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]
     error, and the bytes of all ranks' copies."""
     trainer, rank = Trainer(), dist.get_rank()
     machine = rank // 2 * 2
-    saver = Saver(
+    saver = CheckpointSaver(
         CheckpointConfig(),
         folder,
         trainer.model,
@@ -74,7 +74,7 @@ def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]
     assert saver.make_room() == "", "on a CPU nothing is taken ahead"
     assert not saver._copies
     for step in (1, 2):
-        saver.save(Position(step, 8, 0, 32, dist.get_world_size(), "data"))
+        saver.save(TrainPosition(step, 8, 0, 32, dist.get_world_size(), "data"))
         saver.wait()
     errors = "".join(news.error for news in saver.news())
     return saver._asynchronous, errors, sum(copy.nbytes for copy in saver._copies.values())
@@ -99,7 +99,7 @@ def save_as_on_gpus(folder: Path, refused_on: int) -> tuple[str, list[str], int]
     )
     model = nn.Linear(4, 3)  # three rows: the last of four ranks has none
     fully_shard(model, mesh=mesh)
-    saver = Saver(
+    saver = CheckpointSaver(
         CheckpointConfig(), folder, model, build_optimizer(model, OptimConfig()), mesh, {}, lambda: 2**30
     )
     saver._on_cpu, empty = False, torch.empty
@@ -142,11 +142,11 @@ def test_without_room_a_run_ends_before_its_first_step_or_says_so(
         with pytest.raises(
             ConfigError, match=r"checkpoint\.every=500, but all is taken. Train on more machines"
         ):
-            meshwright.train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]
+            meshwright.train.main._make_room(FullMachine(), config, Console(True))  # type: ignore[arg-type]
     else:
-        meshwright.train.main._make_room(FullMachine(), config, Screen(True))  # type: ignore[arg-type]
+        meshwright.train.main._make_room(FullMachine(), config, Console(True))  # type: ignore[arg-type]
         assert "warning: saves will fail unless memory becomes free: all is taken" in capsys.readouterr().out
 
 
 def test_machines_have_numbers_of_their_own() -> None:
-    assert [Place(rank, 8, rank % 4, 4, True).machine for rank in range(8)] == [0] * 4 + [4] * 4
+    assert [RankInfo(rank, 8, rank % 4, 4, True).machine for rank in range(8)] == [0] * 4 + [4] * 4

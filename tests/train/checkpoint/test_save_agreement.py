@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saved, Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver, Saved
 from meshwright.train.checkpoint.shards import needed_bytes, random_state, training_tensors
 from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.config import CheckpointConfig
@@ -25,19 +25,19 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def make_saver(folder: Path) -> tuple[Saver, dict[str, Tensor]]:
+def make_saver(folder: Path) -> tuple[CheckpointSaver, dict[str, Tensor]]:
     """A saver, and the tensors that it saves."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-    saver = Saver(CheckpointConfig(), folder, model, optimizer, mesh, {}, lambda: 2**30)
+    saver = CheckpointSaver(CheckpointConfig(), folder, model, optimizer, mesh, {}, lambda: 2**30)
     return saver, training_tensors(model, optimizer)
 
 
-def save(saver: Saver, step: int) -> Saved:
-    saver.save(Position(step))
+def save(saver: CheckpointSaver, step: int) -> Saved:
+    saver.save(TrainPosition(step))
     saver.wait()
     (news,) = saver.news()
     assert saver.failed == news.error

@@ -14,10 +14,10 @@ from meshwright.train.checkpoint.load import find_start
 from meshwright.train.checkpoint.manifest import (
     LIMIT_BYTES,
     MANIFEST,
-    Manifest,
-    Position,
+    CheckpointManifest,
     SavedFile,
     SavedTensor,
+    TrainPosition,
     read_manifest,
 )
 from meshwright.train.checkpoint.storage import (
@@ -32,7 +32,7 @@ from meshwright.train.checkpoint.storage import (
 )
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, SaveError, UnreadableError
 
 
@@ -47,7 +47,10 @@ def group() -> Iterator[None]:
 def commit_step(folder: Path, step: int) -> Path:
     partial = begin_save(folder, step, 0)
     write_synced(partial / "config.yaml", f"# {step}\n")
-    return commit(partial, Manifest(Position(step), {"config.yaml": hash_file(partial / "config.yaml")}, {}))
+    return commit(
+        partial,
+        CheckpointManifest(TrainPosition(step), {"config.yaml": hash_file(partial / "config.yaml")}, {}),
+    )
 
 
 def steps(folder: Path) -> list[int]:
@@ -57,7 +60,7 @@ def steps(folder: Path) -> list[int]:
 def test_only_a_committed_step_counts_and_oldest_come_first(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nothing") == []
     for step in (20, 3, 100_000_000):
-        assert verify_alone(commit_step(tmp_path, step)).position == Position(step)
+        assert verify_alone(commit_step(tmp_path, step)).position == TrainPosition(step)
     for name in (
         ".step-00000007.partial",
         ".step-00000008.old",
@@ -164,7 +167,10 @@ def test_a_file_that_did_not_arrive_is_not_committed(tmp_path: Path) -> None:
         with pytest.raises(
             SaveError, match=r"rank-00001\.safetensors did not arrive in .* one folder, shared by all nodes"
         ):
-            commit(partial, Manifest(Position(1), {"rank-00001.safetensors": SavedFile(100, "")}, {}))
+            commit(
+                partial,
+                CheckpointManifest(TrainPosition(1), {"rank-00001.safetensors": SavedFile(100, "")}, {}),
+            )
     assert steps(tmp_path) == []
 
 
@@ -196,8 +202,8 @@ def test_a_damaged_one_is_put_aside_under_a_free_name(tmp_path: Path) -> None:
 def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Path) -> None:
     partial = begin_save(tmp_path, 2, 0)
     write_synced(partial / "a.safetensors", "x" * 102)
-    manifest = Manifest(
-        Position(2, 16, 2**63 - 1, 32, 1, "é\n"),
+    manifest = CheckpointManifest(
+        TrainPosition(2, 16, 2**63 - 1, 32, 1, "é\n"),
         {"a.safetensors": hash_file(partial / "a.safetensors")},
         {"model.a": SavedTensor((5, 5), "float32"), "optim.a.step": SavedTensor((), "bfloat16")},
     )
@@ -220,13 +226,13 @@ def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Pa
 def test_a_checkpoint_named_in_vain_is_an_error(resume: str, said: str, group: None, tmp_path: Path) -> None:
     commit_step(tmp_path, 1)
     with pytest.raises(CheckpointError, match=said):
-        find_start(CheckpointConfig(resume=resume), tmp_path, Place(0, 1, 0, 1, False))
+        find_start(CheckpointConfig(resume=resume), tmp_path, RankInfo(0, 1, 0, 1, False))
 
 
 def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(
     group: None, tmp_path: Path
 ) -> None:
-    place = Place(0, 1, 0, 1, False)
+    place = RankInfo(0, 1, 0, 1, False)
     for step in (1, 2, 3):
         (commit_step(tmp_path, step) / "config.yaml").write_text("x")
     with pytest.raises(
@@ -247,7 +253,7 @@ def test_what_cannot_be_read_for_the_moment_is_not_damaged(
     group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the newest, a disk that fails: nothing is renamed, and afterwards the run goes on from it."""
-    place, newest = Place(0, 1, 0, 1, False), commit_step(tmp_path, 2)
+    place, newest = RankInfo(0, 1, 0, 1, False), commit_step(tmp_path, 2)
     commit_step(tmp_path, 1)
 
     def fail(path: Path) -> SavedFile:

@@ -24,14 +24,14 @@ from meshwright.train.checkpoint import initial_weights as init_from
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
-from meshwright.train.checkpoint.manifest import Position
-from meshwright.train.checkpoint.save import Saver
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
@@ -41,7 +41,7 @@ from tests.support.sharded import build_sharded
 from tests.support.worlds import run_ranks
 
 LIMIT_S = 60  # for all that is done with one fault
-ALONE = Place(0, 1, 0, 1, False)
+ALONE = RankInfo(0, 1, 0, 1, False)
 SIZE = [*TINY, *EAGER]
 MESHES = {
     "fsdp": (2, ["--parallel.dp_shard=2"]),
@@ -60,12 +60,14 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def save_two_steps(arguments: list[str], folder: Path) -> None:
     run = build_sharded(arguments)
     texts = {"config.yaml": config_to_yaml(run.config), "plan.yaml": plan_to_yaml(run.plan)}
-    saver = Saver(run.config.checkpoint, folder, run.model, run.optimizer, run.mesh, texts, lambda: 2**30)
+    saver = CheckpointSaver(
+        run.config.checkpoint, folder, run.model, run.optimizer, run.mesh, texts, lambda: 2**30
+    )
     for step in (1, 2):
         with torch.no_grad():
             for parameter in run.model.parameters():
                 parameter.add_(step)
-        saver.save(Position(step, 8 * step, 0, 32, dist.get_world_size(), "data"))
+        saver.save(TrainPosition(step, 8 * step, 0, 32, dist.get_world_size(), "data"))
         saver.wait()
         assert saver.failed == ""
 

@@ -15,13 +15,13 @@ import pytest
 from meshwright.train.config import DataConfig
 from meshwright.train.data.corpus import check_data, find_tokenizer, load_corpus
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
-from meshwright.train.data.token_store import MANIFEST, Split
+from meshwright.train.data.token_store import MANIFEST, TokenStream
 from meshwright.train.data.tokenizer import ByteTokenizer, check_vocabulary, padded_vocab_size
 from meshwright.train.errors import DataError
 from tests.support.texts import train_bpe
 
 
-def documents_in(split: Split) -> list[str]:
+def documents_in(split: TokenStream) -> list[str]:
     """The texts of a split of byte tokens."""
     texts = []
     for index in range(split.documents):

@@ -20,7 +20,7 @@ from meshwright.train.data.corpus import check_sequences
 from meshwright.train.data.loader import BatchShape, TrainLoader, hash_tokens
 from meshwright.train.data.sample_order import SampleOrder, sample_indices
 from meshwright.train.data.sequences import SequenceShape, read_batch
-from meshwright.train.data.token_store import Source, Split
+from meshwright.train.data.token_store import Source, TokenStream
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import set_batches
 from tests.support import stores
@@ -92,7 +92,7 @@ N = 100
 SEQUENCES = SequenceShape(SEQ_LEN, packing=True, document_mask=False, start_id=None, vocab_size=65536)
 
 
-def split_of(count: int) -> Split:
+def split_of(count: int) -> TokenStream:
     """Tokens 0, 1, 2 ...: sequence i starts with token i * SEQ_LEN."""
     return stores.split_of([range(count)])
 
@@ -105,7 +105,7 @@ def shape_of(rank: int, ranks: int, micro: int = 1, global_batch: int = 8) -> Ba
 
 
 def load(
-    shape: BatchShape, split: Split = TOKENS, seed: int = 0, first_sample: int = 0, ahead: int = 2
+    shape: BatchShape, split: TokenStream = TOKENS, seed: int = 0, first_sample: int = 0, ahead: int = 2
 ) -> TrainLoader:
     order = SampleOrder((Source("all", 1.0, split),), SEQUENCES, seed)
     return TrainLoader(order, SEQUENCES, shape, first_sample, CPU, ahead)
@@ -257,7 +257,7 @@ def test_too_little_text_for_one_sequence_is_refused_with_the_numbers() -> None:
     assert check_sequences(TOKENS, SEQUENCES, "web") == N
     for tokens in (SEQ_LEN, 0):
         with pytest.raises(DataError, match=rf"web: {tokens} training tokens .* train\.seq_len=4 \+ 1"):
-            check_sequences(split_of(tokens) if tokens else Split([], 0), SEQUENCES, "web")
+            check_sequences(split_of(tokens) if tokens else TokenStream([], 0), SEQUENCES, "web")
 
 
 def test_the_end_of_a_set_and_a_set_shorter_than_a_sequence_are_evaluated_too() -> None:

@@ -15,7 +15,7 @@ from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sample_order import CYCLE, SampleOrder, data_progress, draw, drawn, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences, read_batch
-from meshwright.train.data.token_store import Source, Split
+from meshwright.train.data.token_store import Source, TokenStream
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import score_sets
 from tests.support import stores
@@ -24,7 +24,7 @@ BOS, EOS = 1, 2
 FEW = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def split_of(documents: list[list[int]], cuts: tuple[int, ...] = ()) -> Split:
+def split_of(documents: list[list[int]], cuts: tuple[int, ...] = ()) -> TokenStream:
     """Documents one after another, in shards that end after the documents `cuts`."""
     return stores.split_of(
         *(documents[a:b] for a, b in zip((0, *cuts), (*cuts, len(documents)), strict=True))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed import process_group as cores_module
 from meshwright.train.distributed.process_group import start_process, usable_cores, usable_threads
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from tests.support.control_groups import write_groups
 from tests.support.launch import EAGER, TINY, read_metrics, run, write_text
 
@@ -64,7 +64,7 @@ def test_processes_share_the_cores_whatever_torchrun_says(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     try:
-        start_process(RunConfig(), Place(0, 1, 0, processes, under_torchrun=False), torch.device("cpu"))
+        start_process(RunConfig(), RankInfo(0, 1, 0, processes, under_torchrun=False), torch.device("cpu"))
         dist.destroy_process_group()
         assert torch.get_num_threads() == max(1, usable_cores() // processes)
     finally:

@@ -23,7 +23,7 @@ from meshwright.train.distributed.process_group import (
     start_process,
     use_expandable_segments,
 )
-from meshwright.train.distributed.ranks import Place, read_place
+from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from tests.support.worlds import forked, run_ranks
 
 
@@ -97,7 +97,7 @@ def test_restarts_are_counted_wherever_they_are_made(
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     torchrun_restarts = int(said.get("TORCHELASTIC_RESTART_COUNT", 0))
-    assert read_place() == Place(0, 1, 0, 1, False, restarts, torchrun_restarts)
+    assert read_rank_info() == RankInfo(0, 1, 0, 1, False, restarts, torchrun_restarts)
 
 
 def allocator_settings() -> tuple[bool, str]:
@@ -115,7 +115,7 @@ def test_segments_grow_unless_the_users_own_variable_says_something(monkeypatch:
 
 def test_a_cpu_leaves_the_settings_of_the_gpus_allocator_alone() -> None:
     before = torch._C._accelerator_getAllocatorSettings()
-    start_process(RunConfig(), Place(0, 1, 0, 1, under_torchrun=False), torch.device("cpu"))
+    start_process(RunConfig(), RankInfo(0, 1, 0, 1, under_torchrun=False), torch.device("cpu"))
     dist.destroy_process_group()
     assert torch._C._accelerator_getAllocatorSettings() == before
 
@@ -138,7 +138,7 @@ def test_the_process_group_has_that_timeout(monkeypatch: pytest.MonkeyPatch) -> 
     }.items():
         monkeypatch.setenv(name, value)
     config = RunConfig(timeouts=TimeoutConfig(*[7000.0] * len(dataclasses.fields(TimeoutConfig))))
-    start_process(config, Place(0, 1, 0, 1, under_torchrun=True), torch.device("cpu"))
+    start_process(config, RankInfo(0, 1, 0, 1, under_torchrun=True), torch.device("cpu"))
     try:
         backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         assert backend.options._timeout == group_timeout(config)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import meshwright.train.main
 from meshwright.train.config_parser import parse_config
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.worlds import run_ranks
@@ -17,7 +17,7 @@ def start(arguments: list[str], of_rank: dict[int, list[str]], local_world_sizes
     """What a rank says that was given some arguments of its own."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = parse_config([*arguments, *of_rank.get(rank, [])])
-    place = Place(rank, world_size, rank % local_world_sizes[rank], local_world_sizes[rank], True)
+    place = RankInfo(rank, world_size, rank % local_world_sizes[rank], local_world_sizes[rank], True)
     try:
         meshwright.train.main.run(config, place)
     except ConfigError as error:

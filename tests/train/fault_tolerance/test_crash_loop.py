@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright.train.distributed.ranks import Place, with_restarts_of_all
+from meshwright.train.distributed.ranks import RankInfo, with_restarts_of_all
 from meshwright.train.errors import CrashLoopError
 from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
 from meshwright.train.fault_tolerance.run_status import FailedStarts, State, Status, read_status, write_status
@@ -23,8 +23,8 @@ def left(
     return Status(state, reached, start, reason, failed)
 
 
-def again(restarts: int, by_torchrun: int = 0) -> Place:
-    return Place(0, 1, 0, 1, True, restarts, by_torchrun)
+def again(restarts: int, by_torchrun: int = 0) -> RankInfo:
+    return RankInfo(0, 1, 0, 1, True, restarts, by_torchrun)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
     assert check_crash_loop(read_status(tmp_path), again(0), 40) == NONE
 
 
-def most_restarts(of_ranks: list[Place]) -> Place:
+def most_restarts(of_ranks: list[RankInfo]) -> RankInfo:
     return with_restarts_of_all(of_ranks[dist.get_rank()])
 
 
 def test_the_restarts_of_all_nodes_count() -> None:
     """Slurm started the first node twice, and the second one's torchrun its workers three times."""
-    first, second = Place(0, 2, 0, 1, True, 2, 0), Place(1, 2, 0, 1, True, 3, 3)
+    first, second = RankInfo(0, 2, 0, 1, True, 2, 0), RankInfo(1, 2, 0, 1, True, 3, 3)
     assert run_ranks(2, most_restarts, [first, second]) == [
         dataclasses.replace(one, restarts=3, torchrun_restarts=3) for one in (first, second)
     ]

@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.train import loop
-from meshwright.train.checkpoint.manifest import Position
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.fault_tolerance.nonfinite import (
     BadValue,
-    Finding,
-    FiniteGuard,
+    NonFiniteFinding,
+    NonFiniteGuard,
     all_finite,
     describe,
     first_bad_value,
@@ -62,8 +62,8 @@ def make_batches(count: int) -> list[Batch]:
     return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
 
 
-def open_guard(model: Any, group: Any, max_skipped: int) -> FiniteGuard:
-    return FiniteGuard(max_skipped, model, Order(), BatchShape(2, 2, 0, 1), group)  # type: ignore[arg-type]
+def open_guard(model: Any, group: Any, max_skipped: int) -> NonFiniteGuard:
+    return NonFiniteGuard(max_skipped, model, Order(), BatchShape(2, 2, 0, 1), group)  # type: ignore[arg-type]
 
 
 def result_of(skipped: bool, device: str = "cpu") -> StepResult:
@@ -167,7 +167,7 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     )
     run.finite.finish.side_effect = NonFiniteError("step 4")
     with pytest.raises(NonFiniteError):
-        loop._save(run, Position(4), lambda step: None)  # type: ignore[arg-type]
+        loop._save(run, TrainPosition(4), lambda step: None)  # type: ignore[arg-type]
     run.saver.save.assert_not_called()
 
 
@@ -186,9 +186,9 @@ def test_whether_tensors_are_finite_is_told_of_every_kind():
         assert not all_finite([*finite, torch.tensor([bad, 1.0], dtype=torch.bfloat16)])
 
 
-def finding(rank: int, place: int | None = None, parameters: tuple[str, ...] = ()) -> Finding:
+def finding(rank: int, place: int | None = None, parameters: tuple[str, ...] = ()) -> NonFiniteFinding:
     first = None if place is None else BadValue(place, f"value {place}", 0)
-    return Finding(rank, parameters, first, f"{rank} of text")
+    return NonFiniteFinding(rank, parameters, first, f"{rank} of text")
 
 
 def test_only_the_ranks_that_came_to_it_first_are_named():

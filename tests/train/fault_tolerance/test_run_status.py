@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.console import Screen
-from meshwright.train.distributed.ranks import Place
-from meshwright.train.fault_tolerance.run_status import FailedStarts, Journal, read_status, write_status
+from meshwright.train.console import Console
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.fault_tolerance.run_status import FailedStarts, RunStatus, read_status, write_status
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 
 
 def end_by(error: Exception, folder: Path) -> str:
     """The reason that stands in status.json after this error has ended rank 0."""
-    journal = Journal(Place(0, 2, 0, 2, True), Screen(False), named=False)
-    with pytest.raises(type(error)), journal.opened(folder):
+    status = RunStatus(RankInfo(0, 2, 0, 2, True), Console(False), named=False)
+    with pytest.raises(type(error)), status.recording(folder):
         raise error
     status = read_status(folder)
     assert status is not None

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.config import RunConfig
-from meshwright.train.fault_tolerance.shutdown import CLOSE_S, REPEAT_S, Stop, Wish, choose_wish
+from meshwright.train.fault_tolerance.shutdown import (
+    CLOSE_S,
+    REPEAT_S,
+    GracefulShutdown,
+    ShutdownRequest,
+    merge_requests,
+)
 from tests.support.forks import Fork, fork
 from tests.support.workers.shutdown import Scene, play
 
@@ -202,17 +208,17 @@ def test_what_nohup_ignores_stays_ignored_and_close_leaves_all_as_it_was() -> No
     before = {number: signal.getsignal(number) for number in (TERM, INT, USR1)}
     at_hang_up = signal.signal(HUP, signal.SIG_IGN)
     try:
-        stop = Stop(RunConfig(), lambda reason: None)
-        stop.begin()
+        shutdown = GracefulShutdown(RunConfig(), lambda reason: None)
+        shutdown.begin()
         os.kill(os.getpid(), HUP)
         time.sleep(0.1)
-        assert not stop.agreed()
+        assert not shutdown.should_stop()
         os.kill(os.getpid(), TERM)
         deadline_s = time.monotonic() + MANY_S
-        while not stop.agreed() and time.monotonic() < deadline_s:
+        while not shutdown.should_stop() and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        assert stop.reason == "signal SIGTERM"
-        stop.close()
+        assert shutdown.reason == "signal SIGTERM"
+        shutdown.close()
         assert signal.getsignal(HUP) == signal.SIG_IGN
         assert {number: signal.getsignal(number) for number in before} == before
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
@@ -228,7 +234,7 @@ def close_with_a_handler_of_c() -> None:
     import _signal  # finds the handlers that are there, as Python does when it starts inside another program
 
     assert _signal.getsignal(USR1) is None
-    Stop(RunConfig(), print).close()
+    GracefulShutdown(RunConfig(), print).close()
     print("closed")
 
 
@@ -239,7 +245,11 @@ def test_close_leaves_out_what_only_c_code_can_set_again(tmp_path: Path) -> None
 
 
 def test_an_error_counts_before_a_wish_and_the_lowest_rank_before_others() -> None:
-    late, early, error = Wish("run.max_hours"), Wish("signal SIGTERM"), Wish("disk full", failed=True)
-    assert choose_wish([None, None]) is None
-    assert choose_wish([None, early, late]) == early
-    assert choose_wish([early, None, error]) == Wish("rank 2: disk full", failed=True)
+    late, early, error = (
+        ShutdownRequest("run.max_hours"),
+        ShutdownRequest("signal SIGTERM"),
+        ShutdownRequest("disk full", failed=True),
+    )
+    assert merge_requests([None, None]) is None
+    assert merge_requests([None, early, late]) == early
+    assert merge_requests([early, None, error]) == ShutdownRequest("rank 2: disk full", failed=True)

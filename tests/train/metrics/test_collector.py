@@ -13,7 +13,7 @@ from meshwright.train.config import MetricsConfig, check_bounds
 from meshwright.train.evaluation import Score
 from meshwright.train.fault_tolerance.run_status import State, write_status
 from meshwright.train.metrics.collector import Metrics, Throughput
-from meshwright.train.metrics.tensorboard import Shown
+from meshwright.train.metrics.tensorboard import RunSummary
 from tests.support.launch import read_status
 
 THROUGHPUT = Throughput(
@@ -82,7 +82,7 @@ def test_on_ranks_that_write_nothing_what_is_to_come_later_comes_at_once(tmp_pat
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path, is_main=False)
     metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
-    metrics.show(Shown({"config": "text"}))
+    metrics.show(RunSummary({"config": "text"}))
     metrics.add_image(1, "image", b"")
     metrics.close("finished")
     assert list(tmp_path.iterdir()) == []
@@ -90,7 +90,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_without_tensorboard_there_is_only_the_json_file(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path)
-    metrics.show(Shown({"config": "text"}, {"image": lambda: b""}))
+    metrics.show(RunSummary({"config": "text"}, {"image": lambda: b""}))
     metrics.add_image(1, "image", b"")
     metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
     metrics.close("failed")

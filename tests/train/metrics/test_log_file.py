@@ -26,8 +26,8 @@ from meshwright.train.evaluation import Score
 from meshwright.train.metrics import log_file as log_files
 from meshwright.train.metrics import writer as row_files
 from meshwright.train.metrics.collector import Metrics, Throughput
-from meshwright.train.metrics.log_file import LogFile, Trouble
-from meshwright.train.metrics.tensorboard import Board, HParams, Shown
+from meshwright.train.metrics.log_file import LogFile, WriteErrors
+from meshwright.train.metrics.tensorboard import HParams, RunSummary, TensorBoardWriter
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_metrics, write_text
 
@@ -48,7 +48,7 @@ def full_at(size_bytes: int) -> Iterator[None]:
 
 def open_log(path: Path, head: bytes = b"") -> tuple[LogFile, list[str]]:
     warnings: list[str] = []
-    return LogFile(path, Trouble(warnings.append), head), warnings
+    return LogFile(path, WriteErrors(warnings.append), head), warnings
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def steps_of(folder: Path) -> list[int]:
 def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_steps_done_again(
     tmp_path: Path,
 ) -> None:
-    trouble = Trouble(lambda line: pytest.fail(line))
-    first = Board(tmp_path, trouble, Shown({"config": "a: 1"}), 1)
+    trouble = WriteErrors(lambda line: pytest.fail(line))
+    first = TensorBoardWriter(tmp_path, trouble, RunSummary({"config": "a: 1"}), 1)
     for step in range(1, 6):
         first.add(step, {"loss": step / 2, "lr": 1.0}, {})
         assert steps_of(tmp_path) == list(range(1, step + 1))
-    again = Board(tmp_path, trouble, Shown(), 4)
+    again = TensorBoardWriter(tmp_path, trouble, RunSummary(), 4)
     again.add(4, {"loss": 9.0}, {"note": "seen again"})
     read = read_board(tmp_path)
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [
@@ -162,7 +162,7 @@ def test_tensorboard_reads_the_scalars_and_texts_of_every_row_at_once_and_hides_
 
 def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(tmp_path: Path) -> None:
     warnings: list[str] = []
-    board = Board(tmp_path, Trouble(warnings.append), Shown(), 0)
+    board = TensorBoardWriter(tmp_path, WriteErrors(warnings.append), RunSummary(), 0)
     board.add(0, {"loss": 1.0}, {})
     (file,) = tmp_path.iterdir()
     with full_at(file.stat().st_size + 800):
@@ -179,9 +179,9 @@ def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(t
 
 def write_until_killed(folder: Path) -> None:
     """Rows of all kinds, and after each step its number on stdout."""
-    trouble = Trouble(print)
-    shown = Shown({"config": "a: 1"}, {}, HParams({"optim.lr": 0.5}, frozenset()))
-    log, board = LogFile(folder / "log", trouble), Board(folder / "tb", trouble, shown, 0)
+    trouble = WriteErrors(print)
+    shown = RunSummary({"config": "a: 1"}, {}, HParams({"optim.lr": 0.5}, frozenset()))
+    log, board = LogFile(folder / "log", trouble), TensorBoardWriter(folder / "tb", trouble, shown, 0)
     for step in itertools.count():
         log.append(b"%d\n" % step)
         board.add(step, {"loss": 1.0}, {"note": "so"}, {"spread": [1.0, 2.0]})

@@ -29,7 +29,7 @@ from meshwright.train.metrics.tensorboard import (
     TAGS,
     HParams,
     Outcome,
-    Shown,
+    RunSummary,
     scalars_of,
     tag_of,
 )
@@ -87,7 +87,9 @@ class Page:
         return columns, {group.name: group for group in groups}
 
 
-def board_of(folder: Path, shown: Shown, steps: range, outcome: Outcome | None, loss: float = 1.0) -> None:
+def board_of(
+    folder: Path, shown: RunSummary, steps: range, outcome: Outcome | None, loss: float = 1.0
+) -> None:
     """A run, or a part of one, that is evaluated at some steps."""
     throughput = Throughput(
         tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
@@ -99,9 +101,9 @@ def board_of(folder: Path, shown: Shown, steps: range, outcome: Outcome | None, 
     metrics.close(outcome)
 
 
-def with_lr(lr: float) -> Shown:
+def with_lr(lr: float) -> RunSummary:
     values = {"optim.lr": lr, "parallel.plan": "manual", "data.packing": True, "train.steps": 10.0}
-    return Shown({"config": "a: 1"}, {}, HParams(values, frozenset({"optim.lr"})))
+    return RunSummary({"config": "a: 1"}, {}, HParams(values, frozenset({"optim.lr"})))
 
 
 def test_what_is_predicted_stands_beside_what_is_measured_and_every_figure_has_a_group() -> None:

@@ -17,8 +17,8 @@ from meshwright.train.config import OptimConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import CheckpointError
 from meshwright.train.optim.adamw_kernel import (
+    AdamWStep,
     Slice,
-    Step,
     element_bits,
     mix,
     round_stochastically,
@@ -133,9 +133,9 @@ def whole_slice(
     )
 
 
-def step_of(count: int, skip: float = 0.0, beta2: float = 0.999, lr: float = 1e-3) -> Step:
+def step_of(count: int, skip: float = 0.0, beta2: float = 0.999, lr: float = 1e-3) -> AdamWStep:
     scalars = [[count], [lr / (1 - 0.9**count)], [math.sqrt(1 - beta2**count)], 1.0, skip]
-    return Step(0.9, beta2, 1e-8, 1.0, *(torch.tensor(value, dtype=F32) for value in scalars))
+    return AdamWStep(0.9, beta2, 1e-8, 1.0, *(torch.tensor(value, dtype=F32) for value in scalars))
 
 
 def tensors_of(one: Slice) -> list[Tensor]:

@@ -10,7 +10,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.plan.__main__ import main as plan_main
 from meshwright.train.config_parser import parse_config
-from meshwright.train.distributed.ranks import Place
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.planning.device_defaults import (
     FAST_ON_CPUS,
     best_attention,
@@ -81,7 +81,7 @@ def test_gpus_from_ampere_on_take_bfloat16(capability: tuple[int, int], expected
 
 
 def test_a_plan_here_has_this_devices_dtype_and_a_dtype_that_is_named_stays() -> None:
-    place = Place(0, 1, 0, 1, False)
+    place = RankInfo(0, 1, 0, 1, False)
     assert dtypes(plan_here(parse_config([*TINY, AUTO]), place, CPU, "CPU")) == {dtype_here(CPU)}
     for dtype in ("float32", "bfloat16"):
         config = parse_config([*TINY, f"--parallel.param_dtype={dtype}"])

@@ -23,7 +23,7 @@ from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_
 from meshwright.parallel.plan.strategy import STRATEGIES
 from meshwright.parallel.plan.validate import check_plan
 from meshwright.parallel.planner.memory_model import predict_step_memory
-from meshwright.parallel.planner.workload import Linear, ModelWork, ModuleWork, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import model_units, plan_run
@@ -152,14 +152,15 @@ def hold_memory(memory: StepMemory) -> None:
     assert 0 < memory.peak_bytes <= memory.memory.total
 
 
-def made_up_work(config: Config, plan: Plan) -> ModelWork:
+def made_up_work(config: Config, plan: Plan) -> ModelWorkload:
     """Work of the model's modules with numbers made up: to trace every model would take seconds each."""
     phase = Phase((), (Linear(0, 300), Linear(100, 200)))
     counts = model_units(config.model).modules
     modules = {
-        name: ModuleWork(counts[name], phase, phase, Linear(0, 150), Linear(0, 50)) for name in plan.modules
+        name: ModuleWorkload(counts[name], phase, phase, Linear(0, 150), Linear(0, 50))
+        for name in plan.modules
     }
-    return ModelWork(modules, {}, config.train.seq_len, "head", 10)
+    return ModelWorkload(modules, {}, config.train.seq_len, "head", 10)
 
 
 def any_config_is_planned_or_refused(

@@ -12,11 +12,11 @@ from torch import nn
 from meshwright.models.cost import matmul_parameters
 from meshwright.models.size import count_parameters
 from meshwright.parallel.compile.stats import count_compiled_graphs
-from meshwright.parallel.planner.workload import ModelWork, ModuleWork
+from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.predict import trace_run
+from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.trace_model import trace_model
+from meshwright.train.planning.trace_model import model_workload
 
 MIB = 2**20
 SEQ_LEN = 8192
@@ -38,18 +38,18 @@ class Doubling(nn.Module):
         return 2 * x
 
 
-def work_of(*keys: str, ranks: int = 1) -> ModelWork:
+def work_of(*keys: str, ranks: int = 1) -> ModelWorkload:
     """Traced, or read from the cache that the tests share."""
     config = parse_config(keys)
-    return trace_run(config, plan_run(config, ranks, 8))
+    return run_workload(config, plan_run(config, ranks, 8))
 
 
-def block_8b(*keys: str, ranks: int = 8) -> ModuleWork:
+def block_8b(*keys: str, ranks: int = 8) -> ModuleWorkload:
     return work_of("--config=llama_8b.yaml", "--model.n_layers=1", *keys, ranks=ranks).modules["layers.0"]
 
 
 def kept_mib(*keys: str) -> float:
-    keeps = block_8b(*keys).keeps
+    keeps = block_8b(*keys).saved_bytes
     assert keeps.fixed == 0
     return keeps.per_sequence / MIB
 
@@ -123,7 +123,11 @@ def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
     assert split.output.per_sequence == whole.output.per_sequence / 4, (
         "sequence parallel: a quarter of the tokens"
     )
-    assert whole.keeps.per_sequence / 4 <= split.keeps.per_sequence < whole.keeps.per_sequence / 2
+    assert (
+        whole.saved_bytes.per_sequence / 4
+        <= split.saved_bytes.per_sequence
+        < whole.saved_bytes.per_sequence / 2
+    )
     sent = [op.name for op in split.forward.operations if op.kind == "collective"]
     assert sent == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
 
@@ -160,7 +164,7 @@ def test_tracing_leaves_nothing_behind_that_a_run_would_notice() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = parse_config([*SMALL, "--model.ffn_dim=72"])
-    trace_model(config.model, plan_run(config, 1, 8), config.train.seq_len)
+    model_workload(config.model, plan_run(config, 1, 8), config.train.seq_len)
     assert count_compiled_graphs() == 0
     assert torch.get_default_dtype() is torch.float32
     assert not dist.is_initialized()
@@ -184,6 +188,6 @@ def test_a_block_of_another_setting_is_traced_by_itself() -> None:
     keys = ("--parallel.activation_checkpoint=selective", "--parallel.selective_policy=every:2")
     work = work_of(*SMALL, EAGER, *keys)
     alone = work_of(*SMALL, EAGER).modules["layers.0"]
-    kept = [work.modules[f"layers.{i}"].keeps for i in range(3)]
-    assert sorted({k.per_sequence for k in kept}) == sorted({64 * 32 * 4, alone.keeps.per_sequence})
+    kept = [work.modules[f"layers.{i}"].saved_bytes for i in range(3)]
+    assert sorted({k.per_sequence for k in kept}) == sorted({64 * 32 * 4, alone.saved_bytes.per_sequence})
     assert dataclasses.astuple(kept[0]) == dataclasses.astuple(kept[2])

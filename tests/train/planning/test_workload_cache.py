@@ -7,10 +7,10 @@ import pytest
 from meshwright.parallel.compile.setup import use_cache_folder
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.planner.workload import ModuleWork
+from meshwright.parallel.planner.workload import ModuleWorkload
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning import trace_model as work_cache
-from meshwright.train.planning.predict import trace_run
+from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import _trace, remember
 from tests.support.launch import EAGER
@@ -29,15 +29,15 @@ def counted(monkeypatch) -> list[object]:
 
     import meshwright.train.planning.trace_model
 
-    original = meshwright.train.planning.trace_model.trace_module
-    monkeypatch.setattr(meshwright.train.planning.trace_model, "trace_module", trace)
+    original = meshwright.train.planning.trace_model.module_workload
+    monkeypatch.setattr(meshwright.train.planning.trace_model, "module_workload", trace)
     return traced
 
 
-def work_of(folder: Path, *arguments: str) -> dict[str, ModuleWork]:
+def work_of(folder: Path, *arguments: str) -> dict[str, ModuleWorkload]:
     _trace.cache_clear()  # as in another process
     config = parse_config([*TINY, f"--parallel.compile.cache_dir={folder}", *arguments])
-    return dict(trace_run(config, plan_run(config, 4)).modules)
+    return dict(run_workload(config, plan_run(config, 4)).modules)
 
 
 def test_a_folder_of_a_name_that_none_can_have_is_refused() -> None:
@@ -45,10 +45,10 @@ def test_a_folder_of_a_name_that_none_can_have_is_refused() -> None:
         use_cache_folder(CompileConfig(cache_dir="a\0b"))
 
 
-def check_alike(one: dict[str, ModuleWork], other: dict[str, ModuleWork]) -> None:
+def check_alike(one: dict[str, ModuleWorkload], other: dict[str, ModuleWorkload]) -> None:
     """Two traces of one case: they need not add up in the same order."""
     for name, work in one.items():
-        assert work.keeps.at(2) == pytest.approx(other[name].keeps.at(2))
+        assert work.saved_bytes.at(2) == pytest.approx(other[name].saved_bytes.at(2))
         assert work.backward.peak(2).at(2) == pytest.approx(other[name].backward.peak(2).at(2))
         assert len(work.forward.operations) == len(other[name].forward.operations)
 
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for damage in (b"", b"{}", b"[1, 2]", b"\xff\xfe", b'{"parameters": 3}', whole[:-20]):
         path.write_bytes(damage)
-        traced: list[ModuleWork] = []
+        traced: list[ModuleWorkload] = []
         assert remember(tmp_path / "works", "case", lambda: traced.append(work) or work) is work, damage  # noqa: B023
         assert traced, damage
         assert path.read_bytes() == whole, damage

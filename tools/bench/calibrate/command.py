@@ -19,8 +19,8 @@ from meshwright.parallel.planner.hardware import (
 from meshwright.tools.bench import harness as record
 from meshwright.tools.bench.calibrate.hardware_file import (
     ATTENTION,
+    CalibratedMachine,
     Found,
-    Machine,
     Noted,
     cpu_values,
     gpu_values,
@@ -28,7 +28,7 @@ from meshwright.tools.bench.calibrate.hardware_file import (
     middle,
     product_curves,
 )
-from meshwright.tools.bench.calibrate.measure import Timing
+from meshwright.tools.bench.calibrate.measure import CollectiveTiming
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 
@@ -105,15 +105,17 @@ def check_path(path: Path, overwrite: bool) -> None:
         raise BenchError(f"{path} exists. Give --overwrite to replace it, or another --name or --out")
 
 
-def find_machine(threads: int, quick: bool) -> Machine:
+def find_machine(threads: int, quick: bool) -> CalibratedMachine:
     """GPUs where there are any, as in training."""
     if torch.cuda.is_available():
-        return Machine("cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), threads, quick)
+        return CalibratedMachine(
+            "cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), threads, quick
+        )
     hardware = record.find_hardware()
-    return Machine("cpu", hardware["cpu"], hardware["cores"], threads, quick)
+    return CalibratedMachine("cpu", hardware["cpu"], hardware["cores"], threads, quick)
 
 
-def find_base(name: str | None, machine: Machine) -> Hardware:
+def find_base(name: str | None, machine: CalibratedMachine) -> Hardware:
     """The kind to take over from. Raises BenchError."""
     kinds = load_hardware()
     if name is None:
@@ -132,7 +134,7 @@ def find_base(name: str | None, machine: Machine) -> Hardware:
     return kinds[name]
 
 
-def measure(machine: Machine) -> Found:
+def measure(machine: CalibratedMachine) -> Found:
     """Start the processes that measure, one part after the other. Raises BenchError if one fails."""
     if machine.device == "cpu":
         together, ranks = min(MOST_LOADED, max(1, machine.count // machine.threads)), set(CPU_RANKS)
@@ -140,12 +142,14 @@ def measure(machine: Machine) -> Found:
         together, ranks = 1, {2, machine.count} if machine.count > 1 else set()
     compute = run_worker("compute", together, machine)
     timings = [
-        Timing(**row) for n in sorted(ranks) for row in run_worker("collectives", n, machine)[0]["timings"]
+        CollectiveTiming(**row)
+        for n in sorted(ranks)
+        for row in run_worker("collectives", n, machine)[0]["timings"]
     ]
     return Found(compute, timings)
 
 
-def run_worker(part: str, processes: int, machine: Machine) -> list[dict[str, Any]]:
+def run_worker(part: str, processes: int, machine: CalibratedMachine) -> list[dict[str, Any]]:
     """What each process of one part found."""
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as name:
         folder = Path(name)

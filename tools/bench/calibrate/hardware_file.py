@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.parallel.planner.hardware import COLLECTIVES, GIB, HARDWARE_FOLDER, Hardware, Link
-from meshwright.tools.bench.calibrate.measure import LinkFit, Timing, fit_link
+from meshwright.tools.bench.calibrate.measure import CollectiveTiming, LinkFit, fit_link
 from meshwright.train.cgroups import memory_limit_bytes
 
 DIGITS = 4  # significant: more than repeats agree on
@@ -82,11 +82,11 @@ class Found:
     any to measure."""
 
     compute: Sequence[Mapping[str, Any]]
-    timings: Sequence[Timing]
+    timings: Sequence[CollectiveTiming]
 
 
 @dataclass(frozen=True)
-class Machine:
+class CalibratedMachine:
     """What is measured: torch's device, its name, how many there are (a CPU counts its cores), and the
     threads of a process."""
 
@@ -97,7 +97,7 @@ class Machine:
     quick: bool
 
 
-def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
+def cpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict[str, Noted]:
     """A CPU: all but the network is measured; a rate's peak is the best that was measured. Rates are those of
     a core."""
     found = Found([per_core(one, machine.threads) for one in found.compute], found.timings)
@@ -130,7 +130,7 @@ def cpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Note
     }
 
 
-def gpu_values(machine: Machine, found: Found, base: Hardware) -> dict[str, Noted]:
+def gpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict[str, Noted]:
     """A GPU: shares of the base's peaks are measured, and the links within the node where it has several."""
     stamp, curves = _stamp(machine), product_curves(found.compute)
     taken_over = (
@@ -246,7 +246,7 @@ def middle(compute: Sequence[Mapping[str, Any]], key: str) -> float:
     return statistics.median(one[key] for one in compute)
 
 
-def _stamp(machine: Machine) -> str:
+def _stamp(machine: CalibratedMachine) -> str:
     how = [f"{machine.threads} threads"] * (machine.threads > 1) + ["--quick"] * machine.quick
     return ", ".join(
         [f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name, *how]

@@ -27,10 +27,10 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.operators import attention_flops
 from meshwright.tools.bench.timing import (
     ROTATED_BYTES,
-    Clock,
+    AttentionShape,
     Products,
     Run,
-    Shape,
+    Timer,
     attention_runs,
     draw,
     product_runs,
@@ -55,7 +55,7 @@ class Scale:
     """
 
     products: Sequence[Products]
-    attention: Sequence[Shape]
+    attention: Sequence[AttentionShape]
     memory: tuple[int, int]
     budget_s: float
 
@@ -74,7 +74,11 @@ CPU_SCALE = Scale(
         (2048, 512, 4096),
         (2048, 1024, 3072),
     ),
-    attention=(Shape(4, 8, 4, 64, 256), Shape(4, 4, 4, 64, 256), Shape(2, 8, 4, 64, 512)),
+    attention=(
+        AttentionShape(4, 8, 4, 64, 256),
+        AttentionShape(4, 4, 4, 64, 256),
+        AttentionShape(2, 8, 4, 64, 512),
+    ),
     memory=(1024, 1024),
     budget_s=0.6,
 )
@@ -92,7 +96,11 @@ GPU_SCALE = Scale(
         (8192, 4096, 128256),
         (16384, 16384, 53248),
     ),
-    attention=(Shape(4, 32, 8, 128, 2048), Shape(2, 32, 8, 128, 4096), Shape(1, 32, 8, 128, 8192)),
+    attention=(
+        AttentionShape(4, 32, 8, 128, 2048),
+        AttentionShape(2, 32, 8, 128, 4096),
+        AttentionShape(1, 32, 8, 128, 8192),
+    ),
     memory=(8192, 4096),
     budget_s=1.0,
 )
@@ -106,7 +114,7 @@ def quicker(scale: Scale) -> Scale:
 
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     """Everything of one device, as plain data: rates in operations, or bytes, per second."""
-    clock = Clock(device, scale.budget_s)
+    clock = Timer(device, scale.budget_s)
     attention = {
         dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in DTYPES
     }
@@ -126,14 +134,14 @@ def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     }
 
 
-def measure_product(clock: Clock, product: Products, dtype: str) -> tuple[float, float]:
+def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float, float]:
     """GFLOP of one product, and operations per second of the three of a linear layer: x[T, D] · w[F, D] ->
     y[T, F], and the gradients of both."""
     flops = 2 * math.prod(product)
     return flops / 1e9, 3 * flops / clock.seconds(product_runs(product, dtype, clock.device))
 
 
-def measure_attention(clock: Clock, shape: Shape, dtype: str) -> tuple[float, float]:
+def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[float, float]:
     """Operations per second of the forward and of the backward, the operations as `attention_work` counts
     them."""
     attention = CausalAttention()
@@ -147,7 +155,7 @@ def measure_attention(clock: Clock, shape: Shape, dtype: str) -> tuple[float, fl
     return forward / forward_s, backward / backward_s
 
 
-def attention_work(shape: Shape) -> tuple[float, float]:
+def attention_work(shape: AttentionShape) -> tuple[float, float]:
     """Operations of causal attention, forward and backward, as the planner counts them: half of the
     square."""
     q, k = (
@@ -157,13 +165,13 @@ def attention_work(shape: Shape) -> tuple[float, float]:
     return attention_flops("attention", (q, k)), attention_flops("attention_backward", (q, q, k))
 
 
-def copy_rate(clock: Clock) -> float:
+def copy_rate(clock: Timer) -> float:
     """Bytes read and written per second by a plain copy of tensors that no cache holds."""
     source, target = (draw((ROTATED_BYTES // 8,), "float32", clock.device) for _ in range(2))
     return 2 * source.nbytes / clock.seconds([lambda: target.copy_(source)])
 
 
-def _memory_rate(clock: Clock, scale: Scale) -> float:
+def _memory_rate(clock: Timer, scale: Scale) -> float:
     """Bytes that have to be read and written, per second, by what a model does besides products and
     attention: the norm and SwiGLU, compiled, forward and backward, and the optimizer's update; equal numbers
     of bytes of each."""
@@ -175,7 +183,7 @@ def _memory_rate(clock: Clock, scale: Scale) -> float:
     return 1 / statistics.mean(times)
 
 
-def _norm_seconds_per_byte(clock: Clock, scale: Scale) -> float:
+def _norm_seconds_per_byte(clock: Timer, scale: Scale) -> float:
     """x + norm(x): the forward reads x and writes y; the backward reads the gradient and x, writes one
     gradient."""
     weight = torch.ones(scale.memory[1], device=clock.device, requires_grad=True)
@@ -183,13 +191,13 @@ def _norm_seconds_per_byte(clock: Clock, scale: Scale) -> float:
     return _autograd_seconds(clock, scale, residual, 1) / (5 * math.prod(scale.memory) * 4)
 
 
-def _swiglu_seconds_per_byte(clock: Clock, scale: Scale) -> float:
+def _swiglu_seconds_per_byte(clock: Timer, scale: Scale) -> float:
     """silu(a) * b: the forward reads two and writes one; the backward reads three and writes two."""
     swiglu = torch.compile(lambda a, b: F.silu(a) * b, dynamic=False)
     return _autograd_seconds(clock, scale, swiglu, 2) / (8 * math.prod(scale.memory) * 4)
 
 
-def _autograd_seconds(clock: Clock, scale: Scale, function: Callable[..., Tensor], inputs: int) -> float:
+def _autograd_seconds(clock: Timer, scale: Scale, function: Callable[..., Tensor], inputs: int) -> float:
     """Of forward and backward of an element-wise function of float32 tensors[T, D]."""
 
     def one() -> Run:
@@ -200,7 +208,7 @@ def _autograd_seconds(clock: Clock, scale: Scale, function: Callable[..., Tensor
     return clock.seconds(rotate(one, (inputs + 1) * math.prod(scale.memory) * 4))
 
 
-def _adamw_seconds_per_byte(clock: Clock, scale: Scale) -> float:
+def _adamw_seconds_per_byte(clock: Timer, scale: Scale) -> float:
     """The fused update reads parameter, gradient and two moments, and writes all but the gradient."""
     parameters = [draw(scale.memory, "float32", clock.device).requires_grad_() for _ in range(8)]
     for parameter in parameters:
@@ -209,11 +217,11 @@ def _adamw_seconds_per_byte(clock: Clock, scale: Scale) -> float:
     return clock.seconds([optimizer.step]) / (7 * sum(p.nbytes for p in parameters))
 
 
-def _operation_seconds(clock: Clock) -> float:
+def _operation_seconds(clock: Timer) -> float:
     """Of one operation on a single number, in a chain of many, forward and backward. On a GPU from a queue
     that is filled, so only a few chains: what launching takes is not part of it."""
     if clock.device.type == "cuda":
-        clock = Clock(clock.device, budget_s=0.0)
+        clock = Timer(clock.device, budget_s=0.0)
     x = torch.ones(1, device=clock.device, requires_grad=True)
 
     def chain() -> None:
@@ -235,7 +243,7 @@ MIN_RUNS, MAX_RUNS = 5, 100
 
 
 @dataclass(frozen=True)
-class Timing:
+class CollectiveTiming:
     """One collective: its operation, the ranks that take part, the bytes of its full side, and its seconds
     (median)."""
 
@@ -265,7 +273,7 @@ def sent_bytes(op: str, members: int, size_bytes: float) -> float:
     return size_bytes * hops(op, members) / members
 
 
-def fit_link(timings: Sequence[Timing]) -> LinkFit:
+def fit_link(timings: Sequence[CollectiveTiming]) -> LinkFit:
     """Least squares of the relative errors of seconds = hops x latency + sent / bandwidth, one latency for
     all, a bandwidth for each operation and number of members. A negative latency becomes 0."""
     groups = sorted({(t.op, t.members) for t in timings})
@@ -282,13 +290,13 @@ def fit_link(timings: Sequence[Timing]) -> LinkFit:
     return LinkFit(float(solution[0]), bytes_s, float(np.abs(rows @ solution - 1).mean()))
 
 
-def measure_collectives(device: torch.device, sizes_bytes: Sequence[int]) -> list[Timing]:
+def measure_collectives(device: torch.device, sizes_bytes: Sequence[int]) -> list[CollectiveTiming]:
     """Every collective at every size over all ranks of the process group; every rank returns the same."""
     members = dist.get_world_size()
     timings = []
     for size_bytes in sizes_bytes:
         for op, run in _collectives(device, size_bytes).items():
-            timings.append(Timing(op, members, size_bytes, _seconds(run, device)))
+            timings.append(CollectiveTiming(op, members, size_bytes, _seconds(run, device)))
     return timings
 
 

@@ -30,7 +30,7 @@ from meshwright.tools.bench.calibrate.measure import (
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import choose_device, read_place
+from meshwright.train.distributed.ranks import choose_device, read_rank_info
 
 TOKENS, WIDTH, HEADS, HEAD_DIM = 4096, 4096, 32, 128  # a layer of Llama 8B
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    place = read_place()
+    place = read_rank_info()
     config = RunConfig(threads=options.threads)
     device, _ = choose_device(config, place)
     start_process(config, place, device)

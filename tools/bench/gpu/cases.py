@@ -200,7 +200,7 @@ class PeerRun:
 
 
 @dataclass(frozen=True)
-class Case:
+class GpuCase:
     """One thing to measure, under a name of its own, `repeats` times: an end-to-end run, a profiled run, a
     part, a peer, or the losses of two runs."""
 
@@ -210,20 +210,20 @@ class Case:
     repeats: int = 1
 
 
-def make_cases(shape: GpuShape) -> list[Case]:
+def make_cases(shape: GpuShape) -> list[GpuCase]:
     """All of them in order, no name twice."""
-    cases: dict[str, Case] = {}
+    cases: dict[str, GpuCase] = {}
     for case in _in_order(shape):
         cases.setdefault(case.name, case)
     return list(cases.values())
 
 
-def _in_order(shape: GpuShape) -> Iterator[Case]:
+def _in_order(shape: GpuShape) -> Iterator[GpuCase]:
     """First what the whole model does and what its peers do; then each part; then the other depths."""
     few, some, half, all_layers = shape.layers
     whole, recomputed = (EndToEnd(all_layers, 1, 1, mode, *BF16) for mode in ("none", "full"))
     eight, eight_fp32 = (EndToEnd(some, 1, 1, "none", *dtypes) for dtypes in (BF16, FP32))
-    yield Case("rooflines", "rooflines")
+    yield GpuCase("rooflines", "rooflines")
     yield _run(whole, 3)
     yield _run(EndToEnd(all_layers, 1, 1, "none", *BF16, TENSORWISE), 3)
     yield _run(EndToEnd(all_layers, 4, 1, "none", *BF16), 3)
@@ -232,13 +232,13 @@ def _in_order(shape: GpuShape) -> Iterator[Case]:
     yield _peer("plain compiled", eight)
     yield _peer(TORCHTITAN, whole, "selective")
     yield _run(recomputed, 3)
-    yield Case(f"kernels: {whole.name}", whole, profiled=True)
-    yield from (Case(part, part) for part in PARTS)
+    yield GpuCase(f"kernels: {whole.name}", whole, profiled=True)
+    yield from (GpuCase(part, part) for part in PARTS)
     yield _peer("plain compiled", recomputed)
     yield _run(eight_fp32, 3)
     yield from (_peer(name, eight_fp32) for name in (ACCELERATE, TORCHTITAN))
     yield _peer("plain eager", eight)
-    yield Case(f"kernels: {eight.name}", eight, profiled=True)
+    yield GpuCase(f"kernels: {eight.name}", eight, profiled=True)
     for layers in (half, few):
         yield from (_run(EndToEnd(layers, 1, 1, "none", *BF16, variant), 3) for variant in ("", TENSORWISE))
     yield from (
@@ -273,14 +273,14 @@ def _in_order(shape: GpuShape) -> Iterator[Case]:
         yield _run(EndToEnd(layers, 1, micro_batch, checkpoint, *dtypes))
     plain, float8 = (EndToEnd(few, 1, 1, "none", *FP32, variant) for variant in ("", TENSORWISE))
     curves = Curves(float8, plain, CURVE_STEPS)
-    yield Case(curves.name, curves)
+    yield GpuCase(curves.name, curves)
 
 
-def _peer(name: str, rival: EndToEnd, checkpoint: str = "") -> Case:
+def _peer(name: str, rival: EndToEnd, checkpoint: str = "") -> GpuCase:
     """As its rival recomputes, unless the peer has a way of its own."""
     work = PeerRun(name, rival.layers, checkpoint or rival.checkpoint, rival)
-    return Case(work.name, work)
+    return GpuCase(work.name, work)
 
 
-def _run(work: EndToEnd, repeats: int = 1) -> Case:
-    return Case(work.name, work, repeats=repeats)
+def _run(work: EndToEnd, repeats: int = 1) -> GpuCase:
+    return GpuCase(work.name, work, repeats=repeats)

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from meshwright.tools.bench.gpu.cases import LLAMA_8B, TINY, Case, make_cases
+from meshwright.tools.bench.gpu.cases import LLAMA_8B, TINY, GpuCase, make_cases
 from meshwright.tools.bench.gpu.record import GpuRecord, open_record
 from meshwright.tools.bench.gpu.report import gpu_text
-from meshwright.tools.bench.gpu.runs import AbsentError, Machine, OutOfTimeError, config_of, measure_case
-from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.bench.gpu.runs import AbsentError, GpuMachine, OutOfTimeError, config_of, measure_case
+from meshwright.tools.bench.harness import KEYS, BenchResult
 from meshwright.tools.cli import positive
 from meshwright.tools.processes import BenchError
 from meshwright.train.errors import USER_ERRORS
@@ -56,7 +56,7 @@ def add_gpu_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """All cases that time allows. Raises BenchError and ConfigError for what cannot be begun."""
     machine = find_machine(options.device, options.tiny, overrides)
     cases = choose_cases(make_cases(machine.shape), options.only)
@@ -71,10 +71,10 @@ def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> Result
     if kept.path is not None:
         print(f"recorded: tools/bench/records/{kept.path.name}", file=sys.stderr)
     figures = kept.document["figures"]
-    return Result(None, figures, gpu_text(figures, make_cases(machine.shape)))
+    return BenchResult(None, figures, gpu_text(figures, make_cases(machine.shape)))
 
 
-def find_machine(device: str, tiny: bool, overrides: Sequence[str]) -> Machine:
+def find_machine(device: str, tiny: bool, overrides: Sequence[str]) -> GpuMachine:
     """The device, and the shape for it. Raises BenchError for the whole shape without a GPU."""
     on_gpu = torch.cuda.is_available() and device != "cpu"
     if device == "cuda" and not on_gpu:
@@ -85,10 +85,12 @@ def find_machine(device: str, tiny: bool, overrides: Sequence[str]) -> Machine:
         raise BenchError("gpu: Llama 8B's shape needs a GPU, and here is none. Try the suite with --tiny")
     name = torch.cuda.get_device_name(0) if on_gpu else "cpu"
     threads = min(MOST_THREADS, os.cpu_count() or 1) if on_gpu else 1
-    return Machine("cuda" if on_gpu else "cpu", name, TINY if tiny else LLAMA_8B, threads, tuple(overrides))
+    return GpuMachine(
+        "cuda" if on_gpu else "cpu", name, TINY if tiny else LLAMA_8B, threads, tuple(overrides)
+    )
 
 
-def choose_cases(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
+def choose_cases(cases: Sequence[GpuCase], words: Sequence[str]) -> list[GpuCase]:
     """Those with one of the words in their names; all without words. Raises BenchError where there is
     none."""
     chosen = [case for case in cases if not words or any(word in case.name for word in words)]
@@ -100,13 +102,13 @@ def choose_cases(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
     return chosen
 
 
-def in_turns(cases: Sequence[Case]) -> Iterator[tuple[int, Case]]:
+def in_turns(cases: Sequence[GpuCase]) -> Iterator[tuple[int, GpuCase]]:
     """All of them once, then those again that are to be repeated: a machine that drifts shows."""
     for turn in range(max(case.repeats for case in cases)):
         yield from ((turn, case) for case in cases if case.repeats > turn)
 
 
-def run_cases(cases: Sequence[Case], kept: GpuRecord, machine: Machine, stop_at: float) -> None:
+def run_cases(cases: Sequence[GpuCase], kept: GpuRecord, machine: GpuMachine, stop_at: float) -> None:
     """Measure what the record has not, until `stop_at` (of time.monotonic). One that fails does not cost the
     others."""
     for turn, case in in_turns(cases):
@@ -122,7 +124,7 @@ def run_cases(cases: Sequence[Case], kept: GpuRecord, machine: Machine, stop_at:
             return
 
 
-def run_case(case: Case, kept: GpuRecord, machine: Machine, end_at: float) -> None:
+def run_case(case: GpuCase, kept: GpuRecord, machine: GpuMachine, end_at: float) -> None:
     """One run of one case into the record, or why there is none. Raises OutOfTimeError."""
     print(f"{case.name} ...", file=sys.stderr, flush=True)
     began_at, config = time.monotonic(), None

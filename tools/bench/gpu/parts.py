@@ -21,7 +21,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.bench.calibrate.measure import attention_work, copy_rate
 from meshwright.tools.bench.calibrate.worker import kernel_names
 from meshwright.tools.bench.gpu.cases import GpuShape
-from meshwright.tools.bench.timing import Clock, Shape, Timing, attention_runs, draw, product_runs
+from meshwright.tools.bench.timing import AttentionShape, Timer, Timing, attention_runs, draw, product_runs
 from meshwright.train.config import OptimConfig
 from meshwright.train.optim.optimizer import build_optimizer
 
@@ -35,7 +35,7 @@ OPTIMIZERS = {("float32", "float32"): 28, ("float32", "bfloat16"): 20, ("bfloat1
 def measure_rooflines(shape: GpuShape, device: torch.device) -> Figures:
     """The products of the model's linear layers for one sequence, forward and both gradients, and a plain
     copy."""
-    clock, tokens = Clock(device, shape.budget_s), shape.seq_len
+    clock, tokens = Timer(device, shape.budget_s), shape.seq_len
     layers = {
         "wq": (shape.dim, shape.dim),
         "w1": (shape.dim, shape.ffn_dim),
@@ -62,7 +62,7 @@ def measure_rooflines(shape: GpuShape, device: torch.device) -> Figures:
 def measure_attention(shape: GpuShape, device: torch.device) -> Figures:
     """One layer's causal attention of one sequence by each kernel, and by what torch picks; with the GPU
     kernels' names. Operations are counted causally, as half of the square."""
-    one = Shape(1, shape.heads, shape.kv_heads, shape.dim // shape.heads, shape.seq_len)
+    one = AttentionShape(1, shape.heads, shape.kv_heads, shape.dim // shape.heads, shape.seq_len)
     found: Figures = {"shape": str(one), "dtype": "bfloat16"}
     for kernel in ("", *KERNELS):
         devices = KERNELS.get(kernel, (device.type,))
@@ -73,7 +73,7 @@ def measure_attention(shape: GpuShape, device: torch.device) -> Figures:
     return found
 
 
-def _time_attention(one: Shape, kernel: str, shape: GpuShape, device: torch.device) -> Figures:
+def _time_attention(one: AttentionShape, kernel: str, shape: GpuShape, device: torch.device) -> Figures:
     attention: Callable[..., Tensor] = CausalAttention()
     attention.kernel = kernel  # type: ignore[attr-defined]
     if kernel == "flex":
@@ -81,7 +81,7 @@ def _time_attention(one: Shape, kernel: str, shape: GpuShape, device: torch.devi
     forward_runs, both_runs = attention_runs(
         torch.compile(attention, backend=shape.backend), one, "bfloat16", device
     )
-    clock = Clock(device, shape.budget_s)
+    clock = Timer(device, shape.budget_s)
     forward, both = clock.timing(forward_runs), clock.timing(both_runs)
     flops = attention_work(one)
     backward_s = both.median_s - forward.median_s
@@ -94,7 +94,7 @@ def _time_attention(one: Shape, kernel: str, shape: GpuShape, device: torch.devi
     }
 
 
-def _within_one_document(one: Shape, device: torch.device) -> Callable[..., Tensor]:
+def _within_one_document(one: AttentionShape, device: torch.device) -> Callable[..., Tensor]:
     """flex attention with a mask of one document, which is what it is for."""
     attention = CausalAttention()
     documents = within_documents(torch.zeros(one.batch, one.seq, dtype=torch.long, device=device))
@@ -134,7 +134,7 @@ def _time_loss(chunk_tokens: int, backend: str, shape: GpuShape, device: torch.d
     def run() -> tuple[Tensor, ...]:
         return torch.autograd.grad(function(), (h, output.weight))
 
-    timing = Clock(device, shape.budget_s).timing([run])
+    timing = Timer(device, shape.budget_s).timing([run])
     return {**_plain(timing), **_peak_of(run, device)}
 
 
@@ -171,7 +171,7 @@ def _time_update(
     optimizer = build_optimizer(model, OptimConfig(state_dtype=state))  # type: ignore[arg-type]
     optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
     optimizer.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]
-    timing = Clock(device, shape.budget_s).timing([optimizer.step])
+    timing = Timer(device, shape.budget_s).timing([optimizer.step])
     parameters = sum(p.numel() for p in model.parameters())
     gb_s = parameters * parameter_bytes / timing.median_s / 1e9
     return {

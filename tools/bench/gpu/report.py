@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.tools.bench.gpu.cases import PARTS, Case, Curves, EndToEnd, PeerRun
+from meshwright.tools.bench.gpu.cases import PARTS, Curves, EndToEnd, GpuCase, PeerRun
 from meshwright.tools.bench.speed.kernel_table import table_text
 from meshwright.tools.bench.train_run import MFUS, spread
 from meshwright.tools.cli import format_table
@@ -25,7 +25,7 @@ PART_COLUMNS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def gpu_text(figures: Mapping[str, Any], cases: Sequence[Case]) -> str:
+def gpu_text(figures: Mapping[str, Any], cases: Sequence[GpuCase]) -> str:
     """All tables of what is measured, then what failed and what is absent or not measured yet."""
     found = figures["cases"]
     measured = [case for case in cases if found.get(case.name, {}).get("runs")]
@@ -69,7 +69,7 @@ def summary(case: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _runs_table(cases: Sequence[Case], found: Mapping[str, Any]) -> list[str]:
+def _runs_table(cases: Sequence[GpuCase], found: Mapping[str, Any]) -> list[str]:
     head = (
         "run of ours",
         "tokens/s",
@@ -99,7 +99,7 @@ def _runs_table(cases: Sequence[Case], found: Mapping[str, Any]) -> list[str]:
     return [format_table(head, rows)] if rows else []
 
 
-def _peers_table(cases: Sequence[Case], found: Mapping[str, Any]) -> list[str]:
+def _peers_table(cases: Sequence[GpuCase], found: Mapping[str, Any]) -> list[str]:
     head = ("peer", "tokens/s", "spread", "runs", "MFU full", "causal", "GiB", "ours / it", "ours")
     rows = []
     for case in cases:
@@ -135,7 +135,7 @@ def part_table(part: str, figures: Mapping[str, Any]) -> str:
     return format_table(("way", *columns, ""), rows) + last
 
 
-def _missing(cases: Sequence[Case], found: Mapping[str, Any]) -> Iterator[str]:
+def _missing(cases: Sequence[GpuCase], found: Mapping[str, Any]) -> Iterator[str]:
     for case in cases:
         kept = found.get(case.name)
         if kept is None:

@@ -20,9 +20,9 @@ from meshwright.tools.bench.gpu.cases import (
     ACCELERATE,
     STEPS_PER_REPORT,
     TORCHTITAN,
-    Case,
     Curves,
     EndToEnd,
+    GpuCase,
     GpuShape,
     PeerRun,
     measure_curves,
@@ -57,7 +57,7 @@ class OutOfTimeError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class GpuMachine:
     """Where the cases run: torch's device and its name, the shape, CPU threads, and the user's config
     keys."""
 
@@ -75,7 +75,7 @@ class Machine:
         return find_hardware(self.device_name)
 
 
-def setup_of(machine: Machine, work: EndToEnd, profiled: bool = False) -> Setup:
+def setup_of(machine: GpuMachine, work: EndToEnd, profiled: bool = False) -> Setup:
     """The run of train.main."""
     keys = [*work.keys(machine.shape), f"--run.device={machine.device}", *machine.overrides]
     if profiled:
@@ -86,7 +86,7 @@ def setup_of(machine: Machine, work: EndToEnd, profiled: bool = False) -> Setup:
     return Setup(1, machine.threads, keys, STEPS_PER_REPORT)
 
 
-def config_of(machine: Machine, work: EndToEnd | PeerRun | Curves | str) -> dict[str, Any]:
+def config_of(machine: GpuMachine, work: EndToEnd | PeerRun | Curves | str) -> dict[str, Any]:
     """What the record says was run. Raises what a wrong config raises."""
     if isinstance(work, EndToEnd):
         return config_to_record(resolve(setup_of(machine, work)))
@@ -106,7 +106,7 @@ def config_of(machine: Machine, work: EndToEnd | PeerRun | Curves | str) -> dict
     return {"shape": dataclasses.asdict(machine.shape)}
 
 
-def measure_case(case: Case, machine: Machine, end_at: float) -> dict[str, Any]:
+def measure_case(case: GpuCase, machine: GpuMachine, end_at: float) -> dict[str, Any]:
     """Figures of one run. Raises BenchError where it fails, PlanError where it does not fit, AbsentError and
     OutOfTimeError."""
 
@@ -127,7 +127,7 @@ def measure_case(case: Case, machine: Machine, end_at: float) -> dict[str, Any]:
 
 
 def measure_end_to_end(
-    folder: Path, work: EndToEnd, profiled: bool, machine: Machine, look: Callable[[], None]
+    folder: Path, work: EndToEnd, profiled: bool, machine: GpuMachine, look: Callable[[], None]
 ) -> dict[str, Any]:
     """A run of train.main, the prediction for it, and, of a profiled one, the table of its kernels."""
     setup = setup_of(machine, work, profiled)
@@ -139,7 +139,7 @@ def measure_end_to_end(
     return {**figures, "kernels": table_of(trace, PROFILED_STEPS)}
 
 
-def predict_here(config: Config, machine: Machine) -> dict[str, float] | None:
+def predict_here(config: Config, machine: GpuMachine) -> dict[str, float] | None:
     """What the planner says of the run; None of a device that it does not know. Raises BenchError where it
     does not fit."""
     hardware = machine.hardware()
@@ -161,7 +161,9 @@ def predict_here(config: Config, machine: Machine) -> dict[str, float] | None:
     }
 
 
-def measure_peer(folder: Path, work: PeerRun, machine: Machine, look: Callable[[], None]) -> dict[str, Any]:
+def measure_peer(
+    folder: Path, work: PeerRun, machine: GpuMachine, look: Callable[[], None]
+) -> dict[str, Any]:
     """A peer's figures, with both MFUs as ours has them. Raises AbsentError."""
     if missing := missing_packages(work.peer):
         raise AbsentError(f"{work.peer} is absent: {' and '.join(missing)} not installed here")
@@ -174,7 +176,7 @@ def measure_peer(folder: Path, work: PeerRun, machine: Machine, look: Callable[[
     return {**figures, **mfus_of(figures["tokens_per_s_per_rank"], work.layers, machine)}
 
 
-def mfus_of(tokens_per_s: float, layers: int, machine: Machine) -> dict[str, float | None]:
+def mfus_of(tokens_per_s: float, layers: int, machine: GpuMachine) -> dict[str, float | None]:
     """Attention counted in full and half; None where the device has no peak to compare with."""
     hardware, shape = machine.hardware(), machine.shape
     if hardware is None or hardware.cores:
@@ -191,7 +193,7 @@ def run_worker(
     folder: Path,
     work: str,
     arguments: list[str],
-    machine: Machine,
+    machine: GpuMachine,
     variables: dict[str, str],
     look: Callable[[], None],
 ) -> dict[str, Any]:
@@ -211,7 +213,9 @@ def run_worker(
     return figures
 
 
-def run_torchtitan(folder: Path, work: PeerRun, machine: Machine, look: Callable[[], None]) -> dict[str, Any]:
+def run_torchtitan(
+    folder: Path, work: PeerRun, machine: GpuMachine, look: Callable[[], None]
+) -> dict[str, Any]:
     """Its own trainer, in a folder with what it reads. Raises BenchError if it fails."""
     command = peer_torchtitan.prepare(folder, machine.shape.name, work.layers, work.checkpoint)
     path = os.pathsep.join((str(folder), str(ROOT)))

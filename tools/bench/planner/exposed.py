@@ -14,9 +14,9 @@ from meshwright.tools.bench.train_run import PROG, config_to_record
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import make_environment, python_command, run_to_end
 from meshwright.tools.trace.analysis import find_steps
-from meshwright.tools.trace.events import Store, load_store
+from meshwright.tools.trace.events import TraceEvents, load_store
 from meshwright.tools.trace.prefetch import split_step
-from meshwright.tools.trace.steps import Step
+from meshwright.tools.trace.steps import ProfiledStep
 from meshwright.train.config_parser import parse_config
 
 SUMMARY = "exposed communication by tools.trace against a step without communication"
@@ -51,7 +51,7 @@ SHAPE = (
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfileMedians:
     """Medians over the steps of all ranks of one profile, in seconds: the step, what of it is exposed
     communication, and what is idle otherwise: on a CPU, launched and not yet begun; without communication,
     `step_s` is without the launches too, which are `launches_s`."""
@@ -83,7 +83,7 @@ def measure_exposed(
     """Config, figures and a text. Raises BenchError, and what a wrong config raises."""
     keys = [*SHAPE, *overrides, f"--run.threads={options.threads}"]
     config = parse_config(keys, PROG)
-    rounds: dict[str, list[Profiled]] = {"gloo": [], "fake": []}
+    rounds: dict[str, list[ProfileMedians]] = {"gloo": [], "fake": []}
     for number in range(options.rounds):
         for kind in ("gloo", "fake") if number % 2 == 0 else ("fake", "gloo"):
             rounds[kind].append(profile_once(kind, keys, options))
@@ -92,7 +92,7 @@ def measure_exposed(
     return config_to_record(config), figures, exposed_text(figures)
 
 
-def profile_once(kind: str, keys: Sequence[str], options: argparse.Namespace) -> Profiled:
+def profile_once(kind: str, keys: Sequence[str], options: argparse.Namespace) -> ProfileMedians:
     """Start the ranks, and read their traces."""
     with tempfile.TemporaryDirectory(prefix="meshwright-exposed-") as name:
         folder = Path(name)
@@ -116,16 +116,16 @@ def profile_once(kind: str, keys: Sequence[str], options: argparse.Namespace) ->
         [ns["idle"] for ns in shares],
         [launches for _, launches in steps],
     )
-    return Profiled(*(statistics.median(column) / 1e9 for column in columns))
+    return ProfileMedians(*(statistics.median(column) / 1e9 for column in columns))
 
 
-def launches_ns(store: Store, step: Step) -> int:
+def launches_ns(store: TraceEvents, step: ProfiledStep) -> int:
     """How long the operators of c10d that launch collectives take in a step."""
     inside = (launch for launch in store.launches if step.start_ns <= launch.start_ns < step.end_ns)
     return sum(launch.end_ns - launch.start_ns for launch in inside)
 
 
-def summarise(gloo: Sequence[Profiled], fake: Sequence[Profiled]) -> dict[str, Any]:
+def summarise(gloo: Sequence[ProfileMedians], fake: Sequence[ProfileMedians]) -> dict[str, Any]:
     """Medians over the rounds; `difference_s` is of what a round's two profiles differ by, `error` what
     `exposed_s` is off it."""
     longer = [with_it.step_s - without.step_s for with_it, without in zip(gloo, fake, strict=True)]

@@ -22,7 +22,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import Place, read_place
+from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.step import train_step
@@ -31,19 +31,19 @@ WARM_UP_STEPS = 3
 CPU = torch.device("cpu")
 
 
-def join_group(kind: str, config: Config, place: Place) -> None:
+def join_group(kind: str, config: Config, ranks: RankInfo) -> None:
     """The real process group, or one in which every collective is over at once."""
     if kind == "gloo":
-        start_process(config.run, place, CPU)
+        start_process(config.run, ranks, CPU)
         return
     torch.set_num_threads(config.run.threads)
-    dist.init_process_group("fake", store=FakeStore(), rank=place.rank, world_size=place.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks.rank, world_size=ranks.world_size)
     torch.manual_seed(config.run.seed)
 
 
-def profile_steps(config: Config, place: Place, steps: int, path: Path) -> None:
+def profile_steps(config: Config, ranks: RankInfo, steps: int, path: Path) -> None:
     """Warm up, then write a trace of so many steps on one batch of random tokens."""
-    plan = plan_run(config, place.world_size, place.local_world_size)
+    plan = plan_run(config, ranks.world_size, ranks.local_world_size)
     mesh = build_mesh(plan.mesh, "cpu")
     model = build_model(config, plan, mesh, CPU)
     optimizer = build_optimizer(model, config.optim)
@@ -67,7 +67,7 @@ def profile_steps(config: Config, place: Place, steps: int, path: Path) -> None:
 
 if __name__ == "__main__":
     kind, folder, steps, *keys = sys.argv[1:]
-    place = read_place()
+    place = read_rank_info()
     config = parse_config(keys, PROG)
     join_group(kind, config, place)
     profile_steps(config, place, int(steps), Path(folder) / f"rank-{place.rank}.json.gz")

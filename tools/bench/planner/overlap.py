@@ -18,13 +18,13 @@ from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
 from meshwright.parallel.planner.search import search
 from meshwright.parallel.planner.stream_simulator import Task, find_waits, run_tasks
-from meshwright.tools.bench.harness import Result, check_page, fill_page, markdown_table
+from meshwright.tools.bench.harness import BenchResult, check_page, fill_page, markdown_table
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.plan.report import Place, find_gpu
+from meshwright.tools.plan.report import Target, find_gpu
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.predict import trace_run
+from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import make_job, model_units
 
 SUMMARY = "what of communication is exposed in the simulated step, and what would hide it"
@@ -67,7 +67,7 @@ Tasks = list[Task]
 
 
 @dataclass(frozen=True)
-class Lever:
+class Variation:
     """One thing done otherwise.
 
     Args:
@@ -175,23 +175,23 @@ def in_line(tasks: Tasks) -> Tasks:
     return changed
 
 
-LEVERS = {
-    "as planned": Lever(),
-    "reduce_dtype bfloat16": Lever(_reduced_in_bfloat16),
-    "prefetch 2 units": Lever(_every_unit(forward_prefetch=2, backward_prefetch=2)),
-    "kept gathered until the backward": Lever(_kept_gathered),
-    "units of two blocks": Lever(_joined),
-    "async_tp": Lever(_async_tp),
-    "FSDP in place of HSDP": Lever(_all_sharded),
-    "all-reduce in line": Lever(_replicated, in_line),
-    "embedding gathered once": Lever(_regathering, no_last_gather),
-    "two reduce buffers": Lever(_sharded, two_buffers),
-    "own communicator, one link": Lever(_sharded, own_communicator),
-    "own communicator, at best": Lever(_sharded, own_communicator, one_link=False),
+VARIATIONS = {
+    "as planned": Variation(),
+    "reduce_dtype bfloat16": Variation(_reduced_in_bfloat16),
+    "prefetch 2 units": Variation(_every_unit(forward_prefetch=2, backward_prefetch=2)),
+    "kept gathered until the backward": Variation(_kept_gathered),
+    "units of two blocks": Variation(_joined),
+    "async_tp": Variation(_async_tp),
+    "FSDP in place of HSDP": Variation(_all_sharded),
+    "all-reduce in line": Variation(_replicated, in_line),
+    "embedding gathered once": Variation(_regathering, no_last_gather),
+    "two reduce buffers": Variation(_sharded, two_buffers),
+    "own communicator, one link": Variation(_sharded, own_communicator),
+    "own communicator, at best": Variation(_sharded, own_communicator, one_link=False),
 }
 
 
-def play(plan: Plan, times: StepTimes, lever: Lever) -> tuple[float, dict[str, float]]:
+def play(plan: Plan, times: StepTimes, lever: Variation) -> tuple[float, dict[str, float]]:
     """The whole step, optimizer included, with one thing done otherwise: its seconds, and the exposed ones by
     lane."""
     all_reduces = [*[False] * (plan.accumulation - 1), True]
@@ -204,10 +204,12 @@ def play(plan: Plan, times: StepTimes, lever: Lever) -> tuple[float, dict[str, f
     return max(span.end_s for span in spans) + times.optimizer_s, exposed_s
 
 
-def judge(config: Config, plan: Plan, lever: Lever, hardware: Hardware, gpus_per_node: int) -> dict[str, Any]:
+def judge(
+    config: Config, plan: Plan, lever: Variation, hardware: Hardware, gpus_per_node: int
+) -> dict[str, Any]:
     """The step with one thing done otherwise, and the memory of the lever's plan, without what FSDP2 would
     add."""
-    work = trace_run(config, plan)
+    work = run_workload(config, plan)
     step_s, exposed_s = play(plan, step_times(plan, work, hardware, gpus_per_node), lever)
     reserved_gib = reserved_bytes(predict_step_memory(plan, work), hardware) / GIB
     return {
@@ -231,7 +233,7 @@ def add_overlap_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_overlap(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_overlap(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """All levers on all cases. Raises ConfigError, and PlanError where no plan fits."""
     hardware = find_gpu(options.gpu)
     if options.page:
@@ -240,7 +242,7 @@ def measure_overlap(options: argparse.Namespace, overrides: Sequence[str]) -> Re
     runs, configs = list[dict[str, Any]](), dict[str, Any]()
     for (name, gpus, keys), number in zip(cases, count(1)):
         config = make_config(name, gpus, (*keys, *overrides))
-        place = Place(gpus, min(gpus, options.gpus_per_node), hardware)
+        place = Target(gpus, min(gpus, options.gpus_per_node), hardware)
         plan = best_plan(config, place)
         configs[f"{number} {Path(name).stem}"] = config_to_record(config)
         runs.append(
@@ -262,7 +264,7 @@ def measure_overlap(options: argparse.Namespace, overrides: Sequence[str]) -> Re
     }
     if options.page:
         fill_page(options.page, "overlap", page_part(figures))
-    return Result(configs, figures, overlap_text(figures))
+    return BenchResult(configs, figures, overlap_text(figures))
 
 
 def make_config(name: str, gpus: int, keys: Sequence[str]) -> Config:
@@ -271,14 +273,14 @@ def make_config(name: str, gpus: int, keys: Sequence[str]) -> Config:
     return parse_config([f"--config={name}", "--parallel.plan=auto", batch, *keys], "tools.bench")
 
 
-def best_plan(config: Config, place: Place) -> Plan:
+def best_plan(config: Config, place: Target) -> Plan:
     """The planner's choice. Raises PlanError where none fits."""
     machines = place.machines()
     job = make_job(config, place.gpus, place.gpus_per_node, *place.best(config))
     choice = search(
-        config.parallel, model_units(config.model), job, machines, lambda plan: trace_run(config, plan)
+        config.parallel, model_units(config.model), job, machines, lambda plan: run_workload(config, plan)
     )
-    if not choice.fitting:
+    if not choice.ranked:
         raise PlanError(
             f"overlap: no plan fits on {place.gpus} {machines.hardware.name}. Take more GPUs, with --gpus"
         )
@@ -289,7 +291,7 @@ def pull_all(
     config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and figures of every lever that makes a difference to such a plan."""
-    for name, lever in LEVERS.items():
+    for name, lever in VARIATIONS.items():
         if changed := lever.plan(plan):
             yield name, judge(config, changed, lever, hardware, gpus_per_node)
 
@@ -340,7 +342,7 @@ def page_part(figures: dict[str, Any]) -> str:
             rows.append(
                 [f"exposed: {lane}, ms", *(f"{one['exposed_by_lane_s'][lane] * 1e3:,.1f}" for one in planned)]
             )
-    for name in list(LEVERS)[1:]:
+    for name in list(VARIATIONS)[1:]:
         pulled = [(run["levers"].get(name), one["step_s"]) for run, one in zip(runs, planned, strict=True)]
         rows.append([name, *(_change(lever, base_s) if lever else "" for lever, base_s in pulled)])
     return markdown_table(head, rows)

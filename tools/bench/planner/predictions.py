@@ -32,7 +32,7 @@ COMMON = ("--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0"
 
 
 @dataclass(frozen=True)
-class Case:
+class PredictionCase:
     """A run: `model` names its model and global batch. Of cases alike in model and processes, all with
     `choice`, a planner would choose one; `keys` are config keys of train.main."""
 
@@ -83,7 +83,7 @@ LLAMA_8B = (
 )
 
 
-def cpu_cases() -> list[Case]:
+def cpu_cases() -> list[PredictionCase]:
     """1 to 4 ranks of two models. The small one at 2 ranks is tried with every mix of degrees, with and
     without full checkpointing."""
     sweep = [
@@ -105,7 +105,7 @@ def cpu_cases() -> list[Case]:
     ]
 
 
-def gpu_cases() -> list[Case]:
+def gpu_cases() -> list[PredictionCase]:
     """One GPU: blocks of the 8B, more or fewer, sequences of 2048 to 8192, every checkpointing mode, one
     micro batch or several. Whether a device has the memory for them, whoever runs them looks."""
     rows = [
@@ -125,7 +125,7 @@ def gpu_cases() -> list[Case]:
     return [_gpu_case(*row) for row in rows]
 
 
-def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool = True) -> Case:
+def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool = True) -> PredictionCase:
     """`degrees` of dp_replicate, dp_shard, tp; the global batch in one micro batch."""
     replicate, shard, tp = degrees
     keys = (
@@ -137,10 +137,12 @@ def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool =
         f"--train.micro_batch_size={BATCH[model] // (replicate * shard)}",
     )
     name = " ".join([model, f"{replicate}x{shard}x{tp}", mode, *([] if compiled else ["eager"])])
-    return Case(name, model, replicate * shard * tp, (*COMMON, *MODELS[model], *keys), compiled)
+    return PredictionCase(name, model, replicate * shard * tp, (*COMMON, *MODELS[model], *keys), compiled)
 
 
-def _gpu_case(layers: int, seq_len: int, micro_batch_size: int, accumulation: int, mode: str) -> Case:
+def _gpu_case(
+    layers: int, seq_len: int, micro_batch_size: int, accumulation: int, mode: str
+) -> PredictionCase:
     keys = (
         f"--model.n_layers={layers}",
         f"--train.seq_len={seq_len}",
@@ -149,7 +151,7 @@ def _gpu_case(layers: int, seq_len: int, micro_batch_size: int, accumulation: in
         f"--parallel.activation_checkpoint={mode}",
     )
     name = f"{layers} layers, {accumulation} x {micro_batch_size} x {seq_len}, {mode}"
-    return Case(name, f"{layers} layers, {seq_len}", 1, (*COMMON, *LLAMA_8B, *keys), choice=False)
+    return PredictionCase(name, f"{layers} layers, {seq_len}", 1, (*COMMON, *LLAMA_8B, *keys), choice=False)
 
 
 SUMMARY = "the planner's predictions against real runs"
@@ -179,7 +181,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictionRow:
     """One run. `error`: predicted / measured - 1. `peak_...`: of allocated memory; on a CPU the planner does
     not know what the process has besides."""
 
@@ -259,7 +261,7 @@ def find_kind(name: str | None, on_gpu: bool) -> Hardware:
     return kind
 
 
-def predict_case(case: Case, config: Config, hardware: Hardware, threads: int) -> Predicted:
+def predict_case(case: PredictionCase, config: Config, hardware: Hardware, threads: int) -> Predicted:
     """What the planner says, with as many of the cores as the run uses."""
     cores = min(hardware.cores, case.processes * threads)
     plan = plan_run(config, case.processes, attention=best_attention(config, hardware))
@@ -269,10 +271,10 @@ def predict_case(case: Case, config: Config, hardware: Hardware, threads: int) -
     )
 
 
-def run_in_turn(cases: Mapping[Case, Setup], rounds: int) -> dict[Case, list[RunFigures]]:
+def run_in_turn(cases: Mapping[PredictionCase, Setup], rounds: int) -> dict[PredictionCase, list[RunFigures]]:
     """Each `rounds` times: all of them, then all of them again, so that a machine that drifts hurts all
     alike."""
-    runs: dict[Case, list[RunFigures]] = {case: [] for case in cases}
+    runs: dict[PredictionCase, list[RunFigures]] = {case: [] for case in cases}
     for turn in range(rounds):
         for case, setup in cases.items():
             runs[case].append(measure_run(setup, {}))
@@ -290,11 +292,11 @@ def step_seconds(runs: Sequence[RunFigures]) -> float:
     return statistics.median(itertools.chain.from_iterable(counted))
 
 
-def make_row(case: Case, predicted: Predicted, runs: Sequence[RunFigures]) -> Row:
+def make_row(case: PredictionCase, predicted: Predicted, runs: Sequence[RunFigures]) -> PredictionRow:
     """One run's prediction and figures."""
     measured_s = step_seconds(runs)
     peak_gib = max(run.peak_memory_gib for run in runs)
-    return Row(
+    return PredictionRow(
         case.name,
         case.sweep,
         case.choice,
@@ -306,7 +308,7 @@ def make_row(case: Case, predicted: Predicted, runs: Sequence[RunFigures]) -> Ro
     )
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+def summarise(rows: Sequence[PredictionRow]) -> dict[str, Any]:
     """Mean and worst error, tau, and the regret of every sweep with a choice."""
     return {
         "mean_error": statistics.mean(abs(row.error) for row in rows),
@@ -324,7 +326,7 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
     return (sum(p > 0 for p in products) - sum(p < 0 for p in products)) / len(pairs) if pairs else 1.0
 
 
-def regrets(rows: Sequence[Row]) -> dict[str, float]:
+def regrets(rows: Sequence[PredictionRow]) -> dict[str, float]:
     """By sweep, how much slower the plan predicted to be the fastest is than the fastest, as a share of its
     time."""
     found = {}
@@ -336,7 +338,7 @@ def regrets(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def predictions_text(rows: Sequence[Row], on_gpu: bool) -> str:
+def predictions_text(rows: Sequence[PredictionRow], on_gpu: bool) -> str:
     """The table, and what it comes to, beside what is asked for."""
     head = [
         "run",
@@ -371,7 +373,7 @@ def predictions_text(rows: Sequence[Row], on_gpu: bool) -> str:
     return "\n".join([format_table(head, cells), "", legend, *lines])
 
 
-def _memory_cells(row: Row) -> list[str]:
+def _memory_cells(row: PredictionRow) -> list[str]:
     return [
         f"{row.predicted_gib:.2f}",
         f"{row.measured_gib:.2f}",

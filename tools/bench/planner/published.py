@@ -22,7 +22,7 @@ from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.trace_model import trace_model
+from meshwright.train.planning.trace_model import model_workload
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
 # by the source's first word
@@ -97,7 +97,7 @@ class PublishedRun:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """A run with what is predicted and what was measured of it."""
 
     run: PublishedRun
@@ -111,12 +111,12 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PublishedComparison:
     """All published runs: tokens per second and GPU; reserved memory in GiB, of those whose source states
     what it holds; and pairs of a source in the wrong order, the faster one first."""
 
-    speed: tuple[Compared, ...]
-    memory: tuple[Compared, ...]
+    speed: tuple[ComparedRun, ...]
+    memory: tuple[ComparedRun, ...]
     wrong_order: tuple[tuple[PublishedRun, PublishedRun], ...]
 
 
@@ -170,7 +170,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
 def predict_tokens_per_s(run: PublishedRun) -> float:
     """Tokens per second and GPU."""
     config, plan = plan_published(run)
-    work = trace_model(config.model, plan, run.seq_len)
+    work = model_workload(config.model, plan, run.seq_len)
     times = step_times(plan, work, load_hardware()[run.kind], run.gpus_per_node)
     return plan.global_batch_size * run.seq_len / simulate_step(plan, times).step_s / run.n_gpus
 
@@ -179,19 +179,19 @@ def predict_tokens_per_s(run: PublishedRun) -> float:
 def predict_reserved_gib(run: PublishedRun) -> float:
     """GiB that the allocator reserves on each GPU."""
     config, plan = plan_published(run)
-    memory = predict_step_memory(plan, trace_model(config.model, plan, run.seq_len))
+    memory = predict_step_memory(plan, model_workload(config.model, plan, run.seq_len))
     return reserved_bytes(memory, load_hardware()[run.kind]) / GIB
 
 
-def compare_published(runs: Sequence[PublishedRun]) -> Comparison:
+def compare_published(runs: Sequence[PublishedRun]) -> PublishedComparison:
     """Predict every run."""
-    speed = tuple(Compared(run, predict_tokens_per_s(run), run.tokens_per_s_per_gpu) for run in runs)
+    speed = tuple(ComparedRun(run, predict_tokens_per_s(run), run.tokens_per_s_per_gpu) for run in runs)
     known = [run for run in runs if run.peak_memory_gib and run.framework in MEMORY_OF]
-    memory = tuple(Compared(run, predict_reserved_gib(run), run.peak_memory_gib) for run in known)
-    return Comparison(speed, memory, tuple((a.run, b.run) for a, b in wrong_order(speed)))
+    memory = tuple(ComparedRun(run, predict_reserved_gib(run), run.peak_memory_gib) for run in known)
+    return PublishedComparison(speed, memory, tuple((a.run, b.run) for a, b in wrong_order(speed)))
 
 
-def wrong_order(rows: Iterable[Compared]) -> list[tuple[Compared, Compared]]:
+def wrong_order(rows: Iterable[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
     """Pairs of one framework that measure more than ORDERED_APART apart, and are not predicted in that
     order."""
     pairs = itertools.permutations(rows, 2)
@@ -204,17 +204,17 @@ def wrong_order(rows: Iterable[Compared]) -> list[tuple[Compared, Compared]]:
     ]
 
 
-def mean_error(rows: Iterable[Compared]) -> float:
+def mean_error(rows: Iterable[ComparedRun]) -> float:
     """Of the absolute errors."""
     return statistics.mean(abs(row.error) for row in rows)
 
 
-def worst_error(rows: Iterable[Compared]) -> float:
+def worst_error(rows: Iterable[ComparedRun]) -> float:
     """The largest absolute error."""
     return max(abs(row.error) for row in rows)
 
 
-def compiled(rows: Iterable[Compared]) -> list[Compared]:
+def compiled(rows: Iterable[ComparedRun]) -> list[ComparedRun]:
     """Those of compiled runs."""
     return [row for row in rows if row.run.compile]
 
@@ -227,7 +227,7 @@ def check_published(overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
     return published_figures(comparison), published_text(comparison)
 
 
-def published_figures(comparison: Comparison) -> dict[str, Any]:
+def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
     """The comparison as plain data."""
     figures: dict[str, Any] = {
         "wrong_order": [[fast.name, slow.name] for fast, slow in comparison.wrong_order]
@@ -249,7 +249,7 @@ def published_figures(comparison: Comparison) -> dict[str, Any]:
     return figures
 
 
-def published_text(comparison: Comparison) -> str:
+def published_text(comparison: PublishedComparison) -> str:
     """Tables for people: rows that constants were fitted to apart from the others."""
     speed, memory = compiled(comparison.speed), list(comparison.memory)
     eager = [row for row in comparison.speed if not row.run.compile]
@@ -273,7 +273,7 @@ def published_text(comparison: Comparison) -> str:
     )
 
 
-def _table(title: str, rows: Sequence[Compared], number: str) -> str:
+def _table(title: str, rows: Sequence[ComparedRun], number: str) -> str:
     cells = [
         (row.run.name, number.format(row.predicted), number.format(row.measured), f"{row.error:+.1%}")
         for row in rows
@@ -281,5 +281,5 @@ def _table(title: str, rows: Sequence[Compared], number: str) -> str:
     return format_table((title, "predicted", "measured", "error"), cells)
 
 
-def _summary(what: str, rows: Sequence[Compared]) -> str:
+def _summary(what: str, rows: Sequence[ComparedRun]) -> str:
     return f"{what}: mean error {mean_error(rows):.1%}, worst {worst_error(rows):.1%} of {len(rows)} runs"

@@ -15,20 +15,20 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.plot.shapes import to_svg
-from meshwright.parallel.planner.search import Choice, search
+from meshwright.parallel.planner.search import SearchResult, search
 from meshwright.tools.bench import harness as record
 from meshwright.tools.bench.gpu.record import GpuRecord
-from meshwright.tools.bench.harness import Result, check_page, fill_page, markdown_table
+from meshwright.tools.bench.harness import BenchResult, check_page, fill_page, markdown_table
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.plan.report import Place, find_gpu, needed_words
+from meshwright.tools.plan.report import Target, find_gpu, needed_words
 from meshwright.tools.plan.scaling import read_sweep
 from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.planning.predict import predict, trace_run
+from meshwright.train.planning.predict import predict, run_workload
 from meshwright.train.planning.resolve import make_job, model_units
 
 SUMMARY = "predicted speed and memory on 8 to 4,096 GPUs"
@@ -49,7 +49,7 @@ WAYS = {"planner": (), "fsdp": ("--parallel.dp_replicate=1", "--parallel.tp=1")}
 
 
 @dataclass(frozen=True)
-class Case:
+class ScalingCase:
     """What one prediction is of: a config by name, a kind and number of GPUs, and a key of WAYS."""
 
     config: str
@@ -100,7 +100,7 @@ def add_scale_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """All cases. Raises ConfigError and BenchError for what cannot be begun."""
     if any(override.startswith("--parallel.plan=") for override in overrides):
         raise ConfigError(
@@ -120,19 +120,19 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Resu
     figures = kept.document["figures"]
     if options.page:
         write_page(options.page, figures)
-    return Result(kept.document["config"], figures, scale_text(figures))
+    return BenchResult(kept.document["config"], figures, scale_text(figures))
 
 
-def make_cases(options: argparse.Namespace) -> Iterator[Case]:
+def make_cases(options: argparse.Namespace) -> Iterator[ScalingCase]:
     """Those asked for: kinds of GPUs are known, and all counts of one model come one after the other, which
     share its trace."""
     counts = read_sweep(f"gpus={options.gpus}")
     kinds = [find_gpu(name).name for name in options.gpu]
     for config in options.config:
-        yield from (Case(config, kind, gpus, way) for kind in kinds for gpus in counts for way in WAYS)
+        yield from (ScalingCase(config, kind, gpus, way) for kind in kinds for gpus in counts for way in WAYS)
 
 
-def make_config(case: Case, options: argparse.Namespace, overrides: Sequence[str]) -> Config:
+def make_config(case: ScalingCase, options: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """The config with everything that is not fixed left to the planner. Raises ConfigError."""
     batch = f"--train.global_batch_size={case.gpus * options.sequences_per_gpu}"
     return parse_config(
@@ -168,11 +168,13 @@ def open_record(options: argparse.Namespace, overrides: Sequence[str]) -> GpuRec
     return kept
 
 
-def predict_case(case: Case, kept: GpuRecord, options: argparse.Namespace, overrides: Sequence[str]) -> None:
+def predict_case(
+    case: ScalingCase, kept: GpuRecord, options: argparse.Namespace, overrides: Sequence[str]
+) -> None:
     """One case into the record: null where nothing fits, with the reason."""
     began_at = time.monotonic()
     config, hardware = make_config(case, options, overrides), find_gpu(case.gpu)
-    place = Place(case.gpus, min(case.gpus, options.gpus_per_node), hardware)
+    place = Target(case.gpus, min(case.gpus, options.gpus_per_node), hardware)
     kept.cases[case.name] = {
         "config": Path(case.config).stem,
         "gpu": case.gpu,
@@ -186,7 +188,7 @@ def predict_case(case: Case, kept: GpuRecord, options: argparse.Namespace, overr
     print(f"{case.name}: {time.monotonic() - began_at:.0f} s", file=sys.stderr, flush=True)
 
 
-def predict_row(config: Config, place: Place, hardware: Hardware) -> dict[str, Any]:
+def predict_row(config: Config, place: Target, hardware: Hardware) -> dict[str, Any]:
     """What is predicted of the best plan, as plain data."""
     job = make_job(config, place.gpus, place.gpus_per_node, *place.best(config))
     try:
@@ -195,11 +197,11 @@ def predict_row(config: Config, place: Place, hardware: Hardware) -> dict[str, A
             model_units(config.model),
             job,
             place.machines(),
-            lambda plan: trace_run(config, plan),
+            lambda plan: run_workload(config, plan),
         )
     except PlanError as error:
         return {"fits": False, "reason": str(error).splitlines()[0]}
-    if not choice.fitting:
+    if not choice.ranked:
         return {"fits": False, "reason": _too_large(choice, hardware)}
     plan = choice.best.plan
     prediction = predict(config, plan, hardware, place.gpus_per_node)
@@ -217,8 +219,8 @@ def predict_row(config: Config, place: Place, hardware: Hardware) -> dict[str, A
     }
 
 
-def _too_large(choice: Choice, hardware: Hardware) -> str:
-    nearest = choice.too_large[0]
+def _too_large(choice: SearchResult, hardware: Hardware) -> str:
+    nearest = choice.does_not_fit[0]
     return f"no plan fits: the smallest needs {needed_words(nearest)} of {hardware.memory_gib:.1f} GiB"
 
 

@@ -24,7 +24,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Axes:
+class ScalingAxes:
     """A panel: its upper left corner, numbers of GPUs from left to right, and shares from 0 at its foot up to
     `most`."""
 
@@ -50,7 +50,7 @@ def draw_scaling(curves: Curves) -> Picture:
     shapes: list[Shape] = [Text(LEFT, 34, TITLE, LARGE, INK, bold=True), *_legend(kinds)]
     for column, model in enumerate(models):
         for row, (key, words) in enumerate(zip(KEYS, WORDS, strict=True)):
-            axes = Axes(LEFT + column * (PANEL + GAP), TOP + row * (HEIGHT + 78), counts, tops[row])
+            axes = ScalingAxes(LEFT + column * (PANEL + GAP), TOP + row * (HEIGHT + 78), counts, tops[row])
             shapes += _frame(axes, f"{model}: {words}" if column == 0 else model, last=row == len(KEYS) - 1)
             for name, kind, both in curves:
                 if name == model:
@@ -79,7 +79,7 @@ def _legend(kinds: Sequence[str]) -> Iterator[Shape]:
             x += 41 + text_width(words, BODY) + 22
 
 
-def _frame(axes: Axes, words: str, last: bool) -> Iterator[Shape]:
+def _frame(axes: ScalingAxes, words: str, last: bool) -> Iterator[Shape]:
     """Title, grid, and figures beside it; numbers of GPUs under it, every third where there are many."""
     yield Text(axes.left, axes.top - 12, words, BODY, INK, bold=True)
     tick = 0.1 if axes.most <= 0.5 else 0.2
@@ -95,7 +95,7 @@ def _frame(axes: Axes, words: str, last: bool) -> Iterator[Shape]:
         yield Text(axes.left + PANEL / 2, axes.top + HEIGHT + 38, "GPUs", SMALL, FAINT, "middle")
 
 
-def _curves(axes: Axes, both: Sequence[Both], key: str, color: str, kind: str) -> Iterator[Shape]:
+def _curves(axes: ScalingAxes, both: Sequence[Both], key: str, color: str, kind: str) -> Iterator[Shape]:
     """FSDP alone first, so that the planner's choice, which can be the same, lies on it."""
     for way, dashed in ((1, True), (0, False)):
         cells = [pair[way] for pair in both if pair[way]["fits"]]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.models.kernels.cpu_attention import causal_attention
-from meshwright.tools.bench.harness import Result
-from meshwright.tools.bench.timing import Shape
+from meshwright.tools.bench.harness import BenchResult
+from meshwright.tools.bench.timing import AttentionShape
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 
@@ -30,16 +30,16 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 DEFAULT_SHAPES = (
-    Shape(4, 16, 16, 16, 512),  # of `bench train`
-    Shape(8, 8, 4, 24, 256),  # of llama_debug.yaml
-    Shape(2, 8, 2, 64, 512),
-    Shape(1, 8, 8, 64, 1024),
-    Shape(1, 8, 2, 128, 512),
+    AttentionShape(4, 16, 16, 16, 512),  # of `bench train`
+    AttentionShape(8, 8, 4, 24, 256),  # of llama_debug.yaml
+    AttentionShape(2, 8, 2, 64, 512),
+    AttentionShape(1, 8, 8, 64, 1024),
+    AttentionShape(1, 8, 2, 128, 512),
 )
 
 
 @dataclass(frozen=True)
-class Comparison:
+class KernelComparison:
     """CPU seconds, the best of several, and the largest relative error of a gradient (of q, k or v) against
     float64."""
 
@@ -70,7 +70,7 @@ def add_attention_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Both kernels on every shape and dtype."""
     shapes = [parse_shape(text) for text in options.shapes]
     rows = [
@@ -94,22 +94,22 @@ def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> 
         f"best of "
         f"{options.repeats}; error: of the gradients, relative, against float64"
     )
-    return Result(None, {"rows": [dataclasses.asdict(row) for row in rows]}, text)
+    return BenchResult(None, {"rows": [dataclasses.asdict(row) for row in rows]}, text)
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> AttentionShape:
     """BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ. Raises BenchError."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", text):
         raise BenchError(
             f"--shapes {text} must read BATCHxHEADSxKV_HEADSxHEAD_DIMxSEQ, as {DEFAULT_SHAPES[0]}"
         )
-    shape = Shape(*map(int, text.split("x")))
+    shape = AttentionShape(*map(int, text.split("x")))
     if shape.heads % shape.kv_heads:
         raise BenchError(f"--shapes {text}: {shape.kv_heads} kv heads must divide {shape.heads} heads")
     return shape
 
 
-def compare(shape: Shape, dtype: torch.dtype, repeats: int) -> Comparison:
+def compare(shape: AttentionShape, dtype: torch.dtype, repeats: int) -> KernelComparison:
     """Time both in turn, on one thread, and compare their gradients."""
     with one_thread():
         inputs, grad = _make_inputs(shape, dtype)
@@ -123,7 +123,7 @@ def compare(shape: Shape, dtype: torch.dtype, repeats: int) -> Comparison:
             for _ in range(repeats)
         ]
     ours_s, torch_s = map(min, zip(*times, strict=True))
-    return Comparison(
+    return KernelComparison(
         str(shape), str(dtype).removeprefix("torch."), ours_s, torch_s, ours_s / torch_s, *errors
     )
 
@@ -150,7 +150,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _make_inputs(shape: Shape, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def _make_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """q[B, T, N, H], k and v[B, T, K, H], and the gradient of out[B, N, T, H]."""
     generator = torch.Generator().manual_seed(0)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.bench.harness import KEYS, BenchResult
 from meshwright.tools.bench.speed.peers import OURS, PEER_HELP, Contender, parse_peers
 from meshwright.tools.bench.train_run import (
     SHAPE,
@@ -211,7 +211,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_compile(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_compile(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Starts, then depths."""
     keys = [*STANDARD_SHAPE, f"--train.steps={STEPS}", *overrides]
     setup, peers = Setup(options.processes, options.threads, keys), parse_peers(options.peer, options.threads)
@@ -225,7 +225,7 @@ def measure_compile(options: argparse.Namespace, overrides: Sequence[str]) -> Re
     if options.depth_rounds:
         figures["depth"] = depth_figures(depths, options.depth_rounds)
         text += f"\n\n{depth_text(figures['depth'])}"
-    return Result(config_to_record(config), figures, text)
+    return BenchResult(config_to_record(config), figures, text)
 
 
 def start_rounds(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.bench.harness import KEYS, BenchResult
 from meshwright.tools.bench.speed.cpu_limits import Allowed, measure_allowed
 from meshwright.tools.bench.speed.peers import (
     OURS,
@@ -73,7 +73,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Cell:
+class CpuCell:
     """One shape in one dtype."""
 
     shape: str
@@ -110,10 +110,10 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Every shape and dtype, one after the other; in each ours and the peers in turn. Raises BenchError where
     ours fails."""
-    cells = [Cell(shape, dtype) for shape in options.shapes for dtype in options.dtypes]
+    cells = [CpuCell(shape, dtype) for shape in options.shapes for dtype in options.dtypes]
     setups = {cell: make_setup(cell, options, overrides) for cell in cells}
     configs = {cell: resolve(setup) for cell, setup in setups.items()}
     peers = parse_peers(options.peer, options.threads)
@@ -122,17 +122,17 @@ def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> Result
         print(cell.name, file=sys.stderr, flush=True)
         found[cell.name] = measure_cell(cell, setup, configs[cell], peers, options)
     recorded = {cell.name: config_to_record(config) for cell, config in configs.items()}
-    return Result(recorded, with_setup(options, {"cells": found}), cpu_text(found, options.rounds))
+    return BenchResult(recorded, with_setup(options, {"cells": found}), cpu_text(found, options.rounds))
 
 
-def make_setup(cell: Cell, options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
+def make_setup(cell: CpuCell, options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
     """Ours at that shape and dtype."""
     keys = [f"--train.steps={options.steps}", f"--parallel.param_dtype={cell.dtype}", "--run.device=cpu"]
     return Setup(options.processes, options.threads, [*SHAPES[cell.shape], *keys, *overrides])
 
 
 def measure_cell(
-    cell: Cell, setup: Setup, config: Config, peers: Sequence[Contender], options: argparse.Namespace
+    cell: CpuCell, setup: Setup, config: Config, peers: Sequence[Contender], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Ours and the peers that can run it, in turn, then what the machine allows; both in one go, as a machine
     drifts."""
@@ -144,7 +144,7 @@ def measure_cell(
         )
     variables = shape_variables(config, options.processes)
     deaf = {text.partition("=")[0].strip() for text in options.peer if "BENCH_DIM" not in text}
-    skipped = deaf if cell != Cell(STANDARD, "float32") else set()
+    skipped = deaf if cell != CpuCell(STANDARD, "float32") else set()
     told = [tell(peer, variables) for peer in peers if peer.name not in skipped]
     rounds, failed = run_what_runs([contender_of(OURS, setup), *told], options.rounds, options.cache)
     left_out = (

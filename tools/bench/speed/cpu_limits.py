@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from meshwright.models.attention import CausalAttention
 from meshwright.models.llama import LlamaConfig
-from meshwright.tools.bench.timing import Clock, Products, Shape, attention_runs, product_runs
+from meshwright.tools.bench.timing import AttentionShape, Products, Timer, attention_runs, product_runs
 from meshwright.tools.processes import make_environment, python_command, run_to_end
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import choose_device, read_place
+from meshwright.train.distributed.ranks import choose_device, read_rank_info
 
 WORKER = "meshwright.tools.bench.speed.cpu_limits"
 BUDGET_S = 0.5  # seconds that each product is repeated for, and attention
@@ -58,7 +58,7 @@ def measure_allowed(
 ) -> Allowed:
     """Start the processes and take the mean of what they find: a step waits for all. Raises BenchError if one
     fails."""
-    shape = Shape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
+    shape = AttentionShape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
     products = step_products(model, sequences * seq_len)
     with tempfile.TemporaryDirectory(prefix="meshwright-rates-") as name:
         folder = Path(name)
@@ -86,11 +86,11 @@ def add_up(
 
 
 def measure_here(
-    products: Sequence[Products], shape: Shape, dtype: str, device: torch.device
+    products: Sequence[Products], shape: AttentionShape, dtype: str, device: torch.device
 ) -> dict[str, Any]:
     """Best seconds of each linear layer's products and of attention, forward and backward, in this
     process."""
-    clock = Clock(device, BUDGET_S)
+    clock = Timer(device, BUDGET_S)
     found = [
         clock.timing(product_runs(product, dtype, device, rotated_bytes=0)).best_s for product in products
     ]
@@ -104,13 +104,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("threads", type=int)
     options = parser.parse_args()
-    place, config = read_place(), RunConfig(threads=options.threads, device="cpu")
+    place, config = read_rank_info(), RunConfig(threads=options.threads, device="cpu")
     device, _ = choose_device(config, place)
     start_process(config, place, device)
     work = json.loads((options.folder / "work.json").read_text(encoding="utf-8"))
     dist.barrier()
     found = measure_here(
-        [tuple(p) for p in work["products"]], Shape(*work["attention"]), work["dtype"], device
+        [tuple(p) for p in work["products"]], AttentionShape(*work["attention"]), work["dtype"], device
     )
     dist.destroy_process_group()
     (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")

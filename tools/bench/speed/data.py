@@ -30,8 +30,8 @@ from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import SequenceShape, read_batch
 from meshwright.train.data.sources import find_files
 from meshwright.train.data.token_store import (
-    Manifest,
     Source,
+    TokenStoreManifest,
     manifest_to_json,
     open_split,
     read_manifest,
@@ -126,7 +126,7 @@ def measure_data(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return figures, data_text(figures)
 
 
-def write_store(folder: Path, size_bytes: int) -> Manifest:
+def write_store(folder: Path, size_bytes: int) -> TokenStoreManifest:
     """A prepared folder of random uint16 ids, in documents of random lengths."""
     rng = np.random.default_rng(0)
     block, tokens = rng.integers(0, VOCAB_SIZE, SHARD_TOKENS, np.uint16), size_bytes // 2
@@ -139,7 +139,7 @@ def write_store(folder: Path, size_bytes: int) -> Manifest:
         writer.add([block[:count] ^ np.uint16(index % VOCAB_SIZE)], lengths, count * BYTES_PER_TOKEN)
         infos.append(writer.finish())
     splits = {"train": tuple(info for info in infos if info), "held_out": ()}
-    manifest = Manifest(TokenizerInfo("random", "", VOCAB_SIZE, None, 0), "uint16", (), splits)
+    manifest = TokenStoreManifest(TokenizerInfo("random", "", VOCAB_SIZE, None, 0), "uint16", (), splits)
     (folder / "manifest.json").write_text(manifest_to_json(manifest), encoding="utf-8")
     return manifest
 

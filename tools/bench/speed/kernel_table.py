@@ -32,7 +32,7 @@ TOP = 20  # kernels that are named
 
 
 @dataclass(frozen=True)
-class Event:
+class KernelEvent:
     """One kernel or operator: seconds from the trace's start, and the thread or stream it ran on."""
 
     name: str
@@ -71,7 +71,7 @@ def table_of(trace: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def read_trace(path: Path) -> list[Event]:
+def read_trace(path: Path) -> list[KernelEvent]:
     """What ran on the GPU, or, where nothing did, operators on the CPU; of a Chrome trace, .json or .json.gz
     (microseconds)."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -80,7 +80,7 @@ def read_trace(path: Path) -> list[Event]:
         row for row in rows if row.get("cat") == "cpu_op"
     ]
     return [
-        Event(row["name"], (row["pid"], row["tid"]), row["ts"] / 1e6, (row["ts"] + row["dur"]) / 1e6)
+        KernelEvent(row["name"], (row["pid"], row["tid"]), row["ts"] / 1e6, (row["ts"] + row["dur"]) / 1e6)
         for row in chosen
     ]
 
@@ -90,7 +90,7 @@ def classify(name: str) -> str:
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), MEMORY)
 
 
-def own_seconds(events: Sequence[Event]) -> list[tuple[Event, float]]:
+def own_seconds(events: Sequence[KernelEvent]) -> list[tuple[KernelEvent, float]]:
     """Every event with its seconds less those of the events within it on its track."""
     own = [e.end_s - e.start_s for e in events]
     order = sorted(range(len(events)), key=lambda i: (events[i].track, events[i].start_s, -events[i].end_s))
@@ -107,7 +107,7 @@ def own_seconds(events: Sequence[Event]) -> list[tuple[Event, float]]:
     return list(zip(events, own, strict=True))
 
 
-def covered(events: Iterable[Event]) -> float:
+def covered(events: Iterable[KernelEvent]) -> float:
     """Seconds in which at least one event ran."""
     total_s = end_s = 0.0
     for event in sorted(events, key=lambda e: e.start_s):

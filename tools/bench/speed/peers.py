@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.bench.harness import KEYS, BenchResult
 from meshwright.tools.bench.train_run import (
     SHAPE,
     Setup,
@@ -65,7 +65,7 @@ def add_peers_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
 
 
-def measure_peers(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_peers(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Ours and the peers, in turn."""
     setup = standard_setup(options, overrides)
     peers = parse_peers(options.peer, options.threads)
@@ -75,7 +75,7 @@ def measure_peers(options: argparse.Namespace, overrides: Sequence[str]) -> Resu
     table = format_table(*comparison_rows(figures["median"], ratios, best_peers(ratios)))
     last = f"ours / peer: the median of {options.rounds} rounds; * the peer that we look worst against"
     text = f"{table}\n\n{spread_text(figures['spread'], options.rounds)}\n{last}"
-    return Result(config_to_record(config), with_setup(options, figures), text)
+    return BenchResult(config_to_record(config), with_setup(options, figures), text)
 
 
 def contender_of(name: str, setup: Setup) -> Contender:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, Result
+from meshwright.tools.bench.harness import KEYS, BenchResult
 from meshwright.tools.bench.speed.peers import (
     FIGURES,
     Contender,
@@ -53,7 +53,7 @@ def add_variants_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
 
 
-def measure_variants(options: argparse.Namespace, overrides: Sequence[str]) -> Result:
+def measure_variants(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Ours under several settings, in turn."""
     variants = parse_variants(options.variant, standard_setup(options, overrides))
     configs = {name: config_to_record(resolve(setup)) for name, setup in variants.items()}
@@ -61,7 +61,7 @@ def measure_variants(options: argparse.Namespace, overrides: Sequence[str]) -> R
     figures = variant_figures(rounds)
     apart = spread_text(figures["spread"], options.rounds)
     text = f"{format_table(*variant_rows(rounds))}\n\nmedian of {options.rounds} rounds; {apart}"
-    return Result(configs, with_setup(options, figures), text)
+    return BenchResult(configs, with_setup(options, figures), text)
 
 
 def parse_variants(texts: Sequence[str], setup: Setup) -> dict[str, Setup]:

@@ -15,9 +15,9 @@ from typing import Any
 
 from meshwright.train.data.prepare.partition import Piece, cut_source
 from meshwright.train.data.prepare.worker import (
-    Job,
     NoSpace,
-    Result,
+    TokenizedPiece,
+    TokenizeJob,
     piece_key,
     read_result,
     result_path,
@@ -29,9 +29,9 @@ from meshwright.train.data.token_store import (
     MANIFEST,
     MANIFEST_BYTES,
     SPLITS,
-    Manifest,
     ShardInfo,
     SourceFile,
+    TokenStoreManifest,
     hash_file,
     manifest_to_json,
     read_manifest,
@@ -153,7 +153,7 @@ def prepare(
     folder: Path,
     settings: PrepareSettings,
     on_progress: OnProgress | None = None,
-) -> Manifest:
+) -> TokenStoreManifest:
     """Tokenise a source into `folder`, which appears by one rename, whole; if it is there already, of the
     same, it counts.
 
@@ -175,7 +175,7 @@ def prepare(
     with partial_folder(folder) as partial:
         if is_there(folder):
             return check_same(folder, wanted)
-        job = Job(
+        job = TokenizeJob(
             tokenizer_name,
             bos,
             eos,
@@ -198,7 +198,7 @@ def prepare(
         return manifest
 
 
-def check_same(folder: Path, wanted: Manifest) -> Manifest:
+def check_same(folder: Path, wanted: TokenStoreManifest) -> TokenStoreManifest:
     """The manifest of a folder that is there, if it is of the same text, tokenizer and settings. Raises
     DataError."""
     if not (folder / MANIFEST).is_file():
@@ -223,20 +223,25 @@ class _Work:
     """The pieces of a source on their way to shards."""
 
     def __init__(
-        self, job: Job, tokenizer: Tokenizer, workers: int, folder: Path, on_progress: OnProgress | None
+        self,
+        job: TokenizeJob,
+        tokenizer: Tokenizer,
+        workers: int,
+        folder: Path,
+        on_progress: OnProgress | None,
     ) -> None:
         self._job, self._tokenizer, self._workers, self._folder = job, tokenizer, workers, folder
         self._on_progress = on_progress
         self._start_s = time.perf_counter()
         self._total = self._kept = self._done = self._documents = self._tokens = 0
 
-    def run(self, pieces: list[Piece]) -> list[Result]:
+    def run(self, pieces: list[Piece]) -> list[TokenizedPiece]:
         """The result of every piece; then once more of one, if all documents were in one split."""
         results = self._finish(pieces)
         changed = _balance(pieces, results) if self._job.held_out else pieces
         return results if changed == pieces else self._finish(changed)
 
-    def _finish(self, pieces: list[Piece]) -> list[Result]:
+    def _finish(self, pieces: list[Piece]) -> list[TokenizedPiece]:
         kept = {piece.index: result for piece in pieces if (result := _kept_result(self._job, piece))}
         _remove_others(
             Path(self._job.folder),
@@ -283,7 +288,7 @@ class _Work:
         )
 
 
-def _balance(pieces: list[Piece], results: Sequence[Result]) -> list[Piece]:
+def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Piece]:
     """The pieces, but with one changed if a split has no document: its likeliest record moves there, or the
     only one is cut."""
     documents = [sum(shard.documents for r in results if (shard := r.shards[split])) for split in SPLITS]
@@ -298,7 +303,7 @@ def _balance(pieces: list[Piece], results: Sequence[Result]) -> list[Piece]:
     return [replace(piece, **change) if piece.index == chosen else piece for piece in pieces]
 
 
-def _kept_result(job: Job, piece: Piece) -> Result | None:
+def _kept_result(job: TokenizeJob, piece: Piece) -> TokenizedPiece | None:
     """What an earlier start left of a piece, if it is of the same and its files are as they were written."""
     try:
         result = read_result(result_path(job, piece))
@@ -313,12 +318,18 @@ def _kept_result(job: Job, piece: Piece) -> Result | None:
         return None
 
 
-def _empty_manifest(tokenizer: Tokenizer, files: list[SourceFile], settings: PrepareSettings) -> Manifest:
+def _empty_manifest(
+    tokenizer: Tokenizer, files: list[SourceFile], settings: PrepareSettings
+) -> TokenStoreManifest:
     chosen = {"held_out": settings.held_out, "text_field": settings.text_field}
-    return Manifest(tokenizer.info, str(token_dtype(tokenizer.info.vocab_size)), tuple(files), {}, chosen)
+    return TokenStoreManifest(
+        tokenizer.info, str(token_dtype(tokenizer.info.vocab_size)), tuple(files), {}, chosen
+    )
 
 
-def _fill_manifest(manifest: Manifest, results: list[Result], source: str) -> Manifest:
+def _fill_manifest(
+    manifest: TokenStoreManifest, results: list[TokenizedPiece], source: str
+) -> TokenStoreManifest:
     """With the shards of all pieces. Raises DataError if there are none."""
     empty = sum(result.empty for result in results)
     splits: dict[str, tuple[ShardInfo, ...]] = {
@@ -332,7 +343,7 @@ def _fill_manifest(manifest: Manifest, results: list[Result], source: str) -> Ma
     return replace(manifest, splits=splits, settings=manifest.settings | {"empty_documents": empty})
 
 
-def _publish(data: Path, folder: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
+def _publish(data: Path, folder: Path, manifest: TokenStoreManifest, tokenizer: Tokenizer) -> None:
     """Complete the folder of shards and give it its name. Raises OSError and DataError."""
     _remove_others(data, [shard for split in SPLITS for shard in manifest.splits[split]])
     if isinstance(tokenizer, JsonTokenizer):

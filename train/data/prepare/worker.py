@@ -83,7 +83,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """What is the same for all pieces.
 
     Args:
@@ -108,7 +108,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Result:
+class TokenizedPiece:
     """A finished piece.
 
     Args:
@@ -133,12 +133,12 @@ class NoSpace(Exception):
 OnBatch = Callable[[int, int, int], None]  # further source bytes, documents and tokens
 
 
-def result_path(job: Job, piece: Piece) -> Path:
+def result_path(job: TokenizeJob, piece: Piece) -> Path:
     """The file whose being there says that a piece is finished."""
     return Path(job.results_folder) / f"{piece.index:05d}.json"
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> TokenizedPiece:
     """The opposite of json.dumps(asdict(result)). Raises OSError, ValueError, TypeError and KeyError."""
     plain = read_json(path, RESULT_BYTES)
     shards = {
@@ -147,10 +147,12 @@ def read_result(path: Path) -> Result:
     (low, first), (high, last) = plain["lowest"], plain["highest"]
     if not (isinstance(plain["key"], str) and type(plain["empty"]) is int and plain["empty"] >= 0):
         raise TypeError("a result has the wrong types")
-    return Result(plain["key"], shards, plain["empty"], (float(low), str(first)), (float(high), str(last)))
+    return TokenizedPiece(
+        plain["key"], shards, plain["empty"], (float(low), str(first)), (float(high), str(last))
+    )
 
 
-def piece_key(job: Job, piece: Piece) -> str:
+def piece_key(job: TokenizeJob, piece: Piece) -> str:
     """Hash of all that decides what a piece becomes; not of where files lie."""
     decisive = asdict(piece)
     for part in decisive["parts"]:
@@ -159,7 +161,7 @@ def piece_key(job: Job, piece: Piece) -> str:
     return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
 
-def tokenise_piece(piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBatch) -> Result:
+def tokenise_piece(piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batch: OnBatch) -> TokenizedPiece:
     """Write a piece's shards, then its result. Raises DataError, and NoSpace where the disk is full."""
     work = _PieceWork(piece, job, tokenizer, on_batch)
     try:
@@ -176,7 +178,7 @@ def tokenise_piece(piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBat
         work.abandon()
 
 
-def _batches(piece: Piece, job: Job) -> Iterator[tuple[list[tuple[Part, Document]], int]]:
+def _batches(piece: Piece, job: TokenizeJob) -> Iterator[tuple[list[tuple[Part, Document]], int]]:
     """Documents, as many together as are worth a call of the tokenizer, and how many further bytes of source
     they are."""
     batch: list[tuple[Part, Document]] = []
@@ -196,7 +198,7 @@ def _batches(piece: Piece, job: Job) -> Iterator[tuple[list[tuple[Part, Document
 class _PieceWork:
     """The shards of a piece while they grow."""
 
-    def __init__(self, piece: Piece, job: Job, tokenizer: Tokenizer, on_batch: OnBatch) -> None:
+    def __init__(self, piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batch: OnBatch) -> None:
         info = tokenizer.info
         self._piece, self._job, self._tokenizer, self._on_batch = piece, job, tokenizer, on_batch
         # of a batch: what `on_batch` has not heard of yet, and what it has
@@ -265,9 +267,11 @@ class _PieceWork:
             return [(split, half) for split, half in zip(SPLITS, (text[:at], text[at:]), strict=True) if half]
         return [(SPLITS[held_out], text)]
 
-    def finish(self) -> Result:
+    def finish(self) -> TokenizedPiece:
         shards = {split: writer.finish() for split, writer in self._writers.items()}
-        return Result(piece_key(self._job, self._piece), shards, self._empty, self._lowest, self._highest)
+        return TokenizedPiece(
+            piece_key(self._job, self._piece), shards, self._empty, self._lowest, self._highest
+        )
 
     def abandon(self) -> None:
         for writer in self._writers.values():
@@ -293,7 +297,7 @@ def cut_place(text: bytes, share: float) -> int:
 def main() -> None:
     """Serve pieces from stdin until it closes: the parent's end, however it came, is this process's."""
     pieces: queue.Queue[Piece] = queue.Queue()
-    job = Job(**json.loads(sys.stdin.readline()))
+    job = TokenizeJob(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_receive, args=(pieces,), daemon=True).start()
     try:
         tokenizer = load_tokenizer(job.tokenizer, job.bos, job.eos)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.train.data.prepare.partition import Piece
-from meshwright.train.data.prepare.worker import Job, NoSpace, OnBatch
+from meshwright.train.data.prepare.worker import NoSpace, OnBatch, TokenizeJob
 from meshwright.train.errors import DataError
 
 # what holds the package meshwright
 _ROOT = Path(__file__).parents[4]
 
 
-def tokenise_pieces(pieces: Sequence[Piece], job: Job, workers: int, on_batch: OnBatch) -> None:
+def tokenise_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_batch: OnBatch) -> None:
     """Have every piece tokenised by `workers` processes. Raises DataError and NoSpace; no process is left
     behind."""
     left: queue.Queue[Piece] = queue.Queue()
@@ -75,7 +75,10 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _drive(
-    process: subprocess.Popen[str], job: Job, left: queue.Queue[Piece], messages: queue.Queue[dict[str, Any]]
+    process: subprocess.Popen[str],
+    job: TokenizeJob,
+    left: queue.Queue[Piece],
+    messages: queue.Queue[dict[str, Any]],
 ) -> None:
     """Give a process one piece after another, and pass on what it says, to the last message {"over":
     true}."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.parallel.plan.schema import TensorPlan
-from meshwright.parallel.planner.tracing.eager import Subject, watch_eager
+from meshwright.parallel.planner.tracing.eager import TracedModule, watch_eager
 from meshwright.parallel.planner.tracing.trace import apply_as_one_rank
 from meshwright.parallel.planner.workload import Linear, Operation
 
@@ -18,12 +18,14 @@ TOKENS, WIDE, OUT = 4, 4, 8
 X, Y, WEIGHT = TOKENS * WIDE * 4, TOKENS * OUT * 4, WIDE * OUT * 4
 
 
-def subject_of(module: nn.Module, *tables: Tensor) -> Callable[[int], Subject]:
+def subject_of(module: nn.Module, *tables: Tensor) -> Callable[[int], TracedModule]:
     """Called with x[B, TOKENS, WIDE], which is nobody else's."""
 
-    def build(sequences: int) -> Subject:
+    def build(sequences: int) -> TracedModule:
         module.zero_grad()
-        return Subject(module, (torch.ones(sequences, TOKENS, WIDE, requires_grad=True).clone(),), tables)
+        return TracedModule(
+            module, (torch.ones(sequences, TOKENS, WIDE, requires_grad=True).clone(),), tables
+        )
 
     return build
 
@@ -43,14 +45,14 @@ def test_a_product_by_hand() -> None:
     forward, backward, keeps, output = watch_eager(subject_of(nn.Linear(WIDE, OUT, bias=False)))
     flops = Linear(0, 2 * TOKENS * WIDE * OUT)
     assert forward.operations == (Operation("matmul", "mm", flops, Linear(WEIGHT, X + Y), "float32"),)
-    assert forward.live == (Linear(0, X + Y),)
+    assert forward.live_bytes == (Linear(0, X + Y),)
     assert (keeps, output) == (Linear(0, X), Linear(0, Y))
     # Two products: gradients of the weight and of the input, while the input and the output's gradient are
     # there.
     assert [(op.kind, op.flops) for op in backward.operations if op.kind != "memory"] == [
         ("matmul", flops)
     ] * 2
-    assert backward.live == (Linear(WEIGHT, X + Y + X),)
+    assert backward.live_bytes == (Linear(WEIGHT, X + Y + X),)
 
 
 def test_what_the_backward_does_not_need_is_let_go() -> None:
@@ -58,14 +60,14 @@ def test_what_the_backward_does_not_need_is_let_go() -> None:
     results."""
     forward, backward, keeps, _ = watch_eager(subject_of(Calls(lambda x: x.neg().neg())))
     assert keeps == Linear()
-    assert forward.live == (Linear(0, 3 * X),)
-    assert backward.live == (Linear(0, 2 * X),), "a gradient and the next: nobody holds the first"
+    assert forward.live_bytes == (Linear(0, 3 * X),)
+    assert backward.live_bytes == (Linear(0, 2 * X),), "a gradient and the next: nobody holds the first"
 
 
 def test_views_are_no_operations_and_no_memory() -> None:
     forward, _, keeps, output = watch_eager(subject_of(Calls(lambda x: (x + 1).view(-1, 2).t())))
     assert [operation.name for operation in forward.operations] == ["add"]
-    assert forward.live == (Linear(0, 2 * X),)
+    assert forward.live_bytes == (Linear(0, 2 * X),)
     assert (keeps, output) == (Linear(), Linear(0, X))
 
 
@@ -84,7 +86,7 @@ def test_tables_are_not_counted_and_what_does_not_grow_is_fixed() -> None:
     exp, product = forward.operations
     assert (exp.bytes, product.bytes) == (Linear(2 * X, 0), Linear(X, 2 * X))
     assert keeps == Linear(X, 0), "the exponential; the gradient of x does not need x"
-    assert forward.live == (Linear(X, 2 * X),)
+    assert forward.live_bytes == (Linear(X, 2 * X),)
 
 
 def test_attention_counts_the_causal_half() -> None:
@@ -103,7 +105,7 @@ def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
     """Two ranks' results of a row-wise product are summed and their tokens scattered; in the backward they
     are gathered."""
 
-    def build(sequences: int) -> Subject:
+    def build(sequences: int) -> TracedModule:
         model = nn.Sequential(nn.Linear(2 * WIDE, OUT, bias=False))
         apply_as_one_rank(model, TensorPlan(sequence_parallel=True, styles={"0": "rowwise"}), 2)
         return subject_of(model)(sequences)
@@ -118,9 +120,9 @@ def test_a_tensor_parallel_collective_counts_its_full_side() -> None:
 def test_further_inputs_come_after_the_tables(inputs: int) -> None:
     seen = []
 
-    def build(sequences: int) -> Subject:
+    def build(sequences: int) -> TracedModule:
         tensors = tuple(torch.ones(sequences, WIDE, requires_grad=True).clone() for _ in range(inputs))
-        return Subject(
+        return TracedModule(
             Calls(lambda *given: seen.append(len(given)) or given[0] + given[1]), tensors, (torch.ones(WIDE),)
         )
 

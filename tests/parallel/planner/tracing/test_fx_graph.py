@@ -100,8 +100,8 @@ def test_placeholders_of_one_storage_are_counted_once() -> None:
     graph, (first, second) = trace(lambda a, b: [a + b], x, x.clone())
     both = KernelGraph(graph, GraphInputs((), {}, held=True), SEQUENCES)
     once = KernelGraph(graph, GraphInputs((), {second: first}, held=True), SEQUENCES)
-    assert both.phase().live == (per_sequence(3 * X),)
-    assert once.phase().live == (per_sequence(2 * X),)
+    assert both.phase().live_bytes == (per_sequence(3 * X),)
+    assert once.phase().live_bytes == (per_sequence(2 * X),)
 
 
 # What grows with the micro batch
@@ -147,7 +147,7 @@ def chain(x: Tensor, w: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("held", "most"), [(False, 2), (True, 3)], ids=["inputs let go", "inputs held"])
 def test_of_a_chain_two_are_alive_and_what_the_caller_holds(held: bool, most: int) -> None:
-    assert read(chain, x, w, weights=1, held=held).phase().live == (per_sequence(most * X),)
+    assert read(chain, x, w, weights=1, held=held).phase().live_bytes == (per_sequence(most * X),)
 
 
 def test_what_is_returned_lives_to_the_end() -> None:
@@ -155,7 +155,7 @@ def test_what_is_returned_lives_to_the_end() -> None:
         first = torch.mm(x, w)
         return [torch.mm(torch.mm(first, w), w), first]
 
-    assert read(kept, x, w, weights=1).phase().live == (per_sequence(3 * X),)
+    assert read(kept, x, w, weights=1).phase().live_bytes == (per_sequence(3 * X),)
 
 
 def test_gradients_of_weights_add_up_as_a_fixed_part() -> None:
@@ -164,7 +164,7 @@ def test_gradients_of_weights_add_up_as_a_fixed_part() -> None:
     def backward(x: Tensor, gradient: Tensor) -> list[Tensor]:
         return [torch.mm(x.t(), gradient), torch.mm(gradient.t(), x)]
 
-    assert read(backward, x, x.clone()).phase().live == (per_sequence(2 * X, fixed=2 * W),)
+    assert read(backward, x, x.clone()).phase().live_bytes == (per_sequence(2 * X, fixed=2 * W),)
 
 
 # Results written into inputs
@@ -178,16 +178,16 @@ def middle(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], l
 def test_an_only_result_is_written_into_an_input_that_dies() -> None:
     """Two products are never more than two tensors; relu between them adds none, nor does it take one
     away."""
-    assert read(middle(torch.relu), x, w, weights=1).phase().live == (per_sequence(2 * X),)
+    assert read(middle(torch.relu), x, w, weights=1).phase().live_bytes == (per_sequence(2 * X),)
     alone = read(lambda x, w: [torch.mm(x, w).relu()], x[:, :2].contiguous(), w[:2], weights=1)
-    assert alone.phase().live == (per_sequence(X + X / 2),), (
+    assert alone.phase().live_bytes == (per_sequence(X + X / 2),), (
         "the product beside its narrow input; then relu in its place"
     )
 
 
 def test_a_result_of_another_type_needs_memory_of_its_own() -> None:
     alone = read(lambda x, w: [torch.mm(x, w).double()], x[:, :2].contiguous(), w[:2], weights=1)
-    assert alone.phase().live == (per_sequence(X + 2 * X),)
+    assert alone.phase().live_bytes == (per_sequence(X + 2 * X),)
 
 
 def test_an_input_that_is_needed_again_is_not_written_into() -> None:
@@ -195,19 +195,19 @@ def test_an_input_that_is_needed_again_is_not_written_into() -> None:
     both = read(
         lambda x, w: [(y := torch.mm(x, w)), y.relu()], x[:, :2].contiguous(), w[:2].contiguous(), weights=1
     )
-    assert both.phase().live == (per_sequence(2 * X),), "the narrow input is gone when relu runs"
+    assert both.phase().live_bytes == (per_sequence(2 * X),), "the narrow input is gone when relu runs"
 
 
 @pytest.mark.parametrize(("donated", "most"), [(False, 2), (True, 1)], ids=["another's", "donated"])
 def test_a_placeholder_is_written_into_only_where_it_is_the_graphs_own(donated: bool, most: int) -> None:
     graph, placeholders = trace(lambda x: [x.relu()], x)
     kernels = KernelGraph(graph, GraphInputs((), {}, False, placeholders if donated else ()), SEQUENCES)
-    assert kernels.phase().live == (per_sequence(most * X),)
+    assert kernels.phase().live_bytes == (per_sequence(most * X),)
 
 
 def test_of_several_results_none_is_counted_on_to_be_written_into_an_input() -> None:
     graph, placeholders = trace(lambda x: [y := x.relu(), y + 1], x)
-    assert KernelGraph(graph, GraphInputs((), {}, False, placeholders), SEQUENCES).phase().live == (
+    assert KernelGraph(graph, GraphInputs((), {}, False, placeholders), SEQUENCES).phase().live_bytes == (
         per_sequence(3 * X),
     )
 

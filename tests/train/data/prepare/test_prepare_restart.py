@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
-from meshwright.train.data.token_store import Manifest
+from meshwright.train.data.token_store import TokenStoreManifest
 from meshwright.train.errors import DataError
 from tests.support.forks import Fork, fork
 from tests.support.texts import (
@@ -205,7 +205,7 @@ def test_four_at_once_all_get_the_same_folder(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 4
-    assert all(isinstance(manifest, Manifest) and manifest == found[0] for manifest in found)
+    assert all(isinstance(manifest, TokenStoreManifest) and manifest == found[0] for manifest in found)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["out"]
 
 
