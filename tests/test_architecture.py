@@ -7,6 +7,7 @@ Every check takes a root folder, so that the tests below can show that it finds 
 import ast
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ MAY_IMPORT = {
 }
 PACKAGE = "meshwright"
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 20  # of a folder: more are two concepts
 MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
 
 
@@ -118,6 +120,22 @@ def is_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     )
 
 
+def too_many_modules(root: Path) -> list[str]:
+    """Folders with more modules than one concept has."""
+    counts = Counter(path.parent.relative_to(root) for path in sources(root) if path.name != "__init__.py")
+    return [f"{folder}: {count} modules" for folder, count in sorted(counts.items()) if count > MAX_MODULES]
+
+
+def shared_class_names(root: Path) -> list[str]:
+    """Names that several files give to classes of theirs."""
+    files: dict[str, list[str]] = {}
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(path.relative_to(root)))
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(files.items()) if len(found) > 1]
+
+
 def catch_alls(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in sources(root) if path.name == "utils.py"]
 
@@ -157,6 +175,14 @@ def test_no_file_imports_itself_through_others() -> None:
 
 def test_functions_are_small() -> None:
     assert too_large(ROOT) == []
+
+
+def test_folders_are_one_concept() -> None:
+    assert too_many_modules(ROOT) == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    assert shared_class_names(ROOT) == []
 
 
 def test_nothing_is_called_utils() -> None:
@@ -278,6 +304,25 @@ def test_sizes_are_measured(tmp_path: Path) -> None:
     assert too_large(write_tree(tmp_path, files)) == [
         "train/function.py: f has 61 lines",
         "train/method.py: f has 61 lines",
+    ]
+
+
+def test_a_folder_of_too_many_modules_is_found(tmp_path: Path) -> None:
+    files = {f"train/data/m{i}.py": "" for i in range(20)} | {"train/data/__init__.py": ""}
+    assert too_many_modules(write_tree(tmp_path, files)) == []
+    files = {f"train/m{i}.py": "" for i in range(21)}
+    assert too_many_modules(write_tree(tmp_path, files)) == ["train: 21 modules"]
+
+
+def test_a_class_name_of_two_files_is_found(tmp_path: Path) -> None:
+    files = {
+        "train/a.py": "class A:\n    class Inner: ...",
+        "tools/b.py": "def f():\n    class A: ...",
+        "models/c.py": "class C: ...\nclass Inner: ...",
+    }
+    assert shared_class_names(write_tree(tmp_path, files)) == [
+        "A: train/a.py, tools/b.py",
+        "Inner: models/c.py, train/a.py",
     ]
 
 
