@@ -21,6 +21,14 @@ MAY_IMPORT = {
     "tools": {"models", "parallel", "train", "tools"},
 }
 PACKAGE = "meshwright"
+# Data below, doers above: all of ours that these files may import, by the beginning of the name.
+GROUND = {
+    "parallel/config.py": (),
+    "parallel/errors.py": (),
+    "parallel/plan": ("parallel.plan", "parallel.config", "parallel.errors", "parallel.yaml_io"),
+    "train/config.py": ("models.llama", "parallel.config"),
+    "train/errors.py": ("parallel.errors",),
+}
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 20  # of a folder: more are two concepts
 MACHINE_PATH = re.compile(r"(?<![\w.~$}/])/(home|root|Users|tmp|mnt|work)/\w")
@@ -62,6 +70,18 @@ def wrong_directions(root: Path) -> list[str]:
         for name in sorted(imports_of(path, root))
         if (folder := name.removeprefix(f"{PACKAGE}.").split(".")[0]) in (*MAY_IMPORT, "tests")
         and folder not in MAY_IMPORT[path.relative_to(root).parts[0]]
+    ]
+
+
+def above_ground(root: Path) -> list[str]:
+    """What the files of GROUND import besides what they may."""
+    return [
+        f"{path.relative_to(root)} imports {name}"
+        for place, allowed in GROUND.items()
+        for path in ([root / place] if place.endswith(".py") else sorted((root / place).rglob("*.py")))
+        for name in sorted(imports_of(path, root))
+        if name.count(".") > 1 and name.startswith(f"{PACKAGE}.")
+        if not name.removeprefix(f"{PACKAGE}.").startswith(allowed)
     ]
 
 
@@ -163,6 +183,10 @@ def test_the_folders_are_there_to_be_checked() -> None:
 
 def test_imports_go_in_the_allowed_direction() -> None:
     assert wrong_directions(ROOT) == []
+
+
+def test_plans_configs_and_errors_import_no_doer() -> None:
+    assert above_ground(ROOT) == []
 
 
 def test_imports_go_by_the_one_importable_name() -> None:
@@ -305,6 +329,16 @@ def test_sizes_are_measured(tmp_path: Path) -> None:
         "train/function.py: f has 61 lines",
         "train/method.py: f has 61 lines",
     ]
+
+
+def test_an_import_of_a_doer_is_found(tmp_path: Path) -> None:
+    files = {name: "import meshwright.parallel.fsdp" for name in GROUND if name.endswith(".py")}
+    files["parallel/plan/a.py"] = (
+        "from meshwright.parallel.plan.rules import f\nfrom meshwright.parallel import fsdp"
+    )
+    found = above_ground(write_tree(tmp_path, files))
+    assert {line.split(" imports ")[0] for line in found} == set(files)
+    assert {line.split(" imports ")[1] for line in found} == {"meshwright.parallel.fsdp"}
 
 
 def test_a_folder_of_too_many_modules_is_found(tmp_path: Path) -> None:
