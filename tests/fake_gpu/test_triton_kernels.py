@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from meshwright.models.kernels.cross_entropy import plain_gradient, plain_rows
-from meshwright.train.optim import adamw_kernel as adamw
+from meshwright.train.optim import adamw_kernel
 from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 from tests.fake_gpu.cubins import TOOLS, disassemble, read_cubin
 from tests.fake_gpu.instruction_bound import bound_of
@@ -212,7 +212,7 @@ def executed(
     got, expected = make_slices(parameter, moment), make_slices(parameter, moment)
     kernels.update(got, make_step())
     execute(launches[-1], tensors_of(got))
-    adamw.update(expected, make_step())
+    adamw_kernel.update(expected, make_step())
     pairs = [(bits(mine), bits(other)) for mine, other in zip(got, expected, strict=True)]
     return [name for mine, other in pairs for name in mine if not torch.equal(mine[name], other[name])]
 

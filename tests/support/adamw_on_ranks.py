@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.fsdp import copy_shard
-from meshwright.train.optim import adamw_kernel as adamw
+from meshwright.train.optim import adamw_kernel
 from tests.support.sharded import build_sharded
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -31,7 +31,7 @@ PARTS = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw.Slice]:
+def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw_kernel.Slice]:
     """The same values at every call; one gradient is infinite."""
     generator, slices = torch.Generator().manual_seed(0), []
     for i, (n, first, columns, gap) in enumerate(PARTS):
@@ -45,12 +45,12 @@ def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw.Slice
             values[3].square().to(moment),
         ]
         slices.append(
-            adamw.Slice(*(tensor.to(DEVICE) for tensor in tensors), 2**32 - 3 + i, first, columns, gap)
+            adamw_kernel.Slice(*(tensor.to(DEVICE) for tensor in tensors), 2**32 - 3 + i, first, columns, gap)
         )
     return slices
 
 
-def make_step(skip: float) -> adamw.AdamWStep:
+def make_step(skip: float) -> adamw_kernel.AdamWStep:
     counts = torch.arange(1, len(PARTS) + 1).double()
     on_device = [
         counts,
@@ -59,10 +59,12 @@ def make_step(skip: float) -> adamw.AdamWStep:
         torch.tensor(3.7),
         torch.tensor(skip),
     ]
-    return adamw.AdamWStep(0.9, 0.999, 1e-8, 1 - 1e-4, *(value.float().to(DEVICE) for value in on_device))
+    return adamw_kernel.AdamWStep(
+        0.9, 0.999, 1e-8, 1 - 1e-4, *(value.float().to(DEVICE) for value in on_device)
+    )
 
 
-def bits(one: adamw.Slice) -> dict[str, Tensor]:
+def bits(one: adamw_kernel.Slice) -> dict[str, Tensor]:
     """Of each tensor, every NaN the same."""
     tensors = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
     return {
@@ -90,7 +92,7 @@ def compare_kernel() -> list[tuple[torch.dtype, torch.dtype, float, list[str], l
     results = []
     for parameter, moment, skip in itertools.product(DTYPES, DTYPES, (0.0, 1.0)):
         before, expected, got = (make_slices(parameter, moment) for _ in range(3))
-        adamw.update(expected, make_step(skip))
+        adamw_kernel.update(expected, make_step(skip))
         adamw_triton.update(got, make_step(skip))
         for slices in zip(before, expected, got, strict=True):
             was, wanted, has = map(bits, slices)

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from meshwright.train.checkpoint import save as saver_module
-from meshwright.train.checkpoint import shards as shard_file
-from meshwright.train.checkpoint import storage as folder_module
+from meshwright.train.checkpoint import save as save_module
+from meshwright.train.checkpoint import shards
+from meshwright.train.checkpoint import storage as storage_module
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver, Saved
 from meshwright.train.config import CheckpointConfig, OptimConfig
@@ -27,15 +27,15 @@ RANKS = 2
 TEXTS = {"config.yaml": "run: {}\n", "plan.yaml": "plan\n"}
 # Where a rank is killed: before (or in) which call of the saving code, and of which rank.
 KILLS: dict[str, tuple[Any, str, int]] = {
-    "before room is made": (saver_module, "begin_save", 0),
-    "before its shard": (saver_module, "write_shard_file", 0),
-    "in its shard": (shard_file.os, "fsync", 0),
-    "in the other's shard": (shard_file.os, "fsync", 1),
-    "before the config": (saver_module, "write_synced", 0),
-    "before the manifest": (folder_module, "write_synced", 0),
-    "before the rename": (folder_module, "flush_folder", 0),
-    "after the rename": (folder_module, "_sync_parent", 0),
-    "before retention": (saver_module, "delete_others", 0),
+    "before room is made": (save_module, "begin_save", 0),
+    "before its shard": (save_module, "write_shard_file", 0),
+    "in its shard": (shards.os, "fsync", 0),
+    "in the other's shard": (shards.os, "fsync", 1),
+    "before the config": (save_module, "write_synced", 0),
+    "before the manifest": (storage_module, "write_synced", 0),
+    "before the rename": (storage_module, "flush_folder", 0),
+    "after the rename": (storage_module, "_sync_parent", 0),
+    "before retention": (save_module, "delete_others", 0),
     "in a deletion": (shutil, "rmtree", 0),
 }
 

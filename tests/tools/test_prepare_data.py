@@ -17,7 +17,7 @@ import pytest
 from meshwright.tools.cli import run_tool
 from meshwright.tools.prepare_data import PlainLines, main, make_figures, to_line
 from meshwright.tools.processes import children, start_times
-from meshwright.train.data.prepare import worker_pool as pool
+from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.token_store import read_manifest
 from meshwright.train.errors import DataError
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
 def prepare_with_a_worker_held(call: Sequence[str]) -> None:
     """The command, in a group of its own. The second of its two workers is stopped from the start, so it is
     not soon done."""
-    begin, processes = pool._start, list[subprocess.Popen[str]]()
+    begin, processes = worker_pool._start, list[subprocess.Popen[str]]()
 
     def start() -> subprocess.Popen[str]:
         processes.append(begin())
@@ -179,7 +179,7 @@ def prepare_with_a_worker_held(call: Sequence[str]) -> None:
         return processes[-1]
 
     os.setpgid(0, 0)
-    pool._start = start
+    worker_pool._start = start
     fork_what_it_starts()
     run_module("tools.prepare_data", call)
 

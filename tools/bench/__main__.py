@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from meshwright.tools.bench import train_run as standard
+from meshwright.tools.bench import train_run
 from meshwright.tools.bench.calibrate import command as calibrate
 from meshwright.tools.bench.gpu import command as gpu
 from meshwright.tools.bench.harness import (
@@ -19,8 +19,7 @@ from meshwright.tools.bench.harness import (
     without_config,
     write_record,
 )
-from meshwright.tools.bench.planner import exposed, memory, overlap, predictions, published
-from meshwright.tools.bench.planner import scaling as scale
+from meshwright.tools.bench.planner import exposed, memory, overlap, predictions, published, scaling
 from meshwright.tools.bench.speed import attention, cpu, data, peers, variants
 from meshwright.tools.bench.speed import compile as compile_time
 from meshwright.tools.bench.train_run import PROG
@@ -48,11 +47,11 @@ MEASUREMENTS = (
     ),
     Measurement(
         "scale",
-        scale.SUMMARY,
-        scale.DESCRIPTION,
-        scale.EPILOG,
-        scale.add_scale_options,
-        scale.measure_scale,
+        scaling.SUMMARY,
+        scaling.DESCRIPTION,
+        scaling.EPILOG,
+        scaling.add_scale_options,
+        scaling.measure_scale,
         keeps_record=True,
     ),
     Measurement(
@@ -73,11 +72,11 @@ MEASUREMENTS = (
     ),
     Measurement(
         "train",
-        standard.SUMMARY,
-        standard.DESCRIPTION,
-        standard.EPILOG,
-        standard.add_run_options,
-        standard.measure_train,
+        train_run.SUMMARY,
+        train_run.DESCRIPTION,
+        train_run.EPILOG,
+        train_run.add_run_options,
+        train_run.measure_train,
     ),
     Measurement(
         "variants",

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.parallel.fsdp import local_part
-from meshwright.train.optim import adamw_kernel as adamw
+from meshwright.train.optim import adamw_kernel
 from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 
 
@@ -84,7 +84,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     def _kernel(device: torch.device) -> Any:
         """The one for this kind of device."""
         if device.type != "cuda":
-            return adamw.update
+            return adamw_kernel.update
         from meshwright.train.optim import adamw_triton
 
         return adamw_triton.update

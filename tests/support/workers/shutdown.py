@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.train.config import RunConfig
 from meshwright.train.errors import PeerLostError
-from meshwright.train.fault_tolerance import shutdown as stop_module
+from meshwright.train.fault_tolerance import shutdown as shutdown_module
 from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 
 STEP_S = 0.02
@@ -30,7 +30,7 @@ class Scene:
     max_hours: float = 0.0
     trouble: str = ""
     rank_in_trouble: int = 0
-    last_words_s: float = stop_module.LAST_WORDS_S
+    last_words_s: float = shutdown_module.LAST_WORDS_S
 
 
 def play(scene: Scene, rank: int) -> None:
@@ -42,7 +42,7 @@ def play(scene: Scene, rank: int) -> None:
         if scene.trouble == "dead disk":
             time.sleep(FOR_EVER_S)
 
-    stop_module.LAST_WORDS_S = scene.last_words_s
+    shutdown_module.LAST_WORDS_S = scene.last_words_s
     shutdown = GracefulShutdown(RunConfig(grace_s=scene.grace_s, max_hours=scene.max_hours), on_end)
     dist.init_process_group(
         "gloo", init_method=f"file://{scene.folder}/store", rank=rank, world_size=scene.ranks

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.tools.bench import harness as record
+from meshwright.tools.bench import harness
 from meshwright.tools.bench.__main__ import main
+from meshwright.tools.bench.case_record import open_record
 from meshwright.tools.bench.gpu.cases import (
     LLAMA_8B,
     TENSORWISE,
@@ -32,7 +33,6 @@ from meshwright.tools.bench.gpu.command import find_machine, in_turns, run_cases
 from meshwright.tools.bench.gpu.parts import PARTS
 from meshwright.tools.bench.gpu.peer_torchtitan import prepare, read_log
 from meshwright.tools.bench.gpu.peers import measure_peer
-from meshwright.tools.bench.gpu.record import open_record
 from meshwright.tools.bench.gpu.report import part_table, summary
 from meshwright.tools.bench.speed.kernel_table import KernelEvent, classify, covered, own_seconds, table_of
 from meshwright.tools.processes import BenchError
@@ -91,7 +91,7 @@ def test_the_suite_goes_on_where_it_was(
 ) -> None:
     """A profiled run, a part, a case that cannot be planned and an absent peer; then the same again; then one
     of them again."""
-    monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(harness, "RECORDS", tmp_path / "records")
     words = ["--only", PROFILED, "optimizer", TOO_MANY, "torchtitan: 2"]
     suite, keys = ["gpu", "--tiny", "--device=cpu", "--record=x"], [*EAGER, *write_text(tmp_path)]
     main([*suite, *words, *keys, "--train.global_batch_size=2", "--json"])

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from meshwright.parallel.planner.plot.shapes import to_svg
-from meshwright.tools.bench import harness as record
+from meshwright.tools.bench import harness
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.harness import marks
 from meshwright.tools.bench.planner.scaling import page_part, pairs, recomputed
@@ -33,7 +33,7 @@ SCALE = ["scale", "--config", "llama_debug", "--gpus=8..16", "--gpu", "h200", "-
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(record, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(harness, "RECORDS", tmp_path / "records")
     return tmp_path / "records"
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from meshwright.tools.processes import children
-from meshwright.tools.sweep import runner as launch
+from meshwright.tools.sweep import runner
 from meshwright.tools.sweep.__main__ import main
 from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.errors import ConfigError
@@ -137,9 +137,9 @@ def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(
 ) -> None:
     """Numbers are given again: first a compiler of the run had it, then a program of somebody else."""
     with subprocess.Popen(["sleep", "60"]) as stranger, subprocess.Popen(["sleep", "0.2"]) as process:
-        monkeypatch.setattr(launch, "start_times", lambda pids: dict.fromkeys(pids, 1))
-        monkeypatch.setattr(launch, "children", lambda pid: [stranger.pid])
-        launch._wait(process, launch.Interrupts(), lambda: None)
+        monkeypatch.setattr(runner, "start_times", lambda pids: dict.fromkeys(pids, 1))
+        monkeypatch.setattr(runner, "children", lambda pid: [stranger.pid])
+        runner._wait(process, runner.Interrupts(), lambda: None)
         assert stranger.poll() is None
         stranger.kill()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.tools.trace import reader as read
+from meshwright.tools.trace import reader
 from meshwright.tools.trace.__main__ import main, make_parser
 from meshwright.tools.trace.reader import Trace, find_traces, read_events
 from meshwright.train.errors import DataError
@@ -38,7 +38,7 @@ def write_profile(run: Path, first_step: int, ranks: int = 1) -> Path:
 def test_events_are_read_in_any_pieces(
     chunk: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "CHUNK_CHARS", chunk)
+    monkeypatch.setattr(reader, "CHUNK_CHARS", chunk)
     events: list[dict[str, Any]] = [
         {"name": 'a "quoted" { [ name, é'},
         {"ts": 12.5, "args": {"dims": [[1, 2], []]}},

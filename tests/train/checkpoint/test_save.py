@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 import meshwright.train.main
-from meshwright.train.checkpoint import save as saver_module
-from meshwright.train.checkpoint import storage as folder_module
+from meshwright.train.checkpoint import save as save_module
+from meshwright.train.checkpoint import storage as storage_module
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.checkpoint.storage import list_checkpoints
@@ -78,13 +78,13 @@ def test_a_full_disk_leaves_what_was_committed(
     assert trainer.save(tmp_path, 1, keep=1, asynchronous=asynchronous).error == ""
     with monkeypatch.context() as patched:
         if "committed" in stage:  # the manifest is smaller than the shard: the disk fills up between the two
-            really = saver_module.commit
+            really = save_module.commit
 
             def commit(*arguments: Any) -> Path:
                 with file_limit(limit_bytes):
                     return really(*arguments)
 
-            patched.setattr(saver_module, "commit", commit)
+            patched.setattr(save_module, "commit", commit)
             failed = trainer.save(tmp_path, 2, texts, keep=1, asynchronous=asynchronous)
         else:
             with file_limit(limit_bytes):
@@ -160,23 +160,23 @@ def test_older_ones_go_only_after_a_newer_one_is_there(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: list[list[int]] = []
-    really = saver_module.delete_others
+    really = save_module.delete_others
 
     def look(folder: Path, keep: int, keep_every: int) -> None:
         there.append(
             [
-                folder_module.step_of(verified)
+                storage_module.step_of(verified)
                 for verified in list_checkpoints(folder)
                 if verify_alone(verified)
             ]
         )
         really(folder, keep, keep_every)
 
-    monkeypatch.setattr(saver_module, "delete_others", look)
+    monkeypatch.setattr(save_module, "delete_others", look)
     for step in range(1, 6):
         assert trainer.save(tmp_path, step, keep=1, keep_every=2).error == ""
     assert there == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
-    assert [folder_module.step_of(path) for path in list_checkpoints(tmp_path)] == [2, 4, 5]
+    assert [storage_module.step_of(path) for path in list_checkpoints(tmp_path)] == [2, 4, 5]
 
 
 def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_file_system_that_does_not_know_its_size_is_not_full(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some in user space say 0 of everything."""
-    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    monkeypatch.setattr(storage_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     assert trainer.save(tmp_path, 1).error == ""
 
 

@@ -20,7 +20,7 @@ from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.tools.checkpoint import main as checkpoint_tool
 from meshwright.tools.convert_hf import main as convert
 from meshwright.train.build_model import build_model
-from meshwright.train.checkpoint import initial_weights as init_from
+from meshwright.train.checkpoint import initial_weights
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
@@ -97,7 +97,7 @@ class Trainer:
             load_checkpoint(start.checkpoint, start.manifest, self.model, self.optimizer)
         return start
 
-    def init_from(self, checkpoint: Path) -> None:
+    def initial_weights(self, checkpoint: Path) -> None:
         weights = find_weights(str(checkpoint), self.config.model, None)
         assert weights
         load_weights(weights, self.model)
@@ -130,14 +130,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that init_from has read once is known by its bytes: to parse it takes ten times as long as all
     else of a fault."""
-    really, known = init_from.load_config, dict[bytes, Config]()
+    really, known = initial_weights.load_config, dict[bytes, Config]()
 
     def load(path: Path) -> Config:
         content = path.read_bytes()
         known[content] = known.get(content) or really(path)
         return known[content]
 
-    monkeypatch.setattr(init_from, "load_config", load)
+    monkeypatch.setattr(initial_weights, "load_config", load)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.train.data import batch as to_device_module
+from meshwright.train.data import batch as batch_module
 from meshwright.train.data import loader as loader_module
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.corpus import check_sequences
@@ -146,7 +146,7 @@ def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         loader_module, "read_batch", lambda splits, rows, shape, pinned: read_batch(splits, rows, shape)
     )
-    monkeypatch.setattr(to_device_module, "to_device", lambda batch, device: batch)
+    monkeypatch.setattr(batch_module, "to_device", lambda batch, device: batch)
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
     loader = TrainLoader(order, SEQUENCES, shape_of(1, 2), 0, torch.device("cuda:1"), ahead=2)
     for _ in range(3):

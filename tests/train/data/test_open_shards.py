@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from meshwright.train.data import token_store as split_module
+from meshwright.train.data import token_store as token_store_module
 from meshwright.train.data.token_store import open_split, read_manifest
 from meshwright.train.errors import DataError
 from meshwright.train.files import ENOUGH, allow_open_files, open_files_limit
@@ -116,8 +116,8 @@ def limits_after(soft: int, hard: int) -> int:
 
 
 def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_module, "MOST_MAPPED", 4)
-    split_module._maps.cache_clear()
+    monkeypatch.setattr(token_store_module, "MOST_MAPPED", 4)
+    token_store_module._maps.cache_clear()
     manifest, out = (
         write_store(tmp_path / "store", [[[number, number]] for number in range(40)]),
         np.empty(80, np.int64),
@@ -129,7 +129,7 @@ def test_files_are_closed_again_when_others_are_read(tmp_path: Path, monkeypatch
             assert out.tolist() == [number for number in range(40) for _ in range(2)]
             assert opened_in(tmp_path / "store") == 4
     finally:
-        split_module._maps.cache_clear()
+        token_store_module._maps.cache_clear()
 
 
 @pytest.mark.parametrize("change", ["touched", "rewritten", "longer", "shorter, of the same time", "gone"])
@@ -158,7 +158,7 @@ def test_a_shard_that_changes_before_it_is_read_is_not_read(change: str, tmp_pat
 def test_a_fault_of_the_disk_is_not_called_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     split = split_of([[1]], [[2]])
     monkeypatch.setattr(
-        split_module, "_check_unchanged", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+        token_store_module, "_check_unchanged", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
     )
     with pytest.raises(OSError, match="Stale"):
         split.read(0, np.empty(2, np.int64))

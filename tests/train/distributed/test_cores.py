@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.train.config import RunConfig
-from meshwright.train.distributed import process_group as cores_module
+from meshwright.train.distributed import process_group as process_group_module
 from meshwright.train.distributed.process_group import start_process, usable_cores, usable_threads
 from meshwright.train.distributed.ranks import RankInfo
 from tests.support.control_groups import write_groups
@@ -52,8 +52,8 @@ def test_a_quota_of_version_1_counts(tmp_path) -> None:
 
 def test_threads_are_no_more_than_a_quota_and_no_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for quota, threads in ((None, 5), (3, 3), (9, 5)):
-        monkeypatch.setattr(cores_module, "processors", lambda quota=quota: quota)
-        monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda _: set(range(5)))
+        monkeypatch.setattr(process_group_module, "processors", lambda quota=quota: quota)
+        monkeypatch.setattr(process_group_module.os, "sched_getaffinity", lambda _: set(range(5)))
         assert usable_threads() == threads
 
 

@@ -23,8 +23,7 @@ import meshwright.train.main
 from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.config import MetricsConfig
 from meshwright.train.evaluation import Score
-from meshwright.train.metrics import log_file as log_files
-from meshwright.train.metrics import writer as row_files
+from meshwright.train.metrics import log_file, writer
 from meshwright.train.metrics.collector import Metrics, Throughput
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 from meshwright.train.metrics.tensorboard import HParams, RunSummary, TensorBoardWriter
@@ -107,7 +106,7 @@ def test_a_full_device_is_named_as_such_and_the_rows_that_were_never_written_are
 def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "MAX_WAITING", 50)
+    monkeypatch.setattr(log_file, "MAX_WAITING", 50)
     (tmp_path / "file").write_text("")
     log, warnings = open_log(tmp_path / "file" / "log")
     for step in range(50 + 3):
@@ -274,7 +273,7 @@ needs_leases = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's
 def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_files, "HANGS_S", 1.5)
+    monkeypatch.setattr(writer, "HANGS_S", 1.5)
     warnings: list[str] = []
     with hanging(tmp_path / "metrics.jsonl"):
         start_s = time.monotonic()
@@ -299,8 +298,8 @@ def test_rows_for_a_disk_that_hangs_wait_and_nobody_waits_for_them(
 def test_of_rows_for_a_disk_that_hangs_no_more_than_a_limit_are_kept_and_it_is_said_how_many_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_files, "HANGS_S", 0.2)
-    monkeypatch.setattr(row_files, "MAX_WAITING", 20)
+    monkeypatch.setattr(writer, "HANGS_S", 0.2)
+    monkeypatch.setattr(writer, "MAX_WAITING", 20)
     warnings: list[str] = []
     with hanging(tmp_path / "metrics.jsonl"):
         metrics = open_metrics(tmp_path, warnings)
@@ -333,7 +332,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def train_and_wait_a_second_for_the_log(arguments: list[str]) -> None:
-    row_files.HANGS_S = 1.0
+    writer.HANGS_S = 1.0
     meshwright.train.main.main(arguments)
 
 

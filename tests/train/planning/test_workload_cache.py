@@ -9,7 +9,7 @@ from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.planner.workload import ModuleWorkload
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning import trace_model as work_cache
+from meshwright.train.planning import trace_model
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import _trace, remember
@@ -68,7 +68,7 @@ def test_another_case_or_other_code_is_traced_anew(
     longer = work_of(tmp_path, "--train.seq_len=128")
     assert longer != first
     assert len(counted) == 6
-    monkeypatch.setattr(work_cache, "_digest_of_code", lambda: "other")
+    monkeypatch.setattr(trace_model, "_digest_of_code", lambda: "other")
     check_alike(work_of(tmp_path), first)
     assert len(counted) == 9
 

@@ -16,7 +16,7 @@ from meshwright.parallel.planner.hardware import (
     load_hardware,
     read_hardware,
 )
-from meshwright.tools.bench import harness as record
+from meshwright.tools.bench import harness
 from meshwright.tools.bench.calibrate.hardware_file import (
     ATTENTION,
     CalibratedMachine,
@@ -111,7 +111,7 @@ def find_machine(threads: int, quick: bool) -> CalibratedMachine:
         return CalibratedMachine(
             "cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), threads, quick
         )
-    hardware = record.find_hardware()
+    hardware = harness.find_hardware()
     return CalibratedMachine("cpu", hardware["cpu"], hardware["cores"], threads, quick)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from meshwright.tools.bench.case_record import CaseRecord, open_record
 from meshwright.tools.bench.gpu.cases import LLAMA_8B, TINY, GpuCase, make_cases
-from meshwright.tools.bench.gpu.record import GpuRecord, open_record
 from meshwright.tools.bench.gpu.report import gpu_text
 from meshwright.tools.bench.gpu.runs import AbsentError, GpuMachine, OutOfTimeError, config_of, measure_case
 from meshwright.tools.bench.harness import KEYS, BenchResult
@@ -108,7 +108,7 @@ def in_turns(cases: Sequence[GpuCase]) -> Iterator[tuple[int, GpuCase]]:
         yield from ((turn, case) for case in cases if case.repeats > turn)
 
 
-def run_cases(cases: Sequence[GpuCase], kept: GpuRecord, machine: GpuMachine, stop_at: float) -> None:
+def run_cases(cases: Sequence[GpuCase], kept: CaseRecord, machine: GpuMachine, stop_at: float) -> None:
     """Measure what the record has not, until `stop_at` (of time.monotonic). One that fails does not cost the
     others."""
     for turn, case in in_turns(cases):
@@ -124,7 +124,7 @@ def run_cases(cases: Sequence[GpuCase], kept: GpuRecord, machine: GpuMachine, st
             return
 
 
-def run_case(case: GpuCase, kept: GpuRecord, machine: GpuMachine, end_at: float) -> None:
+def run_case(case: GpuCase, kept: CaseRecord, machine: GpuMachine, end_at: float) -> None:
     """One run of one case into the record, or why there is none. Raises OutOfTimeError."""
     print(f"{case.name} ...", file=sys.stderr, flush=True)
     began_at, config = time.monotonic(), None

@@ -16,8 +16,8 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.plot.shapes import to_svg
 from meshwright.parallel.planner.search import SearchResult, search
-from meshwright.tools.bench import harness as record
-from meshwright.tools.bench.gpu.record import GpuRecord
+from meshwright.tools.bench import harness
+from meshwright.tools.bench.case_record import CaseRecord
 from meshwright.tools.bench.harness import BenchResult, check_page, fill_page, markdown_table
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.bench.train_run import config_to_record
@@ -140,7 +140,7 @@ def make_config(case: ScalingCase, options: argparse.Namespace, overrides: Seque
     )
 
 
-def open_record(options: argparse.Namespace, overrides: Sequence[str]) -> GpuRecord:
+def open_record(options: argparse.Namespace, overrides: Sequence[str]) -> CaseRecord:
     """The newest record of the name that was given, else a new one; without a name one that is not kept.
     Raises BenchError where the newest was made with other settings."""
     settings = {
@@ -148,17 +148,17 @@ def open_record(options: argparse.Namespace, overrides: Sequence[str]) -> GpuRec
         "sequences_per_gpu": options.sequences_per_gpu,
         "keys": [*overrides],
     }
-    document = record.make_document(
+    document = harness.make_document(
         "scale", options.command, None, {"predicted": True, "settings": settings, "cases": {}}
     )
     if options.record is None:
-        return GpuRecord(None, document)
+        return CaseRecord(None, document)
     name = options.record or "scale"
-    record.check_name(name)
-    found = sorted(record.RECORDS.glob(f"????-??-??-{name}.json"))
+    harness.check_name(name)
+    found = sorted(harness.RECORDS.glob(f"????-??-??-{name}.json"))
     if not found or options.again:
-        return GpuRecord(record.RECORDS / f"{document['date']}-{name}.json", document)
-    kept = GpuRecord(found[-1], json.loads(found[-1].read_text(encoding="utf-8")))
+        return CaseRecord(harness.RECORDS / f"{document['date']}-{name}.json", document)
+    kept = CaseRecord(found[-1], json.loads(found[-1].read_text(encoding="utf-8")))
     before = kept.document["figures"]["settings"]
     if before != settings:
         raise BenchError(
@@ -169,7 +169,7 @@ def open_record(options: argparse.Namespace, overrides: Sequence[str]) -> GpuRec
 
 
 def predict_case(
-    case: ScalingCase, kept: GpuRecord, options: argparse.Namespace, overrides: Sequence[str]
+    case: ScalingCase, kept: CaseRecord, options: argparse.Namespace, overrides: Sequence[str]
 ) -> None:
     """One case into the record: null where nothing fits, with the reason."""
     began_at = time.monotonic()

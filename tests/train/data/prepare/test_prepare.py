@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from meshwright.train.data.prepare import worker
-from meshwright.train.data.prepare import worker as long_texts
+from meshwright.train.data.prepare import worker as worker_module
 from meshwright.train.data.prepare.partition import cut_source, unit_hash
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.prepare.readers import read_part
@@ -107,12 +107,12 @@ def test_a_long_text_is_cut_only_where_its_ids_stay_the_same(
     filler = " the quick\n\nbrown fox \n\n\n 12345 \nthe"
     text = "".join(text + filler for text in odd_texts(4000, seed=30, mean_bits=6)).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "PART_BYTES", 5000)
-        parts = list(long_texts.cut_text(encode, text))
+        patch.setattr(worker_module, "PART_BYTES", 5000)
+        parts = list(worker_module.cut_text(encode, text))
         assert b"".join(parts) == text
         assert (len(parts) > 20) == cut
         said: list[tuple[int, int]] = []
-        arrays = long_texts.encode_in_parts(
+        arrays = worker_module.encode_in_parts(
             encode, text, np.dtype(np.uint16), lambda *counts: said.append(counts)
         )
         assert np.array_equal(np.concatenate(arrays), encode([text])[0])

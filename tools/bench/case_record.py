@@ -1,4 +1,4 @@
-"""The record of `bench gpu`: written after every case, and gone on with by the next call."""
+"""A record that is written after every case, and gone on with by the next call."""
 
 import datetime
 import json
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench import harness as record
+from meshwright.tools.bench import harness
 from meshwright.tools.processes import BenchError
 
 # in one record
 SAME = (("hardware", "gpu"), ("hardware", "cpu"), ("versions", "torch"), ("figures", "shape"))
 
 
-class GpuRecord:
+class CaseRecord:
     """Cases by name: {state: measured | failed | absent, reason, config, runs: [figures], commits}. With no
     path nothing is kept."""
 
@@ -51,7 +51,7 @@ class GpuRecord:
         self._stamp(case)
 
     def _stamp(self, case: dict[str, Any]) -> None:
-        case["commits"].append(record.find_versions()["commit"])
+        case["commits"].append(harness.find_versions()["commit"])
         case["date"] = datetime.date.today().isoformat()
         self.save()
 
@@ -61,23 +61,25 @@ class GpuRecord:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.partial")
-        partial.write_text(json.dumps(record.without_names(self.document), indent=2) + "\n", encoding="utf-8")
+        partial.write_text(
+            json.dumps(harness.without_names(self.document), indent=2) + "\n", encoding="utf-8"
+        )
         os.replace(partial, self.path)
 
 
 def open_record(
     name: str | None, command: Sequence[str], shape: str, folder: Path | None = None
-) -> GpuRecord:
+) -> CaseRecord:
     """The newest record of that name, else a new one; None: one that is not kept. Raises BenchError where the
     newest is of another machine, torch or shape."""
-    folder = folder or record.RECORDS
-    document = record.make_document("gpu", command, None, {"shape": shape, "cases": {}})
+    folder = folder or harness.RECORDS
+    document = harness.make_document("gpu", command, None, {"shape": shape, "cases": {}})
     if name is None:
-        return GpuRecord(None, document)
-    record.check_name(name)
+        return CaseRecord(None, document)
+    harness.check_name(name)
     found = sorted(folder.glob(f"????-??-??-{name}.json"))
     if not found:
-        return GpuRecord(folder / f"{document['date']}-{name}.json", document)
+        return CaseRecord(folder / f"{document['date']}-{name}.json", document)
     kept: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
     for section, key in SAME:
         before, now = kept[section].get(key), document[section].get(key)
@@ -86,4 +88,4 @@ def open_record(
                 f"--record {name}: {found[-1].name} is of {key} {before}, here it is {now}. Name another "
                 f"record"
             )
-    return GpuRecord(found[-1], kept)
+    return CaseRecord(found[-1], kept)
