@@ -20,10 +20,10 @@ from torch import Tensor
 
 from meshwright.tools.cli import format_table, run_tool
 from meshwright.tools.load_weights import checkpoints_folder, find_newest, load_whole_weights
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import open_reader, read_tensors
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor, read_manifest
-from meshwright.train.checkpoint.storage import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
 

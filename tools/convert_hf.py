@@ -24,6 +24,7 @@ from torch import Tensor
 from meshwright.models.hf import config_to_hf, hf_name
 from meshwright.tools.cli import run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, saved_weights
+from meshwright.train.checkpoint.commit import write_synced
 from meshwright.train.checkpoint.huggingface import (
     CONFIG,
     DTYPES,
@@ -42,7 +43,6 @@ from meshwright.train.checkpoint.manifest import (
     dtype_word,
     manifest_to_text,
 )
-from meshwright.train.checkpoint.storage import write_synced
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import Config
 from meshwright.train.errors import CheckpointError

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.load import read_tensors
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.config import Config
 from meshwright.train.config_parser import load_config

@@ -17,11 +17,11 @@ from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_paral
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.build_model import build_model
+from meshwright.train.checkpoint.commit import list_checkpoints, refuse_newer
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights, say_start
 from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.checkpoint.storage import list_checkpoints, refuse_newer
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config
 from meshwright.train.console import Console

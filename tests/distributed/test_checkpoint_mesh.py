@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint, read_tensors
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import own_shards, training_tensors
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.step import train_step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.train.checkpoint.storage import list_checkpoints, step_of
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.config_parser import load_config
 from meshwright.train.data.corpus import load_corpus
 from meshwright.train.data.prepare.prepare import PrepareSettings

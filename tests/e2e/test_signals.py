@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.checkpoint.commit import list_checkpoints
 from tests.support.launch import Launch, read_metrics, read_status, run
 from tests.support.run_faults import (
     LIMIT_S,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from meshwright.tools.bench.train_run import read_rows
 from meshwright.tools.processes import BenchError
-from meshwright.train.checkpoint.storage import list_checkpoints, step_of
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
 from meshwright.train.fault_tolerance.run_status import read_status

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.tools.bench.speed.data import set_cache
 from meshwright.train.build_model import build_model
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.shards import count_bytes, training_tensors
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
 from meshwright.train.config import CheckpointConfig, Config, VerifyMode
 from meshwright.train.config_parser import parse_config

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from meshwright.train.checkpoint import commit as commit_module
 from meshwright.train.checkpoint import save as save_module
 from meshwright.train.checkpoint import shards
-from meshwright.train.checkpoint import storage as storage_module
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver, Saved
 from meshwright.train.config import CheckpointConfig, OptimConfig
@@ -32,9 +32,9 @@ KILLS: dict[str, tuple[Any, str, int]] = {
     "in its shard": (shards.os, "fsync", 0),
     "in the other's shard": (shards.os, "fsync", 1),
     "before the config": (save_module, "write_synced", 0),
-    "before the manifest": (storage_module, "write_synced", 0),
-    "before the rename": (storage_module, "flush_folder", 0),
-    "after the rename": (storage_module, "_sync_parent", 0),
+    "before the manifest": (commit_module, "write_synced", 0),
+    "before the rename": (commit_module, "flush_folder", 0),
+    "after the rename": (commit_module, "_sync_parent", 0),
     "before retention": (save_module, "delete_others", 0),
     "in a deletion": (shutil, "rmtree", 0),
 }

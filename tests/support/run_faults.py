@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.tools.processes import children, start_times
-from meshwright.train.checkpoint.storage import list_checkpoints, step_of
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from tests.support import launch
 from tests.support.launch import EAGER, TINY, Launch, kill, read_metrics, read_status

@@ -18,11 +18,11 @@ from meshwright.models.llama import Llama
 from meshwright.tools.checkpoint import compare_checkpoints, main
 from meshwright.tools.convert_hf import main as convert
 from meshwright.tools.load_weights import find_newest, load_whole_weights
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import manifest_to_text, read_manifest
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.config_parser import load_config

@@ -15,9 +15,9 @@ from torch import nn
 
 from meshwright.models.hf import different_keys, hf_name, is_ignored
 from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
 from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import find_damage, raise_damage, verify_together
 from meshwright.train.config import VerifyMode
 from meshwright.train.config_parser import load_config

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from meshwright.train.checkpoint.commit import list_checkpoints, put_aside
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, dtype_word
 from meshwright.train.checkpoint.shards import random_state, training_tensors
-from meshwright.train.checkpoint.storage import list_checkpoints, put_aside
 from meshwright.train.checkpoint.verify import verify_together
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0

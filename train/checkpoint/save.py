@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import one_line
+from meshwright.train.checkpoint.commit import abandon, begin_save, commit, delete_others, write_synced
 from meshwright.train.checkpoint.host_buffers import RoomAsked, copy_bytes, describe_missing
 from meshwright.train.checkpoint.manifest import (
     CheckpointManifest,
@@ -35,7 +36,6 @@ from meshwright.train.checkpoint.shards import (
     training_tensors,
     write_shard_file,
 )
-from meshwright.train.checkpoint.storage import abandon, begin_save, commit, delete_others, write_synced
 from meshwright.train.checkpoint.verify import hash_file
 from meshwright.train.config import CheckpointConfig
 from meshwright.train.errors import SaveError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, CrashLoopError, OutOfMemory

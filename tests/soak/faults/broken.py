@@ -205,7 +205,7 @@ BROKEN = (
         "retention keeps the oldest checkpoints and deletes the newest",
         "newest = steps[-keep:] if keep else steps",
         "newest = steps[:keep] if keep else steps",
-        tests=("tests/train/checkpoint/test_storage.py",),
+        tests=("tests/train/checkpoint/test_commit.py",),
     ),
     Fault(
         "lock-not-taken",

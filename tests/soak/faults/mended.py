@@ -167,14 +167,14 @@ MENDED = (
         "a checkpoint that cannot be read now is taken for a damaged one",
         "except UnreadableError:\n            raise\n        except CheckpointError as error:",
         "except CheckpointError as error:",
-        tests=("tests/train/checkpoint/test_storage.py",),
+        tests=("tests/train/checkpoint/test_commit.py",),
     ),
     Fault(
         "foreign-checkpoints-taken",
         "older checkpoints of another training in run.dir are taken for this one's",
         "if not own or step_of(path) > start_step]",
         "if step_of(path) > start_step]",
-        tests=("tests/train/checkpoint/test_storage.py",),
+        tests=("tests/train/checkpoint/test_commit.py",),
     ),
     # Tools
     Fault(

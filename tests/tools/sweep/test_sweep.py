@@ -17,7 +17,7 @@ import yaml
 from meshwright.tools.processes import children
 from meshwright.tools.sweep import runner
 from meshwright.tools.sweep.__main__ import main
-from meshwright.train.checkpoint.storage import list_checkpoints, step_of
+from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.errors import ConfigError
 from tests.support.launch import (
     EAGER,

@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 import meshwright.train.main
+from meshwright.train.checkpoint import commit as commit_module
 from meshwright.train.checkpoint import save as save_module
-from meshwright.train.checkpoint import storage as storage_module
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.load import load_checkpoint
 from meshwright.train.checkpoint.manifest import MANIFEST
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone
 from tests.support.checkpoint_saves import (
     KILLS,
@@ -165,7 +165,7 @@ def test_older_ones_go_only_after_a_newer_one_is_there(
     def look(folder: Path, keep: int, keep_every: int) -> None:
         there.append(
             [
-                storage_module.step_of(verified)
+                commit_module.step_of(verified)
                 for verified in list_checkpoints(folder)
                 if verify_alone(verified)
             ]
@@ -176,7 +176,7 @@ def test_older_ones_go_only_after_a_newer_one_is_there(
     for step in range(1, 6):
         assert trainer.save(tmp_path, step, keep=1, keep_every=2).error == ""
     assert there == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
-    assert [storage_module.step_of(path) for path in list_checkpoints(tmp_path)] == [2, 4, 5]
+    assert [commit_module.step_of(path) for path in list_checkpoints(tmp_path)] == [2, 4, 5]
 
 
 def test_a_step_that_is_there_is_not_written_again(trainer: Trainer, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_file_system_that_does_not_know_its_size_is_not_full(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some in user space say 0 of everything."""
-    monkeypatch.setattr(storage_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    monkeypatch.setattr(commit_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     assert trainer.save(tmp_path, 1).error == ""
 
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver, Saved
 from meshwright.train.checkpoint.shards import needed_bytes, random_state, training_tensors
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.config import CheckpointConfig
 
 

@@ -21,12 +21,12 @@ from meshwright.tools.checkpoint import main as checkpoint_tool
 from meshwright.tools.convert_hf import main as convert
 from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint import initial_weights
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
 from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
-from meshwright.train.checkpoint.storage import list_checkpoints
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, parse_config

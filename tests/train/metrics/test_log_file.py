@@ -20,7 +20,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import meshwright.train.main
-from meshwright.train.checkpoint.storage import list_checkpoints
+from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.config import MetricsConfig
 from meshwright.train.evaluation import Score
 from meshwright.train.metrics import log_file, writer

@@ -10,6 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.train.checkpoint import verify as verify_module
+from meshwright.train.checkpoint.commit import (
+    begin_save,
+    commit,
+    delete_others,
+    list_checkpoints,
+    make_retained,
+    put_aside,
+    refuse_newer,
+    write_synced,
+)
 from meshwright.train.checkpoint.load import find_start
 from meshwright.train.checkpoint.manifest import (
     LIMIT_BYTES,
@@ -19,16 +29,6 @@ from meshwright.train.checkpoint.manifest import (
     SavedTensor,
     TrainPosition,
     read_manifest,
-)
-from meshwright.train.checkpoint.storage import (
-    begin_save,
-    commit,
-    delete_others,
-    list_checkpoints,
-    make_retained,
-    put_aside,
-    refuse_newer,
-    write_synced,
 )
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
 from meshwright.train.config import CheckpointConfig
