@@ -64,7 +64,7 @@ def save(folder: Path, arguments: Sequence[str]) -> int:
             }
             train_step(model, optimizer, batches, 1.0, run.group)
         saver.wait()
-        (news,) = saver.news()
+        (news,) = saver.poll()
         assert (news.error, news.path) == ("", folder / f"step-{step:08d}")
     counts = torch.tensor(
         sum(shard.values.numel() for shard in own_shards(training_tensors(model, optimizer), mesh).values())

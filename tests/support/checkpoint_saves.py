@@ -67,7 +67,7 @@ def save(saver: CheckpointSaver, step: int) -> Saved:
     """A save from beginning to end."""
     saver.save(TrainPosition(step, 8 * step, 0, 32, dist.get_world_size(), "data"))
     saver.wait()
-    (news,) = saver.news()
+    (news,) = saver.poll()
     assert saver.failed == news.error
     assert (news.path is None) == bool(news.error)
     return news

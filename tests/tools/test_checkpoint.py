@@ -275,7 +275,7 @@ def save_alone(checkpoint: Path, folder: Path) -> Path:
         )
         saver.save(dataclasses.replace(manifest.position, world_size=1))
         saver.wait()
-        (news,) = saver.news()
+        (news,) = saver.poll()
         assert news.path, news.error
         return news.path
 

@@ -83,7 +83,7 @@ def take_step(scene: Scene, shutdown: GracefulShutdown, rank: int, step: int) ->
             time.sleep(FOR_EVER_S)
         dist.all_reduce(torch.ones(1))
     if scene.trouble == "failed save" and rank == scene.rank_in_trouble:
-        threading.Thread(target=shutdown.ask, args=("OSError: disk full",), kwargs={"failed": True}).start()
+        threading.Thread(target=shutdown.request, args=("OSError: disk full",), kwargs={"failed": True}).start()
 
 
 class Log:

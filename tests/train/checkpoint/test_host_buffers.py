@@ -76,7 +76,7 @@ def save_on_machines(folder: Path, left_kib: list[int]) -> tuple[bool, str, int]
     for step in (1, 2):
         saver.save(TrainPosition(step, 8, 0, 32, dist.get_world_size(), "data"))
         saver.wait()
-    errors = "".join(news.error for news in saver.news())
+    errors = "".join(news.error for news in saver.poll())
     return saver._asynchronous, errors, sum(copy.nbytes for copy in saver._copies.values())
 
 

@@ -39,7 +39,7 @@ def make_saver(folder: Path) -> tuple[CheckpointSaver, dict[str, Tensor]]:
 def save(saver: CheckpointSaver, step: int) -> Saved:
     saver.save(TrainPosition(step))
     saver.wait()
-    (news,) = saver.news()
+    (news,) = saver.poll()
     assert saver.failed == news.error
     return news
 

@@ -97,7 +97,7 @@ class Trainer:
             load_checkpoint(start.checkpoint, start.manifest, self.model, self.optimizer)
         return start
 
-    def initial_weights(self, checkpoint: Path) -> None:
+    def init_from(self, checkpoint: Path) -> None:
         weights = find_weights(str(checkpoint), self.config.model, None)
         assert weights
         load_weights(weights, self.model)

@@ -163,7 +163,7 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU news of a step is one step late."""
     told: list[str] = []
     run = SimpleNamespace(
-        watchdog=Mock(), screen=Mock(lines=told.extend), metrics=Mock(), finite=Mock(), saver=Mock()
+        watchdog=Mock(), console=Mock(print_lines=told.extend), metrics=Mock(), finite=Mock(), saver=Mock()
     )
     run.finite.finish.side_effect = NonFiniteError("step 4")
     with pytest.raises(NonFiniteError):

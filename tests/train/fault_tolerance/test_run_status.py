@@ -13,8 +13,8 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer 
 
 def end_by(error: Exception, folder: Path) -> str:
     """The reason that stands in status.json after this error has ended rank 0."""
-    status = RunStatus(RankInfo(0, 2, 0, 2, True), Console(False), named=False)
-    with pytest.raises(type(error)), status.recording(folder):
+    run_status = RunStatus(RankInfo(0, 2, 0, 2, True), Console(False), named=False)
+    with pytest.raises(type(error)), run_status.recording(folder):
         raise error
     status = read_status(folder)
     assert status is not None
