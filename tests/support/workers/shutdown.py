@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,7 +84,8 @@ def take_step(scene: Scene, shutdown: GracefulShutdown, rank: int, step: int) ->
             time.sleep(FOR_EVER_S)
         dist.all_reduce(torch.ones(1))
     if scene.trouble == "failed save" and rank == scene.rank_in_trouble:
-        threading.Thread(target=shutdown.request, args=("OSError: disk full",), kwargs={"failed": True}).start()
+        request = partial(shutdown.request, "OSError: disk full", failed=True)
+        threading.Thread(target=request).start()
 
 
 class Log:
