@@ -273,8 +273,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to profile, into run.dir/profile/step-START; python -m tools.trace RUN explains what is
-    there.
+    """Which steps to profile, into run.dir/profile/step-START, which python -m tools.trace RUN explains.
 
     Args:
         start: first optimizer step of the profiled window; 0 is never
