@@ -56,7 +56,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is laid out over the processes. auto is as said here; under plan=auto the planner chooses.
+    """How the model is laid out over the processes. auto: as said here; with plan=auto the planner chooses.
 
     Args:
         plan: manual (the keys below decide), auto (the planner chooses what they leave open, for this
