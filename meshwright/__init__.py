@@ -6,4 +6,12 @@ folder of a checkout `python -m train.main` and `python -m tools.NAME` are short
 meshwright.train.main` and `python -m meshwright.tools.NAME`, which work everywhere.
 """
 
+import os
+
 __version__ = "0.1.0"
+
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "train")):
+    raise ImportError(
+        "meshwright/train is no folder: git has made the links of this checkout into text files. "
+        "`git config core.symlinks true; git checkout -- meshwright` makes them anew"
+    )

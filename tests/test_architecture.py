@@ -81,7 +81,7 @@ def above_ground(root: Path) -> list[str]:
         for path in ([root / place] if place.endswith(".py") else sorted((root / place).rglob("*.py")))
         for name in sorted(imports_of(path, root))
         if name.count(".") > 1 and name.startswith(f"{PACKAGE}.")
-        if not name.removeprefix(f"{PACKAGE}.").startswith(allowed)
+        if not f"{name.removeprefix(f'{PACKAGE}.')}.".startswith(tuple(f"{begin}." for begin in allowed))
     ]
 
 
@@ -94,6 +94,28 @@ def bare_imports(root: Path) -> list[str]:
         for name in sorted(imports_of(path, root))
         if name.split(".")[0] in MAY_IMPORT
     ]
+
+
+def bare_commands(root: Path) -> list[str]:
+    """Commands that start a module of ours without the package's name: installed, it is not there."""
+    found = []
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            started: list[ast.expr] = []
+            if isinstance(node, ast.List | ast.Tuple):
+                words = [e.value if isinstance(e, ast.Constant) else "" for e in node.elts]
+                starts = words[:1] != ["python"]  # else it is what a record shows to people
+                pairs = zip(words, node.elts[1:], strict=False)
+                started = [after for word, after in pairs if word == "-m" and starts]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "python_command":
+                started = node.args[:1]
+            modules = [e.value for e in started if isinstance(e, ast.Constant)]
+            found += [
+                f"{path.relative_to(root)} starts {name}"
+                for name in modules
+                if str(name).split(".")[0] in MAY_IMPORT
+            ]
+    return found
 
 
 def import_circles(root: Path) -> list[str]:
@@ -193,6 +215,10 @@ def test_imports_go_by_the_one_importable_name() -> None:
     assert bare_imports(ROOT) == []
 
 
+def test_commands_go_by_the_one_importable_name() -> None:
+    assert bare_commands(ROOT) == []
+
+
 def test_no_file_imports_itself_through_others() -> None:
     assert import_circles(ROOT) == []
 
@@ -272,6 +298,18 @@ def test_an_import_without_the_package_is_found(path: str, text: str, tmp_path: 
     assert {line.split(" imports ")[0] for line in bare_imports(tree)} == {path}
 
 
+def test_a_command_without_the_package_is_found(tmp_path: Path) -> None:
+    files = {
+        "tools/a.py": 'command = [python, "-m", "train.main", *arguments]',
+        "train/b.py": 'run(python_command("tools.bench.worker", 1))',
+        "train/c.py": 'run([python, "-m", "meshwright.a"]; print("-m train.main")); run(("-m", MODULE))',
+    }
+    assert bare_commands(write_tree(tmp_path, files)) == [
+        "train/b.py starts tools.bench.worker",
+        "tools/a.py starts train.main",
+    ]
+
+
 def test_imports_along_the_direction_are_not_found(tmp_path: Path) -> None:
     allowed = {
         "models/a.py": "import modelsoup\nfrom meshwright.models.b import B\nfrom . import b\nimport "
@@ -336,9 +374,11 @@ def test_an_import_of_a_doer_is_found(tmp_path: Path) -> None:
     files["parallel/plan/a.py"] = (
         "from meshwright.parallel.plan.rules import f\nfrom meshwright.parallel import fsdp"
     )
+    files["parallel/plan/b.py"] = "import meshwright.parallel.planner.search"
     found = above_ground(write_tree(tmp_path, files))
     assert {line.split(" imports ")[0] for line in found} == set(files)
-    assert {line.split(" imports ")[1] for line in found} == {"meshwright.parallel.fsdp"}
+    doers = {"meshwright.parallel.fsdp", "meshwright.parallel.planner.search"}
+    assert {line.split(" imports ")[1] for line in found} == doers
 
 
 def test_a_folder_of_too_many_modules_is_found(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BackgroundThread:
-    """A thread that does one errand after the other, so that whoever sends them can stop waiting for one.
+    """A thread that does one call after the other, so that whoever submits them can stop waiting for one.
 
     It is a daemon, unlike those of concurrent.futures: a store or disk that never answers must not keep a
     process alive.
@@ -19,21 +19,21 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, errand: Callable[[], Any]) -> Future[Any]:
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
         """Have a function called; its result or exception arrives in the future."""
         future: Future[Any] = Future()
-        self._queue.put((errand, future))
+        self._queue.put((function, future))
         return future
 
     def close(self, limit_s: float) -> None:
-        """Wait for what was sent, and for the thread, no longer than the limit."""
+        """Wait for what was submitted, and for the thread, no longer than the limit."""
         self._queue.put(None)
         self._thread.join(limit_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            errand, future = item
+            function, future = item
             try:
-                future.set_result(errand())
+                future.set_result(function())
             except BaseException as error:  # the sender decides what it means
                 future.set_exception(error)

@@ -1,7 +1,7 @@
 """Operations, copies and collectives in seconds: a roofline, rings that know which of their members share a
 node, and how long each part of a step takes alone.
 
-Of what activation_checkpoint offload sends to host memory: which blocks, how much, and how long a copy takes.
+What activation_checkpoint offload sends to host memory: which blocks, how much, and how long a copy takes.
 How it is done is in parallel/activation_offload.py; what it does to memory on the device is in
 memory_model.py, and to a step in fsdp_schedule.py.
 """

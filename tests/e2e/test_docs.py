@@ -106,7 +106,7 @@ ALL = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the pages assume a reader to have."""
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("configs", "tools", "parallel", "models", "train"):
+    for name in ("configs", "meshwright", "tools", "parallel", "models", "train"):
         (folder / name).symlink_to(ROOT / name)
     for name in ("docs", "web", "corpus/deep"):
         (folder / name).mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_every_page_is_read_and_every_link_leads_somewhere() -> None:
 def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
     for page in (*PAGES, CONTRIBUTING):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for module in re.findall(r"python -m ((?:tools|train|tests)(?:\.\w+)+)", text):
+        for module in re.findall(r"python -m (?:meshwright\.)?((?:tools|train|tests)(?:\.\w+)+)", text):
             path = ROOT / module.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: {module}"
         for path in re.findall(r"`((?:tests|configs|docs|tools|train|parallel|models)/[\w/.-]+\.\w+)`", text):

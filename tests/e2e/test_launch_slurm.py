@@ -131,7 +131,7 @@ def ask(command: list[str], env: dict[str, str], folder: Path = ROOT) -> str:
 def fresh_clone(folder: Path) -> Path:
     """This repository, by links, without what runs have left in it."""
     folder.mkdir()
-    for name in ("configs", "models", "parallel", "train", "tools"):
+    for name in ("configs", "meshwright", "models", "parallel", "train", "tools"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

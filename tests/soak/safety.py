@@ -19,7 +19,8 @@ from tests.soak.program import Measured, make_parser, run_program
 
 MOST_SAVE, MOST_STALL = 1.15, 1.5  # asked: of torch's own save with either storage; of a normal step
 DESCRIPTION = (
-    "Save and load the same tensors, sharded over several processes, on one disk, in turn: with our Saver "
+    "Save and load the same tensors, sharded over several processes, on one disk, in turn: with our "
+    "CheckpointSaver "
     "(hashes, manifest, "
     "fsync, commit), with torch.distributed.checkpoint's safetensors storage (save_distributed), and with "
     "its own storage, which "

@@ -370,8 +370,8 @@ def plans(part: Part) -> Any:
 
 def without_buffers(value: Any) -> Any:
     """What tools.plan says but for the most memory of buffers that it predicts, which differs from start to
-    start: parallel/planner/eager.py knows weights by the addresses of their storages, which others get when
-    they are gone."""
+    start: parallel/planner/tracing/eager.py knows weights by the addresses of their storages, which others
+    get when they are gone."""
     if isinstance(value, list):
         return [without_buffers(one) for one in value]
     if isinstance(value, str):

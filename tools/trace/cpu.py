@@ -13,9 +13,9 @@ from meshwright.tools.trace.phases import Places, find_axis, find_lane
 from meshwright.tools.trace.steps import (
     ComputeSpan,
     Interval,
-    Need,
     ProfiledStep,
     Transfer,
+    UnitDeadline,
     UnitRun,
     clip,
     subtract,
@@ -170,7 +170,7 @@ def _between_hooks(ordered: Sequence[Label]) -> Iterator[Label]:
     return iter(sorted(made, key=lambda label: label.start_ns))
 
 
-def _needs(labels: Sequence[Label], places: Places) -> Iterator[Need]:
+def _needs(labels: Sequence[Label], places: Places) -> Iterator[UnitDeadline]:
     """From the start of FSDP2's hook before a unit to the end of the copy out of what was gathered, which
     waits for it."""
     hooks = [label for label in labels if label.kind in ("pre_forward", "pre_backward")]
@@ -182,7 +182,7 @@ def _needs(labels: Sequence[Label], places: Places) -> Iterator[Need]:
     ):
         place = places.at(copy.thread, copy.start_ns)
         before = _around(by_unit[copy.unit], copy.start_ns)
-        yield Need(
+        yield UnitDeadline(
             copy.unit,
             place.phase,
             place.micro_batch,

@@ -12,9 +12,9 @@ from meshwright.tools.trace.phases import Places, StepPhase, find_axis, find_lan
 from meshwright.tools.trace.steps import (
     ComputeSpan,
     Interval,
-    Need,
     ProfiledStep,
     Transfer,
+    UnitDeadline,
     UnitRun,
     subtract,
 )
@@ -130,7 +130,7 @@ class _Device:
             during=self._places.hook(self.call(i)[2], issued_ns),
         )
 
-    def _needs(self, part: Sequence[int]) -> Iterator[Need]:
+    def _needs(self, part: Sequence[int]) -> Iterator[UnitDeadline]:
         """On the main stream, between the kernel before a unit's copying out and that; not before the copy
         was launched, as until then the GPU stood for the CPU."""
         before_ns, last = 0, None
@@ -143,7 +143,9 @@ class _Device:
             place = self.places[i]
             copies = place.unit, place.phase, place.micro_batch
             if place.kind == "all_gather_copy_out" and copies != last:
-                yield Need(*copies, min(max(before_ns, self.call(i)[1]), self.start_ns(i)), self.start_ns(i))
+                yield UnitDeadline(
+                    *copies, min(max(before_ns, self.call(i)[1]), self.start_ns(i)), self.start_ns(i)
+                )
             last = copies if place.kind == "all_gather_copy_out" else None
             before_ns = max(before_ns, self.end_ns(i))
 

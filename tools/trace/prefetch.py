@@ -10,9 +10,9 @@ from itertools import pairwise
 from statistics import mode
 
 from meshwright.tools.trace.steps import (
-    Need,
     ProfiledStep,
     Transfer,
+    UnitDeadline,
     UnitRun,
     clip,
     intersect,
@@ -198,7 +198,7 @@ def waits_with_depth(costs: Sequence[UnitCost], depth: int) -> list[int]:
 def _judge(
     step: ProfiledStep,
     runs: Sequence[UnitRun],
-    need: Need,
+    need: UnitDeadline,
     sent: Transfer,
     waits: Sequence[int],
     late_ns: int,

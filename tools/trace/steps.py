@@ -105,7 +105,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class UnitDeadline:
     """Computing stood before a unit's gathered parameters from `needed_ns` on, and went on at `served_ns`."""
 
     unit: str
@@ -143,7 +143,7 @@ class ProfiledStep:
     works: Sequence[ComputeSpan]
     transfers: Sequence[Transfer]
     runs: Sequence[UnitRun]
-    needs: Sequence[Need]
+    needs: Sequence[UnitDeadline]
     host: Sequence[Interval]
     launching: Sequence[Interval] = ()
 

@@ -6,15 +6,16 @@ import os
 import signal
 import sys
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from meshwright.train.distributed.ranks import RankInfo
+if TYPE_CHECKING:  # tools.doctor ends a process by it that has torch and nothing of ours
+    from meshwright.train.distributed.ranks import RankInfo
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 SPEAK_S = 5.0  # that another rank leaves to rank 0 for its message
 
 
-def say_user_error(ranks: RankInfo, words: str) -> None:
+def say_user_error(ranks: "RankInfo", words: str) -> None:
     """Rank 0 says what the user did wrong, for all ranks mostly find it alike; another one if rank 0 has not,
     a while later.
 
@@ -34,7 +35,7 @@ def say_error(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def exit_process(ranks: RankInfo, code: int, error: BaseException | None = None) -> NoReturn:
+def exit_process(ranks: "RankInfo", code: int, error: BaseException | None = None) -> NoReturn:
     """End the process with `code`; under torchrun, hand it `error` so that its report carries the one
     message."""
     if ranks.under_torchrun and error is not None:

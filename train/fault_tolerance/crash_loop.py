@@ -1,5 +1,5 @@
-"""Restarts: a run that is started again by itself, and fails again at the same step, is not started for
-ever."""
+"""Crash-loop detection: a run that is restarted by itself, and fails again at the same step, is not restarted
+for ever."""
 
 from meshwright.parallel.errors import one_line
 from meshwright.train.distributed.ranks import RankInfo

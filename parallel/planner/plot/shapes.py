@@ -4,9 +4,8 @@ TensorBoard brings (from 2.20 on)."""
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from xml.sax.saxutils import escape
-
-from PIL import Image, ImageDraw, ImageFont
 
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 LETTER_WIDTH = 0.56  # mean width of a letter of Helvetica or Arial, in font sizes
@@ -103,7 +102,9 @@ FONT_SIZE = 0.95  # Pillow's own font is a little larger than Helvetica of the s
 
 
 def to_png(picture: Picture) -> bytes:
-    """The picture as a PNG file."""
+    """The picture as a PNG file. Needs Pillow, which nothing else here does."""
+    from PIL import Image, ImageDraw
+
     large = SCALE * SMOOTH
     image = Image.new("RGB", (picture.width * large, picture.height * large), "#ffffff")
     draw = ImageDraw.Draw(image)
@@ -126,7 +127,9 @@ def _bounds(corners: tuple[tuple[float, float], ...]) -> tuple[tuple[float, floa
     return (min(across), min(down)), (max(across), max(down))
 
 
-def _write(image: Image.Image, texts: list[Text]) -> None:
+def _write(image: Any, texts: list[Text]) -> None:
+    from PIL import ImageDraw, ImageFont
+
     draw = ImageDraw.Draw(image)
     for text in texts:
         font = ImageFont.load_default(text.size * SCALE * FONT_SIZE)

@@ -72,7 +72,7 @@ class Panel:
 
 
 def timeline_svg(timeline: Timeline, title: str) -> str:
-    """The step as an SVG document. `shapes_png.to_png` makes a PNG of `draw_timeline`'s picture."""
+    """The step as an SVG document. `shapes.to_png` makes a PNG of `draw_timeline`'s picture."""
     return to_svg(draw_timeline(timeline, title))
 
 

@@ -210,7 +210,10 @@ def find_unsound(
     if not catchers:
         return []
     limits = Limits(3600.0, options.test_s)
-    return sorted(try_tests(root, catchers, measured.seconds, limits, to_the_end=True).failed)
+    trial = try_tests(root, catchers, measured.seconds, limits, to_the_end=True)
+    if trial.problem:
+        raise FaultError(f"the tests that caught faults could not be run without any: {trial.problem}")
+    return sorted(trial.failed)
 
 
 if __name__ == "__main__":

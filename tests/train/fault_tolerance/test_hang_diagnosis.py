@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.train.fault_tolerance import stack_traces
 from meshwright.train.fault_tolerance.hang_diagnosis import (
     RankReport,
     TimedOut,
@@ -13,7 +14,6 @@ from meshwright.train.fault_tolerance.hang_diagnosis import (
     diagnose,
     diagnose_alone,
 )
-from meshwright.train.fault_tolerance.stack_traces import ROOT as OUR_ROOT
 from meshwright.train.fault_tolerance.stack_traces import TORCH, Call, find_where
 
 # The message
@@ -212,8 +212,8 @@ def test_a_rank_that_speaks_for_itself() -> None:
 # Where a thread is
 
 
-STEP = Call(str(OUR_ROOT / "train/step.py"), 70, "train_step")
-LOOP = Call(str(OUR_ROOT / "train/loop.py"), 60, "train_loop")
+STEP = Call(str(stack_traces.PACKAGE / "train/step.py"), 70, "train_step")
+LOOP = Call(str(stack_traces.PACKAGE / "train/loop.py"), 60, "train_loop")
 C10D, WRAPPER = (
     str(TORCH / "distributed/distributed_c10d.py"),
     Call(str(TORCH / "distributed/c10d_logger.py"), 83, "wrapper"),
@@ -255,6 +255,22 @@ def test_the_collective_that_our_code_called_is_found(inner: list[Call], waits_i
     where = find_where([*inner, STEP, LOOP])
     assert (where.place, where.waits_in, where.inside) == ("train/step.py:70 train_step", waits_in, inside)
     assert where.path == ("train/loop.py:60 train_loop", "train/step.py:70 train_step")
+
+
+def test_ours_is_the_package_wherever_it_lies_and_what_stands_beside_it_in_a_checkout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shown(file: Path) -> str:
+        return find_where([Call(str(file), 7, "f")]).place
+
+    # `python -m train.main` runs the file itself, which everything else sees through the package's link
+    assert shown(stack_traces.ROOT / "train/main.py") == "train/main.py:7 f"
+    assert shown(stack_traces.ROOT / ".venv/lib/python3.11/site-packages/a/b.py") == ""
+    installed = Path("/opt/lib/python3.11/site-packages")
+    monkeypatch.setattr(stack_traces, "ROOT", installed)
+    monkeypatch.setattr(stack_traces, "PACKAGE", installed / "meshwright")
+    assert shown(installed / "meshwright/train/step.py") == "train/step.py:7 f"
+    assert shown(installed / "another/step.py") == ""
 
 
 def test_code_of_ours_that_torch_distributed_called_waits_for_nothing() -> None:

@@ -1,4 +1,4 @@
-"""`python -m meshwright.tools.bench.calibrate.command.worker`: one process of a calibration, which
+"""`python -m meshwright.tools.bench.calibrate.worker`: one process of a calibration, which
 `calibrate` starts and reads. It also names the kernels that a GPU ran: two machines of one kind differ by the
 libraries that they have."""
 

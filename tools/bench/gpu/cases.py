@@ -149,7 +149,7 @@ def measure_curves(
             *keys,
         ]
         run_to_end(
-            [*python_command("train.main", 1, folder / f"{name}-logs"), *arguments],
+            [*python_command("meshwright.train.main", 1, folder / f"{name}-logs"), *arguments],
             make_environment(threads, {}),
             folder / f"{name}.log",
             look,

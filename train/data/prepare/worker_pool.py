@@ -66,7 +66,7 @@ def _start() -> subprocess.Popen[str]:
 
     In a process group of its own, Ctrl-C does not reach it: this process ends it then.
     """
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_ROOT)]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "meshwright.train.data.prepare.worker"]
     return subprocess.Popen(
