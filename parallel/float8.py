@@ -30,8 +30,8 @@ def check_float8(plan: Float8Plan, device: torch.device) -> None:
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         raise PlanError(
             f"parallel.float8.recipe={plan.recipe} needs a GPU of compute capability "
-            f"{_version(LEAST_CAPABILITY)} or "
-            f"more, and {torch.cuda.get_device_name(device)} has {_version(found)}: use none"
+            f"{_version(LEAST_CAPABILITY)} or more, and {torch.cuda.get_device_name(device)} has "
+            f"{_version(found)}: use none"
         )
 
 

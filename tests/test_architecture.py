@@ -7,6 +7,7 @@ Every check takes a root folder, so that the tests below can show that it finds 
 import ast
 import re
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,6 +249,19 @@ def test_no_tracked_file_names_a_place_of_one_machine() -> None:
     assert machine_paths(ROOT, listed.split("\0")) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("train.main", ("PIL", "torchao", "transformers", "datasets", "pyarrow", "tensorboard")),
+        ("train.data.prepare.worker", ("torch",)),  # as many of them as cores are started
+    ],
+)
+def test_what_few_need_is_imported_late(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {PACKAGE}.{module}; print([name for name in {absent} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 # The checks, on made-up trees
 
 
@@ -302,7 +316,7 @@ def test_a_command_without_the_package_is_found(tmp_path: Path) -> None:
     files = {
         "tools/a.py": 'command = [python, "-m", "train.main", *arguments]',
         "train/b.py": 'run(python_command("tools.bench.worker", 1))',
-        "train/c.py": 'run([python, "-m", "meshwright.a"]; print("-m train.main")); run(("-m", MODULE))',
+        "train/c.py": 'run([python, "-m", "meshwright.a"]); print("-m train.main"); run(("-m", MODULE))',
     }
     assert bare_commands(write_tree(tmp_path, files)) == [
         "train/b.py starts tools.bench.worker",

@@ -164,8 +164,7 @@ def config_text(folder: HfFolder, tokenizer: str | None) -> str:
     sections["checkpoint"] = {"every": SAVE_EVERY}
     head = (
         f"# The model of {folder.path}, by tools.convert_hf. Position tables are built model.max_seq_len "
-        f"long:\n"
-        "# it may be less, down to train.seq_len.\n"
+        "long:\n# it may be less, down to train.seq_len.\n"
     )
     return head + yaml.safe_dump(sections, sort_keys=False)
 

@@ -79,21 +79,21 @@ class EvalTarget:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate, and end the process with what happened as its exit code."""
-    place = read_rank_info()
+    ranks = read_rank_info()
     options, overrides = make_parser().parse_known_args(arguments)
     code = 0
     problem: Exception | None = None
     try:
-        evaluate_model(options, overrides, place)
+        evaluate_model(options, overrides, ranks)
     except USER_ERRORS as error:
-        say_user_error(place, f"{type(error).__name__}: {error}")
+        say_user_error(ranks, f"{type(error).__name__}: {error}")
         code, problem = EXIT_USER_ERROR, error
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except Exception as error:
         traceback.print_exc()
         code, problem = EXIT_FAILED, error
-    exit_process(place, code, problem)
+    exit_process(ranks, code, problem)
 
 
 def make_parser() -> argparse.ArgumentParser:

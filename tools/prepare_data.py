@@ -26,8 +26,7 @@ MIB = 2**20
 LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on
 SOURCES = (
     "a file, folder or glob of text (.txt, .md, source code ...: one document each) or of records (.jsonl, "
-    ".jsonl.gz, "
-    ".jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
+    ".jsonl.gz, .jsonl.zst, .parquet, .arrow: a document each); stdlib for this Python's own source code; or "
     "hf:NAME[:CONFIG[:SPLIT]] for a Hugging Face dataset (split train), hf:FOLDER for one on disk"
 )
 
@@ -157,8 +156,7 @@ def to_line(progress: Progress) -> str:
     left_s = (progress.total_bytes - progress.done_bytes) / 1e6 / mb_s if mb_s else float("inf")
     return (
         f"{progress.done_bytes / 1e6:,.1f} of {progress.total_bytes / 1e6:,.1f} MB, {mb_s:,.1f} MB/s, "
-        f"{left_s:,.0f} s left, "
-        f"{progress.tokens:,} tokens"
+        f"{left_s:,.0f} s left, {progress.tokens:,} tokens"
     )
 
 
@@ -203,12 +201,10 @@ def to_text(figures: dict[str, Any]) -> str:
             else f"wrote {figures['folder']}",
             format_table(("split", "documents", "tokens"), rows),
             f"{figures['text_bytes'] / 1e6:,.1f} MB of text{speed}, {figures['bytes_per_token']:.2f} bytes "
-            f"per token; "
-            f"{figures['empty_documents']:,} documents without text were left out",
+            f"per token; {figures['empty_documents']:,} documents without text were left out",
             f"tokenizer {figures['tokenizer']}: {vocab_size:,} ids, stored as {figures['dtype']}",
             f"in a config: data.source: {figures['folder']}, model.vocab_size: {padded} (or any number from "
-            f"{vocab_size} on; "
-            "a multiple of 128 suits tensor parallelism and GPUs)",
+            f"{vocab_size} on; a multiple of 128 suits tensor parallelism and GPUs)",
         )
     )
 

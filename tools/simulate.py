@@ -34,9 +34,8 @@ PROG = "tools.simulate"
 LOGITS = ("head.output", "head.loss")  # of models.llama
 FIRST = 24  # collectives shown unless all are asked for
 NO_BUDGET = (
-    "activation_checkpoint budget is the compiler's, and a simulation is eager: activations are "
-    "those "
-    "of none."
+    "activation_checkpoint budget is the compiler's, and a simulation is eager: activations are those of "
+    "none."
 )
 
 
@@ -59,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
         usage=f"python -m {PROG} --config X --world-size N [--rank R] [--all] [--json] "
-        f"[--section.key=value ...]",
+        "[--section.key=value ...]",
         description="Run one optimizer step of one rank with the real code on a fake process group and fake "
         "tensors, and "
         "print its collectives and its memory by kind. Needs no GPU and starts no processes.",
@@ -154,7 +153,7 @@ def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) ->
     if simulation.host_bytes:
         parts.append(
             f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients, "
-            f"optimizer"
+            "optimizer"
         )
     if any(unit.activation_checkpoint == "budget" for unit in plan.units):
         parts.append(f"note: {NO_BUDGET}")

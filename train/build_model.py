@@ -62,7 +62,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not found:
             raise ConfigError(
                 f"train.freeze: {pattern} matches no parameter; names are as tok_embeddings.weight or "
-                f"layers.0.*"
+                "layers.0.*"
             )
         for parameter in found:
             parameter.requires_grad_(False)

@@ -263,9 +263,8 @@ def _make_room(saver: CheckpointSaver, config: CheckpointConfig, console: Consol
         return
     if config.on_error == "stop":
         raise ConfigError(
-            f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer "
-            f"processes on "
-            "each or more memory (of a container: its limit), or try with checkpoint.on_error=warn"
+            f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer processes "
+            "on each or more memory (of a container: its limit), or try with checkpoint.on_error=warn"
         )
     console.print(f"warning: saves will fail unless memory becomes free: {missing}")
 

@@ -39,8 +39,7 @@ def check_async_tp(tp: int, device_type: str, processes_here: int) -> None:
     if device_type != "cuda":
         raise PlanError(
             "parallel.async_tp=true sends pieces through memory that GPUs share (NVLink), and this run "
-            "computes on "
-            f"the CPU: {WAY_OUT}, or run on GPUs"
+            f"computes on the CPU: {WAY_OUT}, or run on GPUs"
         )
     if not dist.is_nccl_available():
         raise PlanError(
@@ -99,8 +98,7 @@ def verdict(sources: Iterable[str], plan: Plan) -> str:
         return said
     return (
         f"{said}; the others (gathers: {len(plain) - scatters}, scatters: {scatters}) have no product of "
-        f"their own beside "
-        f"them: {', '.join(_where_left(plan))}"
+        f"their own beside them: {', '.join(_where_left(plan))}"
     )
 
 
@@ -118,8 +116,7 @@ def _why_not(groups: list[str]) -> str:
         return "the tp group has no symmetric memory"
     return (
         f"inductor's pass found none of the {len(groups)} gathers and scatters next to a matrix product of a "
-        f"kind that it "
-        f"knows (TORCH_LOGS=+{_PASS} with a fresh parallel.compile.cache_dir says more)"
+        f"kind that it knows (TORCH_LOGS=+{_PASS} with a fresh parallel.compile.cache_dir says more)"
     )
 
 

@@ -126,7 +126,7 @@ class RecompileGuard:
         if self._graphs > before and not heard:  # set_logs gives way to TORCH_LOGS
             heard = [
                 f"recompiled {self._graphs - before} graphs; TORCH_LOGS keeps the reason back, add "
-                f"recompiles to it"
+                "recompiles to it"
             ]
         if heard and self._action == "error":
             raise RecompileError(

@@ -62,27 +62,24 @@ def float8_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
     if not chosen.linears:
         mistakes.append(
             f"{place}recipe={chosen.recipe} multiplies nothing in float8: no linear of a tp rank is large "
-            f"enough. "
-            "Lower min_dim or tp, or use none"
+            "enough. Lower min_dim or tp, or use none"
         )
     for pattern in chosen.linears:
         part = _part(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)
         if odd := [str(dim) for dim in part if dim % MULTIPLE]:
             mistakes.append(
                 f"{place}linears: {pattern} has {' and '.join(odd)} inputs or outputs on a rank, and float8 "
-                f"products "
-                f"need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp"
+                f"products need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp"
             )
     if chosen.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
         mistakes.append(
             f"{place}recipe=rowwise gives bfloat16 (torch._scaled_mm), and param_dtype is float32: use "
-            f"bfloat16"
+            "bfloat16"
         )
     if plan.fused_projections:
         mistakes.append(
             f"{place}recipe={chosen.recipe} scales each weight, and fused_projections=true multiplies "
-            f"several as "
-            "one: use one of the two"
+            "several as one: use one of the two"
         )
     for pattern in chosen.tokens:
         if (
@@ -106,22 +103,20 @@ def _gather_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
     mistakes = []
     if plan.float8.recipe == "rowwise":
         mistakes.append(
-            f"{place}all_gather=true needs one scale for a tensor, and recipe=rowwise has one for a row: "
-            f"use false"
+            f"{place}all_gather=true needs one scale for a tensor, and recipe=rowwise has one for a row: use "
+            "false"
         )
     if any(type(unit.reshard_after_forward) is int for unit in plan.units):
         mistakes.append(
-            f"{place}all_gather=true cannot be gathered again within smaller groups, which torch's FSDP2 "
-            f"has not "
-            "written: use reshard_after_forward true or false"
+            f"{place}all_gather=true cannot be gathered again within smaller groups, which torch's FSDP2 has "
+            "not written: use reshard_after_forward true or false"
         )
     for pattern in plan.float8.linears:
         rows = _part(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)[0]
         if rows % plan.mesh.dp_shard:
             mistakes.append(
                 f"{place}all_gather=true needs equal shards: dp_shard={plan.mesh.dp_shard} must divide the "
-                f"{rows} "
-                f"outputs of {pattern} on a tp rank, or use false"
+                f"{rows} outputs of {pattern} on a tp rank, or use false"
             )
     return mistakes
 

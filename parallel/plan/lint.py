@@ -13,15 +13,13 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
         advice.append("one process: nothing is sharded, gathered or reduced")
     if mesh.dp_replicate > 1 and mesh.dp_shard > 1 and mesh.world_size <= gpus_per_node:
         advice.append(
-            f"dp_replicate={mesh.dp_replicate} within a single node: HSDP takes more memory there and "
-            f"saves no "
-            f"time; dp_shard={mesh.data_parallel} shards further"
+            f"dp_replicate={mesh.dp_replicate} within a single node: HSDP takes more memory there and saves "
+            f"no time; dp_shard={mesh.data_parallel} shards further"
         )
     if mesh.tp > 1 and gpus_per_node % mesh.tp:
         advice.append(
             f"tp={mesh.tp} does not divide the {gpus_per_node} processes of a node, so tensor parallelism, "
-            f"which "
-            "waits for every exchange, crosses nodes: use a degree within one"
+            "which waits for every exchange, crosses nodes: use a degree within one"
         )
     group = mesh.dp_shard * mesh.tp  # of shards: part of a node, or several whole ones
     if (
@@ -32,14 +30,12 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
     ):
         advice.append(
             f"dp_shard x tp = {group} is neither a part nor a multiple of the {gpus_per_node} processes of a "
-            f"node: "
-            "some groups of shards cross nodes needlessly"
+            "node: some groups of shards cross nodes needlessly"
         )
     if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
         advice.append(
             "dp_shard=1: every process holds all parameters, gradients and optimizer state, and there is "
-            "nothing "
-            f"to reshard or prefetch; dp_shard={mesh.dp_replicate} holds a share of them"
+            f"nothing to reshard or prefetch; dp_shard={mesh.dp_replicate} holds a share of them"
         )
     if mesh.tp > 1 and all(style.startswith("whole_") for style in plan.tensor.styles.values()):
         advice.append(f"tp={mesh.tp} splits no part of the model: every tp rank computes the same; use tp=1")
@@ -51,10 +47,9 @@ def advise(plan: Plan, gpus_per_node: int) -> list[str]:
         # torch 2.13, _inductor/cudagraph_trees.py: StaticInputIdxMismatch, which no limit counts
         advice.append(
             f"compile.mode={plan.compile.mode} captures CUDA graphs on a GPU, each for parameters at fixed "
-            f"addresses, "
-            "but FSDP2 gathers them into new memory every time: for each new address a graph is recorded "
-            "again, "
-            "which takes longer than running it, and kept. Use max-autotune-no-cudagraphs, or default"
+            "addresses, but FSDP2 gathers them into new memory every time: for each new address a graph is "
+            "recorded again, which takes longer than running it, and kept. Use max-autotune-no-cudagraphs, "
+            "or default"
         )
     return advice
 

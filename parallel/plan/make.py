@@ -142,8 +142,7 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -
     ):
         mistakes.append(
             f"parallel.tp_parts={list(config.tp_parts)}: {' and '.join(shared)} share a weight in this "
-            f"model, "
-            "so tensor parallelism splits both or neither"
+            "model, so tensor parallelism splits both or neither"
         )
     if config.activation_checkpoint == "selective":
         mistakes += op_mistakes(config.selective_policy, model.attention_ops)
@@ -165,7 +164,7 @@ def _blocks_mistakes(blocks: int, mode: str, there_are: int) -> list[str]:
     if mode in ("auto", "none"):
         return [
             f"parallel.checkpointed_blocks={blocks} is for an activation_checkpoint, which is {mode}: name "
-            f"one, or use auto"
+            "one, or use auto"
         ]
     return []
 

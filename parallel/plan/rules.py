@@ -25,8 +25,7 @@ def async_tp_mistakes(plan: Plan, place: str) -> list[str]:
     elif not plan.tensor.sequence_parallel:
         mistakes.append(
             f"{place}async_tp=true needs sequence_parallel=true, whose gathers and scatters stand beside "
-            f"products: "
-            "an all-reduce cannot be cut up so"
+            "products: an all-reduce cannot be cut up so"
         )
     if not plan.compile.enabled or plan.compile.backend != "inductor":
         mistakes.append(
@@ -83,9 +82,8 @@ def storage_mistakes(storage: str, params: Iterable[str], place: str) -> list[st
     """Parameters stored in bfloat16 and gathered in float32 would send zeros."""
     if storage == "bfloat16" and "float32" in params:
         return [
-            f"{place}storage_dtype=bfloat16 with param_dtype=float32 would send and multiply twice the "
-            f"bytes that "
-            "there are: use param_dtype=bfloat16"
+            f"{place}storage_dtype=bfloat16 with param_dtype=float32 would send and multiply twice the bytes "
+            "that there are: use param_dtype=bfloat16"
         ]
     return []
 
@@ -103,8 +101,7 @@ def kernel_mistakes(
     if loss_chunk_tokens and loss_chunk_tokens < LEAST_CHUNK_TOKENS:
         mistakes.append(
             f"{place}loss_chunk_tokens={loss_chunk_tokens} must be 0 (all at once) or at least "
-            f"{LEAST_CHUNK_TOKENS}: "
-            "products of fewer tokens are slow"
+            f"{LEAST_CHUNK_TOKENS}: products of fewer tokens are slow"
         )
     if loss_chunk_tokens and gathered:
         mistakes.append(
@@ -149,8 +146,7 @@ def reshard_mistakes(reshard: bool | int | str, shard: int, tp: int, place: str)
     if tp > 1:
         return [
             f"{place}reshard_after_forward={reshard} with tp={tp} hangs in torch (2.11 and 2.13 do), whose "
-            f"FSDP2 "
-            "makes the smaller groups without regard to tp: use true or false"
+            "FSDP2 makes the smaller groups without regard to tp: use true or false"
         ]
     if 1 < reshard < shard and shard % reshard == 0:
         return []
@@ -171,7 +167,7 @@ def tensor_mistakes(tp: int, parts: Iterable[str], tokens: int, model: ModelUnit
     valid = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
     pad = {
         key: f" Or pad it to {-(-value // 128) * 128}: ids no text has cost their rows and are soon never "
-        f"predicted."
+        "predicted."
         for key, value in sizes.items()
         if key == "model.vocab_size" and 128 % max(tp, 1) == 0
     }

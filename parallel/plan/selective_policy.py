@@ -40,7 +40,7 @@ def op_mistakes(
     )
     return [
         f"{place}={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as aten.mm or "
-        f"aten.mm/2"
+        "aten.mm/2"
     ]
 
 

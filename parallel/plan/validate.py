@@ -83,8 +83,7 @@ def key_mistakes(config: ParallelConfig, plan: Plan, model: ModelUnits) -> list[
             if asked != getattr(getattr(default, section), key) and asked != (value := getattr(whole, key)):
                 mistakes.append(
                     f"parallel.{section}.{key}={_word(asked)}, but the plan file {config.plan} has "
-                    f"{_word(value)}: "
-                    f"{way_out}"
+                    f"{_word(value)}: {way_out}"
                 )
     return mistakes
 
@@ -153,16 +152,15 @@ def _model_mistakes(plan: Plan, model: ModelUnits) -> list[str]:
         for module in unit.modules:
             if not set(together.get(module, ())) <= set(unit.modules):
                 return [
-                    f"unit {unit.name}: {' and '.join(together[module])} share a parameter, so they make "
-                    f"one unit"
+                    f"unit {unit.name}: {' and '.join(together[module])} share a parameter, so they make one "
+                    "unit"
                 ]
     ends = [max(plan.modules.index(module) for module in unit.modules) for unit in plan.units]
     if ends != sorted(ends):
         i = next(i for i in range(1, len(ends)) if ends[i] < ends[i - 1])
         return [
             f"unit {plan.units[i].name} stands behind {plan.units[i - 1].name}, but the forward is done with "
-            f"it before: "
-            "list units in that order"
+            "it before: list units in that order"
         ]
     return []
 
@@ -204,8 +202,7 @@ def _unit_mistakes(plan: Plan, unit: UnitPlan, model: ModelUnits) -> list[str]:
         odd = sorted(set(unit.modules) - model.checkpointed)
         mistakes.append(
             f"activation_checkpoint={unit.activation_checkpoint} is for blocks, and {', '.join(odd)} is "
-            f"none: "
-            "use none"
+            "none: use none"
         )
     if unit.compiled and model.compiled.isdisjoint(unit.modules):
         mistakes.append("compiled=true, but nothing in it is compiled by this model: use false")
@@ -264,8 +261,7 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> list[str]:
         elif phase == "backward" and not regathered(by_name[name]):
             mistakes.append(
                 f"{place} names {name}, which stays gathered after its forward "
-                f"(reshard_after_forward=false): "
-                "there is nothing to gather, leave it out"
+                "(reshard_after_forward=false): there is nothing to gather, leave it out"
             )
     known = [names.index(name) for name in asked if name in names]
     if not mistakes and known != sorted(known):
@@ -312,7 +308,7 @@ def _style_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> list[str]:
     if (plan.mesh.tp == 1) != (not styles):
         return [
             f"tensor: {'tp=1 has no styles' if styles else 'tp > 1 needs the styles of the weights'}: make a "
-            f"new plan"
+            "new plan"
         ]
     patterns = [pattern for table in model.styles.values() for pattern in table]
     mistakes = [

@@ -47,10 +47,8 @@ def _memory(choice: SearchResult, machines: Cluster) -> str:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     return (
         f"of {tried} plans that were tried {len(choice.does_not_fit)} do not fit, and {len(choice.pruned)} "
-        f"would be slower even "
-        f"if they waited for nothing; this one needs {_gib(choice.best)} of "
-        f"{machines.available_bytes / GIB:.1f} GiB, the "
-        "allocator's share included"
+        f"would be slower even if they waited for nothing; this one needs {_gib(choice.best)} of "
+        f"{machines.available_bytes / GIB:.1f} GiB, the allocator's share included"
     )
 
 
@@ -73,8 +71,7 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
         hides = hides if times.overlaps else "stands still meanwhile"
         yield (
             f"dp_shard={best.plan.mesh.dp_shard}: {unit.name} is gathered in {parts.gather_s * MILLI:.1f} ms "
-            f"beside "
-            f"{forward * MILLI:.1f} ms of forward, and {again} in {sending * MILLI:.1f} ms beside "
+            f"beside {forward * MILLI:.1f} ms of forward, and {again} in {sending * MILLI:.1f} ms beside "
             f"{backward * MILLI:.1f} ms of backward: computing {hides}"
         )
     if best.plan.mesh.tp > 1:
@@ -97,10 +94,8 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
     share = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0) / best.timeline.step_s
     yield (
         f"offload: what {name} keeps is copied in {copy_s * MILLI:.1f} ms each way, beside "
-        f"{alone.forward_s * MILLI:.1f} ms "
-        f"of forward and {alone.backward_s * MILLI:.1f} ms of backward: {best.host_bytes / GIB:.1f} GiB are "
-        f"in host memory, "
-        f"and {share:.1%} of the step waits for it"
+        f"{alone.forward_s * MILLI:.1f} ms of forward and {alone.backward_s * MILLI:.1f} ms of backward: "
+        f"{best.host_bytes / GIB:.1f} GiB are in host memory, and {share:.1%} of the step waits for it"
     )
 
 

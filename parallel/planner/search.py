@@ -319,7 +319,7 @@ class _Search:
             f"parallel.activation_checkpoint=offload would keep {candidate.host_bytes / GIB:.1f} GiB of each "
             f"process in host memory, which has {kind.host_memory_gib:g} GiB for it (host_memory_gib in "
             f"configs/hardware/{kind.name}.yaml): offload fewer blocks (parallel.checkpointed_blocks), or "
-            f"use full"
+            "use full"
         )
 
 

@@ -169,7 +169,7 @@ def test_resharding_to_smaller_groups_beside_tp_hangs():
     if VERSION not in ("2.11", "2.12", "2.13"):
         pytest.skip(
             f"known of torch 2.11 to 2.13, this is {VERSION}: try whether parallel/plan/rules.py need refuse "
-            f"it still"
+            "it still"
         )
     run_ranks(8, shard_in_groups, True)
     with pytest.raises(RanksError, match=r"(?s)no rank failed, but after.*in _new_process_group_helper"):

@@ -187,8 +187,7 @@ def test_batches_from_another_stream_are_whole_when_they_are_used():
 def test_segments_grow_on_a_gpu(on_cpu, tmp_path):
     program = (
         "import sys, torch, atexit; from meshwright.train.main import main; atexit.register(lambda: "
-        "print('expandable',"
-        " {s['is_expandable'] for s in torch.cuda.memory_snapshot()})); main(sys.argv[1:])"
+        "print('expandable', {s['is_expandable'] for s in torch.cuda.memory_snapshot()})); main(sys.argv[1:])"
     )
     for wanted in ("true", "false"):
         line = [

@@ -13,8 +13,7 @@ from tests.fake_gpu.install import ROOT, AbsentError, FakeGpu, install
 DESCRIPTION = (
     "Install a CUDA build of torch on libraries that stand for NVIDIA's (once, 0.53 GB to fetch, 1.9 GB in "
     "~/.cache/meshwright-tests or in the folder MESHWRIGHT_TESTS_CACHE), and run a command that sees H100s "
-    "then. "
-    "Kernels compute nothing and take no time: losses are 0, and no figure of time means anything."
+    "then. Kernels compute nothing and take no time: losses are 0, and no figure of time means anything."
 )
 EPILOG = (
     "example: python -m tests.fake_gpu -- python -m train.main --config=llama_debug.yaml --train.steps=20"
@@ -53,8 +52,7 @@ def run_on(gpu: FakeGpu, scratch: Path, devices: int, command: Sequence[str]) ->
         missing = ", ".join(log.unimplemented(calls)) or "none"
         print(
             f"process {path.suffix[1:]}: {log.count_launches(calls)} launches, {len(log.collectives(calls))} "
-            f"collectives, "
-            f"{len(log.host_waits(calls))} host waits; not implemented: {missing}",
+            f"collectives, {len(log.host_waits(calls))} host waits; not implemented: {missing}",
             file=sys.stderr,
         )
     return code

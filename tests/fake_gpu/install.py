@@ -146,6 +146,6 @@ def _fetch(folder: Path) -> None:
         )
     if not (folder / "torch/lib/libtorch_cuda.so").exists():
         raise AbsentError(
-            f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, and the package index here gave "
-            f"another build"
+            f"the fake GPU needs PyPI's torch {TORCH}, a CUDA build, and the package index here gave another "
+            "build"
         )

@@ -27,15 +27,11 @@ VOCABULARY = 128_256  # of Llama 3
 SLICES = 9
 DESCRIPTION = (
     "Compile our Triton kernels for sm_90 (H100) and print for each what it needs: registers of a thread, "
-    "bytes that it spills, "
-    "warps that a multiprocessor (which has room for 64) runs at once, and instructions of the main loop for "
-    "each element, by "
-    "the shortest way through it: for AdamW where whole rows are sharded. The last column is the time to "
-    "issue them at "
-    f"{CLOCK / 1e9:g} GHz, divided by the time to move the element's bytes at the rate that the planner "
-    f"assumes. It is a lower "
-    "bound: above 1 a kernel cannot reach the rate of the memory, below 1 it may. Nothing is run, so no time "
-    "follows. All "
+    "bytes that it spills, warps that a multiprocessor (which has room for 64) runs at once, and "
+    "instructions of the main loop for each element, by the shortest way through it: for AdamW where whole "
+    f"rows are sharded. The last column is the time to issue them at {CLOCK / 1e9:g} GHz, divided by the "
+    "time to move the element's bytes at the rate that the planner assumes. It is a lower bound: above 1 a "
+    "kernel cannot reach the rate of the memory, below 1 it may. Nothing is run, so no time follows. All "
     "figures depend on the version of Triton, which is printed too. No GPU is needed."
 )
 

@@ -21,18 +21,14 @@ from tests.support.launch import EAGER, TINY, write_text
 
 DESCRIPTION = (
     "Train a tiny Llama that saves every other step, kill a random rank at a random moment of training or of "
-    "a save, wait until "
-    "the others have ended, verify every checkpoint, and start the same command again; kill it again, and so "
-    "on to the run's "
-    "end; then another run, until there are enough kills. Loss and gradient norm of every step must be, to "
-    "the bit, those of a "
-    "run that nobody has killed. Four of five kills meet FSDP, the fifth FSDP x TP with twice as many "
-    "processes, forked from "
-    "one that has imported torch. On two cores a kill takes some two seconds."
+    "a save, wait until the others have ended, verify every checkpoint, and start the same command again; "
+    "kill it again, and so on to the run's end; then another run, until there are enough kills. Loss and "
+    "gradient norm of every step must be, to the bit, those of a run that nobody has killed. Four of five "
+    "kills meet FSDP, the fifth FSDP x TP with twice as many processes, forked from one that has imported "
+    "torch. On two cores a kill takes some two seconds."
 )
 EPILOG = (
-    "Config keys of train.main are accepted too, as --section.key=value, and win over those of "
-    "the tiny "
+    "Config keys of train.main are accepted too, as --section.key=value, and win over those of the tiny "
     "model."
 )
 TRAINING = (*TINY, *EAGER, "--checkpoint.every=2", "--metrics.tensorboard=false", "--train.eval_every=0")
@@ -122,8 +118,7 @@ def kill_runs(
         left = left[len(joined[-1].kills) :]
         print(
             f"{mesh.name}: run {len(joined)}, {len(joined[-1].kills)} kills, {joined[-1].wrong_steps} wrong "
-            f"steps; {len(left)} "
-            "kills to come",
+            f"steps; {len(left)} kills to come",
             file=sys.stderr,
             flush=True,
         )

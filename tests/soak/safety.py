@@ -20,13 +20,10 @@ from tests.soak.program import Measured, make_parser, run_program
 MOST_SAVE, MOST_STALL = 1.15, 1.5  # asked: of torch's own save with either storage; of a normal step
 DESCRIPTION = (
     "Save and load the same tensors, sharded over several processes, on one disk, in turn: with our "
-    "CheckpointSaver "
-    "(hashes, manifest, "
-    "fsync, commit), with torch.distributed.checkpoint's safetensors storage (save_distributed), and with "
-    "its own storage, which "
-    "syncs its files by default; loads with the files in the page cache and not. Then train llama_debug, "
-    "save while it trains, "
-    "and compare steps. Takes a few minutes."
+    "CheckpointSaver (hashes, manifest, fsync, commit), with torch.distributed.checkpoint's safetensors "
+    "storage (save_distributed), and with its own storage, which syncs its files by default; loads with the "
+    "files in the page cache and not. Then train llama_debug, save while it trains, and compare steps. Takes "
+    "a few minutes."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over those of both models."
@@ -142,11 +139,9 @@ def safety_text(figures: dict[str, Any]) -> str:
     rows += [(f"llama_debug, step {kind} / normal step", f"{ratio:.2f}", "") for kind, ratio in steps.items()]
     lines = [
         f"{figures['size_gb']:.2f} GB over {figures['processes']} processes, {figures['rounds']} rounds; "
-        f"llama_debug: "
-        f"{figures['stall_size_gb'] * 1e3:.0f} MB, {figures['normal_step_s']:.3f} s a step",
+        f"llama_debug: {figures['stall_size_gb'] * 1e3:.0f} MB, {figures['normal_step_s']:.3f} s a step",
         f"asked: a save of ours at most {MOST_SAVE} times one of torch's with either storage, a step that "
-        f"saves at most "
-        f"{MOST_STALL} times a normal one: {'' if figures['within'] else 'NOT '}within",
+        f"saves at most {MOST_STALL} times a normal one: {'' if figures['within'] else 'NOT '}within",
     ]
     return "\n".join([format_table(("figure", "median", "unit"), rows), "", *lines])
 

@@ -86,6 +86,6 @@ def open_record(
         if before != now:
             raise BenchError(
                 f"--record {name}: {found[-1].name} is of {key} {before}, here it is {now}. Name another "
-                f"record"
+                "record"
             )
     return CaseRecord(found[-1], kept)

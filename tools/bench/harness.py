@@ -255,9 +255,8 @@ def check_room(folder: Path, gb: float) -> None:
     free_gb = shutil.disk_usage(folder).free / 1e9
     if free_gb < 1.1 * gb:
         raise BenchError(
-            f"{folder} has {free_gb:.3g} GB free, and --gb {gb:g} needs {1.1 * gb:.3g}: use a smaller "
-            f"--gb, or "
-            "another disk with --folder"
+            f"{folder} has {free_gb:.3g} GB free, and --gb {gb:g} needs {1.1 * gb:.3g}: use a smaller --gb, "
+            "or another disk with --folder"
         )
 
 

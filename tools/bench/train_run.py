@@ -184,15 +184,13 @@ def _device(log: Path) -> str:
 
 SHAPE = (
     "dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, sequences of 512, 4 of them per "
-    "process and "
-    "step, data.source=stdlib, no evaluation, no checkpoint"
+    "process and step, data.source=stdlib, no evaluation, no checkpoint"
 )
 SUMMARY = "one run: speed, memory, start-up"
 DESCRIPTION = (
     f"Run train.main on the standard shape ({SHAPE}) and report tokens per second of a rank (median and best "
-    f"of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the first "
-    f"step, peak "
-    "memory, recompiles, and the share of time spent waiting for data."
+    f"of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the first step, "
+    "peak memory, recompiles, and the share of time spent waiting for data."
 )
 EPILOG = KEYS
 

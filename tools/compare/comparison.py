@@ -153,8 +153,7 @@ def compare_runs(
     if not steps:
         raise ConfigError(
             f"no step is in both: {a.folder} reports {_steps_words(a)}, {b.folder} {_steps_words(b)}. "
-            f"Compare runs "
-            "whose metrics.every have steps in common"
+            "Compare runs whose metrics.every have steps in common"
         )
     bands = tuple(bands or bands_for(a, b))
     other_data, data = _compare_data(a, b, steps)
@@ -253,8 +252,7 @@ def _verdict(
     worst = min((curve for curve in curves if curve.beyond is not None), key=lambda curve: curve.beyond or 0)
     return (
         f"different: at step {worst.beyond} {worst.key} is not {widest.name} "
-        f"({_allowed_words(worst.tolerance)}); "
-        f"{_furthest_words(worst)}"
+        f"({_allowed_words(worst.tolerance)}); {_furthest_words(worst)}"
     )
 
 
@@ -277,10 +275,9 @@ def _grown(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]
     if not all(math.isfinite(curve.largest[1]) for curve in curves):  # no rounding makes one of two NaN
         return [until]
     return [
-        f"{until}. Rounding grows so from step to step, as "
-        "fast as the training is unstable; a fault that sets in late looks the same. Runs in float32 tell "
-        "the two apart: "
-        "their noise begins some thousand times smaller"
+        f"{until}. Rounding grows so from step to step, as fast as the training is unstable; a fault that "
+        "sets in late looks the same. Runs in float32 tell the two apart: their noise begins some thousand "
+        "times smaller"
     ]
 
 

@@ -40,8 +40,8 @@ def draw_comparisons(comparisons: Sequence[RunComparison]) -> Picture:
     first, shown = comparisons[0].a, comparisons[:MOST_RUNS]
     runs = [(first, style_of(0)), *((each.b, style_of(number + 1)) for number, each in enumerate(shown))]
     count = (
-        f"{sum(each.same for each in comparisons)} of {len(comparisons)} runs are the same training as "
-        f"the first"
+        f"{sum(each.same for each in comparisons)} of {len(comparisons)} runs are the same training as the "
+        "first"
     )
     verdict = comparisons[0].verdict if len(comparisons) == 1 else count
     shapes: list[Shape] = [Text(8, 24, fit_words(verdict, BODY, 2 * WIDTH - 60), BODY, INK, bold=True)]

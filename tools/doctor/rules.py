@@ -54,7 +54,7 @@ def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
     if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", threads):
         yield is_slow(
             f"OMP_NUM_THREADS={threads} is no number of threads: OpenMP ignores it, and says so in every "
-            f"process",
+            "process",
             "OMP_NUM_THREADS=1, or unset it: a run's threads are run.threads",
         )
     if environment.get("NCCL_DEBUG") in ("INFO", "TRACE"):
@@ -209,13 +209,13 @@ def judge_limits(facts: Facts) -> Iterator[Finding]:
     if isinstance(machine.most_open_files, int) and machine.most_open_files < LEAST_OPEN_FILES:
         yield fails(
             f"ulimit -Hn is {machine.most_open_files}; data and sockets to all peers need {LEAST_OPEN_FILES} "
-            f"and more",
+            "and more",
             "nofile in /etc/security/limits.conf; Docker: --ulimit nofile=65536",
         )
     if isinstance(machine.memlock_kib, int) and machine.infiniband:
         yield fails(
-            f"ulimit -l is {machine.memlock_kib} KiB, and InfiniBand ({', '.join(machine.infiniband)}) "
-            f"pins more",
+            f"ulimit -l is {machine.memlock_kib} KiB, and InfiniBand ({', '.join(machine.infiniband)}) pins "
+            "more",
             "memlock unlimited in /etc/security/limits.conf; Slurm: LimitMEMLOCK=infinity of slurmd",
         )
     if isinstance(machine.shm_gib, float) and machine.shm_gib < LEAST_SHM_GIB:
@@ -250,7 +250,7 @@ def judge_network(facts: Facts) -> Iterator[Finding]:
     elif "GLOO_SOCKET_IFNAME" not in facts.environment and all(map(is_loopback, machine.addresses)):
         yield note(
             f"this machine's own name, {machine.hostname}, is {machine.addresses[0]}: no other machine "
-            f"reaches gloo there",
+            "reaches gloo there",
             "for several machines: GLOO_SOCKET_IFNAME=eth0 or so; configs/launch/nodes.sh finds it",
         )
 
@@ -312,7 +312,7 @@ def judge_cores(facts: Facts) -> Iterator[Finding]:
     if isinstance(cores, int) and 0 < cores < 2 * gpus:
         yield is_slow(
             f"{cores} cores for {gpus} GPUs: each process needs one that launches kernels and one that loads "
-            f"and saves",
+            "and saves",
             "ask for more (Slurm: --exclusive; Kubernetes: resources.limits.cpu)",
         )
 

@@ -82,8 +82,8 @@ def dynamo_backend(value: Any, given: Given) -> Verdict:
         return mapped(
             "blocks and head are compiled",
             settings,
-            "accelerate allows TF32 when it compiles without mixed "
-            "precision, so float32_matmul_precision is high",
+            "accelerate allows TF32 when it compiles without mixed precision, so float32_matmul_precision is "
+            "high",
         )
     return mapped("blocks and head are compiled", settings)
 

@@ -38,8 +38,7 @@ SIZE = "parallelism_config_{}_size"
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 ONE_MACHINE = (
     "HYBRID_SHARD on one machine has nothing to replicate, in accelerate as here: it shards over all "
-    "processes. "
-    "Started on several machines, parallel.strategy replicates across them"
+    "processes. Started on several machines, parallel.strategy replicates across them"
 )
 
 
@@ -117,7 +116,7 @@ def _sharding_strategy(value: Any, given: Given) -> Verdict:
     if fsdp_version(given) == 2:
         notes += (
             f"accelerate 1.15 ignores fsdp_sharding_strategy with fsdp_version 2; here {strategy} is done as "
-            f"written",
+            "written",
         )
     return mapped(f"{strategy} by our names", settings, *notes)
 
@@ -142,7 +141,7 @@ def _reshard_1(value: Any, given: Given) -> Verdict:
     settings, notes = shard_settings(strategy, given)
     if strategy != "FULL_SHARD":
         notes += (
-            f"warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of "
+            "warning: accelerate launch 1.15 does FULL_SHARD for this file, because its own default of "
             f"fsdp_sharding_strategy takes precedence; here {strategy} is done as written",
         )
     return mapped(f"{strategy}, which version 1 spells here", settings, *notes)
@@ -189,8 +188,7 @@ def _wrap(value: Any, given: Given) -> Verdict:
             "the nearest is a unit per block",
             {"parallel.unit_min_params": 0},
             "NO_WRAP gathers the whole model at once; here every block is a unit of its own, which needs "
-            "less memory "
-            "and trains the same",
+            "less memory and trains the same",
         )
     return mapped("a unit per transformer block", {"parallel.unit_min_params": 0})
 
@@ -319,7 +317,7 @@ FSDP_RULES: dict[str, Rule] = {
     "fsdp_backward_prefetch_policy": lambda value, given: dropped(
         "accelerate's documentation spells it so, and accelerate ignores it",
         f"fsdp_backward_prefetch_policy={value} has no effect, in accelerate as here: the key is "
-        f"fsdp_backward_prefetch",
+        "fsdp_backward_prefetch",
     ),
 }
 PARALLELISM_RULES: dict[str, Rule] = {

@@ -171,7 +171,7 @@ def _spread(settings: Mapping[str, Any], processes: int | None) -> str:
     number = f"{processes}" if processes else f"a multiple of {_fewest(settings)}"
     return (
         f"the launch line's NODES x GPUS must be {number}: torchtitan's settings do not say how many "
-        f"machines there are"
+        "machines there are"
     )
 
 

@@ -341,7 +341,7 @@ def _check_file(options: argparse.Namespace, config: Config) -> None:
         name = "--min-gpus" if options.min_gpus else "--sweep"
         raise ConfigError(
             f"{name}: parallel.plan={config.parallel.plan} is a plan for one number of GPUs: use auto or "
-            f"manual"
+            "manual"
         )
 
 

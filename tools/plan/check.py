@@ -246,8 +246,7 @@ def _verdict(check: PlanCheck) -> str:
     if not wrong:
         return (
             f"check passed: {', '.join(EXACT_KINDS)} and collectives within {EXACT:.0%}, peak within "
-            f"{ABOUT:.0%} "
-            f"({check.memory[-1].difference:+.1%})"
+            f"{ABOUT:.0%} ({check.memory[-1].difference:+.1%})"
         )
     return "check failed: " + "; ".join(f"{row.name} differs by {row.difference:+.1%}" for row in wrong)
 

@@ -75,10 +75,8 @@ def comparison_text(compared: dict[str, ComparedStrategy]) -> str:
     notes = [f"{COMPARED[name]}: {describe_strategy(name, s.plan.mesh)}" for name, s in compared.items()]
     notes += [
         "predicted: compiled as asked, from the compiler's own graphs. measured: every storage of one rank "
-        "in a simulated "
-        "eager step. Each kind at its own maximum, the total at the common peak; no allocator, no fragments. "
-        "The last rows "
-        "are what one rank's collectives carry in a step."
+        "in a simulated eager step. Each kind at its own maximum, the total at the common peak; no "
+        "allocator, no fragments. The last rows are what one rank's collectives carry in a step."
     ]
     return "\n\n".join([format_table(head, rows), "\n".join(notes)])
 

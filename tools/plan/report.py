@@ -348,8 +348,7 @@ def _verdict(asked: PlanReport, prediction: Prediction) -> str:
     machines = asked.place.machines()
     return (
         f"fits {machines.hardware.name}: {prediction.reserved_bytes / GIB:.1f} of "
-        f"{machines.available_bytes / GIB:.1f} GiB, "
-        "with what the allocator and the process take"
+        f"{machines.available_bytes / GIB:.1f} GiB, with what the allocator and the process take"
     )
 
 
@@ -364,8 +363,7 @@ def _others(config: Config, choice: SearchResult, machines: Cluster) -> Iterator
         rows = [_row(config, candidate) for candidate in large]
         yield (
             f"nearest that do not fit, of {len(choice.does_not_fit)}, into "
-            f"{machines.available_bytes / GIB:.1f} "
-            f"GiB:\n" + format_table(head[: len(CHOICES) + 1], rows)
+            f"{machines.available_bytes / GIB:.1f} GiB:\n" + format_table(head[: len(CHOICES) + 1], rows)
         )
 
 

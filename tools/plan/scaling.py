@@ -215,8 +215,7 @@ def conclusions(swept: Sweep) -> Iterator[str]:
     if waiting:
         yield (
             f"At {waiting[0]} GPUs communication is for the first time not hidden: {waiting[1]:.1%} of the "
-            f"step waits for it, "
-            f"which is over {HIDDEN:.0%}."
+            f"step waits for it, which is over {HIDDEN:.0%}."
         )
     else:
         yield f"Communication is hidden on all of them: at most {HIDDEN:.0%} of a step waits for it."

@@ -210,7 +210,7 @@ def make_page(report: SweepReport) -> str:
             f"<h1>{name}</h1>",
             f"<p>{len(report.rows)} runs of {escape(report.config)}: {told}.</p>",
             f'<p class="faint">What differs: {escape(", ".join(report.keys) or "nothing but chance")}. '
-            f"Devices: "
+            "Devices: "
             f"{escape(', '.join(_devices(report)) or 'not known yet')}.</p>",
             "<h2>Runs</h2>",
             _table(report),

@@ -220,8 +220,7 @@ def refuse_nodes(planned: Sequence[PlannedRun]) -> None:
     if names := [one.cell.name for one in planned if one.cell.nodes > 1]:
         raise ConfigError(
             f"nodes is more than 1 for {', '.join(names[:3])}: a sweep starts processes on this machine "
-            f"only. "
-            "Use --slurm, which prints a job for each run"
+            "only. Use --slurm, which prints a job for each run"
         )
 
 
@@ -357,8 +356,8 @@ def _refuse_taken(planned: PlannedRun) -> None:
         taken = str(error).removesuffix(TAKEN_ADVICE)
         raise LockError(
             f"{planned.cell.name} still trains, as after a sweep that was killed: {taken}. Wait for its end, "
-            f"or kill that "
-            "process (SIGTERM: it saves, and all of the run stops); then the same command goes on"
+            "or kill that process (SIGTERM: it saves, and all of the run stops); then the same command goes "
+            "on"
         ) from None
 
 

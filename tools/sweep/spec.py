@@ -113,7 +113,7 @@ def make_cells(spec: Spec) -> list[SweepRun]:
     if count > MAX_RUNS:
         raise ConfigError(
             f"this sweep comes to {count} runs, more than {MAX_RUNS}: take values out of its grid, or lower "
-            f"repeat"
+            "repeat"
         )
     cells = []
     for name, keys in spec.runs.items() or [("", {})]:
@@ -235,20 +235,20 @@ def _wrong_config_keys(
                 )
             elif key in FIXED:
                 yield (
-                    f"{place}: {key} is not for a run of a sweep: each has a folder of its own, and all "
-                    f"have one config"
+                    f"{place}: {key} is not for a run of a sweep: each has a folder of its own, and all have "
+                    "one config"
                 )
             elif key not in known:
                 yield f"{place}: unknown key {one_line(key, 80)}. {near_key(key)}"
             elif not _is_plain(value):
                 yield (
-                    f"{place}: {key}={one_line(value, 80)} is a date to YAML, which no key takes: put it "
-                    f"in quotes"
+                    f"{place}: {key}={one_line(value, 80)} is a date to YAML, which no key takes: put it in "
+                    "quotes"
                 )
             elif key == "run.seed" and seeds:
                 yield (
-                    f"{'--override' if key in given else place}: run.seed is what seeds says. Leave one "
-                    f"of the two out"
+                    f"{'--override' if key in given else place}: run.seed is what seeds says. Leave one of "
+                    "the two out"
                 )
             elif varied and key in given:
                 yield f"--override {key}: {place} varies this key. Leave one of the two out"

@@ -44,8 +44,8 @@ def _slow_units(found: ProfileAnalysis) -> Iterator[Advice]:
         if slow.ns - slow.equals_ns > WORTH * found.step.length_ns:
             equals = f"its {slow.equals} equals {ms(slow.equals_ns)} (median; spread {ms(slow.spread_ns)})"
             text = (
-                f"{slow.unit} {slow.phase} takes {ms(slow.ns)} on rank {slow.rank}, {equals}: what does "
-                f"it that they do not?"
+                f"{slow.unit} {slow.phase} takes {ms(slow.ns)} on rank {slow.rank}, {equals}: what does it "
+                "that they do not?"
             )
             yield Advice(slow.ns - slow.equals_ns, text)
 
@@ -90,9 +90,9 @@ def _stragglers(found: ProfileAnalysis) -> Iterator[Advice]:
         ):
             yield Advice(
                 rank.others_waited_ns,
-                f"rank {rank.rank} comes last to {rank.last_share:.0%} of the collectives, and the "
-                f"others wait "
-                f"{ms(rank.others_waited_ns)} a step for it: compare its machine and its data with theirs",
+                f"rank {rank.rank} comes last to {rank.last_share:.0%} of the collectives, and the others "
+                f"wait {ms(rank.others_waited_ns)} a step for it: compare its machine and its data with "
+                "theirs",
             )
 
 

@@ -128,8 +128,8 @@ def find_steps(store: TraceEvents) -> list[ProfiledStep]:
     for step in steps:
         if step.length_ns <= 0:
             raise DataError(
-                f"{store.path}: step {step.number} takes no time, so there is nothing to share out. "
-                f"Profile again"
+                f"{store.path}: step {step.number} takes no time, so there is nothing to share out. Profile "
+                "again"
             )
     return steps
 

@@ -96,8 +96,7 @@ def _hardware_of(device_name: str, config: Config, plan: Plan, run: Path) -> Har
     if hardware is None:
         raise DataError(
             f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}. "
-            f"Measure "
-            "it: python -m tools.bench calibrate -h"
+            "Measure it: python -m tools.bench calibrate -h"
         )
     if not hardware.cores or not config.run.threads:
         return hardware

@@ -97,8 +97,8 @@ def _check_count(path: Path, name: str, part: Mapping[str, Any]) -> None:
 
 def _wrong(path: Path, name: str, value: object, kind: str) -> DataError:
     return DataError(
-        f"{path}: {name} is {str(value)[:80]!r} in place of {kind}, as torch's profiler writes it. "
-        f"Profile again"
+        f"{path}: {name} is {str(value)[:80]!r} in place of {kind}, as torch's profiler writes it. Profile "
+        "again"
     )
 
 

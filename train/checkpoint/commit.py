@@ -40,9 +40,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be read ({error.strerror}), so nobody knows whether there are checkpoints "
-            f"in it: "
-            "mend it, or use another run.dir"
+            f"{folder} cannot be read ({error.strerror}), so nobody knows whether there are checkpoints in "
+            "it: mend it, or use another run.dir"
         ) from None
     return sorted(found, key=step_of)
 
@@ -79,8 +78,7 @@ def begin_save(folder: Path, step: int, needed_bytes: int) -> Path:
         if disk.total and disk.free < needed_bytes:  # some file systems in user space say 0 of everything
             raise SaveError(
                 f"the checkpoint of step {step} needs {_size(needed_bytes)}, {folder} has {_size(disk.free)} "
-                f"free: "
-                "make room, or lower checkpoint.keep"
+                "free: make room, or lower checkpoint.keep"
             )
         if final.exists():
             raise SaveError(
@@ -102,7 +100,7 @@ def commit(partial: Path, manifest: CheckpointManifest) -> Path:
     if absent:
         raise SaveError(
             f"{', '.join(absent[:3])} did not arrive in {partial.parent}: it must be one folder, shared by "
-            f"all nodes"
+            "all nodes"
         )
     try:
         write_synced(partial / MANIFEST, manifest_to_text(manifest))

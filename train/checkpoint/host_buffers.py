@@ -44,8 +44,6 @@ def describe_missing(asked: Sequence[RoomAsked]) -> str:
         return ""
     return (
         f"copies of the training state need {needs[worst] / GIB:.2f} GiB of host memory on the machine of "
-        f"rank {worst}, "
-        f"for {len(machines[worst])} processes; {left[worst] / GIB:.2f} GiB are left there, "
-        f"{missing / GIB:.2f} GiB are "
-        "missing"
+        f"rank {worst}, for {len(machines[worst])} processes; {left[worst] / GIB:.2f} GiB are left there, "
+        f"{missing / GIB:.2f} GiB are missing"
     )

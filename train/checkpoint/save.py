@@ -251,8 +251,7 @@ class CheckpointSaver:
         if bad:
             raise SaveError(
                 f"{bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''} is not finite on rank "
-                f"{rank}, "
-                "and nothing that is not finite is committed"
+                f"{rank}, and nothing that is not finite is committed"
             )
         name = f"rank-{rank:05d}.safetensors"
         try:
@@ -297,9 +296,8 @@ class CheckpointSaver:
         if theirs != stage:
             here, there = f"{stage[1]} of step {stage[0]}", f"{theirs[1]} of step {theirs[0]}"
             self.cut_off = (
-                f"the save of step {stage[0]} was cut off: processes are out of step ({here} "
-                f"here, "
-                f"{there} there)"
+                f"the save of step {stage[0]} was cut off: processes are out of step ({here} here, {there} "
+                "there)"
             )
             raise SaveError(self.cut_off)
         if isinstance(outcome, SaveError):

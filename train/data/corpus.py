@@ -86,7 +86,7 @@ def load_corpus(config: DataConfig) -> Corpus:
     if twice := held_out.keys() & validation.keys():
         raise DataError(
             f"data.validation.{min(twice)} is also the name of what is held out of the data: name it "
-            f"otherwise"
+            "otherwise"
         )
     weights = [config.mixture.get(source, 1.0) for source in folders]
     order = json.dumps([[hashes[source] for source in folders], shares(tuple(weights)), config.packing])
@@ -166,8 +166,7 @@ def _one_tokenizer(of: dict[Path, TokenizerInfo], config: DataConfig) -> Tokeniz
         if not _same(tokenizer, other):
             raise DataError(
                 f"{first} was made with the tokenizer {_in_words(tokenizer)}, {source} with "
-                f"{_in_words(other)}: "
-                "prepare one of them again"
+                f"{_in_words(other)}: prepare one of them again"
             )
     if config.tokenizer != "auto":
         asked = load_tokenizer(config.tokenizer, config.bos, config.eos).info
@@ -216,8 +215,7 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
         if weight * CYCLE < total:
             raise DataError(
                 f"data.mixture: {source} has the weight {weight} of {total}, but shares count to one in "
-                f"{CYCLE:,}: "
-                "leave it out, or give it more"
+                f"{CYCLE:,}: leave it out, or give it more"
             )
     for name, source in config.validation.items():
         if source in trained_on(config):
@@ -236,8 +234,7 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
         ):
             raise DataError(
                 f"{source}/{shard.name}.bin has the token id {shard.max_id}, beyond "
-                f"model.vocab_size={vocab_size}: "
-                "prepare the data again, with this model's tokenizer"
+                f"model.vocab_size={vocab_size}: prepare the data again, with this model's tokenizer"
             )
 
 
@@ -258,8 +255,7 @@ def check_sequences(split: TokenStream, shape: SequenceShape, name: str) -> int:
         return count
     raise DataError(
         f"{name}: {split.tokens} training tokens are fewer than one sequence of "
-        f"train.seq_len={shape.seq_len} + 1: "
-        "use more text or a shorter sequence"
+        f"train.seq_len={shape.seq_len} + 1: use more text or a shorter sequence"
     )
 
 
@@ -269,8 +265,7 @@ def check_evaluation(corpus: Corpus) -> None:
     if not sets:
         raise DataError(
             "train.eval_every asks for evaluations, but no document is held out: use a larger data.held_out, "
-            "name a "
-            "data.validation, or train.eval_every=0"
+            "name a data.validation, or train.eval_every=0"
         )
     for name, split in sets.items():
         if split.tokens < 2:
@@ -298,7 +293,7 @@ def load_together(config: DataConfig, ranks: RankInfo, resume_from: Path | None)
     dist.all_gather_object(seen, (corpus.fingerprint, sizes, resume_from and resume_from.name))
     if any(what != seen[0] for what in seen):
         raise DataError(
-            f"the processes see different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "
+            "the processes see different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "
             f"{sorted(set(map(str, seen)))}. data.source and run.dir must be the same on every node"
         )
     return corpus

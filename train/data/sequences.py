@@ -84,8 +84,8 @@ def read_batch(
             begin, end = split.document(max(index, 0))
             if not begin < end <= split.tokens:
                 raise DataError(
-                    f"{split.place(0)}: document {index:,} does not end after it begins: prepare the "
-                    f"data again"
+                    f"{split.place(0)}: document {index:,} does not end after it begins: prepare the data "
+                    "again"
                 )
         _read_row(split, begin, end, shape, inputs, outputs)
         if first is not None:

@@ -105,8 +105,7 @@ def _check_file(source: str) -> None:
     if kind_of(path) == TEXT and path.suffix in PACKED_SUFFIXES:
         raise DataError(
             f"data.source={source} is packed text, and only {' and '.join(RECORD_SUFFIXES[1:3])} are "
-            f"unpacked "
-            "while reading: unpack it first"
+            "unpacked while reading: unpack it first"
         )
 
 

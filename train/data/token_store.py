@@ -68,9 +68,8 @@ class MappedFile:
             return _maps()(self)
         except _TooManyOpenFiles as error:
             raise DataError(
-                f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} "
-                f"files open "
-                "(ulimit -n), and all are taken: allow it more"
+                f"{self.path} cannot be opened ({error}): this process may have {open_files_limit()} files "
+                "open (ulimit -n), and all are taken: allow it more"
             ) from None
 
 

@@ -95,8 +95,7 @@ class JsonTokenizer:
                 raise
             raise DataError(
                 f"data.tokenizer={path}: {self.path} is not a tokenizer.json that the tokenizers library "
-                f"reads "
-                f"({one_line(error, 300)}): name such a file, its folder, or bytes"
+                f"reads ({one_line(error, 300)}): name such a file, its folder, or bytes"
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -117,9 +116,8 @@ class JsonTokenizer:
         if eos_id is None:
             special = ", ".join(_special(self._tokenizer)[:4])
             raise DataError(
-                f"data.tokenizer={self.path} has none of {', '.join(EOS_NAMES)} to end a document with: "
-                f"name its "
-                f"token with data.eos{f', such as one of {special}' if special else ''}"
+                f"data.tokenizer={self.path} has none of {', '.join(EOS_NAMES)} to end a document with: name "
+                f"its token with data.eos{f', such as one of {special}' if special else ''}"
             )
         return TokenizerInfo(self.path.resolve().parent.name, sha256, max(ids.values()) + 1, bos_id, eos_id)
 
@@ -140,9 +138,8 @@ class JsonTokenizer:
             if not _is_refusal(error):
                 raise
             raise DataError(
-                f"data.tokenizer={self.path} cannot encode a text ({one_line(error, 300)}): use a "
-                f"tokenizer that "
-                "has an id for every text"
+                f"data.tokenizer={self.path} cannot encode a text ({one_line(error, 300)}): use a tokenizer "
+                "that has an id for every text"
             ) from None
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
@@ -158,8 +155,8 @@ class JsonTokenizer:
         if self._has_ends([ids]):
             raise DataError(
                 f"data.tokenizer={self.path} gives the id of BOS or EOS "
-                f"({' or '.join(map(str, self._ends))}) for a "
-                "text: name other tokens with data.bos and data.eos"
+                f"({' or '.join(map(str, self._ends))}) for a text: name other tokens with data.bos and "
+                "data.eos"
             )
         return ids
 
@@ -174,7 +171,7 @@ def load_tokenizer(name: str, bos: str = "auto", eos: str = "auto") -> Tokenizer
     if (bos, eos) not in (("auto", "auto"), ("none", "auto")):
         raise DataError(
             f"data.bos={bos} and data.eos={eos} name tokens, but data.tokenizer=bytes has none: leave them "
-            f"at auto"
+            "at auto"
         )
     return ByteTokenizer()
 
@@ -192,8 +189,7 @@ def check_vocabulary(tokenizer: TokenizerInfo, vocab_size: int) -> None:
         raise DataError(
             f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of the tokenizer "
             f"{tokenizer.name}: use {tokenizer.vocab_size} or more, best {padded}, a multiple of 128, which "
-            f"every "
-            "parallel.tp up to 128 that is a power of two divides"
+            "every parallel.tp up to 128 that is a power of two divides"
         )
 
 

@@ -106,9 +106,8 @@ def check_alike(ranks: RankInfo, mine: Mapping[str, str]) -> None:
     if others := [one for one in said if one]:
         raise ConfigError(
             f"the ranks were started with different settings: {others[0]} ({len(others)} of "
-            f"{ranks.world_size} "
-            "ranks differ from rank 0). Start all by the same command, with the same files; where auto means "
-            "another thing on another kind of machine, give the key a value"
+            f"{ranks.world_size} ranks differ from rank 0). Start all by the same command, with the same "
+            "files; where auto means another thing on another kind of machine, give the key a value"
         )
 
 

@@ -53,6 +53,5 @@ def _diagnose(previous: Status, failed: FailedStarts, start_step: int) -> str:
         )
     return (
         f"{failed.count} starts in a row went no further than step {failed.step} (from {origin}). The last: "
-        f"{reason}. Mend "
-        "the cause and start the run by hand: that begins the count anew"
+        f"{reason}. Mend the cause and start the run by hand: that begins the count anew"
     )

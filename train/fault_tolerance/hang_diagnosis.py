@@ -134,8 +134,7 @@ def _judge_silent(silent: Sequence[RankReport]) -> str:
         silent_s = min(report.silent_s for report in gone)
         said.append(
             f"{_ranks(_numbers(gone))} {give} no answer, and no heartbeat for about {silent_s:.0f} "
-            f"s{or_more}: "
-            f"{processes} stopped or killed, or machine gone"
+            f"s{or_more}: {processes} stopped or killed, or machine gone"
         )
     if never:
         said.append(f"{_ranks(_numbers(never))} never gave a heartbeat")
@@ -185,7 +184,7 @@ def _judge_waiting(waiting: Sequence[RankReport]) -> tuple[str, set[int]]:
         return f"rank {waiting[0].rank} waits in {name} ({place})", set()
     return (
         f"all {len(waiting)} ranks wait in the same {name} ({place}), which does not end: look at the "
-        f"network",
+        "network",
         set(),
     )
 

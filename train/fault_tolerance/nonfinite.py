@@ -289,8 +289,8 @@ def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], pos
     places = [one.first.place for one in found if one.first is not None]
     lines = [
         f"the loss or gradient of step {step} is not finite, and no more than "
-        f"train.max_skipped_steps={max_skipped} may be "
-        f"skipped. It was repeated to find out more (its sequences stand at {positions} of the order):"
+        f"train.max_skipped_steps={max_skipped} may be skipped. It was repeated to find out more (its "
+        f"sequences stand at {positions} of the order):"
     ]
     lines += _damaged(found)
     firsts = [one for one in found if one.first is not None and one.first.place == min(places)]
@@ -307,13 +307,11 @@ def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], pos
     elif not places:
         lines.append(
             "not found again when the step was repeated, on no rank: a fault of the hardware, of the network "
-            "or of "
-            "compiled code is likely"
+            "or of compiled code is likely"
         )
     lines.append(
         "No weight was changed by it. The same command goes on from the last checkpoint; a lower optim.lr, a "
-        "longer "
-        "warm-up or other data may avoid it"
+        "longer warm-up or other data may avoid it"
     )
     return "\n".join(lines)
 

@@ -39,19 +39,19 @@ def explaining_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        place = read_rank_info()
+        ranks = read_rank_info()
         said = [
-            f"rank {place.rank} ran out of memory: {one_line(error, ERROR_SHOWN)}",
+            f"rank {ranks.rank} ran out of memory: {one_line(error, ERROR_SHOWN)}",
             # while the error still holds what the step had
             _in_gib("resident", resident_bytes(device, optimizer)),
-            *_save_snapshot(device, folder / f"out-of-memory-rank-{place.rank}.pickle"),
+            *_save_snapshot(device, folder / f"out-of-memory-rank-{ranks.rank}.pickle"),
         ]
         # now it lets go of that: working out the advice takes memory too
         traceback.clear_frames(error.__traceback__)
-        if not place.is_main:
+        if not ranks.is_main:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(SPEAK_S)
-        raise OutOfMemory("\n  ".join([*said, *_advice(config, plan, device, place)])) from None
+        raise OutOfMemory("\n  ".join([*said, *_advice(config, plan, device, ranks)])) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -109,7 +109,7 @@ def _advice(config: Config, plan: Plan, device: torch.device, ranks: RankInfo) -
         if config.parallel.plan not in ("manual", "auto"):
             yield (
                 f"(in place of --parallel.plan={config.parallel.plan}, which decides alone: edit it, or "
-                f"leave it out)"
+                "leave it out)"
             )
     except (RuntimeError, MemoryError) as error:
         yield f"no advice, for want of memory: {one_line(error, ERROR_SHOWN)}"

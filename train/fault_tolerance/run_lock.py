@@ -111,8 +111,7 @@ def _take(file: int, folder: Path, deadline_s: float) -> Holder | None:
             if holder.host != socket.gethostname():
                 taken += (
                     ". This file system has no locks, so from here it cannot be told whether that run still "
-                    "lives: if it "
-                    f"does not, remove {folder}/.lock"
+                    f"lives: if it does not, remove {folder}/.lock"
                 )
         if time.monotonic() >= deadline_s:
             raise LockError(taken)

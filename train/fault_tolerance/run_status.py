@@ -88,7 +88,7 @@ def _how_to_go_on(state: State, saved: bool, named: bool) -> str:
         return ""
     if not saved:
         return (
-            f"nothing was saved: the same command starts "
+            "nothing was saved: the same command starts "
             f"{'where this one did' if named else 'from the beginning'}"
         )
     if state == "finished":

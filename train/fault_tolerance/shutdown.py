@@ -244,8 +244,7 @@ def _explain(error: RuntimeError) -> str:
     said = str(error).strip().splitlines()[-1]
     return (
         f"a process of this run has died, so the others end too, without saving; {INTACT}, and the same "
-        f"command goes on "
-        f"from there ({said})"
+        f"command goes on from there ({said})"
     )
 
 

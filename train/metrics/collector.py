@@ -236,8 +236,7 @@ def _describe_spike(spike: Spike, row: Mapping[str, Any], used: Mapping[str, Any
     place = ", ".join(f"{name} {value}" for name, value in used.items())
     return (
         f"step {row['step']}: loss {row['loss']:.4f}, usually {spike.usual:.4f} ({spike.deviations:.1f} "
-        f"deviations above)\n\n"
-        f"grad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {place}"
+        f"deviations above)\n\ngrad_norm {row['grad_norm']:.4g}, lr {row['lr']:.4g}; {place}"
     )
 
 

@@ -23,8 +23,7 @@ class WriteErrors:
         if not self._failing:
             self._warn(
                 f"warning: {path} cannot be written ({error.strerror or error}): training goes on, and rows "
-                f"wait in "
-                "memory until it can be"
+                "wait in memory until it can be"
             )
         self._failing.add(path)
 

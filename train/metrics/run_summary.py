@@ -79,8 +79,8 @@ def run_facts(config: Config, plan: Plan, device_name: str, data: str, steps: in
     """Model, data and hardware, by what it is called on the page."""
     model, mesh, tokens = config.model, plan.mesh, plan.global_batch_size * config.train.seq_len
     shape = (
-        f"{model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key and "
-        f"value heads, ffn_dim"
+        f"{model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key and value "
+        "heads, ffn_dim"
     )
     micro = f"{plan.accumulation} x {plan.micro_batch_size} sequences of {config.train.seq_len:,}"
     return {
@@ -169,13 +169,13 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
     console.print(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     console.print(
         f"device: {planned.device_name}, {ranks.world_size} process{plural}, {torch.get_num_threads()} CPU "
-        f"threads each"
+        "threads each"
     )
     console.print_lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
     parameters = count_parameters(config.model).total
     console.print(
         f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for "
-        f"training"
+        "training"
     )
     if config.parallel.strategy:
         console.print(describe_strategy(config.parallel.strategy, plan.mesh))

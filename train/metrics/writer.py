@@ -80,8 +80,8 @@ class MetricsWriter:
         self._thread.close(0.0 if self._hangs else HANGS_S)
         if lacking := len(self._sent) + self._lost:
             self._warn(
-                f"warning: {self._folder} lacks the last rows of metrics, {lacking} writes of which were "
-                f"not done"
+                f"warning: {self._folder} lacks the last rows of metrics, {lacking} writes of which were not "
+                "done"
             )
 
     def _look(self) -> None:
@@ -95,8 +95,7 @@ class MetricsWriter:
             self._hangs = True
             self._warn(
                 f"warning: {self._folder} has not taken a row of metrics for {HANGS_S:.0f} s: training goes "
-                f"on, and rows "
-                "wait in memory"
+                "on, and rows wait in memory"
             )
 
     def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:

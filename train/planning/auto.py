@@ -80,9 +80,8 @@ def _find_kind(device: torch.device, device_name: str) -> Hardware:
 def _headline(predicted: Prediction, hardware: Hardware) -> str:
     return (
         f"{hardware.name}: {predicted.timeline.step_s:.3g} s a step, {predicted.tokens_per_s_per_gpu:,.0f} "
-        f"tokens/s per "
-        f"process, {predicted.memory.peak_bytes / GIB:.2f} GiB ({predicted.reserved_bytes / GIB:.2f} "
-        f"reserved)"
+        f"tokens/s per process, {predicted.memory.peak_bytes / GIB:.2f} GiB "
+        f"({predicted.reserved_bytes / GIB:.2f} reserved)"
     )
 
 

@@ -53,8 +53,7 @@ def check_attention(config: Config, plan: Plan, device_type: str) -> None:
             raise PlanError(f"parallel.attention={kernel} is no kernel for {what}: use auto, or {others}")
         raise PlanError(
             f"attention={kernel} of {config.parallel.plan} is no kernel for {what}: put {others} there, or "
-            f"make the "
-            "plan anew, with tools.plan --gpu KIND"
+            "make the plan anew, with tools.plan --gpu KIND"
         )
 
 
@@ -117,7 +116,7 @@ def cpu_dtype(reported: Mapping[str, object], onednn: bool) -> tuple[str, str]:
     return (
         "float32",
         f"torch finds none of {', '.join(FAST_ON_CPUS.values())} on this CPU, which would multiply bfloat16 "
-        f"faster",
+        "faster",
     )
 
 

@@ -26,9 +26,8 @@ def read_plan(config: Config, model: ModelUnits, world_size: int) -> Plan:
     path = Path(os.path.expanduser(config.parallel.plan))
     if not path.is_file():
         raise PlanError(
-            f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the "
-            f"path of a "
-            "plan file, such as plan.yaml in a run's folder"
+            f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the path of "
+            "a plan file, such as plan.yaml in a run's folder"
         )
     plan = load_plan(path)
     mistakes = key_mistakes(config.parallel, plan, model)
@@ -50,8 +49,8 @@ def _batch_mistakes(config: Config, plan: Plan) -> list[str]:
         asked, planned = getattr(config.train, key), getattr(plan, key)
         if asked not in (left_open, planned):
             mistakes.append(
-                f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one "
-                f"of them"
+                f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one of "
+                "them"
             )
     return mistakes
 
@@ -92,8 +91,7 @@ def plan_run(
     if config.parallel.plan == "auto":
         raise PlanError(
             "parallel.plan=auto is for train.main and tools.plan, which know the machine. Let tools.plan "
-            "choose, "
-            "with --save FILE, and use --parallel.plan=FILE"
+            "choose, with --save FILE, and use --parallel.plan=FILE"
         )
     if config.parallel.plan == "manual":
         job = make_job(config, world_size, gpus_per_node or world_size, attention, param_dtype)

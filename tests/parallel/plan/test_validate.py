@@ -355,11 +355,9 @@ def test_a_unit_computes_in_what_the_one_before_hands_on() -> None:
     plan = change(plan_of(), 2, param_dtype="bfloat16")
     assert refusal(plan).splitlines() == [
         "unit layers.0 hands on float32, but unit layers.1 computes in bfloat16: set output_dtype=bfloat16 "
-        "on layers.0, "
-        "or give both the same param_dtype",
+        "on layers.0, or give both the same param_dtype",
         "unit layers.1 hands on bfloat16, but unit layers.2 computes in float32: set output_dtype=float32 on "
-        "layers.1, "
-        "or give both the same param_dtype",
+        "layers.1, or give both the same param_dtype",
     ]
     check(change(change(plan, 1, output_dtype="bfloat16"), 2, output_dtype="float32"))
 

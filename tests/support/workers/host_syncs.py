@@ -59,8 +59,8 @@ def where(frame: FrameType | None) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    place = read_rank_info()
+    ranks = read_rank_info()
     with Reads() as reads:
-        run(parse_config(sys.argv[2:]), place)
-    Path(sys.argv[1], f"{place.rank}.json").write_text(json.dumps(reads.noted))
-    exit_process(place, 0)
+        run(parse_config(sys.argv[2:]), ranks)
+    Path(sys.argv[1], f"{ranks.rank}.json").write_text(json.dumps(reads.noted))
+    exit_process(ranks, 0)

@@ -38,7 +38,7 @@ def build_slowed(*arguments: Any) -> Llama:
 
 
 if __name__ == "__main__":
-    place = read_rank_info()
+    ranks = read_rank_info()
     meshwright.train.main.build_model = build_slowed
-    meshwright.train.main.run(parse_config(sys.argv[1:]), place)
-    exit_process(place, 0)
+    meshwright.train.main.run(parse_config(sys.argv[1:]), ranks)
+    exit_process(ranks, 0)

@@ -213,9 +213,8 @@ def test_what_is_interrupted_ends_with_all_its_descendants(
     SIGTERM."""
     pids = tmp_path / "pids"
     script = (
-        f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if os.fork() else "
-        f"os.setsid()\n"
-        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)"
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if os.fork() else "
+        f"os.setsid()\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(1000)"
     )
     (tmp_path / "script.py").write_text(script)
 

@@ -41,8 +41,7 @@ FAST = [
         "llama_8b",
         2048,
         f"{SMALL} parallel.forward_prefetch=0 parallel.backward_prefetch=2 "
-        "parallel.activation_checkpoint=selective "
-        "parallel.selective_policy=every:2",
+        "parallel.activation_checkpoint=selective parallel.selective_policy=every:2",
     ),
     PlanCase("llama_8b", 8, f"{SMALL} parallel.strategy=ddp model.vocab_size=1024"),
     PlanCase("llama_8b", 8, f"{SMALL} parallel.cpu_offload=true train.freeze=[tok_embeddings.*,layers.0.*]"),

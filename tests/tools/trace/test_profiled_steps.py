@@ -226,9 +226,8 @@ def test_each_gather_is_judged_and_the_depth_that_mends_it_found(cpu: ProfileAna
     assert prefetch.saving_ns == 1_200_000
     (line, *_) = [line.text for line in advise(cpu) if "forward_prefetch" in line.text]
     assert line == (
-        "set parallel.forward_prefetch=1: saves about 1.20 ms a step; now 0, and all-gathers of the "
-        "forward come "
-        "late, most of all layers.1"
+        "set parallel.forward_prefetch=1: saves about 1.20 ms a step; now 0, and all-gathers of the forward "
+        "come late, most of all layers.1"
     )
 
 

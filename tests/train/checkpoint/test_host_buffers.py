@@ -50,8 +50,7 @@ def test_what_is_missing_is_of_a_whole_machine() -> None:
     assert describe_missing(asked(*two)) == ""
     assert describe_missing(asked(*two[:3], (2, 4, 7.5))) == (
         "copies of the training state need 8.00 GiB of host memory on the machine of rank 2, for 2 "
-        "processes; 7.50 GiB are left "
-        "there, 0.50 GiB are missing"
+        "processes; 7.50 GiB are left there, 0.50 GiB are missing"
     )
     assert "machine of rank 0" in describe_missing(asked((0, 4, 1), (1, 4, 3.5)))
 

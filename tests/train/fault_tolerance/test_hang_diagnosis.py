@@ -47,20 +47,17 @@ def ranks(*reports: RankReport) -> list[RankReport]:
         (
             ranks(WAITS, replace(LOADS, step=119)),
             "rank 1 is behind, in step 119, at train/data/loader.py:61 next, while rank 0 waits in "
-            "all_reduce "
-            "(train/step.py:70 train_step)",
+            "all_reduce (train/step.py:70 train_step)",
         ),
         (
             ranks(WAITS, replace(LOADS, section="evaluation")),
             "rank 1 is ahead, in evaluation at step 120, at train/data/loader.py:61 next, while rank 0 waits "
-            "in all_reduce "
-            "(train/step.py:70 train_step)",
+            "in all_reduce (train/step.py:70 train_step)",
         ),
         (
             ranks(WAITS, replace(LOADS, section="first step")),
             "rank 1 is behind, in first step (120), at train/data/loader.py:61 next, while rank 0 waits in "
-            "all_reduce "
-            "(train/step.py:70 train_step)",
+            "all_reduce (train/step.py:70 train_step)",
         ),
         (
             ranks(WAITS, WAITS, WAITS, GATHERS),
@@ -75,8 +72,7 @@ def ranks(*reports: RankReport) -> list[RankReport]:
         (
             ranks(WAITS, replace(WAITS, step=119)),
             "a desynchronised collective: all wait in all_reduce (train/step.py:70 train_step), but rank 1 "
-            "in step 119, "
-            "the others further on",
+            "in step 119, the others further on",
         ),
         (
             ranks(WAITS, WAITS),
@@ -177,8 +173,7 @@ def test_half_of_the_ranks_silent_are_one_line_and_the_others_another() -> None:
     )
     assert diagnose(reports, FIRED).splitlines()[:3] == [
         "STUCK: ranks 500-999 give no answer, and no heartbeat for about 60 s or more: processes stopped or "
-        "killed, or machine "
-        "gone",
+        "killed, or machine gone",
         "  ranks 500-999: step 120, last heartbeat about 60 s ago",
         "  ranks 0-499: step 120 for 600 s, in all_reduce called from train/step.py:70 train_step",
     ]

@@ -198,8 +198,7 @@ TP = [
         ["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_parts=[embedding]"],
         [
             "parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024: ids no text has "
-            "cost their "
-            "rows and are soon never predicted."
+            "cost their rows and are soon never predicted."
         ],
     ),
 ]

@@ -35,11 +35,9 @@ from meshwright.tools.processes import BenchError, make_environment, python_comm
 SUMMARY = "measure this machine, for the planner"
 DESCRIPTION = (
     "Measure products by size and dtype, attention, memory bandwidth, the cost of an operation, and "
-    "collectives between 2 and 4 "
-    "processes (gloo) or this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's rates "
-    "are those of one "
-    "process while as many run as there are cores. Takes about two minutes; nothing else should run "
-    "meanwhile."
+    "collectives between 2 and 4 processes (gloo) or this node's GPUs (NCCL), and write a hardware file for "
+    "the planner. A CPU's rates are those of one process while as many run as there are cores. Takes about "
+    "two minutes; nothing else should run meanwhile."
 )
 WORKER = "meshwright.tools.bench.calibrate.worker"
 CPU_RANKS = (2, 4)
@@ -122,9 +120,8 @@ def find_base(name: str | None, machine: CalibratedMachine) -> Hardware:
         base = kinds.get(CPU_BASE) if machine.device == "cpu" else find_hardware(machine.name)
         if base is None:
             raise BenchError(
-                f"{machine.name} is of no known kind: name one to take over what cannot be measured "
-                f"here, with "
-                f"--base {' | '.join(kinds)}"
+                f"{machine.name} is of no known kind: name one to take over what cannot be measured here, "
+                f"with --base {' | '.join(kinds)}"
             )
         return base
     if name not in kinds:

@@ -21,14 +21,11 @@ from meshwright.train.errors import USER_ERRORS
 SUMMARY = "one GPU: end to end at Llama 8B's shape, its parts, its peers"
 DESCRIPTION = (
     "Measure one GPU, the most important first: train.main at Llama 8B's shape with 4, 8, 16 and 32 layers, "
-    "by micro batch, "
-    "checkpointing and dtypes, with what the planner predicts beside it; the same model in plain PyTorch, in "
-    "torchtitan and in "
-    "transformers with accelerate (those that are not installed are named); where a step's time goes, by "
-    "kernel; attention by "
-    "kernel, head and loss, the optimizer, products and copies alone. With --record every finished case is "
-    "in the file at "
-    "once; the same command again goes on with those that are missing."
+    "by micro batch, checkpointing and dtypes, with what the planner predicts beside it; the same model in "
+    "plain PyTorch, in torchtitan and in transformers with accelerate (those that are not installed are "
+    "named); where a step's time goes, by kernel; attention by kernel, head and loss, the optimizer, "
+    "products and copies alone. With --record every finished case is in the file at once; the same command "
+    "again goes on with those that are missing."
 )
 EPILOG = KEYS
 GRACE_S = 35.0  # that a case which has begun may take beyond --minutes

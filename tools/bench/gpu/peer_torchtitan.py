@@ -48,7 +48,7 @@ def prepare(folder: Path, shape: str, layers: int, checkpoint: str) -> list[str]
     (words / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
     call = f"make_config({shape!r}, {layers}, {checkpoint!r})"
     text = (
-        f"from meshwright.tools.bench.gpu.peer_torchtitan import make_config\n\n\ndef bench():\n    return "
+        "from meshwright.tools.bench.gpu.peer_torchtitan import make_config\n\n\ndef bench():\n    return "
         f"{call}\n"
     )
     (folder / f"{MODULE}.py").write_text(text, encoding="utf-8")

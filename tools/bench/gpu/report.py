@@ -117,8 +117,7 @@ def _curves_text(name: str, figures: Mapping[str, Any]) -> str:
     run, beside = figures["last_mean"]
     return (
         f"{name}\nat the end {run:.4f} beside {beside:.4f} nats; apart by {figures['last_difference']:.4f} "
-        f"there, by "
-        f"{figures['largest_difference']:.4f} at most (means of 50 steps)"
+        f"there, by {figures['largest_difference']:.4f} at most (means of 50 steps)"
     )
 
 

@@ -23,13 +23,10 @@ SUMMARY = "exposed communication by tools.trace against a step without communica
 ASKED = 0.1  # the difference that is allowed, of the step's own
 DESCRIPTION = (
     "Profile the same steps over gloo, and over torch's fake process group, in which every collective is "
-    "over at once, in turn. "
-    "How much longer a step over gloo takes is what tools.trace should call exposed communication. The fake "
-    "group copies its "
-    "input to its output when a collective is launched; the time of its launches is taken out of its step. "
-    "The shape sends much "
-    "and computes little, and over gloo each launch waits for its end, so that most of the communication is "
-    "exposed."
+    "over at once, in turn. How much longer a step over gloo takes is what tools.trace should call exposed "
+    "communication. The fake group copies its input to its output when a collective is launched; the time of "
+    "its launches is taken out of its step. The shape sends much and computes little, and over gloo each "
+    "launch waits for its end, so that most of the communication is exposed."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over the shape "

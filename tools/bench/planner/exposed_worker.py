@@ -67,8 +67,8 @@ def profile_steps(config: Config, ranks: RankInfo, steps: int, path: Path) -> No
 
 if __name__ == "__main__":
     kind, folder, steps, *keys = sys.argv[1:]
-    place = read_rank_info()
+    ranks = read_rank_info()
     config = parse_config(keys, PROG)
-    join_group(kind, config, place)
-    profile_steps(config, place, int(steps), Path(folder) / f"rank-{place.rank}.json.gz")
+    join_group(kind, config, ranks)
+    profile_steps(config, ranks, int(steps), Path(folder) / f"rank-{ranks.rank}.json.gz")
     end_process(0)

@@ -19,10 +19,9 @@ from meshwright.train.planning.resolve import plan_run
 SUMMARY = "the planner's memory against the real code on fake tensors"
 DESCRIPTION = (
     "Predict the memory of plans for 8B, 70B and 405B models on 1 to 4,096 ranks, and compare it with what "
-    "tools.simulate counts "
-    "while the real model, optimizer and training step run on fake tensors. A simulation is eager, so the "
-    "plans are too. Needs "
-    "no GPU and starts no processes; it takes several minutes."
+    "tools.simulate counts while the real model, optimizer and training step run on fake tensors. A "
+    "simulation is eager, so the plans are too. Needs no GPU and starts no processes; it takes several "
+    "minutes."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over those of every plan."
@@ -238,8 +237,7 @@ def memory_text(rows: Sequence[MemoryRow]) -> str:
     figures = summarise(rows)
     lines = [
         f"{figures['plans']} plans; peak: mean error {figures['mean_error']:.2%} (asked: {MEAN_ERROR:.0%}), "
-        f"worst "
-        f"{figures['worst_error']:.2%} (asked: {WORST_ERROR:.0%})",
+        f"worst {figures['worst_error']:.2%} (asked: {WORST_ERROR:.0%})",
         f"parameters, gradients, optimizer state: worst error {figures['exact_error']:.2%} (asked: "
         f"{EXACT_ERROR:.0%})",
         "all within what is asked" if figures["within"] else "NOT within what is asked",

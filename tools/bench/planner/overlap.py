@@ -30,14 +30,10 @@ from meshwright.train.planning.resolve import make_job, model_units
 SUMMARY = "what of communication is exposed in the simulated step, and what would hide it"
 DESCRIPTION = (
     "Plan a run as `scale` does and play its step; then again with one thing changed at a time: what the "
-    "plan can change "
-    "(reduce_dtype, prefetching, resharding, joined units, async tensor parallelism, FSDP in place of HSDP), "
-    "and what FSDP2 "
-    "could do otherwise (a communicator of its own for reduce-scatters, two buffers for them, no gather of "
-    "the embedding in the "
-    "backward, the all-reduce of HSDP in line with the reduce-scatters). Without --config the cases of "
-    "docs/scaling.md. Nothing "
-    "runs; all of it is prediction."
+    "plan can change (reduce_dtype, prefetching, resharding, joined units, async tensor parallelism, FSDP in "
+    "place of HSDP), and what FSDP2 could do otherwise (a communicator of its own for reduce-scatters, two "
+    "buffers for them, no gather of the embedding in the backward, the all-reduce of HSDP in line with the "
+    "reduce-scatters). Without --config the cases of docs/scaling.md. Nothing runs; all of it is prediction."
 )
 EPILOG = "Config keys of train.main are accepted too, as --section.key=value: what they give is not chosen."
 CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (  # config, GPUs, keys that are given
@@ -304,8 +300,7 @@ def overlap_text(figures: dict[str, Any]) -> str:
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in run["mesh"].items())
         title = (
             f"{run['config']} on {run['gpus']:,} {figures['hardware_file']}: {mesh}, "
-            f"{run['activation_checkpoint']}, "
-            f"micro batch {run['micro_batch_size']}"
+            f"{run['activation_checkpoint']}, micro batch {run['micro_batch_size']}"
         )
         parts.append(
             f"{title}\n"

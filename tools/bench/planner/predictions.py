@@ -157,11 +157,9 @@ def _gpu_case(
 SUMMARY = "the planner's predictions against real runs"
 DESCRIPTION = (
     "Run configurations of 1 to 4 ranks on this CPU, or of one GPU, in turn, and compare each one's step "
-    "time (on a GPU also its "
-    "peak memory) with what the planner says of it. Prints every error, their mean, Kendall's tau of the "
-    "order, and how much "
-    "slower than the best the plan is that the planner would choose. Calibrate first, on a machine where "
-    "nothing else runs."
+    "time (on a GPU also its peak memory) with what the planner says of it. Prints every error, their mean, "
+    "Kendall's tau of the order, and how much slower than the best the plan is that the planner would "
+    "choose. Calibrate first, on a machine where nothing else runs."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over those of every run."
@@ -255,8 +253,7 @@ def find_kind(name: str | None, on_gpu: bool) -> Hardware:
         which = f"configs/hardware/{name}.yaml" if name else "hardware file for this machine"
         raise BenchError(
             f"there is no {which}. Make one with `python -m tools.bench calibrate`, or name one with "
-            f"--hardware: "
-            f"{', '.join(kinds)}"
+            f"--hardware: {', '.join(kinds)}"
         )
     return kind
 

@@ -44,8 +44,7 @@ MEMORY_OF = frozenset({"torchtitan"})
 SUMMARY = "the planner against published runs"
 DESCRIPTION = (
     "Predict published training runs with the planner, on the machines and with the losses of their "
-    "frameworks "
-    "(configs/hardware), and compare tokens per second and reserved memory with what was measured."
+    "frameworks (configs/hardware), and compare tokens per second and reserved memory with what was measured."
 )
 ORDERED_APART = 1.10  # rows of one source that differ by more must be predicted in the right order
 

@@ -34,13 +34,10 @@ from meshwright.train.planning.resolve import make_job, model_units
 SUMMARY = "predicted speed and memory on 8 to 4,096 GPUs"
 DESCRIPTION = (
     "Plan configs for kinds and numbers of GPUs, twice: with the degrees that the planner chooses, and with "
-    "FSDP alone "
-    "(dp_replicate and tp 1; the rest is chosen). The global batch grows with the GPUs. Says what is "
-    "predicted of each: tokens "
-    "per second and GPU, both MFUs, the share of a step that waits for communication, memory, degrees. "
-    "Nothing runs; all is "
-    "prediction. With --record every finished case is in the file at once; the same command again goes on "
-    "with those missing."
+    "FSDP alone (dp_replicate and tp 1; the rest is chosen). The global batch grows with the GPUs. Says what "
+    "is predicted of each: tokens per second and GPU, both MFUs, the share of a step that waits for "
+    "communication, memory, degrees. Nothing runs; all is prediction. With --record every finished case is "
+    "in the file at once; the same command again goes on with those missing."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over those of the configs."
@@ -163,7 +160,7 @@ def open_record(options: argparse.Namespace, overrides: Sequence[str]) -> CaseRe
     if before != settings:
         raise BenchError(
             f"--record {name}: {found[-1].name} was made with {before}, this is {settings}. Name another "
-            f"record"
+            "record"
         )
     return kept
 

@@ -90,9 +90,8 @@ def measure_attention(options: argparse.Namespace, overrides: Sequence[str]) -> 
         for r in rows
     ]
     text = (
-        f"{format_table(head, cells)}\n\nshape: batch x heads x kv heads x head dim x tokens; CPU time, "
-        f"best of "
-        f"{options.repeats}; error: of the gradients, relative, against float64"
+        f"{format_table(head, cells)}\n\nshape: batch x heads x kv heads x head dim x tokens; CPU time, best "
+        f"of {options.repeats}; error: of the gradients, relative, against float64"
     )
     return BenchResult(None, {"rows": [dataclasses.asdict(row) for row in rows]}, text)
 

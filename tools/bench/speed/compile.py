@@ -170,17 +170,14 @@ def split_start(
 SUMMARY = "seconds to the first step, cold and warm, and compile time against depth"
 DESCRIPTION = (
     f"Start ours on the standard shape ({SHAPE}) with an empty compile cache and again with the cache that "
-    f"this has filled, and "
-    "split the seconds from the command to the end of the first step: launcher, imports, set-up, compiling "
-    "or reading the "
-    "cache, the step. Peers in turn with it. Then compile models of several depths and a tiny width (dim 64, "
-    "4 heads, "
-    "sequences of 64), one process, each with an empty cache: compile time is the first step's beyond a "
-    "later one's."
+    "this has filled, and split the seconds from the command to the end of the first step: launcher, "
+    "imports, set-up, compiling or reading the cache, the step. Peers in turn with it. Then compile models "
+    "of several depths and a tiny width (dim 64, 4 heads, sequences of 64), one process, each with an empty "
+    "cache: compile time is the first step's beyond a later one's."
 )
 EPILOG = (
     f"{KEYS} A peer prints `BENCH` lines as in `peers`, and keeps what it compiles in "
-    f"TORCHINDUCTOR_CACHE_DIR."
+    "TORCHINDUCTOR_CACHE_DIR."
 )
 STEPS = 4
 MODES = ("cold", "warm")

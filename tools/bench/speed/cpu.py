@@ -34,12 +34,9 @@ from meshwright.train.config import Config
 SUMMARY = "ours against other trainers on a CPU, and against the machine's own rates"
 DESCRIPTION = (
     "Run ours and other trainers in turn, compiled, on CPUs with gloo: two shapes (head dim 16: the standard "
-    "one of `train`; "
-    "head dim 64: dim 512, 8 heads) in float32 and bfloat16. Prints tokens per second and memory of each "
-    "rank, ours / peer, and "
-    "the share of what matrix products and attention alone allow, from this machine's own rates at exactly "
-    "that shape, measured "
-    "in as many processes at once."
+    "one of `train`; head dim 64: dim 512, 8 heads) in float32 and bfloat16. Prints tokens per second and "
+    "memory of each rank, ours / peer, and the share of what matrix products and attention alone allow, from "
+    "this machine's own rates at exactly that shape, measured in as many processes at once."
 )
 VARIABLES = (
     "BENCH_DIM",
@@ -56,12 +53,10 @@ VARIABLES = (
     "BENCH_COMPILE",
 )
 EPILOG = (
-    f"A peer's command is told what to run by environment variables, which it must pass on: "
-    f"{', '.join(VARIABLES)} (a dtype is "
-    "float32 or bfloat16, BENCH_COMPILE 1). As titan='TT_DIM=$BENCH_DIM ... bash run.sh $BENCH_PROCESSES'. "
-    "One that does not "
-    "name BENCH_DIM, or fails, is left out of that shape, and said to be. It prints `BENCH` lines as in "
-    "`peers`. " + KEYS
+    "A peer's command is told what to run by environment variables, which it must pass on: "
+    f"{', '.join(VARIABLES)} (a dtype is float32 or bfloat16, BENCH_COMPILE 1). As titan='TT_DIM=$BENCH_DIM "
+    "... bash run.sh $BENCH_PROCESSES'. One that does not name BENCH_DIM, or fails, is left out of that "
+    "shape, and said to be. It prints `BENCH` lines as in `peers`. " + KEYS
 )
 HEAD_DIM_64 = ("--model.dim=512", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1536")
 SHAPES: Mapping[str, Sequence[str]] = {
@@ -139,8 +134,8 @@ def measure_cell(
     sequences, seq_len = config.train.micro_batch_size, config.train.seq_len
     if not isinstance(sequences, int):
         raise BenchError(
-            f"train.micro_batch_size={sequences}: cpu needs a number, to know a step's work. Leave the "
-            f"key out"
+            f"train.micro_batch_size={sequences}: cpu needs a number, to know a step's work. Leave the key "
+            "out"
         )
     variables = shape_variables(config, options.processes)
     deaf = {text.partition("=")[0].strip() for text in options.peer if "BENCH_DIM" not in text}
@@ -223,7 +218,7 @@ def cpu_text(cells: Mapping[str, Any], rounds: int) -> str:
     ]
     last = (
         f"median of {rounds} rounds, spread: (best - worst) / median; of what is allowed: by matmul and "
-        f"attention alone"
+        "attention alone"
     )
     return "\n".join([format_table(head, rows), "", *allowed, *left_out, last])
 

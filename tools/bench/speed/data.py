@@ -44,17 +44,12 @@ SUMMARY = "tokenising, checking shards, shuffled reading, and what a step waits 
 NODE_GPUS, MICRO_BATCH = 8, 2
 DESCRIPTION = (
     "Tokenise text with a byte-level BPE against the tokenizers library alone. Then, on a prepared folder of "
-    "random ids (--gb; "
-    "made on disk and deleted at the end): check its checksums, read sequences in shuffled order, let the "
-    "loader deliver "
-    f"as fast as it can, and count what a pretend step waits for it. That step takes as long as {NODE_GPUS} "
-    f"GPUs need for "
-    f"{MICRO_BATCH} sequences each at the fastest rate published for an 8B "
-    f"(tools/bench/planner/published_runs.csv), and "
-    f"one loader, a thread "
-    "of one process, reads for all of them, where a run has one for each GPU. cold: the files are not in the "
-    "page cache. "
-    "Takes about ten minutes at full size."
+    "random ids (--gb; made on disk and deleted at the end): check its checksums, read sequences in shuffled "
+    "order, let the loader deliver as fast as it can, and count what a pretend step waits for it. That step "
+    f"takes as long as {NODE_GPUS} GPUs need for {MICRO_BATCH} sequences each at the fastest rate published "
+    "for an 8B (tools/bench/planner/published_runs.csv), and one loader, a thread of one process, reads for "
+    "all of them, where a run has one for each GPU. cold: the files are not in the page cache. Takes about "
+    "ten minutes at full size."
 )
 # tools.prepare_data makes a shard of 64 MiB of text, at 4 bytes a token
 SHARD_TOKENS, BYTES_PER_TOKEN = 16 * 2**20, 4
@@ -309,12 +304,9 @@ def data_text(figures: dict[str, Any]) -> str:
     )
     return (
         f"{head}\n\n{size['store_gb']:g} GB of uint16, sequences of {size['seq_len']}, {size['rounds']} "
-        f"rounds\n"
-        f"tokenising with 2 workers: {tokenising['mb_s_ratio_of_2_workers']:.1%} of the library with 2 "
-        f"threads\n"
-        f"data wait of a step of {wait['pretend_step_s']:.2f} s at {wait['tokens_s']:,.0f} tokens/s: "
-        f"{shares}; "
-        f"{'' if wait['within'] else 'NOT '}within {MOST_WAIT:.0%}"
+        f"rounds\ntokenising with 2 workers: {tokenising['mb_s_ratio_of_2_workers']:.1%} of the library with "
+        f"2 threads\ndata wait of a step of {wait['pretend_step_s']:.2f} s at {wait['tokens_s']:,.0f} "
+        f"tokens/s: {shares}; {'' if wait['within'] else 'NOT '}within {MOST_WAIT:.0%}"
     )
 
 

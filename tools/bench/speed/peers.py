@@ -28,10 +28,9 @@ from meshwright.tools.processes import BenchError, cache_environment, make_envir
 OURS = "meshwright"
 SUMMARY = "ours against other trainers, interleaved"
 DESCRIPTION = (
-    f"Run ours on the standard shape ({SHAPE}) and other trainers in turn, and print the ratios ours / "
-    f"peer. A "
-    "peer prints, from one rank or all, `BENCH startup_to_first_step_s=26.5` and "
-    "`BENCH tok/s/rank median=1399 peak_rss_GiB=0.92` (or another peak_..._GiB)."
+    f"Run ours on the standard shape ({SHAPE}) and other trainers in turn, and print the ratios ours / peer. "
+    "A peer prints, from one rank or all, `BENCH startup_to_first_step_s=26.5` and `BENCH tok/s/rank "
+    "median=1399 peak_rss_GiB=0.92` (or another peak_..._GiB)."
 )
 EPILOG = (
     f"{KEYS} They, --dtype, --compile and --processes are for ours: say the same to a peer in its command. "

@@ -32,9 +32,8 @@ from meshwright.tools.processes import BenchError
 
 SUMMARY = "ours under several settings, interleaved"
 DESCRIPTION = (
-    f"Run ours on the standard shape ({SHAPE}) under several settings in turn, and print the figures of "
-    f"each and "
-    "their ratios to the first."
+    f"Run ours on the standard shape ({SHAPE}) under several settings in turn, and print the figures of each "
+    "and their ratios to the first."
 )
 EPILOG = KEYS
 

@@ -126,7 +126,7 @@ def _to_bytes(pyarrow: Any, column: Any, field: str, path: Path) -> list[bytes |
     if not any(test(column.type) for test in (types.is_string, types.is_large_string, types.is_string_view)):
         raise DataError(
             f"data.source: {path}: the field {field} is {column.type}, not text: name another with "
-            f"data.text_field"
+            "data.text_field"
         )
     texts: list[bytes | None] = column.cast(
         pyarrow.binary_view() if types.is_string_view(column.type) else pyarrow.large_binary()

@@ -281,10 +281,8 @@ class _Work:
         free_bytes = shutil.disk_usage(self._job.folder).free
         return (
             f"no space left for {self._folder} ({said}): about {needed_bytes / 1e6:,.1f} MB are still "
-            f"needed, "
-            f"{free_bytes / 1e6:,.1f} MB are free. Make room and start again, or remove "
-            f"{Path(self._job.folder).parent}, "
-            "where finished shards are kept"
+            f"needed, {free_bytes / 1e6:,.1f} MB are free. Make room and start again, or remove "
+            f"{Path(self._job.folder).parent}, where finished shards are kept"
         )
 
 
@@ -338,7 +336,7 @@ def _fill_manifest(
     if not any(splits.values()):
         raise DataError(
             f"data.source={source} holds no text: {len(manifest.sources):,} files with {empty:,} empty "
-            f"documents"
+            "documents"
         )
     return replace(manifest, splits=splits, settings=manifest.settings | {"empty_documents": empty})
 

@@ -115,6 +115,6 @@ def _how_it_ended(process: subprocess.Popen[str]) -> str:
     else:
         how = f"ended with exit code {code}"
     return (
-        f"a worker process of the preparation (pid {process.pid}) {how}: start again, and finished "
-        f"shards are kept"
+        f"a worker process of the preparation (pid {process.pid}) {how}: start again, and finished shards "
+        "are kept"
     )

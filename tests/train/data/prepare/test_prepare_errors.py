@@ -242,10 +242,9 @@ def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "a.txt").write_bytes(b"y" * 2_000_000)
     code = (
-        "import os; from pathlib import Path; from meshwright.train.data.prepare.prepare import *\n"
-        f"try: prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), "
-        f"PrepareSettings(workers={workers}))\n"
-        "except ValueError as error: print(error, os.listdir('full'))\n"
+        "import os; from pathlib import Path; from meshwright.train.data.prepare.prepare import *\ntry: "
+        "prepare('a.txt', 'bytes', 'auto', 'auto', Path('full/out'), "
+        f"PrepareSettings(workers={workers}))\nexcept ValueError as error: print(error, os.listdir('full'))\n"
     )
     command = f'mount -t tmpfs -o size=1m none full && exec {sys.executable} -c "$CODE"'
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CODE": code}
