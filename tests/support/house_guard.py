@@ -58,7 +58,7 @@ LIMIT_S = 900.0
 AT_ONCE = 2  # commands of one process each
 LONGEST_TEXT = 40_000  # of a file, in characters; of a longer one its checksum is recorded
 SHOWN_LINES, SHOWN_CHARACTERS = 60, 400  # of a difference
-KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CC", "CXX", "SSL_CERT_FILE", "PIP_INDEX_URL", "PIP_CONFIG_FILE")
+KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CC", "CXX")
 FIXED_VARIABLES = {
     **{"OMP_NUM_THREADS": "1", "COLUMNS": "120", "LINES": "40", "NO_COLOR": "1", "TERM": "dumb"},
     **{"LC_ALL": "C.UTF-8", "TZ": "UTC", "USER": "guard"},
@@ -182,7 +182,8 @@ def start(command: Sequence[str], folder: Path, environment: Mapping[str, str]) 
 
 def table(text: str) -> Iterator[tuple[str, list[str]]]:
     """Name and commands of each case of a table (tests/support/house_guard_cases.py)."""
-    name, lines = "", []
+    name = ""
+    lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("   "):
             lines[-1] += " " + line.strip()
@@ -369,9 +370,9 @@ def plans(part: Part) -> Any:
 
 
 def without_buffers(value: Any) -> Any:
-    """What tools.plan says but for the most memory of buffers that it predicts, which differs from start to
-    start: parallel/planner/tracing/eager.py knows weights by the addresses of their storages, which others
-    get when they are gone."""
+    """What tools.plan says, without the most memory of buffers that it predicts. That varies:
+    parallel/planner/tracing/eager.py knows weights by the addresses of their storages, which others get
+    later."""
     if isinstance(value, list):
         return [without_buffers(one) for one in value]
     if isinstance(value, str):
@@ -505,7 +506,13 @@ def fake_gpu(part: Part) -> Any:
     copy = part.folder / "checkout"
     shutil.copytree(part.root, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "runs", ".venv"))
     (copy / FAKE_GPU_FILE).unlink()
-    environment = {**part.environment(), "PYTHONPATH": str(copy), "MESHWRIGHT_TESTS_CACHE": FAKE_GPU_CACHE}
+    fetching = {
+        name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))
+    }
+    pip = Path.home() / ".config/pip/pip.conf"
+    fetching |= {"PIP_CONFIG_FILE": str(pip)} if pip.exists() else {}
+    own = {"PYTHONPATH": str(copy), "MESHWRIGHT_TESTS_CACHE": FAKE_GPU_CACHE}
+    environment = {**part.environment(), **fetching, **own}
     code, out, err = start([sys.executable, "-m", FAKE_GPU_RECORD], copy, environment)
     if code != 0:
         raise SystemExit(f"{FAKE_GPU_RECORD} ends with {code}:\n{out[-3000:]}\n{err[-3000:]}")
@@ -575,15 +582,20 @@ def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
 
 
 def texts(value: list[Any]) -> bool:
+    """Whether they are lines of a text."""
     return all(isinstance(one, str) for one in value)
 
 
 def in_words(before: Any, after: Any) -> str:
     """Two values that differ; lines of text as a unified diff."""
-    lines = [one.splitlines() if isinstance(one, str) else one for one in (before, after)]
-    if not all(isinstance(one, list) for one in lines) or max(map(len, lines)) < 2:
+    one, other = (side.splitlines() if isinstance(side, str) else side for side in (before, after))
+    if (
+        not (isinstance(one, list) and isinstance(other, list))
+        or max(len(one), len(other)) < 2
+        or one == other
+    ):
         return f"    {shorten(before)} -> {shorten(after)}"
-    diff = list(difflib.unified_diff(*lines, "before", "after", n=1, lineterm=""))
+    diff = list(difflib.unified_diff(one, other, "before", "after", n=1, lineterm=""))
     more = [f"... {len(diff) - SHOWN_LINES} lines more"] if len(diff) > SHOWN_LINES else []
     return "\n".join(f"    {shorten(line, plain=True)}" for line in [*diff[:SHOWN_LINES], *more])
 
