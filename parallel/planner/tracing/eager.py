@@ -74,7 +74,9 @@ class _OpRecorder(TorchDispatchMode):
 
     def __init__(self, uncounted: Iterable[Tensor]) -> None:
         super().__init__()
-        self._uncounted = {tensor.untyped_storage()._cdata for tensor in uncounted}
+        # kept alive: another storage could get the address of one that is freed, and would not be counted
+        self._kept = [tensor.untyped_storage() for tensor in uncounted]
+        self._uncounted = {storage._cdata for storage in self._kept}
         self.operations: list[_OpRecord] = []
         self.moments: list[int] = []
         self.now = 0
