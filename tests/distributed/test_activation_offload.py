@@ -107,8 +107,11 @@ def check(here: dict[str, Any], there: dict[str, Any], micro_batches: int) -> No
 
 
 def check_device(here: dict[str, Any], there: dict[str, Any]) -> None:
-    """As much less on the device as is in host memory, and no more left there after a step."""
-    assert here["after_forward"] - there["after_forward"] == pytest.approx(there["held"][0], abs=HIDDEN / 4)
+    """As much less on the device as is in host memory, and no more left there after a step. To one block's
+    output: now and then a thread of autograd's frees one a moment before or after a profile ends."""
+    assert here["after_forward"] - there["after_forward"] == pytest.approx(
+        there["held"][0], abs=1.25 * HIDDEN
+    )
     assert there["after_backward"] == pytest.approx(here["after_backward"], abs=HIDDEN * BLOCKS)
 
 
