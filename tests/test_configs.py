@@ -47,9 +47,9 @@ def test_it_has_the_published_number_of_parameters(name: str) -> None:
 def test_it_plans_for_the_gpus_it_is_meant_for(name: str) -> None:
     """Memory too is predicted, of the eager model, whose work is found out fast."""
     config, gpus = parse_config([f"--config={_path(name)}", *EAGER]), MEANT_FOR[name][0]
-    plan = plan_run(config, gpus)
+    plan = plan_run(config.job, gpus)
     assert plan.mesh.world_size == gpus
-    assert predict_memory(config, plan).peak_bytes > 0
+    assert predict_memory(config.job, plan).peak_bytes > 0
     check_vocabulary(ByteTokenizer.info, config.model.vocab_size)
 
 

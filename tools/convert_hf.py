@@ -44,7 +44,7 @@ from meshwright.train.checkpoint.manifest import (
     manifest_to_text,
 )
 from meshwright.train.checkpoint.verify import hash_file, verify_alone
-from meshwright.train.config import Config
+from meshwright.train.config import Config, DataConfig
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json, user_path
 
@@ -178,7 +178,7 @@ def export_checkpoint(
     reader = FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
     saved = {
         hf_name(fqn): (PREFIX + fqn, tensor)
-        for fqn, tensor in saved_weights(checkpoint, manifest, config).items()
+        for fqn, tensor in saved_weights(checkpoint, manifest, config.model).items()
     }
     dtypes = {name: getattr(torch, dtype or tensor.dtype) for name, (_, tensor) in saved.items()}
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
@@ -190,7 +190,7 @@ def export_checkpoint(
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _copy_beside(_tokenizer_folder(checkpoint, config), partial)
+    _copy_beside(_tokenizer_folder(checkpoint, config.data), partial)
     of_most = max(
         dtypes.values(), key=lambda each: sum(sizes[name] for name in saved if dtypes[name] == each)
     )
@@ -271,11 +271,11 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def _tokenizer_folder(checkpoint: Path, config: Config) -> Path:
+def _tokenizer_folder(checkpoint: Path, data: DataConfig) -> Path:
     """Where the files of the model's tokenizer are: beside the weights, or where the run had them from."""
-    if (checkpoint / "tokenizer.json").is_file() or config.data.tokenizer in ("auto", "bytes"):
+    if (checkpoint / "tokenizer.json").is_file() or data.tokenizer in ("auto", "bytes"):
         return checkpoint
-    tokenizer = user_path(config.data.tokenizer, "data.tokenizer", CheckpointError)
+    tokenizer = user_path(data.tokenizer, "data.tokenizer", CheckpointError)
     if not tokenizer.exists():
         return checkpoint
     return tokenizer if tokenizer.is_dir() else tokenizer.parent

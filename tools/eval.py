@@ -150,7 +150,7 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     subject = find_subject(options, overrides)
     config = subject.config
     device, device_name = choose_device(config.run, ranks)
-    plan = plan_here(config, ranks, device, device_name)
+    plan = plan_here(config.job, ranks, device, device_name)
     use_cache_folder(plan.compile)
     check_compiler(plan, device.type, ranks.local_world_size)
     check_data(config.data, config.model.vocab_size)
@@ -253,7 +253,7 @@ def score_model(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
     mesh = build_mesh(plan.mesh, device.type)
-    model = build_model(config, plan, mesh, device)
+    model = build_model(config.model, config.train, plan, mesh, device, config.run.seed)
     load_weights(subject.weights, model)
     shape = BatchShape(plan.micro_batch_size, 1, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
     with torch.no_grad():  # nothing is kept for a backward pass

@@ -17,7 +17,7 @@ from meshwright.models.llama import Llama
 from meshwright.models.rope import rope_tables
 from meshwright.tools.cli import run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_whole_weights
-from meshwright.train.config import Config, DataConfig
+from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
 from meshwright.train.data.sources import find_files
 from meshwright.train.data.tokenizer import (
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--run RUN_DIR or --checkpoint PATH is needed")
     checkpoint = find_newest(Path(options.checkpoint or options.run))
     config = checkpoint_config(checkpoint)
-    window = choose_window(options.window, config)
+    window = choose_window(options.window, config.job)
     tokenizer = find_model_tokenizer(checkpoint, config.data, options.tokenizer)
     check_vocabulary(tokenizer.info, config.model.vocab_size)
     context = make_context(tokenizer, options.prompt.encode("utf-8", "surrogateescape"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(checkpoint, config, device)
+    model = load_model(checkpoint, config.job, device)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
     new_tokens = generate(model, context, options.max_new_tokens, sampling, window, tokenizer.info)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -157,25 +157,25 @@ def make_context(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
     return ids if tokenizer.info.bos is None else [tokenizer.info.bos, *ids]
 
 
-def choose_window(asked: int, config: Config) -> int:
+def choose_window(asked: int, job: TrainingJob) -> int:
     """How many tokens of context the model gets. Raises ConfigError if there are no position tables for as
     many."""
-    if asked > config.model.max_seq_len:
+    if asked > job.model.max_seq_len:
         raise ConfigError(
-            f"--window={asked} must not exceed the run's model.max_seq_len={config.model.max_seq_len}"
+            f"--window={asked} must not exceed the run's model.max_seq_len={job.model.max_seq_len}"
         )
-    return asked or config.train.seq_len
+    return asked or job.seq_len
 
 
-def load_model(checkpoint: Path, config: Config, device: torch.device) -> Llama:
+def load_model(checkpoint: Path, job: TrainingJob, device: torch.device) -> Llama:
     """The plain model of a checkpoint, ready to generate; on a GPU in the dtype it was trained to compute
     in."""
     weights = load_whole_weights(checkpoint)
-    if config.model.tie_embeddings:
+    if job.model.tie_embeddings:
         weights["head.output.weight"] = weights["tok_embeddings.weight"]
     with torch.device("meta"):
-        model = Llama(config.model)
-    asked = dtype_here(device) if config.parallel.param_dtype == "auto" else config.parallel.param_dtype
+        model = Llama(job.model)
+    asked = dtype_here(device) if job.parallel.param_dtype == "auto" else job.parallel.param_dtype
     dtype = getattr(torch, asked) if device.type == "cuda" else torch.float32
     model.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
     tables = rope_tables(

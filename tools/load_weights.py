@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.models.llama import LlamaConfig
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.load import read_tensors
@@ -53,10 +54,12 @@ def checkpoint_config(checkpoint: Path) -> Config:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def saved_weights(checkpoint: Path, manifest: CheckpointManifest, config: Config) -> dict[str, SavedTensor]:
+def saved_weights(
+    checkpoint: Path, manifest: CheckpointManifest, model: LlamaConfig
+) -> dict[str, SavedTensor]:
     """The model's parameters by fqn, as the manifest has them. CheckpointError if it does not have the
     config's."""
-    shapes = weight_shapes(config.model)
+    shapes = weight_shapes(model)
     found = {fqn: manifest.tensors[PREFIX + fqn] for fqn in shapes if PREFIX + fqn in manifest.tensors}
     for fqn, shape in shapes.items():
         if fqn not in found or found[fqn].shape != shape:
@@ -75,7 +78,7 @@ def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     checkpoint does not verify.
     """
     manifest = verify_alone(checkpoint)
-    saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint))
+    saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint).model)
     whole = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for name, tensor in saved.items()
     }

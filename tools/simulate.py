@@ -22,7 +22,7 @@ from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
 from meshwright.tools.cli import format_table, natural, positive, run_tool
 from meshwright.train.build_model import fill_model, shard_model
-from meshwright.train.config import Config
+from meshwright.train.config import OptimConfig, TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.errors import ConfigError
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse_config([f"--config={options.config}", *config_arguments], PROG)
     if not options.rank < options.world_size:
         raise ConfigError(f"--rank={options.rank} must be less than --world-size={options.world_size}")
-    plan = plan_run(config, options.world_size, options.gpus_per_node)
-    simulation = simulate_run(config, plan, options.rank)
+    plan = plan_run(config.job, options.world_size, options.gpus_per_node)
+    simulation = simulate_run(config.job, plan, options.rank)
     if options.json:
         print(json.dumps(as_json(simulation), indent=2))
     else:
@@ -100,28 +100,29 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def simulate_run(config: Config, plan: Plan, rank: int = 0) -> Simulation:
-    """One optimizer step of `rank` in the run that `config` describes, under `plan`."""
+def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
+    """One optimizer step of `rank` in the run that `job` describes, under `plan`."""
     device = torch.device("cpu")
 
     def fill(model: Any, plan: Plan) -> torch.optim.Optimizer:
         # Fake values need not be put anywhere, and cutting a tensor in 4,096 fake parts to take one of them
         # takes long.
-        fill_model(model, config, plan, device, copy=lambda parameter, value: None)
-        optimizer = build_optimizer(model, config.optim)
+        fill_model(model, plan, device, 0, copy=lambda parameter, value: None)
+        optimizer = build_optimizer(model, OptimConfig(state_dtype=job.state_dtype))
         getattr(model, "after_optimizer_step", lambda: None)()  # as in every step but the first
         return optimizer
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:
-        tokens = torch.zeros(plan.micro_batch_size, config.train.seq_len, dtype=torch.int64, device=device)
+        tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64, device=device)
         # of one document: its blocks are as many as can be
-        first = tokens.clone() if config.data.document_mask else None
+        first = tokens.clone() if job.document_mask else None
         batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
-        train_step(model, optimizer, batches, config.train.grad_clip, group)
+        train_step(model, optimizer, batches, 1.0, group)
 
-    return simulate(
-        plan, TrainingCode(lambda plan, mesh: shard_model(config, plan, mesh), fill, step, LOGITS), rank
-    )
+    def build(plan: Plan, mesh: Any) -> Any:
+        return shard_model(job.model, plan, mesh, job.freeze)
+
+    return simulate(plan, TrainingCode(build, fill, step, LOGITS), rank)
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:

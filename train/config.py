@@ -292,6 +292,30 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
+class TrainingJob:
+    """What a plan, its memory and its speed depend on: all that planning knows of a run.
+
+    Args:
+        model: its shape
+        parallel: what is asked of the parallelisation
+        seq_len: tokens per sequence
+        micro_batch_size, global_batch_size: as in TrainConfig
+        freeze: fqn patterns of parameters that are not trained
+        document_mask: attention does not cross documents
+        state_dtype: of the optimizer's two moments
+    """
+
+    model: LlamaConfig
+    parallel: ParallelConfig
+    seq_len: int
+    micro_batch_size: int | str
+    global_batch_size: int
+    freeze: tuple[str, ...]
+    document_mask: bool
+    state_dtype: Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that describes a run. Each section documents its keys where they are used."""
 
@@ -304,6 +328,21 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def job(self) -> TrainingJob:
+        """The part that is planned."""
+        train = self.train
+        return TrainingJob(
+            model=self.model,
+            parallel=self.parallel,
+            seq_len=train.seq_len,
+            micro_batch_size=train.micro_batch_size,
+            global_batch_size=train.global_batch_size,
+            freeze=train.freeze,
+            document_mask=self.data.document_mask,
+            state_dtype=self.optim.state_dtype,
+        )
 
     def __post_init__(self) -> None:
         for section in dataclasses.fields(self):

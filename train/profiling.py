@@ -42,22 +42,24 @@ class KernelCheck:
     def __init__(self, kernel: str, device: torch.device, say: Callable[[str], None]) -> None:
         self._kernel, self._device, self._say = kernel, device, say
         self._steps_left = CHECKED_STEP
+        self._profile: torch.profiler.profile | None = None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around every step."""
+    def before_step(self) -> None:
+        """Called before every step."""
         self._steps_left -= 1
-        if self._steps_left != 0:
-            yield
+        if self._steps_left == 0:
+            kind = ProfilerActivity.CUDA if self._device.type == "cuda" else ProfilerActivity.CPU
+            self._profile = torch.profiler.profile(activities=[kind], acc_events=True)
+            self._profile.start()
+
+    def after_step(self) -> None:
+        """Called after every step."""
+        profile, self._profile = self._profile, None
+        if profile is None:
             return
-        on_gpu = self._device.type == "cuda"
-        profile = torch.profiler.profile(
-            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True
-        )
-        with profile:
-            yield
-            if on_gpu:
-                torch.cuda.synchronize(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        profile.stop()
         self._say(describe_attention(self._kernel, {event.name for event in profile.events() or ()}))
 
 

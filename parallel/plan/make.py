@@ -20,7 +20,7 @@ LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingJob:
+class RunShape:
     """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences
     per micro batch and per optimizer step; the attention kernel and the dtype that are best on its devices.
 
@@ -37,7 +37,7 @@ class TrainingJob:
     param_dtype: str = "float32"
 
 
-def make_plan(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -> Plan:
+def make_plan(config: ParallelConfig, model: ModelUnits, job: RunShape) -> Plan:
     """Resolve what was asked into what is done. Raises PlanError with all mistakes in one report."""
     mistakes = list[str]()
     if config.strategy:
@@ -104,7 +104,7 @@ def _logits_gathered(config: ParallelConfig, tp: int) -> bool:
     return tp > 1 and "head" in config.tp_parts and not config.loss_parallel
 
 
-def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -> list[str]:
+def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: RunShape) -> list[str]:
     """Mistakes in single keys, and in pairs that have nothing to do with degrees."""
     mistakes = []
     param_dtype = _resolve(config.param_dtype, job.param_dtype)
@@ -204,7 +204,7 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
     return TensorPlan(config.sequence_parallel, styles)
 
 
-def _make_units(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -> tuple[UnitPlan, ...]:
+def _make_units(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
     mode = _resolve(config.activation_checkpoint, "none")
     most = _resolve(config.checkpointed_blocks, len(groups))

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import op_mistakes
 from meshwright.parallel.planner.cost_model import host_bytes, step_times
@@ -100,7 +100,7 @@ class SearchResult:
 def search(
     config: ParallelConfig,
     model: ModelUnits,
-    job: TrainingJob,
+    job: RunShape,
     machines: Cluster,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
@@ -123,7 +123,7 @@ def search(
     return SearchResult(tuple(_ranked(found.ranked)), tuple(found.does_not_fit), tuple(found.pruned))
 
 
-def frugal(config: ParallelConfig, job: TrainingJob, blocks: int) -> tuple[ParallelConfig, TrainingJob]:
+def frugal(config: ParallelConfig, job: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
     """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of
     the model."""
     least: dict[str, Any] = {
@@ -147,7 +147,7 @@ class _Search:
         self,
         config: ParallelConfig,
         model: ModelUnits,
-        job: TrainingJob,
+        job: RunShape,
         machines: Cluster,
         trace: Callable[[Plan], ModelWorkload],
     ) -> None:

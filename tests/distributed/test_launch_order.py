@@ -46,7 +46,7 @@ def test_real_processes_launch_in_the_order_of_the_simulated_step(case: str) -> 
     processes, keys = CASES[case]
     arguments = [*TINY, *EAGER, *keys]
     seen, *_ = run_ranks(processes, profiled_step, arguments)
-    assert seen == planned(plan_run(parse_config(arguments), processes))
+    assert seen == planned(plan_run(parse_config(arguments).job, processes))
     first_product = seen.index(("product", ""))
     started = [unit for word, unit in seen[:first_product] if word == "all_gather"]
     ahead = {"fsdp": 1, "no-prefetch": 0, "fsdp-tp-two-ahead": 2}[case]

@@ -51,6 +51,6 @@ def test_copies_of_whole_parts_do_not_drift_apart(keys: list[str]) -> None:
 
 def test_what_that_sends_is_predicted() -> None:
     config = parse_config([*TINY, *EAGER, "--parallel.tp_parts=[feed_forward]", "--parallel.tp=2"])
-    rows = {row.name: row for row in check_run(config, plan_run(config, 4)).collectives}
+    rows = {row.name: row for row in check_run(config.job, plan_run(config.job, 4)).collectives}
     assert rows["all_reduce tp, count"].agrees
     assert rows["all_reduce tp, bytes"].agrees

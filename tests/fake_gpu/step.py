@@ -39,11 +39,15 @@ def run_steps(world_size: int, steps: int, arguments: list[str]) -> dict[str, in
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=world_size)
     plan = plan_run(
-        config, world_size, 8, attention_here(config, DEVICE, torch.cuda.get_device_name(DEVICE)), "bfloat16"
+        config.job,
+        world_size,
+        8,
+        attention_here(config.job, DEVICE, torch.cuda.get_device_name(DEVICE)),
+        "bfloat16",
     )
-    check_attention(config, plan, "cuda")
+    check_attention(config.job, plan, "cuda")
     mesh = build_mesh(plan.mesh, "cuda")
-    model = build_model(config, plan, mesh, DEVICE)
+    model = build_model(config.model, config.train, plan, mesh, DEVICE, config.run.seed)
     optimizer = build_optimizer(model, config.optim, config.train.steps)
     mark = ctypes.CDLL("libfakecore.so").fake_mark
     for step in range(steps):

@@ -116,7 +116,7 @@ def test_the_compiled_graph_has_four_products_forward_and_eight_backward(tp: int
     counts = []
     for keys in ([], [FUSED]):
         config = parse_config([*TINY, f"--parallel.tp={tp}", *keys])
-        block = model_workload(config.model, plan_run(config, tp), 32).modules["layers.0"]
+        block = model_workload(config.model, plan_run(config.job, tp), 32).modules["layers.0"]
         counts.append(
             [sum(o.kind == "matmul" for o in phase.operations) for phase in (block.forward, block.backward)]
         )

@@ -56,9 +56,11 @@ class Rank:
 
     def __init__(self, folder: Path, config: Config) -> None:
         place = read_rank_info()
-        plan = plan_run(config, place.world_size, place.local_world_size)
+        plan = plan_run(config.job, place.world_size, place.local_world_size)
         self.folder, self.config, self.mesh = folder, config, build_mesh(plan.mesh, "cpu")
-        self.model: nn.Module = build_model(config, plan, self.mesh, torch.device("cpu"))
+        self.model: nn.Module = build_model(
+            config.model, config.train, plan, self.mesh, torch.device("cpu"), config.run.seed
+        )
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tensors = training_tensors(self.model, self.optimizer)
 

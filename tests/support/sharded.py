@@ -41,9 +41,9 @@ class Sharded:
 def build_sharded(arguments: Sequence[str]) -> Sharded:
     """The run that config overrides describe, on the ranks of the group that is up."""
     config = parse_config(arguments)
-    plan = plan_run(config, dist.get_world_size())
+    plan = plan_run(config.job, dist.get_world_size())
     mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, CPU)
+    model = build_model(config.model, config.train, plan, mesh, CPU, config.run.seed)
     optimizer = build_optimizer(model, config.optim, config.run.seed)
     shape = BatchShape(
         plan.micro_batch_size, plan.accumulation, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel

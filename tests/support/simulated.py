@@ -26,7 +26,7 @@ SHORT = {"tok_embeddings": "tok", "tok_embeddings+head": "tok+head", "head": "he
 def simulated(world_size: int, *arguments: str, rank: int = 0) -> Simulation:
     """One step of a run that the config arguments describe."""
     config = parse_config(arguments)
-    return simulate_run(config, plan_run(config, world_size, 8), rank)
+    return simulate_run(config.job, plan_run(config.job, world_size, 8), rank)
 
 
 def in_words(

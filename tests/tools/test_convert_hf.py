@@ -100,7 +100,7 @@ def test_the_checkpoint_and_its_export_are_the_same_model_as_the_source(
     main(["import", str(source), str(tmp_path / "ours"), SMALL_FILES])
     main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), SMALL_FILES])
     back = load_hf(tmp_path / "back")
-    model = load_model(tmp_path / "ours", checkpoint_config(tmp_path / "ours"), torch.device("cpu"))
+    model = load_model(tmp_path / "ours", checkpoint_config(tmp_path / "ours").job, torch.device("cpu"))
     with torch.no_grad():
         theirs = hf(tokens).logits
         assert torch.equal(back(tokens).logits, theirs)
@@ -135,7 +135,7 @@ def test_a_run_is_exported_as_its_newest_checkpoint(run: Path, tmp_path: Path) -
     """Of one process tied, and of two with shards of different sizes."""
     main(["export", str(run), str(tmp_path / "hf"), SMALL_FILES])
     config, weights = checkpoint_config(find_newest(run)), load_whole_weights(find_newest(run))
-    ours, theirs = load_model(find_newest(run), config, torch.device("cpu")), load_hf(tmp_path / "hf")
+    ours, theirs = load_model(find_newest(run), config.job, torch.device("cpu")), load_hf(tmp_path / "hf")
     tokens = make_tokens(config.model.vocab_size, 2, 32)
     assert len(read_all(tmp_path / "hf")) == len(weights)
     with torch.no_grad():

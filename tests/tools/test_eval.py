@@ -98,7 +98,7 @@ def test_the_keys_of_how_a_run_was_spread_are_left_behind(tmp_path: Path) -> Non
         "--parallel.float8.all_gather=true",
     ]
     path.write_text(config_to_yaml(parse_config(spread)))
-    plan = plan_run(parse_config([f"--config={path}", *ANEW]), 1)
+    plan = plan_run(parse_config([f"--config={path}", *ANEW]).job, 1)
     assert (plan.async_tp, plan.mesh.tp, plan.units[1].activation_checkpoint) == (False, 1, "none")
 
 
@@ -130,7 +130,7 @@ def test_bits_per_byte_by_hand(tied_run: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "three.jsonl", [text] * 3)
     stream = torch.tensor([*text.encode(), 256] * 3)
     checkpoint = find_newest(tied_run)
-    model = load_model(checkpoint, checkpoint_config(checkpoint), torch.device("cpu"))
+    model = load_model(checkpoint, checkpoint_config(checkpoint).job, torch.device("cpu"))
     with torch.no_grad():
         logits = [model(stream[None, first : min(first + 16, 59)])[0] for first in range(0, 59, 16)]
     nats = F.cross_entropy(torch.cat(logits), stream[1:]).item()

@@ -58,7 +58,7 @@ def model() -> Llama:
 def test_the_loaded_model_has_the_runs_own_loss(run: Path) -> None:
     checkpoint = find_newest(run)
     config = checkpoint_config(checkpoint)
-    model = load_model(checkpoint, config, CPU)
+    model = load_model(checkpoint, config.job, CPU)
     corpus = load_corpus(config.data)
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
@@ -154,9 +154,9 @@ def test_tokens_of_a_vocabulary_are_written_as_they_settle(tmp_path: Path) -> No
 
 def test_the_window_is_what_was_trained(tied_run: Path) -> None:
     config = load_config(tied_run / "config.yaml")
-    assert (choose_window(0, config), choose_window(64, config)) == (32, 64)
+    assert (choose_window(0, config.job), choose_window(64, config.job)) == (32, 64)
     with pytest.raises(ConfigError, match="max_seq_len=64"):
-        choose_window(65, config)
+        choose_window(65, config.job)
 
 
 def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

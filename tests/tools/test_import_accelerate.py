@@ -87,7 +87,7 @@ def plans(imports: Importer, tmp_path: Path) -> Callable[..., Plan]:
         path = tmp_path / "ours.yaml"
         path.write_text(yaml.safe_dump(imports(text, suffix)["config"]), encoding="utf-8")
         base = ["--config=llama_8b"] if suffix == ".toml" else []
-        return plan_run(parse_config([*base, f"--config={path}"]), processes)
+        return plan_run(parse_config([*base, f"--config={path}"]).job, processes)
 
     return call
 

@@ -37,6 +37,8 @@ def test_every_step_between_reports_reads_the_same_two_values_and_none_on_the_de
             assert reads - Counter(others) == Counter(NAMED), step
             assert bool(others) == (step % REPORT_EVERY == 0), f"step {step}: {others}"
             assert all(
-                caller.startswith(("train/metrics/collector.py", "train/loop.py _hash_of_all"))
+                caller.startswith(
+                    ("train/metrics/collector.py", "train/data/training_data.py TrainingData.describe_step")
+                )
                 for caller in others
             )

@@ -45,8 +45,9 @@ def test_one_step_is_profiled_and_what_ran_is_what_was_asked_for(kernel: str) ->
     said: list[str] = []
     check = KernelCheck(kernel, CPU, said.append)
     for _ in range(CHECKED_STEP + 2):
-        with check.watching():
-            attention(q, q, q).sum().backward()
+        check.before_step()
+        attention(q, q, q).sum().backward()
+        check.after_step()
     (line,) = said
     assert line.startswith(f"attention: {kernel}"), line
 
@@ -57,6 +58,7 @@ def test_a_kernel_other_than_planned_is_warned_of() -> None:
     attention, q = CausalAttention(), torch.randn(1, 16, 2, 16)
     attention.kernel = "flash"
     for _ in range(CHECKED_STEP):
-        with check.watching():
-            attention(q, q, q)
+        check.before_step()
+        attention(q, q, q)
+        check.after_step()
     assert said[0].startswith("warning: attention=cpu was planned, but a profile of a step shows flash")

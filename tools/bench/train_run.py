@@ -97,7 +97,7 @@ def resolve(setup: Setup) -> Config:
     if any(argument.split("=")[0] == "--run.dir" for argument in setup.arguments):
         raise BenchError("--run.dir: a measurement runs in a temporary folder of its own. Leave it out")
     config = parse_config(setup.command_line(), PROG)
-    plan_run(config, setup.processes)
+    plan_run(config.job, setup.processes)
     load_corpus(config.data)  # peers prepare their data beforehand too
     return config
 

@@ -117,7 +117,7 @@ def _plan(config: Mapping[str, Any], base: str | None, processes: int) -> list[s
     one, so that a degree that does not divide it is a note.
     """
     try:
-        plan_run(read_back(config, base), processes)
+        plan_run(read_back(config, base).job, processes)
     except PlanError as error:
         lines = str(error).splitlines()
         if base or not all(_divides_default(line, config) for line in lines):

@@ -39,7 +39,7 @@ from meshwright.tools.plan.report import (
     time_to_train,
 )
 from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json, sweep_text
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 
@@ -52,23 +52,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["diff"]:
         compare_files(make_diff_parser().parse_args(arguments[1:]))
         return
-    options, config = read_options(arguments)
+    options, job = read_options(arguments)
     if options.compare:
-        show_comparison(options, config)
+        show_comparison(options, job)
     elif options.sweep:
-        show_sweep(options, config)
+        show_sweep(options, job)
     else:
-        show_plan(options, config)
+        show_plan(options, job)
 
 
-def show_plan(options: argparse.Namespace, config: Config) -> None:
+def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print the answer, and write the files asked for. A plan that does not fit is an answer, not an
     error."""
     targets = _targets(options)
     hardware = find_gpu(options.gpu) if options.gpu else None
-    gpus = options.gpus or find_fewest(config, options.gpus_per_node, hardware)
-    asked = answer(config, Target(gpus, min(gpus, options.gpus_per_node), hardware))
-    check = check_run(config, asked.plan) if options.check else None
+    gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
+    asked = answer(job, Target(gpus, min(gpus, options.gpus_per_node), hardware))
+    check = check_run(job, asked.plan) if options.check else None
     _write(targets, asked, Path(options.config).stem)
     if options.json:
         print(json.dumps(_document(options, asked, check), indent=2))
@@ -80,9 +80,9 @@ def show_plan(options: argparse.Namespace, config: Config) -> None:
         sys.exit(EXIT_DIFFERS)
 
 
-def show_sweep(options: argparse.Namespace, config: Config) -> None:
+def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
-    swept = sweep(config, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
+    swept = sweep(job, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
     print(
         json.dumps(sweep_json(swept, options.tokens), indent=2)
         if options.json
@@ -90,9 +90,9 @@ def show_sweep(options: argparse.Namespace, config: Config) -> None:
     )
 
 
-def show_comparison(options: argparse.Namespace, config: Config) -> None:
+def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print DDP, FSDP and HSDP of the same training side by side."""
-    compared = compare_strategies(config, options.gpus, options.gpus_per_node)
+    compared = compare_strategies(job, options.gpus, options.gpus_per_node)
     print(comparison_json(compared) if options.json else comparison_text(compared))
 
 
@@ -283,14 +283,14 @@ def make_diff_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Options and config of a command line. Raises ConfigError for what does not exist or does not go
-    together."""
+def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainingJob]:
+    """Options of a command line, and the training they are about. Raises ConfigError for what does not exist
+    or does not go together."""
     options, config_arguments = make_parser().parse_known_args(arguments)
     _check_names(config_arguments)
-    config = parse_config([f"--config={options.config}", *config_arguments], PROG)
-    _check_together(options, config)
-    return options, config
+    job = parse_config([f"--config={options.config}", *config_arguments], PROG).job
+    _check_together(options, job)
+    return options, job
 
 
 def _check_names(config_arguments: Sequence[str]) -> None:
@@ -305,7 +305,7 @@ def _check_names(config_arguments: Sequence[str]) -> None:
             )
 
 
-def _check_together(options: argparse.Namespace, config: Config) -> None:
+def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
     """Options that need each other, or exclude each other."""
     given = [name for name in ("gpus", "min_gpus", "sweep") if getattr(options, name)]
     if len(given) != 1:
@@ -325,23 +325,22 @@ def _check_together(options: argparse.Namespace, config: Config) -> None:
     if options.sweep:
         _refuse(options, OF_ONE_PLAN, "--sweep makes many plans: ask for one with --gpus")
     if options.gpu:
-        _check_file(options, config)
+        _check_file(options, job)
         return
     for name in NEED_GPU:
         if getattr(options, name):
             raise ConfigError(f"{_option(name)} needs --gpu KIND: {', '.join(load_hardware())}")
-    if config.parallel.plan == "auto":
+    if job.parallel.plan == "auto":
         raise ConfigError(
             "parallel.plan=auto needs --gpu KIND, to know memory and speed: " + ", ".join(load_hardware())
         )
 
 
-def _check_file(options: argparse.Namespace, config: Config) -> None:
-    if config.parallel.plan not in ("auto", "manual") and (options.min_gpus or options.sweep):
+def _check_file(options: argparse.Namespace, job: TrainingJob) -> None:
+    if job.parallel.plan not in ("auto", "manual") and (options.min_gpus or options.sweep):
         name = "--min-gpus" if options.min_gpus else "--sweep"
         raise ConfigError(
-            f"{name}: parallel.plan={config.parallel.plan} is a plan for one number of GPUs: use auto or "
-            "manual"
+            f"{name}: parallel.plan={job.parallel.plan} is a plan for one number of GPUs: use auto or manual"
         )
 
 

@@ -24,7 +24,7 @@ from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.build_model import freeze
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.planning.predict import predict_memory, run_workload
 
 EXACT, ABOUT = 0.01, 0.08  # differences that are allowed: of what is exact by nature, and of the peak
@@ -69,11 +69,11 @@ class PlanCheck:
         return all(row.agrees for row in (*self.collectives, *self.memory))
 
 
-def check_run(config: Config, plan: Plan) -> PlanCheck:
+def check_run(job: TrainingJob, plan: Plan) -> PlanCheck:
     """One step of rank 0, predicted and simulated. The process must have no process group."""
     plan = eager_plan(plan)
-    simulation = simulate_run(config, plan)
-    return compare(predict_traffic(config, plan), predict_memory(config, plan), simulation)
+    simulation = simulate_run(job, plan)
+    return compare(predict_traffic(job, plan), predict_memory(job, plan), simulation)
 
 
 def compare(traffic: Traffic, memory: StepMemory, simulation: Simulation) -> PlanCheck:
@@ -98,11 +98,11 @@ def _compare_memory(predicted: StepMemory, simulation: Simulation) -> Iterator[C
     yield CheckedQuantity("peak", predicted.peak_bytes, simulation.peak_bytes, ABOUT)
 
 
-def predict_traffic(config: Config, plan: Plan) -> Traffic:
+def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
     """The collectives of one optimizer step of rank 0, by what the plan says of each unit and the compiler of
     each module; not those of the loss and of the gradient norm, which belong to no unit."""
-    work = run_workload(config, plan)
-    model = _one_rank(config, plan)
+    work = run_workload(job, plan)
+    model = _one_rank(job, plan)
     idle = {name for name in plan.modules if not work.has_backward((name,))}
     again = _gathered_again(plan, idle)
     of_units = (_of_unit(unit, plan, _parameters(model, unit), unit.name in again) for unit in plan.units)
@@ -195,11 +195,11 @@ def _of_modules(plan: Plan, work: ModelWorkload, idle: set[str]) -> Iterator[tup
                     yield from [(operation.name, "tp", size)] * plan.accumulation
 
 
-def _one_rank(config: Config, plan: Plan) -> Llama:
+def _one_rank(job: TrainingJob, plan: Plan) -> Llama:
     """The model with the shapes of one tp rank, on the meta device."""
     with torch.device("meta"):
-        model = Llama(config.model)
-    freeze(model, config.train.freeze)
+        model = Llama(job.model)
+    freeze(model, job.freeze)
     apply_as_one_rank(model, plan.tensor, plan.mesh.tp)
     return model
 

@@ -14,7 +14,7 @@ from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.simulate.simulator import Simulation
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run, totals
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
@@ -36,19 +36,19 @@ class ComparedStrategy:
     simulation: Simulation
 
 
-def compare_strategies(config: Config, world_size: int, gpus_per_node: int) -> dict[str, ComparedStrategy]:
+def compare_strategies(job: TrainingJob, world_size: int, gpus_per_node: int) -> dict[str, ComparedStrategy]:
     """The config's training under each strategy; the config's own degrees of data parallelism and resharding
     give way.
 
     HSDP shards within a node. Where all processes share one, it takes two halves of it for nodes.
     """
     for key, left_open in (("plan", "manual"), ("strategy", None)):
-        if (asked := getattr(config.parallel, key)) != left_open:
+        if (asked := getattr(job.parallel, key)) != left_open:
             raise ConfigError(
                 f"parallel.{key}={asked}: --compare makes the plan of each strategy itself, leave the key out"
             )
     node = gpus_per_node if gpus_per_node < world_size else max(world_size // 2, 1)
-    return {name: _compared(_with_strategy(config, name), world_size, node) for name in COMPARED}
+    return {name: _compared(_with_strategy(job, name), world_size, node) for name in COMPARED}
 
 
 def comparison_json(compared: dict[str, ComparedStrategy]) -> str:
@@ -81,22 +81,22 @@ def comparison_text(compared: dict[str, ComparedStrategy]) -> str:
     return "\n\n".join([format_table(head, rows), "\n".join(notes)])
 
 
-def _with_strategy(config: Config, strategy: str) -> Config:
+def _with_strategy(job: TrainingJob, strategy: str) -> TrainingJob:
     parallel = dataclasses.replace(
-        config.parallel,
+        job.parallel,
         plan="manual",
         strategy=strategy,
         dp_replicate="auto",
         dp_shard="auto",
         reshard_after_forward="auto",
     )
-    return dataclasses.replace(config, parallel=parallel)
+    return dataclasses.replace(job, parallel=parallel)
 
 
-def _compared(config: Config, world_size: int, gpus_per_node: int) -> ComparedStrategy:
-    plan = plan_run(config, world_size, gpus_per_node)
-    estimate = predict_memory(config, plan)
-    simulation = simulate_run(config, plan)
+def _compared(job: TrainingJob, world_size: int, gpus_per_node: int) -> ComparedStrategy:
+    plan = plan_run(job, world_size, gpus_per_node)
+    estimate = predict_memory(job, plan)
+    simulation = simulate_run(job, plan)
     return ComparedStrategy(
         plan,
         estimate.memory.gib(),

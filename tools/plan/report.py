@@ -16,17 +16,17 @@ from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.memory_model import usable_bytes
 from meshwright.parallel.planner.plot.timeline import ROWS, in_ms
 from meshwright.parallel.planner.search import Candidate, Cluster, SearchResult
 from meshwright.tools.cli import format_table
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
-from meshwright.train.planning.auto import choose_plan, fewest_gpus
+from meshwright.train.planning.auto import choose_plan
 from meshwright.train.planning.device_defaults import best_attention, best_dtype, check_attention
-from meshwright.train.planning.memory_fit import MAX_PROCESSES, check_fits
+from meshwright.train.planning.memory_fit import check_fits
 from meshwright.train.planning.predict import Prediction, predict, predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.suggest import MAX_PROCESSES, Devices, fewest_processes
 
 HOUR_S, DAY_S = 3600, 86400
 
@@ -39,15 +39,20 @@ class Target:
     gpus_per_node: int
     hardware: Hardware | None
 
-    def best(self, config: Config) -> tuple[str, str]:
+    def best(self, job: TrainingJob) -> tuple[str, str]:
         """The attention kernel and the dtype that auto is there, as `plan_run` takes them."""
-        return best_attention(config, self.hardware), best_dtype(self.hardware)
+        return best_attention(job, self.hardware), best_dtype(self.hardware)
 
     def machines(self) -> Cluster:
         """For the planner. Processes on a CPU share its memory."""
         assert self.hardware is not None, "options without --gpu are refused before"
         sharing = min(self.gpus, self.gpus_per_node) if self.hardware.cores else 1
         return Cluster(self.hardware, self.gpus_per_node, int(self.hardware.memory_gib * GIB / sharing))
+
+    def devices(self) -> Devices:
+        """The same for suggestions."""
+        machines = self.machines()
+        return Devices(machines.available_bytes, machines.gpus_per_node, machines.hardware)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class PlanReport:
             itself
     """
 
-    config: Config
+    job: TrainingJob
     place: Target
     plan: Plan
     memory: StepMemory
@@ -92,29 +97,29 @@ def find_gpu(name: str) -> Hardware:
     return kinds[name]
 
 
-def answer(config: Config, place: Target) -> PlanReport:
+def answer(job: TrainingJob, place: Target) -> PlanReport:
     """Plan and predict. Raises PlanError for what cannot be, and with plan=auto for what fits nowhere."""
     choice, reasons, advice = None, list[str](), list[str]()
-    if config.parallel.plan == "auto":
+    if job.parallel.plan == "auto":
         machines = place.machines()
-        choice = choose_plan(config, place.gpus, machines)
+        choice = choose_plan(job, place.gpus, machines)
         plan = choice.best.plan
-        times = step_times(plan, run_workload(config, plan), machines.hardware, place.gpus_per_node)
+        times = step_times(plan, run_workload(job, plan), machines.hardware, place.gpus_per_node)
         reasons = give_reasons(choice, machines, times)
     else:
-        plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
-        advice = [*advise(plan, place.gpus_per_node), *unused_keys(config.parallel)]
+        plan = plan_run(job, place.gpus, place.gpus_per_node, *place.best(job))
+        advice = [*advise(plan, place.gpus_per_node), *unused_keys(job.parallel)]
     if place.hardware:
-        check_attention(config, plan, "cpu" if place.hardware.cores else "cuda")
-    prediction = predict(config, plan, place.hardware, place.gpus_per_node) if place.hardware else None
-    memory = prediction.memory if prediction else predict_memory(config, plan)
+        check_attention(job, plan, "cpu" if place.hardware.cores else "cuda")
+    prediction = predict(job, plan, place.hardware, place.gpus_per_node) if place.hardware else None
+    memory = prediction.memory if prediction else predict_memory(job, plan)
     return PlanReport(
-        config,
+        job,
         place,
         plan,
         memory,
         prediction,
-        _too_much(config, place, plan),
+        _too_much(job, place, plan),
         choice,
         tuple(reasons),
         tuple(advice),
@@ -123,51 +128,31 @@ def answer(config: Config, place: Target) -> PlanReport:
 
 def strategy_words(asked: PlanReport) -> str:
     """What the strategy that was asked for comes to; "" without one."""
-    strategy = asked.config.parallel.strategy
+    strategy = asked.job.parallel.strategy
     return describe_strategy(strategy, asked.plan.mesh) if strategy else ""
 
 
-def find_fewest(config: Config, gpus_per_node: int, hardware: Hardware | None) -> int:
+def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware | None) -> int:
     """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as
     the config says. Raises PlanError if none does."""
-    machines = Target(gpus_per_node, gpus_per_node, hardware).machines()
-    if config.parallel.plan == "auto":
-        found = fewest_gpus(config, machines)
-    else:
-        counts = (2**n for n in range(MAX_PROCESSES.bit_length()))
-        found = next(
-            (gpus for gpus in counts if _fits(config, Target(gpus, min(gpus, gpus_per_node), hardware))), 0
-        )
-    if not found:
-        words = "no plan fits" if config.parallel.plan == "auto" else "this plan does not fit"
-        raise PlanError(
-            f"--min-gpus: {words} on 1 to {MAX_PROCESSES} {machines.hardware.name} with sequences of "
-            f"{config.train.seq_len} tokens. Shorten train.seq_len, or leave more keys at auto, with "
-            "--parallel.plan=auto"
-        )
-    return found
-
-
-def _fits(config: Config, place: Target) -> bool:
-    try:
-        plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
-    except PlanError:
-        return False
-    machines = place.machines()
-    return predict_memory(config, plan).peak_bytes <= usable_bytes(
-        machines.available_bytes, machines.hardware
+    target = Target(gpus_per_node, gpus_per_node, hardware)
+    if found := fewest_processes(job, target.devices()):
+        return found
+    words = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
+    raise PlanError(
+        f"--min-gpus: {words} on 1 to {MAX_PROCESSES} {target.machines().hardware.name} with sequences of "
+        f"{job.seq_len} tokens. Shorten train.seq_len, or leave more keys at auto, with "
+        "--parallel.plan=auto"
     )
 
 
-def _too_much(config: Config, place: Target, plan: Plan) -> str:
+def _too_much(job: TrainingJob, place: Target, plan: Plan) -> str:
     """Why the plan does not fit, and what would. What the planner chose does fit."""
-    if place.hardware is None or config.parallel.plan == "auto":
+    if place.hardware is None or job.parallel.plan == "auto":
         return ""
     try:
-        usable = usable_bytes(place.machines().available_bytes, place.hardware)
-        check_fits(
-            config, plan, usable, f"{place.hardware.name}, without what the allocator and the process take,"
-        )
+        name = f"{place.hardware.name}, without what the allocator and the process take,"
+        check_fits(job, plan, place.devices(), name)
     except PlanError as error:
         return str(error)
     return ""
@@ -230,7 +215,7 @@ def _candidates(asked: PlanReport, choice: SearchResult) -> Iterator[dict[str, A
             "fits": timeline is not None,
             "needed_gib": candidate.needed_bytes / GIB,
             "step_time_s": timeline and timeline.step_s,
-            "tokens_per_s_per_gpu": timeline and token_rate(asked.config, candidate),
+            "tokens_per_s_per_gpu": timeline and token_rate(asked.job, candidate),
             "exposed_share": timeline and timeline.exposed_share,
         }
         yield (
@@ -246,9 +231,9 @@ def _slower(best: Candidate, candidate: Candidate) -> dict[str, Any]:
     return {"choices": dict(candidate.choices), "reason": f"at least {ratio:.1%} slower than the best"}
 
 
-def token_rate(config: Config, candidate: Candidate) -> float:
+def token_rate(job: TrainingJob, candidate: Candidate) -> float:
     """Tokens per second of each GPU."""
-    return candidate.rate() * config.train.seq_len / candidate.plan.mesh.world_size
+    return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
 
 
 def needed_words(candidate: Candidate) -> str:
@@ -296,7 +281,7 @@ def as_text(asked: PlanReport, tokens: float | None = None) -> str:
     if asked.prediction is not None:
         parts += [_figures(asked, asked.prediction, tokens), _verdict(asked, asked.prediction)]
     if asked.choice:
-        parts += _others(asked.config, asked.choice, asked.place.machines())
+        parts += _others(asked.job, asked.choice, asked.place.machines())
     return "\n\n".join(parts)
 
 
@@ -352,29 +337,29 @@ def _verdict(asked: PlanReport, prediction: Prediction) -> str:
     )
 
 
-def _others(config: Config, choice: SearchResult, machines: Cluster) -> Iterator[str]:
+def _others(job: TrainingJob, choice: SearchResult, machines: Cluster) -> Iterator[str]:
     """Tables of the runners-up and of the smallest plans that do not fit."""
     head = [*CHOICES.values(), "GiB", "step", "tokens/s per GPU", "exposed"]
     behind = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
     if behind:
-        yield "runners-up:\n" + format_table(head, [_row(config, candidate) for candidate in behind])
+        yield "runners-up:\n" + format_table(head, [_row(job, candidate) for candidate in behind])
     large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
     if large:
-        rows = [_row(config, candidate) for candidate in large]
+        rows = [_row(job, candidate) for candidate in large]
         yield (
             f"nearest that do not fit, of {len(choice.does_not_fit)}, into "
             f"{machines.available_bytes / GIB:.1f} GiB:\n" + format_table(head[: len(CHOICES) + 1], rows)
         )
 
 
-def _row(config: Config, candidate: Candidate) -> Sequence[str]:
+def _row(job: TrainingJob, candidate: Candidate) -> Sequence[str]:
     cells = [str(candidate.choices[key]).lower() for key in CHOICES]
     timeline = candidate.timeline
     if timeline is None:
         return [*cells, needed_words(candidate)]
     times = (
         seconds(timeline.step_s),
-        f"{token_rate(config, candidate):,.0f}",
+        f"{token_rate(job, candidate):,.0f}",
         f"{timeline.exposed_share:.1%}",
     )
     return [*cells, needed_words(candidate), *times]

@@ -10,15 +10,14 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import AXES, Plan
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.search import search
 from meshwright.tools.cli import format_table
 from meshwright.tools.plan.report import DAY_S, Target, needed_words, seconds
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import describe_choices
-from meshwright.train.planning.memory_fit import MAX_PROCESSES
-from meshwright.train.planning.predict import Prediction, predict, run_workload
-from meshwright.train.planning.resolve import make_job, model_units, plan_run
+from meshwright.train.planning.predict import Prediction, predict, search_plans
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.suggest import MAX_PROCESSES
 
 HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden
 BAR = 30  # letters of the longest bar
@@ -59,29 +58,24 @@ class Sweep:
     free_axes: tuple[str, ...]
 
 
-def sweep(config: Config, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> Sweep:
+def sweep(job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> Sweep:
     """Plan for each number of GPUs. Raises PlanError where none can run, with all reasons."""
-    look = _chosen if config.parallel.plan == "auto" else _asked
-    rows = [look(config, Target(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
+    look = _chosen if job.parallel.plan == "auto" else _asked
+    rows = [look(job, Target(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
     if not any(row.plan for row in rows):
         raise PlanError(
             "--sweep: the run is possible on none of these numbers of GPUs.\n"
             + "\n".join(f"  {row.gpus}: {row.reason}" for row in rows)
         )
-    free = [
-        axis for axis in AXES if config.parallel.plan == "auto" and getattr(config.parallel, axis) == "auto"
-    ]
+    free = [axis for axis in AXES if job.parallel.plan == "auto" and getattr(job.parallel, axis) == "auto"]
     return Sweep(tuple(rows), tuple(free))
 
 
-def _chosen(config: Config, place: Target) -> ScalingRow:
+def _chosen(job: TrainingJob, place: Target) -> ScalingRow:
     """What the planner chooses there."""
     machines = place.machines()
-    job = make_job(config, place.gpus, place.gpus_per_node, *place.best(config))
     try:
-        choice = search(
-            config.parallel, model_units(config.model), job, machines, lambda plan: run_workload(config, plan)
-        )
+        choice = search_plans(job, place.gpus, machines)
     except PlanError as error:
         return ScalingRow(place.gpus, reason=_first_line(error))
     if not choice.ranked:
@@ -92,24 +86,24 @@ def _chosen(config: Config, place: Target) -> ScalingRow:
             reason=f"none of {len(choice.does_not_fit)} plans fits: the smallest needs {needed} "
             f"({describe_choices(nearest.choices)})",
         )
-    return _predicted(config, place, choice.best.plan)
+    return _predicted(job, place, choice.best.plan)
 
 
-def _asked(config: Config, place: Target) -> ScalingRow:
+def _asked(job: TrainingJob, place: Target) -> ScalingRow:
     """What the config asks for, if it can be and fits."""
     try:
-        plan = plan_run(config, place.gpus, place.gpus_per_node, *place.best(config))
+        plan = plan_run(job, place.gpus, place.gpus_per_node, *place.best(job))
     except PlanError as error:
         return ScalingRow(place.gpus, reason=_first_line(error))
-    row, available = _predicted(config, place, plan), place.machines().available_bytes
+    row, available = _predicted(job, place, plan), place.machines().available_bytes
     if row.prediction and row.prediction.reserved_bytes > available:
         needed = f"{row.prediction.reserved_bytes / GIB:.1f} of {available / GIB:.1f} GiB"
         return ScalingRow(place.gpus, reason=f"does not fit: needs {needed}")
     return row
 
 
-def _predicted(config: Config, place: Target, plan: Plan) -> ScalingRow:
-    return ScalingRow(place.gpus, plan, predict(config, plan, place.machines().hardware, place.gpus_per_node))
+def _predicted(job: TrainingJob, place: Target, plan: Plan) -> ScalingRow:
+    return ScalingRow(place.gpus, plan, predict(job, plan, place.machines().hardware, place.gpus_per_node))
 
 
 def _first_line(error: PlanError) -> str:

@@ -136,8 +136,8 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
         kind = dataclasses.replace(
             kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes))
         )
-    plan = plan_here(config, place, device, name)
-    figures = predict(config, plan, kind, processes)
+    plan = plan_here(config.job, place, device, name)
+    figures = predict(config.job, plan, kind, processes)
     peak = figures.memory.peak_bytes if device.type == "cuda" else figures.reserved_bytes
     return {"step_time_s": figures.timeline.step_s, "peak_memory_gib": peak / GIB}
 
@@ -163,9 +163,9 @@ def _try_plan(config: Config, cell: SweepRun, here: bool) -> Any:
     if config.parallel.plan == "auto":
         return None
     if not here:
-        return plan_run(config, cell.processes * cell.nodes, cell.processes)
+        return plan_run(config.job, cell.processes * cell.nodes, cell.processes)
     place = _place(cell)
-    return plan_here(config, place, *choose_device(config.run, place))
+    return plan_here(config.job, place, *choose_device(config.run, place))
 
 
 def _place(cell: SweepRun) -> RankInfo:

@@ -70,9 +70,9 @@ def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timelin
     predicted.
     """
     config, plan = _read_run(run)
-    hardware = _hardware_of(device_name, config, plan, run)
+    hardware = _hardware_of(device_name, config.run.threads, plan, run)
     try:
-        return predict(config, plan, hardware, processes_per_node).timeline
+        return predict(config.job, plan, hardware, processes_per_node).timeline
     except ValueError as error:
         raise DataError(f"{run}: this run cannot be predicted: {error}") from None
 
@@ -89,7 +89,7 @@ def _read_run(run: Path) -> tuple[Config, Plan]:
         raise DataError(f"{run}: its step cannot be predicted: {error}") from None
 
 
-def _hardware_of(device_name: str, config: Config, plan: Plan, run: Path) -> Hardware:
+def _hardware_of(device_name: str, threads: int, plan: Plan, run: Path) -> Hardware:
     """As far as the run used it: with `run.threads` fewer cores."""
     kinds = load_hardware()
     hardware = find_hardware(device_name) or (kinds["cpu"] if device_name.startswith("CPU") else None)
@@ -98,9 +98,9 @@ def _hardware_of(device_name: str, config: Config, plan: Plan, run: Path) -> Har
             f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}. "
             "Measure it: python -m tools.bench calibrate -h"
         )
-    if not hardware.cores or not config.run.threads:
+    if not hardware.cores or not threads:
         return hardware
-    return dataclasses.replace(hardware, cores=min(hardware.cores, config.run.threads * plan.mesh.world_size))
+    return dataclasses.replace(hardware, cores=min(hardware.cores, threads * plan.mesh.world_size))
 
 
 def compare_lanes(predicted: Timeline, measured: Timeline) -> list[LaneRow]:

@@ -3,7 +3,7 @@ model and its optimizer on whatever mesh they are."""
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from meshwright.train.checkpoint.commit import list_checkpoints, put_aside
+from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, refuse_newer
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, dtype_word
 from meshwright.train.checkpoint.shards import random_state, training_tensors
@@ -147,7 +147,23 @@ class Start:
 
 
 def find_start(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
-    """The checkpoint to go on from; every rank calls it, and all find the same.
+    """The checkpoint to resume from, none of whose successors in `folder` another training may have written.
+    Every rank calls it, and all find the same.
+
+    After a restart by torchrun or Slurm it is what the run has committed itself by then, if anything,
+    whatever `checkpoint.resume` names. Raises CheckpointError, also as `find_checkpoint` does.
+    """
+    resume = config.resume
+    if ranks.restarts and broadcast_from_rank0(ranks, lambda: bool(list_checkpoints(folder))):
+        resume = "auto"
+    start = find_checkpoint(replace(config, resume=resume), folder, ranks)
+    inside = start.checkpoint and start.checkpoint.resolve().parent == folder.resolve()
+    broadcast_from_rank0(ranks, lambda: refuse_newer(folder, start.step, resume == "auto" or bool(inside)))
+    return start
+
+
+def find_checkpoint(config: CheckpointConfig, folder: Path, ranks: RankInfo) -> Start:
+    """The checkpoint that `checkpoint.resume` means; every rank calls it, and all find the same.
 
     Under `auto` it is the newest in `folder` that verifies; those passed over are renamed, so that they no
     longer count. Raises CheckpointError if one is named that is not there or does not verify, and if there

@@ -38,7 +38,9 @@ from meshwright.train.checkpoint.shards import (
 )
 from meshwright.train.checkpoint.verify import hash_file
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.errors import SaveError
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import ConfigError, SaveError
+from meshwright.train.memory import free_host_bytes
 
 _MANIFEST_BYTES = 2**20  # of room asked for beyond the ranks' files: manifest, config and plan
 
@@ -320,3 +322,33 @@ def _limits(shards: Iterable[TensorShard]) -> Tensor:
     over the memory."""
     limits = [limit.float() for shard in shards for limit in shard.values.aminmax()]
     return torch.stack(limits).reshape(-1, 2) if limits else torch.zeros(0, 2)
+
+
+def build_saver(
+    config: CheckpointConfig,
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    texts: Mapping[str, str],
+    ranks: RankInfo,
+    warn: Callable[[str], None],
+) -> CheckpointSaver:
+    """A saver into `folder`, with the host memory that it needs, taken before hours are trained that could
+    not be saved."""
+    saver = CheckpointSaver(config, folder, model, optimizer, mesh, texts, free_host_bytes, ranks.machine)
+    if config.every:
+        make_room(saver, config, warn)
+    return saver
+
+
+def make_room(saver: CheckpointSaver, config: CheckpointConfig, warn: Callable[[str], None]) -> None:
+    """Have the saver take its host memory. Raises ConfigError where there is too little."""
+    if not (missing := saver.make_room()):
+        return
+    if config.on_error == "stop":
+        raise ConfigError(
+            f"checkpoint.every={config.every}, but {missing}. Train on more machines, with fewer processes "
+            "on each or more memory (of a container: its limit), or try with checkpoint.on_error=warn"
+        )
+    warn(f"warning: saves will fail unless memory becomes free: {missing}")

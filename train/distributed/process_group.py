@@ -5,7 +5,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from meshwright.train.cgroups import processors
-from meshwright.train.config import Config, RunConfig
-from meshwright.train.distributed.ranks import RankInfo, check_alike, settings_of
+from meshwright.train.config import RunConfig
+from meshwright.train.distributed.ranks import RankInfo, check_alike
 from meshwright.train.files import allow_open_files
 
 # what torch reads at the first use of the allocator
@@ -149,8 +149,11 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> N
     torch.manual_seed(config.seed)
 
 
-def init_distributed(config: Config, ranks: RankInfo, device: torch.device) -> None:
-    """Meet the other ranks, who must have been started alike."""
+def init_distributed(
+    config: RunConfig, settings: Mapping[str, str], ranks: RankInfo, device: torch.device
+) -> None:
+    """Join the other ranks, unless that is done, which must have been started with the same settings. Raises
+    ConfigError."""
     if not dist.is_initialized():
-        start_process(config.run, ranks, device)
-    check_alike(ranks, settings_of(config))
+        start_process(config, ranks, device)
+    check_alike(ranks, settings)

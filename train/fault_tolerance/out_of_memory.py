@@ -16,12 +16,12 @@ from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import OutOfMemory
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.planning.memory_fit import largest_savings
 from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.suggest import Devices, suggest_changes
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
 SPEAK_S = 30.0  # that another rank leaves to rank 0, which ends them all when it has spoken
@@ -30,7 +30,7 @@ ERROR_SHOWN = 400  # characters of torch's own words
 
 @contextmanager
 def explaining_out_of_memory(
-    config: Config, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer, folder: Path
+    job: TrainingJob, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer, folder: Path
 ) -> Iterator[None]:
     """Turn the error of an allocation that failed into OutOfMemory, which tells where the memory went and
     what would help."""
@@ -51,7 +51,7 @@ def explaining_out_of_memory(
         if not ranks.is_main:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(SPEAK_S)
-        raise OutOfMemory("\n  ".join([*said, *_advice(config, plan, device, ranks)])) from None
+        raise OutOfMemory("\n  ".join([*said, *_advice(job, plan, device, ranks)])) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -91,11 +91,11 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(local_part(tensor).untyped_storage().nbytes() for tensor in tensors)
 
 
-def _advice(config: Config, plan: Plan, device: torch.device, ranks: RankInfo) -> Iterator[str]:
+def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo) -> Iterator[str]:
     """What was predicted, and the changes that would free most. Where there is no memory left to work that
     out, that."""
     try:
-        predicted = predict_memory(config, plan)
+        predicted = predict_memory(job, plan)
         yield _in_gib(
             f"predicted {predicted.peak_bytes / GIB:.2f} GiB at the peak", asdict(predicted.at_peak)
         )
@@ -104,11 +104,12 @@ def _advice(config: Config, plan: Plan, device: torch.device, ranks: RankInfo) -
             if device.type == "cpu"
             else find_hardware(torch.cuda.get_device_name(device))
         )
-        for saving in largest_savings(config, plan, kind, ranks.local_world_size):
-            yield f"would help: {saving.describe()}"
-        if config.parallel.plan not in ("manual", "auto"):
+        devices = Devices(0, ranks.local_world_size, kind)
+        for change in suggest_changes(job, plan, devices, "less memory"):
+            yield f"would help: {change.describe()}"
+        if job.parallel.plan not in ("manual", "auto"):
             yield (
-                f"(in place of --parallel.plan={config.parallel.plan}, which decides alone: edit it, or "
+                f"(in place of --parallel.plan={job.parallel.plan}, which decides alone: edit it, or "
                 "leave it out)"
             )
     except (RuntimeError, MemoryError) as error:

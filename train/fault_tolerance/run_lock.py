@@ -1,4 +1,5 @@
-"""One run per folder: a lock that the kernel lets go of when its process dies, however it dies."""
+"""A run's folder, which is one run's at a time: a lock that the kernel lets go of when its process dies,
+however it dies."""
 
 import contextlib
 import fcntl
@@ -7,7 +8,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from meshwright.parallel.errors import one_line
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
-from meshwright.train.errors import LockError
+from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.files import read_json
 
 LIMIT_BYTES = 4096
@@ -166,6 +167,27 @@ def _started(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def make_run_folder(run_dir: str | None) -> Path:
+    """The folder that `run.dir` names. Raises ConfigError."""
+    folder = Path(str(run_dir)).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={folder}: cannot make this folder ({error.strerror}): name another"
+        ) from None
+    return folder
+
+
+def write_texts(folder: Path, texts: Mapping[str, str], ranks: RankInfo, console: Console) -> None:
+    """Config and plan, by file name; where that fails the run goes on, for every checkpoint has them too."""
+    for name, text in texts.items() if ranks.is_main else ():
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            console.print(f"warning: {folder / name} cannot be written ({error.strerror})")
 
 
 ENDING_S = 120.0  # after a restart: for the run before to end; NFS 4 keeps a dead machine's lock for 90 s

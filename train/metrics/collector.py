@@ -18,7 +18,7 @@ from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import find_hardware
-from meshwright.train.config import Config, MetricsConfig
+from meshwright.train.config import MetricsConfig, TrainingJob
 from meshwright.train.evaluation import Score, mean_loss
 from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
@@ -263,13 +263,13 @@ def _peak_memory_gib(device: torch.device) -> tuple[float, float]:
     return resident, resident
 
 
-def make_throughput(config: Config, plan: Plan, device_name: str) -> Throughput:
+def make_throughput(job: TrainingJob, plan: Plan, device_name: str) -> Throughput:
     """Tokens and operations of a step of the run on devices of that name."""
-    seq_len, hardware, dtype = config.train.seq_len, find_hardware(device_name), plan.units[0].param_dtype
+    seq_len, hardware, dtype = job.seq_len, find_hardware(device_name), plan.units[0].param_dtype
     return Throughput(
         tokens_per_step=plan.global_batch_size * seq_len,
-        flops_per_token=flops_per_token(config.model, seq_len, "full"),
-        flops_per_token_causal=flops_per_token(config.model, seq_len, "causal"),
+        flops_per_token=flops_per_token(job.model, seq_len, "full"),
+        flops_per_token_causal=flops_per_token(job.model, seq_len, "causal"),
         world_size=plan.mesh.world_size,
         peak_flops=hardware.peak_tflops[dtype] * 1e12 if hardware else None,
     )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,15 +19,16 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.hardware import find_hardware
-from meshwright.parallel.planner.plot.timeline import draw_timeline
-from meshwright.parallel.planner.timeline import Timeline
-from meshwright.train.config import Config
+from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.metrics.tensorboard import HParams, RunSummary, Value
 from meshwright.train.planning.device_defaults import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from meshwright.parallel.planner.timeline import Timeline
 
 PREDICTED_STEP = "predicted_step"  # the image's name
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
@@ -50,22 +51,16 @@ OF_UNITS = (
 )
 
 
-def describe_run(
-    config: Config,
-    plan: Plan,
-    device_name: str,
-    data: tuple[str, int],
-    said: Sequence[str],
-    timeline: Timeline | None,
-) -> RunSummary:
-    """All of it. `data`: what it is, and for how many steps. `said`: the planner's words. `timeline`: the
-    step that it predicts, where it has chosen the plan."""
+def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> RunSummary:
+    """All of it. `data`: what is trained on; `steps`: how many."""
+    plan, device_name, timeline = planned.plan, planned.device_name, planned.timeline
     texts = {
         "config": _code(config_to_yaml(config)),
         "plan": _code(plan_to_yaml(plan)),
-        "about": _list(run_facts(config, plan, device_name, *data)),
+        "about": _list(run_facts(config.job, plan, device_name, data, steps)),
     }
-    texts |= {"planner": "\n".join(f"- {line}" for line in said)} if said else {}
+    if planned.reasons:
+        texts["planner"] = "\n".join(f"- {line}" for line in planned.reasons)
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
     # The pictures are painted by Pillow, which TensorBoard brings from 2.20 on.
     drawn = timeline is not None and importlib.util.find_spec("PIL") is not None
@@ -75,14 +70,14 @@ def describe_run(
     return RunSummary(texts, images, hparams, mfu=find_hardware(device_name) is not None)
 
 
-def run_facts(config: Config, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
+def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
     """Model, data and hardware, by what it is called on the page."""
-    model, mesh, tokens = config.model, plan.mesh, plan.global_batch_size * config.train.seq_len
+    model, mesh, tokens = job.model, plan.mesh, plan.global_batch_size * job.seq_len
     shape = (
         f"{model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key and value "
         "heads, ffn_dim"
     )
-    micro = f"{plan.accumulation} x {plan.micro_batch_size} sequences of {config.train.seq_len:,}"
+    micro = f"{plan.accumulation} x {plan.micro_batch_size} sequences of {job.seq_len:,}"
     return {
         "Model": f"{count_parameters(model).total:,} parameters: {shape} {model.ffn_dim}, vocabulary "
         f"{model.vocab_size:,}",
@@ -148,8 +143,9 @@ def _of_units(values: Sequence[Any]) -> str:
     return f"{most} ({count} of {len(values)} units)" if others else most
 
 
-def _paint(timeline: Timeline, title: str) -> bytes:
+def _paint(timeline: "Timeline", title: str) -> bytes:
     from meshwright.parallel.planner.plot.shapes import to_png
+    from meshwright.parallel.planner.plot.timeline import draw_timeline
 
     return to_png(draw_timeline(timeline, title))
 
@@ -163,7 +159,9 @@ def _list(facts: Mapping[str, str]) -> str:
     return "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items())
 
 
-def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config: Config) -> None:
+def log_run_summary(
+    console: Console, ranks: RankInfo, planned: RunPlan, job: TrainingJob, run_dir: str | None
+) -> None:
     """The first lines on the screen: versions, device, model, plan."""
     plan, plural = planned.plan, "es" if ranks.world_size > 1 else ""
     console.print(f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
@@ -171,19 +169,17 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
         f"device: {planned.device_name}, {ranks.world_size} process{plural}, {torch.get_num_threads()} CPU "
         "threads each"
     )
-    console.print_lines([describe_dtype(planned.device)] if config.parallel.param_dtype == "auto" else [])
-    parameters = count_parameters(config.model).total
+    console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
+    parameters = count_parameters(job.model).total
     console.print(
-        f"model: {parameters:,} parameters; about {planned.needed_bytes / GIB:.2f} GiB per process for "
-        "training"
+        f"model: {parameters:,} parameters; about {planned.peak_bytes / GIB:.2f} GiB per process for training"
     )
-    if config.parallel.strategy:
-        console.print(describe_strategy(config.parallel.strategy, plan.mesh))
+    if job.parallel.strategy:
+        console.print(describe_strategy(job.parallel.strategy, plan.mesh))
     console.print(plan_to_table(plan))
-    if config.parallel.plan != "auto":  # there the planner has weighed what advice could say
+    if job.parallel.plan != "auto":  # there the planner has weighed what advice could say
         console.print_lines(
-            f"advice: {told}"
-            for told in (*advise(plan, ranks.local_world_size), *unused_keys(config.parallel))
+            f"advice: {told}" for told in (*advise(plan, ranks.local_world_size), *unused_keys(job.parallel))
         )
-    console.print(f"run: {config.run.dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
-    console.print_lines(f"planner: {line}" for line in planned.said)
+    console.print(f"run: {run_dir} (config.yaml, plan.yaml, metrics.jsonl, tb/, checkpoints/)")
+    console.print_lines(f"planner: {line}" for line in planned.reasons)

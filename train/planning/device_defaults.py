@@ -9,7 +9,7 @@ from meshwright.models.attention import HALF_ON_GPUS, KERNELS, WITHIN_DOCUMENTS
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 
 HOPPER = (9, 0)  # CUDA compute capability
 # the fastest first, of GPUs that no file in configs/hardware describes
@@ -17,28 +17,28 @@ ON_HOPPER = ("cudnn", "flash", "efficient", "flex")
 ON_OLDER = ("flash", "efficient", "flex")
 
 
-def best_attention(config: Config, hardware: Hardware | None) -> str:
+def best_attention(job: TrainingJob, hardware: Hardware | None) -> str:
     """The attention kernel that `auto` means on such devices: the fastest that can; None is a CPU."""
     if hardware is None or hardware.cores:
         return "cpu"
-    return _first_able(hardware.attention_kernels, config, best_dtype(hardware))
+    return _first_able(hardware.attention_kernels, job, best_dtype(hardware))
 
 
-def attention_here(config: Config, device: torch.device, device_name: str) -> str:
+def attention_here(job: TrainingJob, device: torch.device, device_name: str) -> str:
     """The same for the device at hand. One that no file in configs/hardware describes gets cuDNN's from
     Hopper on."""
     if device.type == "cpu":
         return "cpu"
     if kind := find_hardware(device_name):
-        return best_attention(config, kind)
+        return best_attention(job, kind)
     kernels = ON_HOPPER if torch.cuda.get_device_capability(device) >= HOPPER else ON_OLDER
-    return _first_able(kernels, config, dtype_here(device))
+    return _first_able(kernels, job, dtype_here(device))
 
 
-def check_attention(config: Config, plan: Plan, device_type: str) -> None:
+def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:
     """Raise PlanError for an attention kernel that cannot do what is asked on this kind of device ("cpu" or
     "cuda")."""
-    kernel, apart = plan.attention, config.data.document_mask
+    kernel, apart = plan.attention, job.document_mask
     dtypes = {
         unit.param_dtype for unit in plan.units if any(name.startswith("layers.") for name in unit.modules)
     }
@@ -49,19 +49,19 @@ def check_attention(config: Config, plan: Plan, device_type: str) -> None:
         others = ", ".join(able) + (
             " (param_dtype=bfloat16 has more)" if (device_type, dtypes) == ("cuda", {"float32"}) else ""
         )
-        if config.parallel.plan in ("manual", "auto"):
+        if job.parallel.plan in ("manual", "auto"):
             raise PlanError(f"parallel.attention={kernel} is no kernel for {what}: use auto, or {others}")
         raise PlanError(
-            f"attention={kernel} of {config.parallel.plan} is no kernel for {what}: put {others} there, or "
+            f"attention={kernel} of {job.parallel.plan} is no kernel for {what}: put {others} there, or "
             "make the plan anew, with tools.plan --gpu KIND"
         )
 
 
-def _first_able(kernels: Iterable[str], config: Config, best: str) -> str:
+def _first_able(kernels: Iterable[str], job: TrainingJob, best: str) -> str:
     """`best`: the dtype that auto is."""
     apart, dtypes = (
-        config.data.document_mask,
-        {best if config.parallel.param_dtype == "auto" else config.parallel.param_dtype},
+        job.document_mask,
+        {best if job.parallel.param_dtype == "auto" else job.parallel.param_dtype},
     )
     return next(
         (name for name in kernels if _suits(name, "cuda", apart, dtypes)), "flex" if apart else "efficient"

@@ -12,15 +12,19 @@ from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import StepMemory
+from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.parallel.planner.search import Cluster, SearchResult, frugal, search
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.build_model import freeze
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
+from meshwright.train.planning.device_defaults import best_attention, best_dtype
+from meshwright.train.planning.resolve import make_shape, model_units
 from meshwright.train.planning.trace_model import model_workload
 
 ATTENTION_KINDS: tuple[Literal["full"], Literal["causal"]] = ("full", "causal")
@@ -47,46 +51,70 @@ class Prediction:
     mfu_causal: float | None
 
 
-def predict(config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
-    """Memory and time of the run that `config` describes under `plan`, on machines of that kind."""
+def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
+    """Memory and time of the run that `job` describes under `plan`, on machines of that kind."""
     if plan.float8.linears and not hardware.cores and "float8" not in hardware.matmul:
         recipe = f"parallel.float8.recipe={plan.float8.recipe}"
         raise PlanError(
             f"{recipe}: {hardware.name} does not multiply float8 (GPUs of compute "
             "capability 8.9 and more do): use none"
         )
-    work = run_workload(config, plan)
+    work = run_workload(job, plan)
     memory = predict_step_memory(plan, work)
     timeline = simulate_step(plan, step_times(plan, work, hardware, gpus_per_node))
-    seq_len = config.train.seq_len
+    seq_len = job.seq_len
     rate = plan.global_batch_size * seq_len / timeline.step_s / plan.mesh.world_size
     peak_flops = hardware.peak_tflops[plan.units[0].param_dtype] * 1e12
-    full, causal = (
-        rate * flops_per_token(config.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS
-    )
+    full, causal = (rate * flops_per_token(job.model, seq_len, kind) / peak_flops for kind in ATTENTION_KINDS)
     # a CPU's peak is no figure to compare with
     mfu, mfu_causal = (None, None) if hardware.cores else (full, causal)
     return Prediction(memory, reserved_bytes(memory, hardware), timeline, rate, mfu, mfu_causal)
 
 
-def predict_memory(config: Config, plan: Plan) -> StepMemory:
-    """Memory of one rank in a step of the run that `config` describes, under `plan`."""
-    return predict_step_memory(plan, run_workload(config, plan))
+def predict_memory(job: TrainingJob, plan: Plan) -> StepMemory:
+    """Memory of one rank in a step of the run that `job` describes, under `plan`."""
+    return predict_step_memory(plan, run_workload(job, plan))
 
 
-def run_workload(config: Config, plan: Plan) -> ModelWorkload:
+def search_plans(job: TrainingJob, world_size: int, cluster: Cluster) -> SearchResult:
+    """All legal plans of the job on so many processes of a cluster, judged. Raises PlanError if none is
+    legal."""
+    return search(
+        job.parallel,
+        model_units(job.model),
+        shape_on(job, world_size, cluster),
+        cluster,
+        lambda plan: run_workload(job, plan),
+    )
+
+
+def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len: int) -> SearchResult:
+    """The same of those that spend as little memory as they can, with sequences of `seq_len` tokens."""
+    model = model_units(job.model)
+    parallel, shape = frugal(job.parallel, shape_on(job, world_size, cluster), len(model.checkpointed))
+    shape = dataclasses.replace(shape, seq_len=seq_len)
+    return search(parallel, model, shape, cluster, lambda plan: run_workload(job, plan).shortened(seq_len))
+
+
+def shape_on(job: TrainingJob, world_size: int, cluster: Cluster) -> RunShape:
+    """What the planner makes plans for."""
+    kind, per_node = cluster.hardware, min(cluster.gpus_per_node, world_size)
+    return make_shape(job, world_size, per_node, best_attention(job, kind), best_dtype(kind))
+
+
+def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
     """The model's work under the plan, how much of it is trained, and how large moments are. Raises
     ConfigError for a `train.freeze` that matches nothing."""
-    frozen, trained = _what_is_trained(config.model, config.train.freeze)
+    frozen, trained = _what_is_trained(job.model, job.freeze)
     work = model_workload(
-        config.model,
+        job.model,
         plan,
-        config.train.seq_len,
+        job.seq_len,
         frozen,
-        config.data.document_mask,
-        cache_folder(config.parallel.compile),
+        job.document_mask,
+        cache_folder(job.parallel.compile),
     )
-    return dataclasses.replace(work, trained=trained, moment_bytes=DTYPE_BYTES[config.optim.state_dtype])
+    return dataclasses.replace(work, trained=trained, moment_bytes=DTYPE_BYTES[job.state_dtype])
 
 
 @cache

@@ -11,30 +11,30 @@ from meshwright.models.llama import SHARDING, LlamaConfig, block_linears, fsdp_u
 from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.float8 import check_float8
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import check_plan, key_mistakes
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.planning.device_defaults import attention_here, check_attention, dtype_here
 
 
-def read_plan(config: Config, model: ModelUnits, world_size: int) -> Plan:
+def read_plan(job: TrainingJob, model: ModelUnits, world_size: int) -> Plan:
     """The plan in the file that `parallel.plan` names, if it suits the run. Raises PlanError with all
     mistakes in one report."""
-    path = Path(os.path.expanduser(config.parallel.plan))
+    path = Path(os.path.expanduser(job.parallel.plan))
     if not path.is_file():
         raise PlanError(
-            f"parallel.plan={config.parallel.plan}: there is no such file. Use manual, auto, or the path of "
+            f"parallel.plan={job.parallel.plan}: there is no such file. Use manual, auto, or the path of "
             "a plan file, such as plan.yaml in a run's folder"
         )
     plan = load_plan(path)
-    mistakes = key_mistakes(config.parallel, plan, model)
+    mistakes = key_mistakes(job.parallel, plan, model)
     if plan.mesh.world_size == world_size:
-        mistakes += _batch_mistakes(config, plan)
+        mistakes += _batch_mistakes(job, plan)
     try:
-        check_plan(plan, model, world_size, config.train.seq_len)
+        check_plan(plan, model, world_size, job.seq_len)
     except PlanError as error:
         mistakes += [f"plan file {path}: {line}" for line in str(error).splitlines()]
     if mistakes:
@@ -42,74 +42,73 @@ def read_plan(config: Config, model: ModelUnits, world_size: int) -> Plan:
     return plan
 
 
-def _batch_mistakes(config: Config, plan: Plan) -> list[str]:
+def _batch_mistakes(job: TrainingJob, plan: Plan) -> list[str]:
     """Batch sizes of the config that say other than the plan file, which decides."""
     mistakes = []
     for key, left_open in (("micro_batch_size", "auto"), ("global_batch_size", -1)):
-        asked, planned = getattr(config.train, key), getattr(plan, key)
+        asked, planned = getattr(job, key), getattr(plan, key)
         if asked not in (left_open, planned):
             mistakes.append(
-                f"train.{key}={asked}, but the plan file {config.parallel.plan} has {planned}: change one of "
+                f"train.{key}={asked}, but the plan file {job.parallel.plan} has {planned}: change one of "
                 "them"
             )
     return mistakes
 
 
-def plan_here(config: Config, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
+def plan_here(job: TrainingJob, ranks: RankInfo, device: torch.device, device_name: str) -> Plan:
     """As `plan_run`, for this process's place and device. Raises PlanError, also for an attention kernel that
     cannot run here."""
-    asked = config.parallel.param_dtype
+    asked = job.parallel.param_dtype
     attention, dtype = (
-        attention_here(config, device, device_name),
+        attention_here(job, device, device_name),
         dtype_here(device) if asked == "auto" else asked,
     )
-    plan = plan_run(config, ranks.world_size, ranks.local_world_size, attention, dtype)
-    check_here(config, plan, device)
+    plan = plan_run(job, ranks.world_size, ranks.local_world_size, attention, dtype)
+    check_here(job, plan, device)
     return plan
 
 
-def check_here(config: Config, plan: Plan, device: torch.device) -> None:
+def check_here(job: TrainingJob, plan: Plan, device: torch.device) -> None:
     """Raise PlanError for an attention kernel or products that this device cannot run."""
-    check_attention(config, plan, device.type)
+    check_attention(job, plan, device.type)
     if plan.float8.linears:
         check_float8(plan.float8, device)
 
 
 def plan_run(
-    config: Config,
+    job: TrainingJob,
     world_size: int,
     gpus_per_node: int | None = None,
     attention: str = "cpu",
     param_dtype: str = "float32",
 ) -> Plan:
-    """The plan of a run on `world_size` processes: made from the config, or read from the file it names.
+    """The plan of a run on `world_size` processes: made from the job, or read from the file it names.
 
     Without `gpus_per_node` all processes share a node. `attention` and `param_dtype`: what `auto` is on its
     devices, of `best_attention` and `best_dtype`. Raises PlanError with all mistakes in one report.
     """
-    model = model_units(config.model)
-    if config.parallel.plan == "auto":
+    model = model_units(job.model)
+    if job.parallel.plan == "auto":
         raise PlanError(
             "parallel.plan=auto is for train.main and tools.plan, which know the machine. Let tools.plan "
             "choose, with --save FILE, and use --parallel.plan=FILE"
         )
-    if config.parallel.plan == "manual":
-        job = make_job(config, world_size, gpus_per_node or world_size, attention, param_dtype)
-        return make_plan(config.parallel, model, job)
-    return read_plan(config, model, world_size)
+    if job.parallel.plan == "manual":
+        shape = make_shape(job, world_size, gpus_per_node or world_size, attention, param_dtype)
+        return make_plan(job.parallel, model, shape)
+    return read_plan(job, model, world_size)
 
 
-def make_job(
-    config: Config, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
-) -> TrainingJob:
+def make_shape(
+    job: TrainingJob, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
+) -> RunShape:
     """What the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
-    train = config.train
-    return TrainingJob(
+    return RunShape(
         world_size,
         gpus_per_node,
-        train.seq_len,
-        train.micro_batch_size,
-        train.global_batch_size,
+        job.seq_len,
+        job.micro_batch_size,
+        job.global_batch_size,
         attention,
         param_dtype,
     )

@@ -47,7 +47,7 @@ NOISE = (
 
 
 def plan_of(*arguments: str) -> Plan:
-    return plan_run(parse_config([*TINY, *ASYNC, *arguments]), 2)
+    return plan_run(parse_config([*TINY, *ASYNC, *arguments]).job, 2)
 
 
 @pytest.fixture(scope="module")

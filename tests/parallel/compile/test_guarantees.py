@@ -110,7 +110,7 @@ def test_units_of_a_plan_file_have_budgets_of_their_own(tmp_path):
     """torch knows one budget for a process: here three blocks are compiled to keep different shares."""
     backend = "--parallel.compile.backend=aot_eager_decomp_partition"
     config = parse_config([*TINY, "--model.n_layers=4", "--parallel.activation_checkpoint=budget", backend])
-    plan = yaml.safe_load(plan_to_yaml(plan_run(config, 1)))
+    plan = yaml.safe_load(plan_to_yaml(plan_run(config.job, 1)))
     (blocks,) = [unit for unit in plan["units"] if unit["unit"] == "layers.[0-3]"]
     place = plan["units"].index(blocks)
     plan["units"][place : place + 1] = [

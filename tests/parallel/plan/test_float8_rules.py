@@ -34,7 +34,7 @@ ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
 
 def plan_8b(*arguments: str, gpus: int = 8) -> Plan:
-    return plan_run(parse_config([*LLAMA_8B, *arguments]), gpus)
+    return plan_run(parse_config([*LLAMA_8B, *arguments]).job, gpus)
 
 
 def names(plan: Plan) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
     pytest.importorskip("torchao")
     config = parse_config([*TINY, TENSORWISE, "--parallel.float8.min_dim=16"])
     model = Llama(config.model)
-    apply_float8(model, plan_run(config, 1), "cpu")
+    apply_float8(model, plan_run(config.job, 1), "cpu")
     configs = [module.linear_mm_config for module in model.modules() if hasattr(module, "linear_mm_config")]
     assert len(configs) == 7 * config.model.n_layers
     assert all(config.grad_weight.pad_inner_dim for config in configs)
@@ -104,7 +104,7 @@ def test_tokens_in_it_are_half_the_bytes_of_bfloat16() -> None:
             ]
         )
         totals: dict[tuple[str, str], float] = {}
-        for done in simulate_run(config, plan_run(config, 2)).collectives:
+        for done in simulate_run(config.job, plan_run(config.job, 2)).collectives:
             if done.unit == "layers.1" and done.bytes > 1e6:
                 totals[done.op, done.phase] = totals.get((done.op, done.phase), 0) + done.bytes
         return totals
@@ -150,7 +150,7 @@ def test_shards_that_are_not_alike_cannot_be_sent() -> None:
 
 def test_a_plan_file_says_it_and_is_checked(tmp_path: Path) -> None:
     config = parse_config([*LLAMA_8B, TENSORWISE, SENT])
-    plan = plan_run(config, 8)
+    plan = plan_run(config.job, 8)
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
     assert load_plan(tmp_path / "plan.yaml") == plan
     assert "float8 tensorwise, sent in it too: layers.*.attention.wq," in plan_to_table(plan)
@@ -170,11 +170,11 @@ def test_a_config_beside_a_plan_file_must_not_say_other_than_it(tmp_path: Path) 
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan_8b(TENSORWISE)))
     beside = [*LLAMA_8B, "--parallel.param_dtype=bfloat16", f"--parallel.plan={tmp_path / 'plan.yaml'}"]
     # which chose some, that the file has
-    plan_run(parse_config([*beside, TENSORWISE, "--parallel.float8.min_dim=16"]), 8)
+    plan_run(parse_config([*beside, TENSORWISE, "--parallel.float8.min_dim=16"]).job, 8)
     with pytest.raises(
         PlanError, match=r"parallel.float8.recipe=rowwise, but the plan file .* has tensorwise"
     ):
-        plan_run(parse_config([*beside, "--parallel.float8.recipe=rowwise"]), 8)
+        plan_run(parse_config([*beside, "--parallel.float8.recipe=rowwise"]).job, 8)
 
 
 def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
@@ -182,8 +182,8 @@ def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
 
     def judged(*arguments: str):
         config = parse_config([*LLAMA_8B, *arguments])
-        plan = plan_run(config, 8)
-        work = run_workload(config, plan)
+        plan = plan_run(config.job, 8)
+        work = run_workload(config.job, plan)
         times = step_times(plan, work, h100, 8)
         return (
             times.modules["layers.0"],
@@ -206,7 +206,7 @@ def test_the_planner_knows_faster_products_and_smaller_all_gathers() -> None:
 def test_a_kind_of_gpu_that_has_no_float8_is_refused_in_planning() -> None:
     config = parse_config([*LLAMA_8B, TENSORWISE])
     with pytest.raises(PlanError, match="a100-80gb does not multiply float8"):
-        predict(config, plan_run(config, 8), load_hardware()["a100-80gb"], 8)
+        predict(config.job, plan_run(config.job, 8), load_hardware()["a100-80gb"], 8)
 
 
 def test_a_gpu_that_has_no_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

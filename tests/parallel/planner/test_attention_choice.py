@@ -39,14 +39,14 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 def head_of(*arguments: str, world_size: int = 8):
     """The head's work, and the whole step's memory."""
     config = parse_config([*LLAMA_8B, *arguments])
-    plan = plan_run(config, world_size)
-    work = run_workload(config, plan)
+    plan = plan_run(config.job, world_size)
+    work = run_workload(config.job, plan)
     return work.modules["head"], predict_step_memory(plan, work)
 
 
 def predict_peak_bytes(arguments: list[str]) -> int:
     config = parse_config(arguments)
-    return predict_memory(config, plan_run(config, 8)).peak_bytes
+    return predict_memory(config.job, plan_run(config.job, 8)).peak_bytes
 
 
 def test_long_micro_batches_get_a_chunked_loss_unless_logits_are_gathered() -> None:
@@ -91,7 +91,7 @@ def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(kernel, device_type
             "--parallel.param_dtype=bfloat16",
         ]
     )
-    plan = plan_run(config, 1)
+    plan = plan_run(config.job, 1)
     able = {
         (False, "cpu"): {"cpu", "math", "flash"},
         (False, "cuda"): {"math", "flash", "efficient", "cudnn"},
@@ -99,26 +99,26 @@ def test_a_kernel_runs_where_it_can_and_is_refused_elsewhere(kernel, device_type
         (True, "cuda"): {"flex"},
     }[apart, device_type]
     if kernel in able:
-        check_attention(config, plan, device_type)
+        check_attention(config.job, plan, device_type)
     else:
         with pytest.raises(
             PlanError,
             match=rf"parallel.attention={kernel} is no kernel for a {device_type} device.* use auto",
         ):
-            check_attention(config, plan, device_type)
+            check_attention(config.job, plan, device_type)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_takes_the_kernels_that_can_do_it(kernel) -> None:
     config = parse_config([f"--parallel.attention={kernel}"])
-    plan = plan_run(config, 1)
+    plan = plan_run(config.job, 1)
     if kernel in ("math", "efficient"):
-        check_attention(config, plan, "cuda")
+        check_attention(config.job, plan, "cuda")
     else:
         with pytest.raises(
             PlanError, match=r"a cuda device in float32 without .*: use auto, or math, efficient"
         ):
-            check_attention(config, plan, "cuda")
+            check_attention(config.job, plan, "cuda")
 
 
 def test_auto_in_float32_is_a_kernel_that_runs_on_every_gpu() -> None:
@@ -126,19 +126,22 @@ def test_auto_in_float32_is_a_kernel_that_runs_on_every_gpu() -> None:
     assert config.parallel.param_dtype == "float32"
     for kind in load_hardware().values():
         if not kind.cores:
-            assert (best_attention(config, kind), best_attention(apart, kind)) == ("efficient", "flex")
-            check_attention(config, plan_run(config, 1, 1, best_attention(config, kind)), "cuda")
-    assert attention_here(config, GPU, "NVIDIA H200") == "efficient"
+            assert (best_attention(config.job, kind), best_attention(apart.job, kind)) == (
+                "efficient",
+                "flex",
+            )
+            check_attention(config.job, plan_run(config.job, 1, 1, best_attention(config.job, kind)), "cuda")
+    assert attention_here(config.job, GPU, "NVIDIA H200") == "efficient"
 
 
 def test_a_plan_file_for_another_kind_of_device_says_where_it_is_wrong(tmp_path) -> None:
     plan_file = tmp_path / "plan.yaml"
-    plan_file.write_text(plan_to_yaml(plan_run(parse_config([]), 1)))
+    plan_file.write_text(plan_to_yaml(plan_run(parse_config([]).job, 1)))
     config = parse_config([f"--parallel.plan={plan_file}"])
     with pytest.raises(
         PlanError, match=rf"attention=cpu of {plan_file} is no kernel .*: put math, efficient"
     ):
-        check_attention(config, plan_run(config, 1), "cuda")
+        check_attention(config.job, plan_run(config.job, 1), "cuda")
 
 
 def test_float32_attention_has_the_devices_own_rates() -> None:
@@ -154,13 +157,13 @@ def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_c
     apart = parse_config(["--data.document_mask=true"])
     kinds = load_hardware()
     names = ("h100-sxm", "h200", "a100-80gb", "cpu")
-    assert [best_attention(config, kinds[name]) for name in names] == ["cudnn", "cudnn", "flash", "cpu"]
-    assert [best_attention(apart, kinds[name]) for name in ("h200", "cpu")] == ["flex", "cpu"]
-    assert attention_here(config, CPU, "CPU (no GPU)") == attention_here(apart, CPU, "CPU") == "cpu"
-    assert attention_here(config, GPU, "NVIDIA H200") == "cudnn"
-    assert attention_here(apart, GPU, "NVIDIA H200") == "flex"
-    assert plan_run(config, 2, 2, "cudnn").attention == "cudnn"
-    assert plan_run(parse_config(["--parallel.attention=math"]), 2, 2, "cudnn").attention == "math"
+    assert [best_attention(config.job, kinds[name]) for name in names] == ["cudnn", "cudnn", "flash", "cpu"]
+    assert [best_attention(apart.job, kinds[name]) for name in ("h200", "cpu")] == ["flex", "cpu"]
+    assert attention_here(config.job, CPU, "CPU (no GPU)") == attention_here(apart.job, CPU, "CPU") == "cpu"
+    assert attention_here(config.job, GPU, "NVIDIA H200") == "cudnn"
+    assert attention_here(apart.job, GPU, "NVIDIA H200") == "flex"
+    assert plan_run(config.job, 2, 2, "cudnn").attention == "cudnn"
+    assert plan_run(parse_config(["--parallel.attention=math"]).job, 2, 2, "cudnn").attention == "math"
 
 
 def test_kernels_come_back_from_a_plan_file(tmp_path) -> None:
@@ -209,8 +212,8 @@ def test_attention_takes_its_kernels_time() -> None:
     hardware = load_hardware()["h200"]
     seconds = {}
     for kernel in ("cudnn", "flash"):
-        plan = plan_run(config, 8, 8, kernel)
-        times = step_times(plan, run_workload(config, plan), hardware, 8)
+        plan = plan_run(config.job, 8, 8, kernel)
+        times = step_times(plan, run_workload(config.job, plan), hardware, 8)
         seconds[kernel] = times.modules["layers.0"].forward_s
     share = hardware.attention_kernels["flash"]
     attention_s = (

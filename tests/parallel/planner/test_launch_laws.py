@@ -37,7 +37,7 @@ AXES = {"tp": "tp", "all_gather": "dp_shard", "reduce_scatter": "dp_shard", "all
     ],
 )
 def test_collectives_are_launched_in_the_order_of_the_real_hooks(world_size, arguments):
-    plan = plan_run(parse_config([*TINY, *arguments]), world_size)
+    plan = plan_run(parse_config([*TINY, *arguments]).job, world_size)
     gathers, scatters = (1.0, 1.0) if plan.mesh.dp_shard > 1 else (0.0, 0.0)
     tp = 1.0 if plan.mesh.tp > 1 else 0.0
     unit = UnitTimes(gathers, gathers, 1.0, 1.0, scatters, 1.0 if plan.mesh.dp_replicate > 1 else 0.0)

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, StepMemory
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
@@ -51,7 +51,7 @@ def make(world_size: int, micro: int = 1, n_blocks: int = 2, global_batch: int =
     blocks = [f"layers.{i}" for i in range(n_blocks)]
     modules = dict(embed=EMBEDDING, **dict.fromkeys(blocks, BLOCK), head=HEAD)
     model = ModelUnits(modules, [(name,) for name in modules], frozenset(), frozenset(blocks))
-    return make_plan(ParallelConfig(**keys), model, TrainingJob(world_size, 8, 5, micro, global_batch))
+    return make_plan(ParallelConfig(**keys), model, RunShape(world_size, 8, 5, micro, global_batch))
 
 
 def predict(*sizes: int, work: ModelWorkload | None = None, **keys: Any) -> StepMemory:
@@ -300,7 +300,7 @@ def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None
     """Tied embeddings: the weight is the embedding's, used again in the head, whose gradient begins there."""
     modules = {"embed": 0, "layers.0": BLOCK, "head": HEAD}
     model = ModelUnits(modules, [("layers.0",), ("embed", "head")], frozenset(), frozenset())
-    plan = make_plan(ParallelConfig(), model, TrainingJob(2, 8, 5, 1))
+    plan = make_plan(ParallelConfig(), model, RunShape(2, 8, 5, 1))
     work = make_work(n_blocks=1)
     embed = dataclasses.replace(work.modules["embed"], parameters=0)
     got = predict_step_memory(
@@ -394,7 +394,10 @@ OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "
 )
 def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:
     config = parse_config([*SMALL, *keys])
-    got, real = predict_memory(config, plan_run(config, world_size)), simulated(world_size, *SMALL, *keys)
+    got, real = (
+        predict_memory(config.job, plan_run(config.job, world_size)),
+        simulated(world_size, *SMALL, *keys),
+    )
     for kind in ("params", "optimizer"):
         assert getattr(got.memory, kind) == pytest.approx(getattr(real.memory, kind), rel=1e-3), kind
     # Under pytest, not in a process of its own, one of the watched steps can keep a small tensor a moment

@@ -10,7 +10,7 @@ import pytest
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.make import TrainingJob
+from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
@@ -75,7 +75,7 @@ def find(
     gpus: int, here: Cluster | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
 ) -> SearchResult:
     here = here or machines()
-    job = TrainingJob(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
+    job = RunShape(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
     return search(ParallelConfig(**BF16 | keys), MODEL, job, here, trace)  # type: ignore[arg-type]
 
 
@@ -245,7 +245,7 @@ def test_micro_batches_are_divisors_of_a_ranks_share() -> None:
 
 
 def test_what_is_frozen_costs_neither_backward_nor_reduction() -> None:
-    here, job = machines(500), TrainingJob(8, 8, TOKENS, 1, -1)
+    here, job = machines(500), RunShape(8, 8, TOKENS, 1, -1)
 
     def frozen(plan: Plan) -> ModelWorkload:
         return dataclasses.replace(trace(plan), trained=dict.fromkeys(NAMES[:-1], 0.0))
@@ -261,7 +261,7 @@ def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
 
 
 def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
-    config, job = ParallelConfig(**BF16), TrainingJob(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
+    config, job = ParallelConfig(**BF16), RunShape(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
     closed, one = frugal(config, job, BLOCKS)
     least = search(closed, MODEL, one, machines(500), trace)
     everything = find(8, machines(500))

@@ -75,7 +75,7 @@ def test_what_is_joined_outside_of_units_has_its_own_names():
 def test_editing_one_units_prefetch_in_a_plan_file_moves_its_gathers(tmp_path):
     file = tmp_path / "plan.yaml"
     eager = "--parallel.compile.enabled=false"
-    plan = plan_run(parse_config([*TINY, TP, eager, *prefetch(1)]), 4)
+    plan = plan_run(parse_config([*TINY, TP, eager, *prefetch(1)]).job, 4)
     file.write_text(plan_to_yaml(plan))
     model = [argument for argument in TINY if "micro_batch" not in argument]
     before = simulated(4, *model, f"--parallel.plan={file}").collectives

@@ -62,7 +62,7 @@ def test_the_benchmark_compares_at_least_30_plans_that_can_be_made() -> None:
     assert len(set(CASES)) == len(CASES)
     for case in CASES:
         config = parse_config(case.arguments)
-        plan = plan_run(config, case.ranks, 8)
+        plan = plan_run(config.job, case.ranks, 8)
         assert not plan.compile.enabled, "a simulation is eager"
     assert {case.config for case in CASES} == {"llama_8b", "llama_70b", "llama_405b"}
     assert max(case.ranks for case in CASES) == 4096

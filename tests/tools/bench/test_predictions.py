@@ -97,7 +97,7 @@ def test_every_run_has_a_legal_plan_of_its_own(cases: list[PredictionCase]) -> N
     plans = []
     for case in cases:
         config = parse_config([*case.keys, "--train.steps=3"], "test")
-        plan = plan_run(config, case.processes)
+        plan = plan_run(config.job, case.processes)
         plans.append((config.model, plan, config.train.seq_len, config.parallel.compile))
     assert all(plan not in plans[:i] for i, plan in enumerate(plans))
 
@@ -122,7 +122,9 @@ def test_predictions_follow_the_plan() -> None:
     hardware = load_hardware()["cpu"]
 
     def predicted(name: str) -> Predicted:
-        return predict_case(cases[name], parse_config(list(cases[name].keys), "test"), hardware, threads=1)
+        return predict_case(
+            cases[name], parse_config(list(cases[name].keys), "test").job, hardware, threads=1
+        )
 
     plain, full = predicted("small 1x2x1 none"), predicted("small 1x2x1 full")
     assert full.step_s > plain.step_s

@@ -145,7 +145,7 @@ def test_more_memory_is_never_slower() -> None:
     config, hardware = parse_config(LARGE), load_hardware()["h100-sxm"]
     rates = []
     for memory_gib in (20.0, 28.0, 60.0, 160.0):
-        asked = answer(config, Target(4, 4, dataclasses.replace(hardware, memory_gib=memory_gib)))
+        asked = answer(config.job, Target(4, 4, dataclasses.replace(hardware, memory_gib=memory_gib)))
         assert asked.prediction is not None
         assert asked.prediction.reserved_bytes <= memory_gib * 2**30
         rates.append(asked.prediction.tokens_per_s_per_gpu)
@@ -205,7 +205,7 @@ def test_the_saved_plan_is_the_one_shown_and_runs(capsys: Output, tmp_path: Path
     assert f"wrote {path}" in capsys.readouterr().out
     assert path.read_text().startswith("# llama_debug on 4 h100-sxm\n# of ")
     saved = load_plan(path)
-    assert plan_run(parse_config([*FREE, f"--parallel.plan={path}"]), 4) == saved
+    assert plan_run(parse_config([*FREE, f"--parallel.plan={path}"]).job, 4) == saved
     again = document(capsys, *FREE, H100, "--gpus=4", f"--parallel.plan={path}")
     auto = document(capsys, *AUTO, "--gpus=4")
     assert again["plan"] == auto["plan"]

@@ -12,7 +12,7 @@ from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.tools.plan.__main__ import main
 from meshwright.tools.plan.check import PlanCheck, check_run, compare, predict_traffic
 from meshwright.tools.simulate import simulate_run
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
@@ -35,9 +35,9 @@ CASES = [
 ]
 
 
-def small(world_size: int, keys: list[str]) -> tuple[Config, Plan]:
+def small(world_size: int, keys: list[str]) -> tuple[TrainingJob, Plan]:
     config = parse_config([*RUN, "--train.global_batch_size=-1", *keys])
-    return config, plan_run(config, world_size, 8)
+    return config.job, plan_run(config.job, world_size, 8)
 
 
 @pytest.mark.parametrize(("world_size", "keys"), CASES, ids=str)
@@ -63,8 +63,11 @@ def simulation() -> Simulation:
 
 def compared(simulation: Simulation, kind: str = "", collective: str = "") -> PlanCheck:
     """With a prediction that is 2% off in one kind of memory, or lacks a collective."""
-    config, plan = small(4, [])
-    traffic, memory = predict_traffic(config, eager_plan(plan)), predict_memory(config, eager_plan(plan))
+    job, plan = small(4, [])
+    traffic, memory = (
+        predict_traffic(job, eager_plan(plan)),
+        predict_memory(job, eager_plan(plan)),
+    )
     if kind:
         wrong = dataclasses.replace(memory.memory, **{kind: round(1.02 * getattr(memory.memory, kind))})
         memory = StepMemory(wrong, memory.at_peak)
@@ -88,13 +91,12 @@ def test_a_missing_collective_is_caught(op: str, simulation: Simulation) -> None
 
 def test_a_wrong_peak_is_caught_and_other_kinds_are_not_judged(simulation: Simulation) -> None:
     assert compared(simulation, "activations").agrees
-    _, plan = small(4, [])
-    config, _ = small(4, [])
-    memory = predict_memory(config, eager_plan(plan))
+    job, plan = small(4, [])
+    memory = predict_memory(job, eager_plan(plan))
     high = dataclasses.replace(
         memory.at_peak, activations=memory.at_peak.activations + memory.peak_bytes // 10
     )
-    check = compare(predict_traffic(config, eager_plan(plan)), StepMemory(memory.memory, high), simulation)
+    check = compare(predict_traffic(job, eager_plan(plan)), StepMemory(memory.memory, high), simulation)
     assert [row.name for row in check.memory if not row.agrees] == ["peak"]
 
 

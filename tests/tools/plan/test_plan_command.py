@@ -168,7 +168,7 @@ def test_diff_sees_units_of_one_plan_only_order_and_types(
 
 
 def small_plan(*keys: str) -> Plan:
-    return plan_run(parse_config(["--config=llama_debug", "--train.global_batch_size=-1", *keys]), 4)
+    return plan_run(parse_config(["--config=llama_debug", "--train.global_batch_size=-1", *keys]).job, 4)
 
 
 DIFFERING = [

@@ -80,7 +80,7 @@ def test_the_mesh_is_that_of_the_runs_plan(tmp_path: Path) -> None:
     assert find_mesh(trace) is None
     assert Counter(t.axis for t in find_steps(load_store(trace))[0].transfers)["tp"] == 1
     (tmp_path / "config.yaml").touch()
-    plan = plan_run(parse_config(["--config=llama_debug.yaml", "--parallel.tp=2"]), 4)
+    plan = plan_run(parse_config(["--config=llama_debug.yaml", "--parallel.tp=2"]).job, 4)
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
     assert find_mesh(trace) == plan.mesh == SPLIT
     assert Counter(t.axis for t in find_steps(load_store(trace))[0].transfers)["tp"] == 3

@@ -20,7 +20,7 @@ from meshwright.train.checkpoint.commit import (
     refuse_newer,
     write_synced,
 )
-from meshwright.train.checkpoint.load import find_start
+from meshwright.train.checkpoint.load import find_checkpoint
 from meshwright.train.checkpoint.manifest import (
     LIMIT_BYTES,
     MANIFEST,
@@ -226,7 +226,7 @@ def test_a_manifest_is_read_as_it_was_written_and_not_without_bound(tmp_path: Pa
 def test_a_checkpoint_named_in_vain_is_an_error(resume: str, said: str, group: None, tmp_path: Path) -> None:
     commit_step(tmp_path, 1)
     with pytest.raises(CheckpointError, match=said):
-        find_start(CheckpointConfig(resume=resume), tmp_path, RankInfo(0, 1, 0, 1, False))
+        find_checkpoint(CheckpointConfig(resume=resume), tmp_path, RankInfo(0, 1, 0, 1, False))
 
 
 def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(
@@ -238,15 +238,15 @@ def test_all_that_are_damaged_are_an_error_and_all_but_one_are_passed_over(
     with pytest.raises(
         CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*step-00000003 is damaged"
     ):
-        find_start(CheckpointConfig(), tmp_path, place)
+        find_checkpoint(CheckpointConfig(), tmp_path, place)
     assert steps(tmp_path) == [1, 2, 3], "nothing is put aside before there is another to go on from"
     (tmp_path / "step-00000001" / "config.yaml").write_text("# 1\n")
-    start = find_start(CheckpointConfig(), tmp_path, place)
+    start = find_checkpoint(CheckpointConfig(), tmp_path, place)
     assert (start.step, steps(tmp_path)) == (1, [1])
     assert len(start.said) == 2
     assert f"It is now {tmp_path}/damaged-step-00000003" in start.said[0]
-    assert find_start(CheckpointConfig(resume="none"), tmp_path, place).checkpoint is None
-    assert find_start(CheckpointConfig(), tmp_path / "new", place).step == 0
+    assert find_checkpoint(CheckpointConfig(resume="none"), tmp_path, place).checkpoint is None
+    assert find_checkpoint(CheckpointConfig(), tmp_path / "new", place).step == 0
 
 
 def test_what_cannot_be_read_for_the_moment_is_not_damaged(
@@ -265,9 +265,9 @@ def test_what_cannot_be_read_for_the_moment_is_not_damaged(
             with pytest.raises(
                 UnreadableError, match=r"config\.yaml cannot be read \(Input/output error\).*mend that"
             ):
-                find_start(CheckpointConfig(resume=resume), tmp_path, place)
+                find_checkpoint(CheckpointConfig(resume=resume), tmp_path, place)
     assert steps(tmp_path) == [1, 2]
-    assert find_start(CheckpointConfig(), tmp_path, place).step == 2
+    assert find_checkpoint(CheckpointConfig(), tmp_path, place).step == 2
 
 
 def test_a_manifest_that_cannot_be_opened_for_the_moment_is_not_missing(tmp_path: Path) -> None:

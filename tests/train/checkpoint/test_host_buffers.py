@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import meshwright.train.main
 from meshwright.train.checkpoint.host_buffers import RoomAsked, copy_bytes, describe_missing, round_up
 from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.checkpoint.save import CheckpointSaver
+from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, OptimConfig
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
@@ -141,9 +140,9 @@ def test_without_room_a_run_ends_before_its_first_step_or_says_so(
         with pytest.raises(
             ConfigError, match=r"checkpoint\.every=500, but all is taken. Train on more machines"
         ):
-            meshwright.train.main._make_room(FullMachine(), config, Console(True))  # type: ignore[arg-type]
+            make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
     else:
-        meshwright.train.main._make_room(FullMachine(), config, Console(True))  # type: ignore[arg-type]
+        make_room(FullMachine(), config, Console(True).print)  # type: ignore[arg-type]
         assert "warning: saves will fail unless memory becomes free: all is taken" in capsys.readouterr().out
 
 

@@ -105,7 +105,7 @@ def test_a_run_goes_on_from_hugging_face_and_back_again(hf_dir: Path, ours: Path
     assert not any(map(len, info.values()))
     newest = find_newest(tmp_path / "run")
     model, tokens = (
-        load_model(newest, checkpoint_config(newest), torch.device("cpu")),
+        load_model(newest, checkpoint_config(newest).job, torch.device("cpu")),
         make_tokens(264, 2, 40),
     )
     with torch.no_grad():

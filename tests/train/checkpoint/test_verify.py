@@ -24,7 +24,7 @@ from meshwright.train.checkpoint import initial_weights
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
-from meshwright.train.checkpoint.load import Start, find_start, load_checkpoint
+from meshwright.train.checkpoint.load import Start, find_checkpoint, load_checkpoint
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.save import CheckpointSaver
 from meshwright.train.checkpoint.verify import verify_alone, verify_together
@@ -77,9 +77,16 @@ class Trainer:
     checkpoint into them."""
 
     def __init__(self, config: Config) -> None:
-        plan = plan_run(config, 1)
+        plan = plan_run(config.job, 1)
         self.config = config
-        self.model: nn.Module = build_model(config, plan, build_mesh(plan.mesh, "cpu"), torch.device("cpu"))
+        self.model: nn.Module = build_model(
+            config.model,
+            config.train,
+            plan,
+            build_mesh(plan.mesh, "cpu"),
+            torch.device("cpu"),
+            config.run.seed,
+        )
         self.optimizer = build_optimizer(self.model, config.optim)
         self.spoil()
 
@@ -92,7 +99,7 @@ class Trainer:
         return all(bool(parameter.isnan().all()) for parameter in self.model.parameters())
 
     def resume(self, resume: str, folder: Path) -> Start:
-        start = find_start(CheckpointConfig(resume=resume), folder, ALONE)
+        start = find_checkpoint(CheckpointConfig(resume=resume), folder, ALONE)
         if start.checkpoint and start.manifest:
             load_checkpoint(start.checkpoint, start.manifest, self.model, self.optimizer)
         return start
@@ -191,7 +198,7 @@ def passed_over_wrongly(bad: Path, before: Path) -> list[str]:
     """With the step before beside it, auto takes that one, says what it has passed over, and puts it
     aside."""
     shutil.copytree(before, bad.with_name(before.name))
-    start = find_start(CheckpointConfig(), bad.parent, ALONE)
+    start = find_checkpoint(CheckpointConfig(), bad.parent, ALONE)
     aside = bad.with_name(f"damaged-{bad.name}")
     wrong = (
         []

@@ -4,7 +4,6 @@ test_nonfinite_mesh.py."""
 import itertools
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from meshwright.train import loop
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
@@ -26,6 +24,7 @@ from meshwright.train.fault_tolerance.nonfinite import (
     describe,
     first_bad_value,
 )
+from meshwright.train.loop import Saves
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
@@ -161,14 +160,12 @@ def test_a_step_that_cannot_be_repeated_for_lack_of_memory_is_not_finite_all_the
 
 def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU news of a step is one step late."""
-    told: list[str] = []
-    run = SimpleNamespace(
-        watchdog=Mock(), console=Mock(print_lines=told.extend), metrics=Mock(), finite=Mock(), saver=Mock()
-    )
-    run.finite.finish.side_effect = NonFiniteError("step 4")
+    supervision, saver = Mock(), Mock()
+    supervision.finish_steps.side_effect = NonFiniteError("step 4")
+    saves = Saves(saver, "stop", supervision, Mock())
     with pytest.raises(NonFiniteError):
-        loop._save(run, TrainPosition(4), lambda step: None)  # type: ignore[arg-type]
-    run.saver.save.assert_not_called()
+        saves.save(TrainPosition(4))
+    saver.save.assert_not_called()
 
 
 def test_whether_tensors_are_finite_is_told_of_every_kind():

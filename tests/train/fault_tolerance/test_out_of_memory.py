@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import meshwright.train.loop
-import meshwright.train.planning.memory_fit
+import meshwright.train.planning.suggest
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.train.config_parser import parse_config
 from meshwright.train.fault_tolerance.out_of_memory import is_out_of_memory
 from meshwright.train.main import main
-from meshwright.train.planning.memory_fit import largest_savings
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.suggest import Devices, suggest_changes
 from meshwright.train.step import train_step
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_status, write_text
@@ -94,8 +94,8 @@ def test_what_counts_as_running_out_of_memory() -> None:
 
 def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a run that does not name it, whose global batch is what its ranks take at once."""
-    monkeypatch.setattr(meshwright.train.planning.memory_fit, "SHOWN", 100)
-    monkeypatch.setattr(meshwright.train.planning.memory_fit, "WORTH", -100.0)
+    monkeypatch.setattr(meshwright.train.planning.suggest, "SHOWN", 100)
+    monkeypatch.setattr(meshwright.train.planning.suggest, "WORTH", -100.0)
     keys = [
         *EAGER,
         "--model.n_heads=8",
@@ -104,14 +104,14 @@ def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.
         "--parallel.dp_replicate=2",
     ]
     config = parse_config([*keys, "--train.global_batch_size=-1"])
-    plan = plan_run(config, 8)
-    advised = [saving.keys for saving in largest_savings(config, plan, None, 8)]
+    plan = plan_run(config.job, 8)
+    advised = [saving.keys for saving in suggest_changes(config.job, plan, Devices(0, 8), "less memory")]
     assert {"parallel.tp", "train.micro_batch_size", "parallel.dp_replicate"} <= {
         key for keys in advised for key in keys
     }
     for change in advised:
         changed = parse_config([*keys, *(f"--{key}={str(value).lower()}" for key, value in change.items())])
-        assert plan_run(changed, 8).global_batch_size == plan.global_batch_size, change
+        assert plan_run(changed.job, 8).global_batch_size == plan.global_batch_size, change
 
 
 def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
@@ -124,9 +124,9 @@ def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
         "--train.micro_batch_size=4",
     ]
     config = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16"])
-    plan, hardware = plan_run(config, 4, attention="cudnn"), load_hardware()["h100-sxm"]
-    savings = largest_savings(config, plan, hardware, 4)
-    peak = predict_memory(config, plan).peak_bytes
+    plan, hardware = plan_run(config.job, 4, attention="cudnn"), load_hardware()["h100-sxm"]
+    savings = suggest_changes(config.job, plan, Devices(0, 4, hardware), "less memory")
+    peak = predict_memory(config.job, plan).peak_bytes
     assert len(savings) == 3
     assert [saving.freed_bytes for saving in savings] == sorted(
         (s.freed_bytes for s in savings), reverse=True
@@ -142,8 +142,8 @@ def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
         )
         assert (
             peak - saving.freed_bytes
-            == predict_memory(changed, plan_run(changed, 4, attention="cudnn")).peak_bytes
+            == predict_memory(changed.job, plan_run(changed.job, 4, attention="cudnn")).peak_bytes
         )
         assert saving.slower is None or saving.slower > -0.5
-    unknown = largest_savings(config, plan, None, 4)
+    unknown = suggest_changes(config.job, plan, Devices(0, 4), "less memory")
     assert [dataclasses.replace(saving, slower=None) for saving in savings] == unknown

@@ -35,6 +35,7 @@ from meshwright.train.metrics.tensorboard import (
 )
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.run_plan import RunPlan
 from tests.support.launch import EAGER, TINY
 
 with warnings.catch_warnings():
@@ -212,9 +213,10 @@ def config() -> Config:
 
 
 def test_a_run_shows_facts_plan_and_the_predicted_step(config: Config, tmp_path: Path) -> None:
-    plan = plan_run(config, 2)
-    timeline = predict(config, plan, load_hardware()["cpu"], 2).timeline
-    shown = describe_run(config, plan, CPU, ("1,000 tokens", 350), ("tp=2: faster",), timeline)
+    plan = plan_run(config.job, 2)
+    timeline = predict(config.job, plan, load_hardware()["cpu"], 2).timeline
+    planned = RunPlan(torch.device("cpu"), CPU, plan, 0, {}, ("tp=2: faster",), timeline)
+    shown = describe_run(config, planned, "1,000 tokens", 350)
     board_of(tmp_path / "run", shown, range(2), "finished")
     page = Page(tmp_path)
     texts = {
@@ -236,14 +238,14 @@ def test_a_run_shows_facts_plan_and_the_predicted_step(config: Config, tmp_path:
 
 
 def test_the_row_says_what_the_plan_is_where_the_config_leaves_it_open(config: Config) -> None:
-    values = hparams_of(config, plan_run(config, 4), CPU)
+    values = hparams_of(config, plan_run(config.job, 4), CPU)
     assert (values["parallel.dp_shard"], values["parallel.tp"], values["train.micro_batch_size"]) == (2, 2, 2)
     assert values["parallel.activation_checkpoint"] == "none"
     assert values["parallel.reshard_after_forward"] == "true (3 of 4 units)"
     assert values["optim.betas"] == "0.9, 0.95"
     assert values["run.processes"] == 4
     other = hparams_of(
-        parse_config([*TINY, "--parallel.strategy=no_shard", "--data.source=x"]), plan_run(config, 2), CPU
+        parse_config([*TINY, "--parallel.strategy=no_shard", "--data.source=x"]), plan_run(config.job, 2), CPU
     )
     assert {name: type(value) is str for name, value in values.items()} == {
         name: type(v) is str for name, v in other.items()

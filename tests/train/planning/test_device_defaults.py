@@ -82,21 +82,21 @@ def test_gpus_from_ampere_on_take_bfloat16(capability: tuple[int, int], expected
 
 def test_a_plan_here_has_this_devices_dtype_and_a_dtype_that_is_named_stays() -> None:
     place = RankInfo(0, 1, 0, 1, False)
-    assert dtypes(plan_here(parse_config([*TINY, AUTO]), place, CPU, "CPU")) == {dtype_here(CPU)}
+    assert dtypes(plan_here(parse_config([*TINY, AUTO]).job, place, CPU, "CPU")) == {dtype_here(CPU)}
     for dtype in ("float32", "bfloat16"):
         config = parse_config([*TINY, f"--parallel.param_dtype={dtype}"])
-        assert dtypes(plan_here(config, place, CPU, "CPU")) == {dtype}
-    assert dtypes(plan_run(parse_config([*TINY, AUTO]), 1)) == {"float32"}, (
+        assert dtypes(plan_here(config.job, place, CPU, "CPU")) == {dtype}
+    assert dtypes(plan_run(parse_config([*TINY, AUTO]).job, 1)) == {"float32"}, (
         "of a machine of which nothing is known"
     )
 
 
 def test_attention_in_auto_is_what_bfloat16_has() -> None:
     h200 = load_hardware()["h200"]
-    assert best_attention(parse_config([AUTO]), h200) == best_attention(
-        parse_config(["--parallel.param_dtype=bfloat16"]), h200
+    assert best_attention(parse_config([AUTO]).job, h200) == best_attention(
+        parse_config(["--parallel.param_dtype=bfloat16"]).job, h200
     )
-    assert best_attention(parse_config([]), h200) == "efficient"
+    assert best_attention(parse_config([]).job, h200) == "efficient"
 
 
 @pytest.mark.parametrize("plan", ["manual", "auto"])

@@ -177,7 +177,7 @@ def any_config_is_planned_or_refused(
 def plan_or_refusal(config: Config, processes: int, per_node: int | None = None) -> Plan | str:
     """Any other error is a failure."""
     try:
-        return plan_run(config, processes, per_node)
+        return plan_run(config.job, processes, per_node)
     except PlanError as error:
         return str(error)
 
@@ -223,7 +223,7 @@ def any_memory_can_be_predicted(config: Config, processes: int, folder: Path, **
     plan = plan_or_refusal(config, processes)
     assume(isinstance(plan, Plan))
     assert isinstance(plan, Plan)
-    hold_memory(predict_memory(config, plan))
+    hold_memory(predict_memory(config.job, plan))
 
 
 # Plan files with mutations
@@ -233,7 +233,7 @@ CONFIG = Config(
     parallel=ParallelConfig(tp=2, compile=CompileConfig(backend="inductor")),
     train=TrainConfig(seq_len=32, global_batch_size=16),
 )
-UNMUTATED = plan_to_dict(plan_run(CONFIG, 8))
+UNMUTATED = plan_to_dict(plan_run(CONFIG.job, 8))
 UNMUTATED["units"][1:2] = [{**UNMUTATED["units"][1], "unit": f"layers.{i}"} for i in range(3)]
 PLAUSIBLE = {
     "reshard_after_forward": [True, False],

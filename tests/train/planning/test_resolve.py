@@ -20,6 +20,7 @@ from meshwright.train.errors import ConfigError
 from meshwright.train.planning.memory_fit import check_fits
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.suggest import Devices
 from tests.support.launch import EAGER
 from tests.support.tables import try_each
 
@@ -32,7 +33,7 @@ def config_of(*arguments: str) -> Config:
 def test_every_module_of_a_plan_is_one_of_the_model_and_every_parameter_is_in_one(tied: str) -> None:
     keys = ["--model.n_layers=3", "--model.dim=64", "--model.ffn_dim=64"]
     config = config_of(*keys, f"--model.tie_embeddings={tied}", "--parallel.activation_checkpoint=full")
-    plan = plan_run(config, 8)
+    plan = plan_run(config.job, 8)
     with torch.device("meta"):
         model = Llama(config.model)
     planned = {
@@ -49,28 +50,28 @@ def test_every_module_of_a_plan_is_one_of_the_model_and_every_parameter_is_in_on
 
 def test_predicted_shards_are_those_of_all_parameters_counted_once() -> None:
     for config in (config_of(), config_of("--model.n_layers=2", "--model.tie_embeddings=true", *EAGER)):
-        memory = predict_memory(config, plan_run(config, 8)).memory
+        memory = predict_memory(config.job, plan_run(config.job, 8)).memory
         assert memory.params == count_parameters(config.model).total * 4 / 8
-    assert predict_memory(config_of(), plan_run(config_of(), 8)).memory.activations > 32 * 1089 * 2**20, (
-        "of each block 1,089 MiB"
-    )
+    assert (
+        predict_memory(config_of().job, plan_run(config_of().job, 8)).memory.activations > 32 * 1089 * 2**20
+    ), "of each block 1,089 MiB"
 
 
 def test_a_plan_file_decides_alone(tmp_path: Path) -> None:
-    plan = plan_run(config_of("--parallel.activation_checkpoint=full", "--train.micro_batch_size=2"), 8)
+    plan = plan_run(config_of("--parallel.activation_checkpoint=full", "--train.micro_batch_size=2").job, 8)
     (tmp_path / "plan.yaml").write_text(plan_to_yaml(plan))
-    assert plan_run(config_of(f"--parallel.plan={tmp_path / 'plan.yaml'}"), 8) == plan
+    assert plan_run(config_of(f"--parallel.plan={tmp_path / 'plan.yaml'}").job, 8) == plan
 
 
 def test_a_plan_file_of_another_model_or_world_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(plan_to_yaml(plan_run(config_of(), 8)))
+    file.write_text(plan_to_yaml(plan_run(config_of().job, 8)))
     with pytest.raises(
         PlanError, match=f"plan file {file}: the plan's mesh is for 8 processes, this run has 4"
     ):
-        plan_run(config_of(f"--parallel.plan={file}"), 4)
+        plan_run(config_of(f"--parallel.plan={file}").job, 4)
     with pytest.raises(PlanError, match=r"34 against 4"):
-        plan_run(config_of(f"--parallel.plan={file}", "--model.n_layers=2"), 8)
+        plan_run(config_of(f"--parallel.plan={file}", "--model.n_layers=2").job, 8)
 
 
 AGREEING = [
@@ -95,16 +96,16 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--parallel.sequence_parallel=false",
     ]
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
-    path.write_text(plan_to_yaml(plan_run(config_of(*keys), 8)))
+    path.write_text(plan_to_yaml(plan_run(config_of(*keys).job, 8)))
     return path
 
 
 def test_keys_that_say_the_same_as_the_plan_file_are_no_mistake(plan_file: Path) -> None:
     """Such as those of the config that the plan was made from."""
-    alone = plan_run(config_of(f"--parallel.plan={plan_file}"), 8)
+    alone = plan_run(config_of(f"--parallel.plan={plan_file}").job, 8)
 
     def check(*keys: str) -> None:
-        assert plan_run(config_of(f"--parallel.plan={plan_file}", *keys), 8) == alone
+        assert plan_run(config_of(f"--parallel.plan={plan_file}", *keys).job, 8) == alone
 
     try_each(AGREEING, check)
 
@@ -136,7 +137,7 @@ CONTRADICTING = [
 def test_a_key_that_a_plan_file_overrules_is_refused_instead_of_ignored(plan_file: Path) -> None:
     def check(key: str, words: str) -> None:
         with pytest.raises(PlanError) as error:
-            plan_run(config_of(f"--parallel.plan={plan_file}", key), 8)
+            plan_run(config_of(f"--parallel.plan={plan_file}", key).job, 8)
         report = str(error.value)
         assert "\n" not in report
         assert report.startswith(key.removeprefix("--").split("=")[0] + "=")
@@ -150,7 +151,7 @@ def test_keys_and_the_plan_files_own_mistakes_come_in_one_report(plan_file: Path
     edited = tmp_path / "plan.yaml"
     edited.write_text(plan_file.read_text().replace("param_dtype: bfloat16", "param_dtype: float16"))
     with pytest.raises(PlanError) as error:
-        plan_run(config_of(f"--parallel.plan={edited}", "--parallel.tp=1"), 4)
+        plan_run(config_of(f"--parallel.plan={edited}", "--parallel.tp=1").job, 4)
     lines = str(error.value).splitlines()
     assert [line.split(": ")[-1][:20] for line in lines[:2]] == ["leave the key out, o"] * 2
     assert "this run has 4" in lines[2]
@@ -164,7 +165,7 @@ def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
         with pytest.raises(
             PlanError, match=r"parallel.plan=.*: there is no such file. Use manual, auto, or the path"
         ):
-            plan_run(dataclasses.replace(config, parallel=ParallelConfig(plan=name)), 8)
+            plan_run(dataclasses.replace(config, parallel=ParallelConfig(plan=name)).job, 8)
 
 
 # Each part of the model that tensor parallelism splits
@@ -209,18 +210,18 @@ def test_tp_divides_heads_kv_heads_ffn_vocabulary_and_tokens() -> None:
         config, world_size = config_of(*keys), 48
         if lines:
             with pytest.raises(PlanError) as error:
-                plan_run(config, world_size)
+                plan_run(config.job, world_size)
             assert str(error.value).splitlines() == lines
         else:
-            assert plan_run(config, world_size).mesh.tp == config.parallel.tp
+            assert plan_run(config.job, world_size).mesh.tp == config.parallel.tp
 
     try_each(TP, check)
 
 
 def test_a_plan_that_fits_is_said_to_need_what_is_predicted() -> None:
     config = config_of()
-    plan = plan_run(config, 8)
-    assert check_fits(config, plan, 80 * GIB, "H100") == predict_memory(config, plan)
+    plan = plan_run(config.job, 8)
+    assert check_fits(config.job, plan, Devices(80 * GIB, 8), "H100") == predict_memory(config.job, plan)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_ways_out_of_a_plan_that_does_not_fit_really_fit(
 ) -> None:
     config = config_of(*keys)
     with pytest.raises(PlanError) as error:
-        check_fits(config, plan_run(config, gpus), available_gib * GIB, "this GPU")
+        check_fits(config.job, plan_run(config.job, gpus), Devices(available_gib * GIB, 8), "this GPU")
     message = str(error.value)
     assert f"this GPU has {available_gib}.0 GiB" in message
     full = dataclasses.replace(config.parallel, activation_checkpoint="full")
@@ -250,7 +251,10 @@ def test_ways_out_of_a_plan_that_does_not_fit_really_fit(
         )
         count = re.search(r"(\d+) processes", way)
         needed = (
-            predict_memory(candidate, plan_run(candidate, int(count[1]) if count else gpus)).peak_bytes / GIB
+            predict_memory(
+                candidate.job, plan_run(candidate.job, int(count[1]) if count else gpus)
+            ).peak_bytes
+            / GIB
         )
         assert f"({needed:.1f} GiB" in way
         assert needed <= available_gib
@@ -258,8 +262,8 @@ def test_ways_out_of_a_plan_that_does_not_fit_really_fit(
 
 def test_frozen_parameters_need_no_gradients_and_no_moments() -> None:
     config = config_of(*EAGER, "--train.freeze=[layers.*, tok_embeddings.*]")
-    plan = plan_run(config, 8)
-    free, frozen = predict_memory(config_of(*EAGER), plan).memory, predict_memory(config, plan).memory
+    plan = plan_run(config.job, 8)
+    free, frozen = predict_memory(config_of(*EAGER).job, plan).memory, predict_memory(config.job, plan).memory
     head = count_parameters(config.model).head
     assert frozen.params == free.params
     assert frozen.grads == -(-head // 8) * 4
@@ -269,10 +273,10 @@ def test_frozen_parameters_need_no_gradients_and_no_moments() -> None:
 def test_a_freeze_that_matches_nothing_is_found_in_planning() -> None:
     config = config_of("--train.freeze=[nonsense.*]")
     with pytest.raises(ConfigError, match="nonsense"):
-        predict_memory(config, plan_run(config, 8))
+        predict_memory(config.job, plan_run(config.job, 8))
 
 
 def test_what_would_fit_names_the_keys_it_takes_back() -> None:
     config = config_of(*EAGER, "--parallel.strategy=ddp")
     with pytest.raises(PlanError, match=r"Fits: here, with --parallel\.strategy=null \("):
-        check_fits(config, plan_run(config, 8), 80 * GIB, "H100")
+        check_fits(config.job, plan_run(config.job, 8), Devices(80 * GIB, 8), "H100")

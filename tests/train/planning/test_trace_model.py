@@ -41,7 +41,7 @@ class Doubling(nn.Module):
 def work_of(*keys: str, ranks: int = 1) -> ModelWorkload:
     """Traced, or read from the cache that the tests share."""
     config = parse_config(keys)
-    return run_workload(config, plan_run(config, ranks, 8))
+    return run_workload(config.job, plan_run(config.job, ranks, 8))
 
 
 def block_8b(*keys: str, ranks: int = 8) -> ModuleWorkload:
@@ -135,7 +135,7 @@ def test_tp_divides_products_and_what_they_keep(keys: tuple[str, ...]) -> None:
 def test_modules_come_in_the_plans_order_and_blocks_share_their_work() -> None:
     config = parse_config(SMALL)
     work = work_of(*SMALL)
-    assert tuple(work.modules) == plan_run(config, 1, 8).modules
+    assert tuple(work.modules) == plan_run(config.job, 1, 8).modules
     assert work.modules["layers.0"] is work.modules["layers.2"]
     assert (work.logits, work.seq_len, work.tables) == ("head", 64, 2 * 64 * 8 * 4)
     counts = count_parameters(config.model)
@@ -164,7 +164,7 @@ def test_tracing_leaves_nothing_behind_that_a_run_would_notice() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = parse_config([*SMALL, "--model.ffn_dim=72"])
-    model_workload(config.model, plan_run(config, 1, 8), config.train.seq_len)
+    model_workload(config.model, plan_run(config.job, 1, 8), config.train.seq_len)
     assert count_compiled_graphs() == 0
     assert torch.get_default_dtype() is torch.float32
     assert not dist.is_initialized()

@@ -37,7 +37,7 @@ def counted(monkeypatch) -> list[object]:
 def work_of(folder: Path, *arguments: str) -> dict[str, ModuleWorkload]:
     _trace.cache_clear()  # as in another process
     config = parse_config([*TINY, f"--parallel.compile.cache_dir={folder}", *arguments])
-    return dict(run_workload(config, plan_run(config, 4)).modules)
+    return dict(run_workload(config.job, plan_run(config.job, 4)).modules)
 
 
 def test_a_folder_of_a_name_that_none_can_have_is_refused() -> None:

@@ -201,7 +201,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
 def test_a_wrong_config_is_one_clear_line() -> None:
     def check(arguments: list[str], processes: int, words: list[str]) -> None:
         with pytest.raises((PlanError, ConfigError)) as error:
-            plan_run(parse_config(config_arguments(*arguments)), processes, gpus_per_node=8)
+            plan_run(parse_config(config_arguments(*arguments)).job, processes, gpus_per_node=8)
         check_line(str(error.value), words)
 
     try_each(CONFIGS, check)
@@ -475,7 +475,7 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
 
 @cache
 def debug_plan() -> Plan:
-    return plan_run(parse_config(config_arguments("--parallel.tp=2")), 8)
+    return plan_run(parse_config(config_arguments("--parallel.tp=2")).job, 8)
 
 
 def write_plan(folder: Path, edit: Edit) -> Path:
@@ -497,7 +497,7 @@ def test_a_wrong_plan_file_is_one_clear_line(tmp_path: Path) -> None:
     def check(edit: Edit, arguments: list[str], processes: int, words: list[str]) -> None:
         path = write_plan(tmp_path, edit)
         with pytest.raises(PlanError) as error:
-            plan_run(parse_config(config_arguments(f"--parallel.plan={path}", *arguments)), processes)
+            plan_run(parse_config(config_arguments(f"--parallel.plan={path}", *arguments)).job, processes)
         check_line(str(error.value), [str(path), *words])
 
     try_each(PLAN_FILES, check)
@@ -520,7 +520,7 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
     def check(text: str, words: list[str]) -> None:
         path.write_text(text)
         with pytest.raises(PlanError) as error:
-            plan_run(config, 8)
+            plan_run(config.job, 8)
         report = str(error.value)
         assert [word for word in ("plan file", str(path), *words) if word not in report] == [], report
 
@@ -535,20 +535,20 @@ def test_there_are_more_than_enough() -> None:
 def test_an_unedited_plan_file_runs(tmp_path: Path) -> None:
     """The cases above fail for what they edit, not for something else."""
     path = write_plan(tmp_path, lambda data: None)
-    plan = plan_run(parse_config(config_arguments(f"--parallel.plan={path}")), 8)
+    plan = plan_run(parse_config(config_arguments(f"--parallel.plan={path}")).job, 8)
     assert path.read_text() == plan_to_yaml(plan)
     for edit in (
         cut("layers.2", forward_prefetch=["layers.3", "head"]),
         cut("layers.3", reshard_after_forward=False),
     ):
-        plan_run(parse_config(config_arguments(f"--parallel.plan={write_plan(tmp_path, edit)}")), 8)
+        plan_run(parse_config(config_arguments(f"--parallel.plan={write_plan(tmp_path, edit)}")).job, 8)
 
 
 def test_all_mistakes_come_in_one_report(tmp_path: Path) -> None:
     edit = cut("layers.2", forward_prefetch=["layers.9"], reduce_dtype="half", saved_ops=["aten.mm"])
     path = write_plan(tmp_path, edit)
     with pytest.raises(PlanError) as error:
-        plan_run(parse_config(config_arguments(f"--parallel.plan={path}", "--parallel.strategy=ddp")), 4)
+        plan_run(parse_config(config_arguments(f"--parallel.plan={path}", "--parallel.strategy=ddp")).job, 4)
     lines = str(error.value).splitlines()
     assert [line.removeprefix(f"plan file {path}: ").split("=")[0].split(" names")[0] for line in lines] == [
         "parallel.strategy",

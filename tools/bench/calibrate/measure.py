@@ -147,7 +147,7 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
     attention = CausalAttention()
     if clock.device.type == "cuda":  # the best kernel there
         config = Config(parallel=ParallelConfig(param_dtype=dtype))
-        attention.kernel = attention_here(config, clock.device, torch.cuda.get_device_name(clock.device))
+        attention.kernel = attention_here(config.job, clock.device, torch.cuda.get_device_name(clock.device))
     alone, together = attention_runs(attention, shape, dtype, clock.device)
     forward_s = clock.seconds(alone)
     backward_s = clock.seconds(together) - forward_s

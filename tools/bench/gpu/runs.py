@@ -38,7 +38,7 @@ from meshwright.tools.bench.train_run import (
     resolve,
 )
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import ATTENTION_KINDS, Prediction, predict
 from meshwright.train.planning.resolve import plan_run
@@ -131,7 +131,7 @@ def measure_end_to_end(
 ) -> dict[str, Any]:
     """A run of train.main, the prediction for it, and, of a profiled one, the table of its kernels."""
     setup = setup_of(machine, work, profiled)
-    predicted = predict_here(resolve(setup), machine)
+    predicted = predict_here(resolve(setup).job, machine)
     figures = {"predicted": predicted, **dataclasses.asdict(measure_run_in(folder, setup, {}, look))}
     if not profiled:
         return figures
@@ -139,14 +139,14 @@ def measure_end_to_end(
     return {**figures, "kernels": table_of(trace, PROFILED_STEPS)}
 
 
-def predict_here(config: Config, machine: GpuMachine) -> dict[str, float] | None:
+def predict_here(job: TrainingJob, machine: GpuMachine) -> dict[str, float] | None:
     """What the planner says of the run; None of a device that it does not know. Raises BenchError where it
     does not fit."""
     hardware = machine.hardware()
     if hardware is None:
         return None
-    plan = plan_run(config, 1, 1, best_attention(config, hardware))
-    prediction: Prediction = predict(config, plan, hardware, 1)
+    plan = plan_run(job, 1, 1, best_attention(job, hardware))
+    prediction: Prediction = predict(job, plan, hardware, 1)
     peak_gib, usable_gib = (
         prediction.memory.peak_bytes / GIB,
         usable_bytes(int(hardware.memory_gib * GIB), hardware) / GIB,

@@ -43,9 +43,9 @@ def join_group(kind: str, config: Config, ranks: RankInfo) -> None:
 
 def profile_steps(config: Config, ranks: RankInfo, steps: int, path: Path) -> None:
     """Warm up, then write a trace of so many steps on one batch of random tokens."""
-    plan = plan_run(config, ranks.world_size, ranks.local_world_size)
+    plan = plan_run(config.job, ranks.world_size, ranks.local_world_size)
     mesh = build_mesh(plan.mesh, "cpu")
-    model = build_model(config, plan, mesh, CPU)
+    model = build_model(config.model, config.train, plan, mesh, CPU, config.run.seed)
     optimizer = build_optimizer(model, config.optim)
     tokens = torch.randint(config.model.vocab_size, (plan.micro_batch_size, config.train.seq_len))
     group = data_parallel_group(mesh)

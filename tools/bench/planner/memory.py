@@ -196,11 +196,11 @@ def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> tup
 def compare_case(case: PlanCase, overrides: Sequence[str] = ()) -> MemoryRow:
     """One plan, predicted and simulated."""
     config = parse_config([*case.arguments, *overrides])
-    plan = plan_run(config, case.ranks, GPUS_PER_NODE)
+    plan = plan_run(config.job, case.ranks, GPUS_PER_NODE)
     start_s = time.perf_counter()
-    predicted = predict_memory(config, plan)
+    predicted = predict_memory(config.job, plan)
     between_s = time.perf_counter()
-    simulated = simulate_run(config, plan)
+    simulated = simulate_run(config.job, plan)
     return MemoryRow(case, predicted, simulated, between_s - start_s, time.perf_counter() - between_s)
 
 

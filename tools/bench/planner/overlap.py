@@ -16,16 +16,14 @@ from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.fsdp_schedule import launch_tasks, start_ahead
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.parallel.planner.search import search
 from meshwright.parallel.planner.stream_simulator import Task, find_waits, run_tasks
 from meshwright.tools.bench.harness import BenchResult, check_page, fill_page, markdown_table
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.plan.report import Target, find_gpu
-from meshwright.train.config import Config
+from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.predict import run_workload
-from meshwright.train.planning.resolve import make_job, model_units
+from meshwright.train.planning.predict import run_workload, search_plans
 
 SUMMARY = "what of communication is exposed in the simulated step, and what would hide it"
 DESCRIPTION = (
@@ -201,11 +199,11 @@ def play(plan: Plan, times: StepTimes, lever: Variation) -> tuple[float, dict[st
 
 
 def judge(
-    config: Config, plan: Plan, lever: Variation, hardware: Hardware, gpus_per_node: int
+    job: TrainingJob, plan: Plan, lever: Variation, hardware: Hardware, gpus_per_node: int
 ) -> dict[str, Any]:
     """The step with one thing done otherwise, and the memory of the lever's plan, without what FSDP2 would
     add."""
-    work = run_workload(config, plan)
+    work = run_workload(job, plan)
     step_s, exposed_s = play(plan, step_times(plan, work, hardware, gpus_per_node), lever)
     reserved_gib = reserved_bytes(predict_step_memory(plan, work), hardware) / GIB
     return {
@@ -239,7 +237,7 @@ def measure_overlap(options: argparse.Namespace, overrides: Sequence[str]) -> Be
     for (name, gpus, keys), number in zip(cases, count(1)):
         config = make_config(name, gpus, (*keys, *overrides))
         place = Target(gpus, min(gpus, options.gpus_per_node), hardware)
-        plan = best_plan(config, place)
+        plan = best_plan(config.job, place)
         configs[f"{number} {Path(name).stem}"] = config_to_record(config)
         runs.append(
             {
@@ -249,7 +247,7 @@ def measure_overlap(options: argparse.Namespace, overrides: Sequence[str]) -> Be
                 "mesh": dataclasses.asdict(plan.mesh),
                 "micro_batch_size": plan.micro_batch_size,
                 "activation_checkpoint": plan.units[len(plan.units) // 2].activation_checkpoint,
-                "levers": dict(pull_all(config, plan, hardware, place.gpus_per_node)),
+                "levers": dict(pull_all(config.job, plan, hardware, place.gpus_per_node)),
             }
         )
     figures = {
@@ -269,13 +267,10 @@ def make_config(name: str, gpus: int, keys: Sequence[str]) -> Config:
     return parse_config([f"--config={name}", "--parallel.plan=auto", batch, *keys], "tools.bench")
 
 
-def best_plan(config: Config, place: Target) -> Plan:
+def best_plan(job: TrainingJob, place: Target) -> Plan:
     """The planner's choice. Raises PlanError where none fits."""
     machines = place.machines()
-    job = make_job(config, place.gpus, place.gpus_per_node, *place.best(config))
-    choice = search(
-        config.parallel, model_units(config.model), job, machines, lambda plan: run_workload(config, plan)
-    )
+    choice = search_plans(job, place.gpus, machines)
     if not choice.ranked:
         raise PlanError(
             f"overlap: no plan fits on {place.gpus} {machines.hardware.name}. Take more GPUs, with --gpus"
@@ -284,12 +279,12 @@ def best_plan(config: Config, place: Target) -> Plan:
 
 
 def pull_all(
-    config: Config, plan: Plan, hardware: Hardware, gpus_per_node: int
+    job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and figures of every lever that makes a difference to such a plan."""
     for name, lever in VARIATIONS.items():
         if changed := lever.plan(plan):
-            yield name, judge(config, changed, lever, hardware, gpus_per_node)
+            yield name, judge(job, changed, lever, hardware, gpus_per_node)
 
 
 def overlap_text(figures: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from meshwright.tools.bench.train_run import (
 )
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
-from meshwright.train.config import Config
+from meshwright.train.config import TrainingJob
 from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
@@ -223,7 +223,7 @@ def compare_predictions(
     all_cases = gpu_cases() if on_gpu else cpu_cases()
     cases = {case: Setup(case.processes, options.threads, [*case.keys, *keys]) for case in all_cases}
     configs = {case: resolve(setup) for case, setup in cases.items()}
-    predicted = {case: predict_case(case, configs[case], hardware, options.threads) for case in cases}
+    predicted = {case: predict_case(case, configs[case].job, hardware, options.threads) for case in cases}
     if on_gpu:
         cases = {
             case: setup for case, setup in cases.items() if predicted[case].reserved_gib < hardware.memory_gib
@@ -258,11 +258,11 @@ def find_kind(name: str | None, on_gpu: bool) -> Hardware:
     return kind
 
 
-def predict_case(case: PredictionCase, config: Config, hardware: Hardware, threads: int) -> Predicted:
+def predict_case(case: PredictionCase, job: TrainingJob, hardware: Hardware, threads: int) -> Predicted:
     """What the planner says, with as many of the cores as the run uses."""
     cores = min(hardware.cores, case.processes * threads)
-    plan = plan_run(config, case.processes, attention=best_attention(config, hardware))
-    prediction = predict(config, plan, dataclasses.replace(hardware, cores=cores), case.processes)
+    plan = plan_run(job, case.processes, attention=best_attention(job, hardware))
+    prediction = predict(job, plan, dataclasses.replace(hardware, cores=cores), case.processes)
     return Predicted(
         prediction.timeline.step_s, prediction.memory.peak_bytes / GIB, prediction.reserved_bytes / GIB
     )

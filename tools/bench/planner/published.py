@@ -157,7 +157,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
         "train.global_batch_size": sequences,
     }
     config = parse_config([*CONFIGS[run.model], *(f"--{key}={value}" for key, value in keys.items())])
-    plan = plan_run(config, run.n_gpus, run.gpus_per_node)
+    plan = plan_run(config.job, run.n_gpus, run.gpus_per_node)
     if run.framework == "torchtitan":
         plan = dataclasses.replace(
             plan, units=(*plan.units[:-1], dataclasses.replace(plan.units[-1], compiled=False))

@@ -15,7 +15,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.plot.shapes import to_svg
-from meshwright.parallel.planner.search import SearchResult, search
+from meshwright.parallel.planner.search import SearchResult
 from meshwright.tools.bench import harness
 from meshwright.tools.bench.case_record import CaseRecord
 from meshwright.tools.bench.harness import BenchResult, check_page, fill_page, markdown_table
@@ -25,11 +25,10 @@ from meshwright.tools.cli import format_table, positive
 from meshwright.tools.plan.report import Target, find_gpu, needed_words
 from meshwright.tools.plan.scaling import read_sweep
 from meshwright.tools.processes import BenchError
-from meshwright.train.config import Config
+from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.planning.predict import predict, run_workload
-from meshwright.train.planning.resolve import make_job, model_units
+from meshwright.train.planning.predict import predict, search_plans
 
 SUMMARY = "predicted speed and memory on 8 to 4,096 GPUs"
 DESCRIPTION = (
@@ -179,29 +178,22 @@ def predict_case(
         "way": case.way,
         "seq_len": config.train.seq_len,
         "n_layers": config.model.n_layers,
-        **predict_row(config, place, hardware),
+        **predict_row(config.job, place, hardware),
     }
     kept.save()
     print(f"{case.name}: {time.monotonic() - began_at:.0f} s", file=sys.stderr, flush=True)
 
 
-def predict_row(config: Config, place: Target, hardware: Hardware) -> dict[str, Any]:
+def predict_row(job: TrainingJob, place: Target, hardware: Hardware) -> dict[str, Any]:
     """What is predicted of the best plan, as plain data."""
-    job = make_job(config, place.gpus, place.gpus_per_node, *place.best(config))
     try:
-        choice = search(
-            config.parallel,
-            model_units(config.model),
-            job,
-            place.machines(),
-            lambda plan: run_workload(config, plan),
-        )
+        choice = search_plans(job, place.gpus, place.machines())
     except PlanError as error:
         return {"fits": False, "reason": str(error).splitlines()[0]}
     if not choice.ranked:
         return {"fits": False, "reason": _too_large(choice, hardware)}
     plan = choice.best.plan
-    prediction = predict(config, plan, hardware, place.gpus_per_node)
+    prediction = predict(job, plan, hardware, place.gpus_per_node)
     timeline = prediction.timeline
     return {
         "fits": True,

@@ -1,0 +1,164 @@
+"""What watches over a run: a watchdog, a stop that all ranks agree on, status.json; and, while it trains,
+guards against garbage, recompilations and values that are not finite."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.parallel.compile.async_tp import describe_async_tp
+from meshwright.parallel.compile.stats import RecompileGuard, describe_compiling
+from meshwright.parallel.plan.schema import Plan
+from meshwright.train.checkpoint.load import Start
+from meshwright.train.config import RunConfig, TrainConfig
+from meshwright.train.console import Console
+from meshwright.train.data.loader import StepData
+from meshwright.train.data.training_data import TrainingData
+from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
+from meshwright.train.errors import SaveError
+from meshwright.train.fault_tolerance.crash_loop import check_crash_loop
+from meshwright.train.fault_tolerance.nonfinite import NonFiniteGuard
+from meshwright.train.fault_tolerance.run_lock import take_folder
+from meshwright.train.fault_tolerance.run_status import RunStatus, read_status
+from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
+from meshwright.train.fault_tolerance.watchdog import Section, Watchdog
+from meshwright.train.memory import GarbageCollector, return_free_memory
+from meshwright.train.step import StepResult
+
+
+class Supervision:
+    """Every rank has one from its first moment on, before there are other ranks or a folder."""
+
+    def __init__(self, config: RunConfig, ranks: RankInfo, console: Console, named: bool) -> None:
+        """`named`: as in RunStatus."""
+        self._console = console
+        self._status = status = RunStatus(ranks, console, named)
+        self._watchdog = Watchdog(
+            config.timeouts,
+            ranks.rank,
+            ranks.world_size,
+            lambda why: status.write("failed", why, for_all=True),
+        )
+        self._shutdown = GracefulShutdown(config, lambda why: status.write("stopped", why))
+
+    @property
+    def skipped_steps(self) -> dict[str, int]:
+        """How many steps went without an update, for a row of metrics; nothing while there are none."""
+        return {"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run was stopped; "" while it was not."""
+        return self._shutdown.reason or ""
+
+    def connect(self) -> None:
+        """The process group exists: from now on all ranks hear of a stop and of a hang."""
+        self._watchdog.connect()
+        self._shutdown.connect()
+
+    @contextmanager
+    def in_folder(self, folder: Path, ranks: RankInfo) -> Iterator[None]:
+        """The folder is this run's alone, and status.json says how it ends. Raises LockError."""
+        with take_folder(folder, ranks, self._console), self._status.recording(folder):
+            self._watchdog.report_to(folder)
+            yield
+
+    def begin(self, folder: Path, ranks: RankInfo, start: Start) -> None:
+        """The run resumes from `start`, or begins. Raises CrashLoopError where starts before this one have
+        failed there again and again."""
+        failed = broadcast_from_rank0(ranks, lambda: check_crash_loop(read_status(folder), ranks, start.step))
+        self._status.start(start.step if start.checkpoint else None, failed)
+
+    @contextmanager
+    def training(
+        self, config: TrainConfig, plan: Plan, model: nn.Module, data: TrainingData
+    ) -> Iterator[None]:
+        """Steps are done in here: from now on there is something to save, so that the first signal asks for
+        an agreed stop."""
+        self._plan, self._after_first_step = plan, False
+        self._garbage = GarbageCollector(config.gc_every)
+        self._recompiles = RecompileGuard(plan.compile)
+        self._nonfinite = NonFiniteGuard(config.max_skipped_steps, model, data.order, data.batch, data.group)
+        self._shutdown.begin()
+        try:
+            yield
+        finally:
+            self._garbage.close()
+
+    def enter(self, section: Section, step: int = 0) -> None:
+        """A section begins, for which the watchdog has a time-out of its own."""
+        self._watchdog.enter(section, step)
+
+    def before_step(self, step: int) -> None:
+        """Called before every step, and before its data."""
+        self.enter("step" if self._after_first_step else "first step", step)
+
+    def after_step(self, step: int, first_sample: int, data: StepData, result: StepResult) -> None:
+        """Called after every step, which began at position `first_sample` of the data. Raises NonFiniteError
+        and RecompileError."""
+        self._garbage.step_done(step)
+        if not self._after_first_step:
+            self._end_warm_up()
+        self._console.print_lines(f"warning: step {step} {news}" for news in self._recompiles.news())
+        self._console.print_lines(self._nonfinite.step_done(step, first_sample, data, result))
+
+    def progress(self, step: int) -> None:
+        """So many steps are done, and all their rows are written."""
+        self._status.progress(step)
+
+    def finish_steps(self) -> None:
+        """Look at what has not been looked at yet: before a checkpoint, and at the end. Raises
+        NonFiniteError."""
+        self._console.print_lines(self._nonfinite.finish())
+
+    def request_stop(self, reason: str) -> None:
+        """Because of an error: nothing more is to be saved."""
+        self._shutdown.request(reason, failed=True)
+
+    def should_stop(self) -> bool:
+        """Whether all ranks stop after this step; every rank asks once a step. Raises SaveError where it is
+        because a checkpoint could not be saved, and PeerLostError."""
+        stopping = self._shutdown.should_stop()
+        if stopping and self._shutdown.failed:
+            raise SaveError(self.stop_reason)
+        return stopping
+
+    def finish(self, step: int, total_steps: int) -> bool:
+        """Note in status.json that the run has ended by itself; True if it was stopped before its last
+        step."""
+        stopped = step < total_steps
+        self._status.finish("stopped" if stopped else "finished", step, self.stop_reason if stopped else "")
+        return stopped
+
+    def close(self) -> None:
+        """After the run, whatever has ended it."""
+        self._watchdog.close()
+
+    def leave(self) -> None:
+        """After a run that nothing has gone wrong with: leave the other ranks."""
+        self._shutdown.close()
+        dist.destroy_process_group()
+
+    def _end_warm_up(self) -> None:
+        """Everything is compiled now: say where from, give back what it took, and listen for what should not
+        come."""
+        if told := describe_compiling():
+            self._console.print(told)
+        if self._plan.async_tp:
+            self._console.print(describe_async_tp(self._plan))
+        return_free_memory()
+        self._recompiles.arm()
+        self._after_first_step = True
+
+
+@contextmanager
+def supervised(config: RunConfig, ranks: RankInfo, console: Console, named: bool) -> Iterator[Supervision]:
+    """A run is watched over from here on. `named`: as in RunStatus."""
+    supervision = Supervision(config, ranks, console, named)
+    try:
+        yield supervision
+    finally:
+        supervision.close()
+    supervision.leave()

@@ -1,0 +1,294 @@
+"""What would help: the nearest changes with which a training fits into memory, or the changes of single keys
+that free most of it. Each is tried against the planner's estimate."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.models.size import count_parameters
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
+from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.fsdp_schedule import simulate_step
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.memory_model import predict_step_memory, usable_bytes
+from meshwright.parallel.planner.search import Cluster
+from meshwright.parallel.planner.workload import DTYPE_BYTES
+from meshwright.train.config import TrainingJob
+from meshwright.train.config_parser import list_configs, load_config
+from meshwright.train.planning.device_defaults import best_attention, best_dtype
+from meshwright.train.planning.predict import run_workload, search_leanest
+from meshwright.train.planning.resolve import plan_run
+
+MAX_PROCESSES = 65536  # where the search for how many processes would do ends
+MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
+SHOWN = 3  # changes that free most
+WORTH = 0.01  # of the peak: a change that frees less is not suggested
+RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
+
+Goal = Literal["fit", "less memory"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What processes run on: bytes that each has, how many share a node, and the kind of device, None where
+    no file describes it."""
+
+    available_bytes: int
+    gpus_per_node: int
+    hardware: Hardware | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """Without what the allocator and the process take, where that is known."""
+        return usable_bytes(self.available_bytes, self.hardware) if self.hardware else self.available_bytes
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change.
+
+    Args:
+        keys: to give, by name
+        peak_bytes: that a process then needs
+        processes: to start; None: as many as before
+        config: a shipped config to train instead; "": the same model
+        freed_bytes: of a process, at the peak
+        slower: how much longer a step takes, as a share of it (below 0: shorter); None where that is unknown
+    """
+
+    keys: Mapping[str, object]
+    peak_bytes: int
+    processes: int | None = None
+    config: str = ""
+    freed_bytes: int | None = None
+    slower: float | None = None
+
+    def describe(self) -> str:
+        """In one line: how to fit, or what is freed."""
+        keys = " ".join(f"--{key}={'null' if v is None else str(v).lower()}" for key, v in self.keys.items())
+        if self.freed_bytes is not None:
+            time = "" if self.slower is None else f", a step takes {self.slower:+.0%}"
+            return f"{keys}: {self.freed_bytes / GIB:.2f} GiB less{time}"
+        needed = f"({self.peak_bytes / GIB:.1f} GiB each)"
+        if self.config:
+            return " ".join(filter(None, ("here, --config", self.config, keys, needed)))
+        place = f"{self.processes} processes with as much memory each" if self.processes else "here"
+        return f"{place}, with {keys} {needed}" if keys else f"{place} {needed}"
+
+
+def suggest_changes(job: TrainingJob, plan: Plan, devices: Devices, goal: Goal) -> list[Suggestion]:
+    """What to change about a training under `plan`. To "fit": the nearest of each kind of change that does
+    (more processes, recomputation, shorter sequences, a smaller shipped model). For "less memory": the single
+    keys that free most, which leave data, model and global batch as they are, the largest first."""
+    if goal == "fit":
+        return list(_that_fit(job, plan.mesh.world_size, devices))
+    return _that_free_most(job, plan, devices)
+
+
+def fewest_processes(job: TrainingJob, devices: Devices, at_least: int = 1) -> int:
+    """The smallest number of processes, `at_least` or twice as many and so on, that the training fits on:
+    with any plan where the planner chooses, else as the config says; 0 if none does."""
+    return next((count for count, _ in _counts_that_fit(job, devices, at_least)), 0)
+
+
+def _that_fit(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
+    opened, open_job = _on_any_number(job)
+    for keys in _recomputing(job):
+        for count, needed in _counts_that_fit(with_keys(open_job, keys), devices, processes):
+            yield Suggestion({**opened, **keys}, needed, count if count != processes else None)
+            break
+    leanest = list(_recomputing(job))[-1]
+    if shorter := _longest_that_fits(with_keys(open_job, leanest), processes, devices):
+        seq_len, needed = shorter
+        if seq_len < job.seq_len:
+            yield Suggestion({**opened, **leanest, "train.seq_len": seq_len}, needed)
+    yield from _largest_shipped(processes, devices)
+
+
+def _largest_shipped(processes: int, devices: Devices) -> Iterator[Suggestion]:
+    """The largest shipped model that fits, at the longest sequence it fits with."""
+    jobs = {path.name: load_config(path).job for path in list_configs()}
+    for name in sorted(jobs, key=lambda name: count_parameters(jobs[name].model).total, reverse=True):
+        _, job = _on_any_number(jobs[name])
+        for keys in _recomputing(job):
+            if found := _longest_that_fits(with_keys(job, keys), processes, devices):
+                seq_len, needed = found
+                shorter = {"train.seq_len": seq_len} if seq_len < job.seq_len else {}
+                yield Suggestion({**keys, **shorter}, needed, config=name)
+                return
+
+
+def _counts_that_fit(job: TrainingJob, devices: Devices, at_least: int) -> Iterator[tuple[int, int]]:
+    """Numbers of processes that the training fits on, and bytes of each: `at_least`, and its doublings."""
+    count = at_least
+    while count <= MAX_PROCESSES:
+        if (needed := _needed_bytes(job, count, devices, job.seq_len)) is not None:
+            yield count, needed
+        count *= 2
+
+
+def _longest_that_fits(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, int] | None:
+    """The longest sequence, the job's own or a half of it and so on, that fits, and bytes of a process."""
+    seq_len = job.seq_len
+    while seq_len >= min(job.seq_len, MIN_SEQ_LEN):
+        if (needed := _needed_bytes(job, processes, devices, seq_len)) is not None:
+            return seq_len, needed
+        seq_len //= 2
+    return None
+
+
+def _needed_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
+    """Bytes of each of so many processes, with sequences of `seq_len` tokens; None if that does not fit, or
+    no plan is legal."""
+    try:
+        if job.parallel.plan == "auto":
+            return _needed_by_the_leanest(job, processes, devices, seq_len)
+        if not _may_fit(job, processes, devices):
+            return None
+        plan = plan_run(
+            job,
+            processes,
+            min(processes, devices.gpus_per_node),
+            best_attention(job, devices.hardware),
+            best_dtype(devices.hardware),
+        )
+        needed = predict_step_memory(plan, run_workload(job, plan).shortened(seq_len)).peak_bytes
+    except PlanError:
+        return None
+    return needed if needed <= devices.usable_bytes else None
+
+
+def _needed_by_the_leanest(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
+    """The same where the planner chooses, of plans that spend as little memory as they can."""
+    assert devices.hardware is not None, "the planner chooses for a kind of device"
+    cluster = Cluster(devices.hardware, devices.gpus_per_node, devices.available_bytes)
+    found = search_leanest(job, processes, cluster, seq_len)
+    return found.best.needed_bytes if found.ranked else None
+
+
+def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:
+    """Whether parameters and both moments alone leave room: what a look tells without tracing the model."""
+    each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
+    held = each * count_parameters(job.model).total / processes
+    return bool(job.freeze) or job.parallel.cpu_offload or held < devices.usable_bytes
+
+
+def _recomputing(job: TrainingJob) -> Iterator[Mapping[str, object]]:
+    """Keys to try: none, and full recomputation, which the planner tries by itself."""
+    yield {}
+    if job.parallel.plan != "auto":
+        yield RECOMPUTE
+
+
+def _on_any_number(job: TrainingJob) -> tuple[Mapping[str, object], TrainingJob]:
+    """The same training with degrees and batch left open, so that any number of processes can run it; and the
+    keys that say so. Where the planner chooses, it keeps to what the config says."""
+    if job.parallel.plan == "auto":
+        return {}, job
+    parallel, left_open = job.parallel, dict[str, object]()
+    if parallel.strategy is not None:
+        left_open["parallel.strategy"] = None
+    if parallel.dp_replicate not in ("auto", 1):
+        left_open["parallel.dp_replicate"] = 1
+    if parallel.dp_shard not in ("auto", -1):
+        left_open["parallel.dp_shard"] = -1
+    if job.global_batch_size != -1:
+        left_open["train.global_batch_size"] = -1
+    micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
+    opened = {**left_open, "parallel.plan": "manual", "train.micro_batch_size": micro_batch_size}
+    return left_open, with_keys(job, opened)
+
+
+def _that_free_most(job: TrainingJob, plan: Plan, devices: Devices) -> list[Suggestion]:
+    now = _as_keys(job, plan)
+    peak_bytes, step_s = _estimate(now, plan.mesh.world_size, devices)
+    suggestions = []
+    for keys in _changes_of_single_keys(now, plan):
+        try:
+            needed_bytes, changed_s = _estimate(with_keys(now, keys), plan.mesh.world_size, devices)
+        except (PlanError, ValueError):  # not a legal plan here
+            continue
+        if peak_bytes - needed_bytes > WORTH * peak_bytes:
+            in_time = "parallel.cpu_offload" not in keys  # its copies are not in the step's time
+            slower = changed_s / step_s - 1 if step_s and changed_s and in_time else None
+            freed_bytes = peak_bytes - needed_bytes
+            suggestions.append(Suggestion(keys, needed_bytes, freed_bytes=freed_bytes, slower=slower))
+    return sorted(suggestions, key=lambda one: -(one.freed_bytes or 0))[:SHOWN]
+
+
+def _estimate(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, float | None]:
+    """Bytes of a process at its peak, and the seconds of a step where the kind of device is known."""
+    plan = plan_run(job, processes, devices.gpus_per_node)
+    work = run_workload(job, plan)
+    peak_bytes = predict_step_memory(plan, work).peak_bytes
+    if devices.hardware is None:
+        return peak_bytes, None
+    times = step_times(plan, work, devices.hardware, devices.gpus_per_node)
+    return peak_bytes, simulate_step(plan, times).step_s
+
+
+def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[str, object]]:
+    """Whatever may free something. Of several values of one key only the strongest comes."""
+    # which some keys would change
+    parallel, batch = job.parallel, {"train.global_batch_size": plan.global_batch_size}
+    if parallel.activation_checkpoint != "full":
+        yield RECOMPUTE
+    if parallel.activation_checkpoint in ("none", "offload"):
+        yield {"parallel.activation_checkpoint": "selective"}
+    if plan.micro_batch_size > 1 and plan.micro_batch_size % 2 == 0:
+        yield {"train.micro_batch_size": plan.micro_batch_size // 2, **batch}
+    if parallel.reshard_after_forward is not True and not parallel.strategy:
+        yield {"parallel.reshard_after_forward": True}
+    if not plan.loss_chunk_tokens or plan.loss_chunk_tokens > LOSS_CHUNK_TOKENS:
+        yield {"parallel.loss_chunk_tokens": LOSS_CHUNK_TOKENS}
+    if plan.mesh.dp_replicate > 1:
+        yield {"parallel.dp_replicate": 1, "parallel.dp_shard": plan.mesh.data_parallel, **batch}
+    if plan.mesh.dp_shard % 2 == 0:
+        yield {"parallel.tp": 2 * plan.mesh.tp, "parallel.dp_shard": plan.mesh.dp_shard // 2, **batch}
+    if job.state_dtype == "float32":
+        yield {"optim.state_dtype": "bfloat16"}
+    if plan.storage_dtype == "float32":
+        yield {"parallel.storage_dtype": "bfloat16"}
+    if not plan.cpu_offload:
+        yield {"parallel.cpu_offload": True}
+
+
+def _as_keys(job: TrainingJob, plan: Plan) -> TrainingJob:
+    """The same training by keys of its own, also where the planner or a plan file has decided: of the blocks
+    as of the first."""
+    block = next(unit for unit in plan.units if unit.modules[0].startswith("layers."))
+    parallel = dataclasses.replace(
+        job.parallel,
+        plan="manual",
+        strategy=None,
+        dp_replicate=plan.mesh.dp_replicate,
+        dp_shard=plan.mesh.dp_shard,
+        tp=plan.mesh.tp,
+        reshard_after_forward=block.reshard_after_forward,
+        param_dtype=block.param_dtype,
+        activation_checkpoint=block.activation_checkpoint,  # type: ignore[arg-type]
+        loss_chunk_tokens=plan.loss_chunk_tokens,
+        storage_dtype=plan.storage_dtype,
+        cpu_offload=plan.cpu_offload,
+        attention=plan.attention,
+    )
+    return dataclasses.replace(
+        job,
+        parallel=parallel,
+        micro_batch_size=plan.micro_batch_size,
+        global_batch_size=plan.global_batch_size,
+    )
+
+
+def with_keys(job: TrainingJob, keys: Mapping[str, Any]) -> TrainingJob:
+    """The job with other values of some of its keys, by their names in the config."""
+    for key, value in keys.items():
+        section, name = key.split(".")
+        if section == "parallel":
+            name, value = "parallel", dataclasses.replace(job.parallel, **{name: value})
+        job = dataclasses.replace(job, **{name: value})
+    return job

@@ -1,0 +1,50 @@
+"""What training changes: the model and its optimizer, with the values that a run begins with."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from meshwright.train.checkpoint.initial_weights import Weights, load_weights, say_start
+from meshwright.train.checkpoint.load import Start, load_checkpoint
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.config import CheckpointConfig
+from meshwright.train.console import Console
+from meshwright.train.data.training_data import TrainingData
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The model and the optimizer, which change in place; and `position`, where in the run they began."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    position: TrainPosition
+
+
+def restore(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    start: Start,
+    weights: Weights | None,
+    config: CheckpointConfig,
+    data: TrainingData,
+    console: Console,
+) -> TrainState:
+    """Read the checkpoint that the run resumes from, or the weights that it begins with; without either they
+    are as they were made. Raises CheckpointError."""
+    console.print_lines((*start.said, *say_start(config.init_from, start.checkpoint)))
+    if start.checkpoint and start.manifest:
+        load_checkpoint(start.checkpoint, start.manifest, model, optimizer)
+        position = start.manifest.position
+        if not data.same_order(position):
+            console.print(
+                "data: run.seed, train.seq_len or the data has changed since the checkpoint, so its order "
+                "begins anew"
+            )
+            position = replace(position, samples=0)
+        console.print(f"resumed from {start.checkpoint}: step {position.step} of {data.total_steps} is done")
+        return TrainState(model, optimizer, position)
+    if weights:
+        load_weights(weights, model, config.verify)
+    return TrainState(model, optimizer, TrainPosition())
