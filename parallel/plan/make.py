@@ -46,7 +46,7 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: RunShape) -> Plan:
     mistakes += _key_mistakes(config, model, job)
     mesh, mesh_mistakes = _make_mesh(config, job.world_size)
     mistakes += mesh_mistakes
-    parts = [part for part in config.tp_parts if part in model.tp_divides]
+    parts = [part for part in config.tp_modules if part in model.tp_divides]
     tokens = job.seq_len if config.sequence_parallel else 0
     mistakes += rules.tensor_mistakes(_resolve(config.tp, 1), parts, tokens, model, "parallel.")
     if not mesh_mistakes or mesh.dp_shard == config.dp_shard:
@@ -101,7 +101,7 @@ def _loss_chunk(config: ParallelConfig, tokens: int, tp: int) -> int:
 
 
 def _logits_gathered(config: ParallelConfig, tp: int) -> bool:
-    return tp > 1 and "head" in config.tp_parts and not config.loss_parallel
+    return tp > 1 and "head" in config.tp_modules and not config.loss_parallel
 
 
 def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: RunShape) -> list[str]:
@@ -122,26 +122,26 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: RunShape) -> l
     for key in ("forward_prefetch", "backward_prefetch"):
         if (value := getattr(config, key)) != "auto" and value < 0:
             mistakes.append(f"parallel.{key}={value} must be 0 (none) or a number of units ahead")
-    if config.checkpointed_blocks != "auto":
+    if config.activation_checkpoint_blocks != "auto":
         mistakes += _blocks_mistakes(
-            config.checkpointed_blocks, config.activation_checkpoint, len(model.checkpointed)
+            config.activation_checkpoint_blocks, config.activation_checkpoint, len(model.checkpointed)
         )
     if config.unit_min_params < 0:
         mistakes.append(
             f"parallel.unit_min_params={config.unit_min_params} must be 0 (a unit per block) or more"
         )
-    for part in config.tp_parts:
+    for part in config.tp_modules:
         if model.styles and part not in model.styles:
             hint = rules.nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
-            mistakes.append(f"parallel.tp_parts: {part} is not a part of this model.{hint}")
+            mistakes.append(f"parallel.tp_modules: {part} is not a part of this model.{hint}")
     shared = sorted(model.shared_parts)
     if (
         _resolve(config.tp, 1) > 1
         and shared
-        and 0 < len(model.shared_parts.intersection(config.tp_parts)) < len(shared)
+        and 0 < len(model.shared_parts.intersection(config.tp_modules)) < len(shared)
     ):
         mistakes.append(
-            f"parallel.tp_parts={list(config.tp_parts)}: {' and '.join(shared)} share a weight in this "
+            f"parallel.tp_modules={list(config.tp_modules)}: {' and '.join(shared)} share a weight in this "
             "model, so tensor parallelism splits both or neither"
         )
     if config.activation_checkpoint == "selective":
@@ -158,12 +158,12 @@ def _key_mistakes(config: ParallelConfig, model: ModelUnits, job: RunShape) -> l
 def _blocks_mistakes(blocks: int, mode: str, there_are: int) -> list[str]:
     if not 0 <= blocks <= there_are:
         return [
-            f"parallel.checkpointed_blocks={blocks} must be auto (all) or a number of blocks: there are "
+            f"parallel.activation_checkpoint_blocks={blocks} must be auto (all) or a number of blocks: there are "
             f"{there_are}"
         ]
     if mode in ("auto", "none"):
         return [
-            f"parallel.checkpointed_blocks={blocks} is for an activation_checkpoint, which is {mode}: name "
+            f"parallel.activation_checkpoint_blocks={blocks} is for an activation_checkpoint, which is {mode}: name "
             "one, or use auto"
         ]
     return []
@@ -200,14 +200,14 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
         return TensorPlan(sequence_parallel=False, styles={})
     styles: dict[str, str] = {}
     for part, table in model.styles.items():
-        styles |= split_styles(table, whole=part not in config.tp_parts, gathered=not config.loss_parallel)
+        styles |= split_styles(table, whole=part not in config.tp_modules, gathered=not config.loss_parallel)
     return TensorPlan(config.sequence_parallel, styles)
 
 
 def _make_units(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
     mode = _resolve(config.activation_checkpoint, "none")
-    most = _resolve(config.checkpointed_blocks, len(groups))
+    most = _resolve(config.activation_checkpoint_blocks, len(groups))
     every, ops = 0, tuple[str, ...]()
     if mode == "selective":
         every, ops = (

@@ -18,7 +18,7 @@ CHOICES = (
     "dp_replicate",
     "dp_shard",
     "activation_checkpoint",
-    "checkpointed_blocks",
+    "activation_checkpoint_blocks",
     "reshard_after_forward",
     "prefetch",
     "micro_batch_size",
@@ -33,7 +33,7 @@ def with_choices(
     config: ParallelConfig, job: RunShape, choices: Mapping[str, Any]
 ) -> tuple[ParallelConfig, RunShape]:
     """Config and job with the choices in their keys."""
-    of_none = {"checkpointed_blocks"} if choices["activation_checkpoint"] == "none" else set()
+    of_none = {"activation_checkpoint_blocks"} if choices["activation_checkpoint"] == "none" else set()
     keys = {
         key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | of_none
     }

@@ -78,7 +78,7 @@ class Supervision:
         """Steps are done in here: from now on there is something to save, so that the first signal asks for
         an agreed stop."""
         self._plan, self._after_first_step = plan, False
-        self._garbage = GarbageCollector(config.gc_every)
+        self._garbage = GarbageCollector(config.gc_every_steps)
         self._recompiles = RecompileGuard(plan.compile)
         self._nonfinite = NonFiniteGuard(config.max_skipped_steps, model, data.order, data.batch, data.group)
         self._shutdown.begin()

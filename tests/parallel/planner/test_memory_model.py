@@ -209,7 +209,7 @@ def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() ->
     )
     kept = predict(2, work=work, n_blocks=5).memory.activations
     assert kept == 5 + 4 * KEPT + 300
-    assert predict(2, work=work, **keys, checkpointed_blocks=3).memory.activations == kept - 2 * KEPT
+    assert predict(2, work=work, **keys, activation_checkpoint_blocks=3).memory.activations == kept - 2 * KEPT
     assert predict(2, work=make_work(n_blocks=5, passing=900), **keys).memory.activations == 5 + KEPT + 900, (
         "in a forward"
     )
