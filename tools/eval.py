@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +32,7 @@ from meshwright.train.checkpoint.huggingface import CONFIG, open_folder
 from meshwright.train.checkpoint.initial_weights import Weights, find_weights, load_weights
 from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, DataConfig
-from meshwright.train.config_parser import parse_config
+from meshwright.train.config_parser import no_warning, parse_config, rename_overrides, warn_once
 from meshwright.train.data.corpus import Corpus, check_data, load_together
 from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import make_sequence_shape
@@ -147,7 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> None:
     """The whole journey. Raises what train.config.USER_ERRORS lists."""
-    subject = find_subject(options, overrides)
+    subject = find_subject(options, overrides, warn_once if ranks.is_main else no_warning)
     config = subject.config
     device, device_name = choose_device(config.run, ranks)
     plan = plan_here(config.job, ranks, device, device_name)
@@ -172,9 +172,11 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
     dist.destroy_process_group()
 
 
-def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTarget:
-    """The model that the options mean, and a config for it. Raises CheckpointError, ConfigError and
-    DataError."""
+def find_subject(
+    options: argparse.Namespace, overrides: Sequence[str], warn: Callable[[str], None] = warn_once
+) -> EvalTarget:
+    """The model that the options mean, and a config for it; `warn` as for parse_config. Raises
+    CheckpointError, ConfigError and DataError."""
     path = Path(options.model).expanduser()
     is_hf = (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
     folder = path if is_hf else find_newest(path)
@@ -182,12 +184,12 @@ def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> EvalT
         *ANEW,
         f"--train.micro_batch_size={options.micro_batch_size}",
         *([f"--train.seq_len={options.seq_len}"] if options.seq_len else []),
-        *overrides,
+        *rename_overrides(overrides, warn),
     ]
     config = (
         config_of_hf(folder, chosen)
         if is_hf
-        else parse_config([f"--config={folder / 'config.yaml'}", *chosen], PROG)
+        else parse_config([f"--config={folder / 'config.yaml'}", *chosen], PROG, no_warning)
     )
     weights = find_weights(str(folder), config.model, None)
     assert weights is not None, "it is there, and nothing is resumed"

@@ -14,7 +14,7 @@ from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.train.config_parser import known_keys
+from meshwright.train.config_parser import known_keys, no_warning, rename_keys
 from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_status import Status, read_status
 from meshwright.train.files import parse_mapping
@@ -79,13 +79,13 @@ def read_rows(path: Path) -> tuple[dict[int, Row], dict[int, Row], int]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.yaml of a run's folder with dotted keys; {} where there is none. Raises ConfigError for one that
-    is no YAML."""
+    """config.yaml of a run's folder with dotted keys, by their names of today; {} where there is none. Raises
+    ConfigError for one that is no YAML."""
     path = folder / "config.yaml"
     if not path.is_file():
         return {}
     try:
-        return flatten(load_mapping(path), whole=known_keys())
+        return rename_keys(flatten(load_mapping(path), whole=known_keys()), str(path), no_warning)
     except YamlError as error:
         raise ConfigError(str(error)) from None
 

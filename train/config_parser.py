@@ -3,9 +3,10 @@
 import dataclasses
 import difflib
 import re
+import sys
 import typing
 from argparse import HelpFormatter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,39 @@ from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.train.config import Config
 from meshwright.train.errors import ConfigError
+
+# Keys that were renamed, old name -> new name in the same section. Old names are accepted in files and on
+# command lines until the next release; then this table goes, with what reads it. (How a config.yaml of older
+# runs and checkpoints is read from then on, as in tests/backward_compatibility, must be decided with it.)
+RENAMED_KEYS = {
+    "parallel.checkpointed_blocks": "parallel.activation_checkpoint_blocks",
+    "parallel.tp_parts": "parallel.tp_modules",
+    "train.gc_every": "train.gc_every_steps",
+    "data.held_out": "data.eval_fraction",
+}
+
+
+@cache
+def warn_once(line: str) -> None:
+    """Print a line on standard error, the same one only once per process."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def no_warning(line: str) -> None:
+    """Say nothing: on ranks other than 0, and of files that an older version wrote."""
+
+
+def rename_keys(keys: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Dotted `keys` under their names of today, in the same order; `warn` gets a line per old name.
+
+    Raises ConfigError where `keys`, which stand in `place`, have both names of one.
+    """
+    for old, new in RENAMED_KEYS.items():
+        if old in keys and new in keys:
+            raise ConfigError(f"{place}: {old} is the old name of {new}, and both are given: leave {old} out")
+        if old in keys:
+            warn(f"config: {old} is now {new}; the old name goes with the next release")
+    return {RENAMED_KEYS.get(key, key): value for key, value in keys.items()}
 
 
 def in_words(report: str) -> str:
@@ -71,8 +105,11 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"--config {name}: no such file, here or in {CONFIG_FOLDER}. {hint}")
 
 
-def parse_config(arguments: Sequence[str], prog: str = "train.main") -> Config:
-    """Config from `--config NAME_OR_PATH` and `--section.key=value` overrides, which win.
+def parse_config(
+    arguments: Sequence[str], prog: str = "train.main", warn: Callable[[str], None] = warn_once
+) -> Config:
+    """Config from `--config NAME_OR_PATH` and `--section.key=value` overrides, which win. `warn` gets a line
+    for each key that has its old name.
 
     Raises ConfigError. `-h` and `--print_config` print and leave with SystemExit(0).
     """
@@ -83,12 +120,13 @@ def parse_config(arguments: Sequence[str], prog: str = "train.main") -> Config:
         if any(argument.startswith("--print_config") for argument in arguments)
         else _shared_parser(prog)
     )
-    return config_from(parser, parser_arguments(parser, arguments))
+    return config_from(parser, parser_arguments(parser, arguments, warn))
 
 
 def load_config(path: Path) -> Config:
-    """Config of a YAML file alone."""
-    return parse_config([f"--config={path}"])
+    """Config of a YAML file alone, such as one in a run's folder or a checkpoint. Old names of keys are no
+    mistake of who uses it, so nothing is said of them."""
+    return parse_config([f"--config={path}"], warn=no_warning)
 
 
 def list_configs() -> list[Path]:
@@ -142,19 +180,25 @@ def _shared_parser(prog: str) -> ArgumentParser:
     return make_parser(prog)
 
 
-def parser_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parse the config file, read strictly, and the overrides, which win wherever they stand. Raises
-    ConfigError."""
+def parser_arguments(
+    parser: ArgumentParser, arguments: Sequence[str], warn: Callable[[str], None] = warn_once
+) -> Namespace:
+    """Parse the config file, read strictly, and the overrides, which win wherever they stand. `warn` as for
+    parse_config. Raises ConfigError."""
     files, overrides = _split_arguments(arguments)
+    said = list[str]()  # a key may have its old name in a file and on the command line: one line
+    overrides = rename_overrides(overrides, said.append)
     paths = [find_config(name) for name in files]
-    mappings = {path: _read_strictly(path) for path in paths}
+    mappings = {path: _read_strictly(path, said.append) for path in paths}
     for override in overrides:
         _check_override(override)
-    lines = [f"--config={path}" for path, mapping in mappings.items() if mapping]
+    for line in dict.fromkeys(said):
+        warn(line)
+    lines = [f"--config={in_file}" for in_file, mapping in mappings.values() if mapping]
     try:
         namespace = parser.parse_args([*lines, *overrides])
     except Exception as error:  # jsonargparse raises several kinds; all of them are about what the user wrote
-        keys = {path: [key for key, _ in _leaves(mapping)] for path, mapping in mappings.items()}
+        keys = {path: [key for key, _ in _leaves(mapping)] for path, (_, mapping) in mappings.items()}
         raise ConfigError(one_line(explain(str(error), keys, overrides))) from None
     if not namespace["run.dir"]:
         namespace["run.dir"] = f"runs/{paths[-1].stem if paths else 'llama'}"
@@ -177,10 +221,27 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
+def rename_overrides(overrides: Sequence[str], warn: Callable[[str], None]) -> list[str]:
+    """`--section.key=value`, and `--section.key` with its value after it, under the keys' names of today."""
+    given = dict.fromkeys(_key_of(override) for override in overrides)
+    rename_keys(given, "the command line", warn)
+    renamed = []
+    for override in overrides:
+        key = _key_of(override)
+        new = RENAMED_KEYS.get(key)
+        renamed.append(f"--{new}{override[len(f'--{key}') :]}" if new else override)
+    return renamed
+
+
+def _key_of(override: str) -> str:
+    """The key of `--section.key=value`, of `--section.key` or of `--section.key.help`; "" of a value."""
+    return override[2:].split("=")[0].removesuffix(".help") if override.startswith("--") else ""
+
+
 def _check_override(argument: str) -> None:
     if not argument.startswith("--") or argument.startswith(("--print_config", "--help")):
         return
-    key = argument[2:].split("=")[0].removesuffix(".help")
+    key = _key_of(argument)
     _check_key(key, "the command line")
     if key not in known_keys() and dataclasses.is_dataclass(_type_at(key)):
         raise ConfigError(
@@ -199,13 +260,16 @@ def config_from(parser: ArgumentParser, namespace: Namespace) -> Config:
         raise ConfigError(one_line(error)) from None
 
 
-def _read_strictly(path: Path) -> dict[str, Any]:
+def _read_strictly(path: Path, warn: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
     """The file's mapping, after checking that every key exists, sections are mappings, and null is where it
-    may be."""
+    may be. Before it stands what jsonargparse's --config takes: the path, or the mapping as YAML where keys
+    had their old names."""
     try:
-        data = load_mapping(path)
+        written = load_mapping(path)
     except YamlError as error:
         raise ConfigError(str(error)) from None
+    rename_keys(dict(_leaves(written)), str(path), warn)
+    data = _rename_nested(written)
     leaves = list(_leaves(data))
     for i, (key, value) in enumerate(leaves):
         _check_key(key, str(path))
@@ -223,7 +287,20 @@ def _read_strictly(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{path}: {key} has no value. Give it one, or leave the key out for its default"
             )
-    return data
+    return str(path) if data == written else yaml.safe_dump(data), data
+
+
+def _rename_nested(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A file's mapping with today's names, each key in its place: nested, or dotted."""
+    renamed = dict[str, Any]()
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if name in RENAMED_KEYS:
+            key = RENAMED_KEYS[name].removeprefix(prefix)
+        elif isinstance(value, dict) and name not in known_keys():
+            value = _rename_nested(value, f"{name}.")
+        renamed[key] = value
+    return renamed
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

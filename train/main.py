@@ -12,7 +12,7 @@ from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.load import find_start
 from meshwright.train.checkpoint.save import build_saver
 from meshwright.train.config import CheckpointConfig, Config
-from meshwright.train.config_parser import config_to_yaml, parse_config
+from meshwright.train.config_parser import config_to_yaml, no_warning, parse_config, warn_once
 from meshwright.train.console import Console
 from meshwright.train.data.corpus import check_data
 from meshwright.train.data.training_data import load_training_data
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run, and turn whatever happens into one message and an exit code."""
     ranks = read_rank_info()
     try:
-        config = parse_config(sys.argv[1:] if arguments is None else arguments)
+        config = parse_config(
+            sys.argv[1:] if arguments is None else arguments, warn=warn_once if ranks.is_main else no_warning
+        )
         stopped = run(config, ranks)
     except USER_ERRORS as error:
         say_user_error(ranks, f"{type(error).__name__}: {error}")

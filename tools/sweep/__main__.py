@@ -32,7 +32,7 @@ from meshwright.tools.sweep.runner import (
     write_attempt,
 )
 from meshwright.tools.sweep.spec import Spec, near_key, read_spec
-from meshwright.train.config_parser import known_keys
+from meshwright.train.config_parser import RENAMED_KEYS, known_keys, rename_keys, warn_once
 from meshwright.train.errors import ConfigError
 
 EXIT_NOT_ALL = 1  # not every run has finished
@@ -143,10 +143,10 @@ def read_overrides(texts: Sequence[str]) -> dict[str, str]:
             raise ConfigError(
                 f"--override {text} must be as train.steps=100: a key of a config and its value"
             )
-        if key not in known_keys():
+        if key not in known_keys() and key not in RENAMED_KEYS:
             raise ConfigError(f"--override {text}: unknown key {one_line(key, 80)}. {near_key(key)}")
         overrides[key] = value
-    return overrides
+    return dict(rename_keys(overrides, "--override", warn_once))
 
 
 def run_all(

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.tools.run_reader import flatten
-from meshwright.train.config_parser import known_keys
+from meshwright.train.config_parser import known_keys, rename_keys, warn_once
 from meshwright.train.errors import ConfigError
 
 KEYS = ("config", "processes", "nodes", "overrides", "grid", "runs", "seeds", "repeat", "folder")
@@ -71,7 +71,6 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
         raise ConfigError(str(error)) from None
     problems = list(_wrong_keys(data))
     data = {**data, **changes}
-    known = known_keys()
     maps = {key: data.get(key) or {} for key in ("overrides", "grid", "runs")}
     problems += [
         f"{key} must be a mapping of keys to values"
@@ -80,11 +79,11 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
     ]
     if problems:
         raise ConfigError(_report(path, problems))
-    maps["overrides"] = {**flatten(maps["overrides"], whole=known), **overrides}
-    maps["grid"] = flatten(maps["grid"], whole=known)
+    maps["overrides"] = {**_flat(path, "overrides", maps["overrides"]), **overrides}
+    maps["grid"] = _flat(path, "grid", maps["grid"])
     problems += _wrong_values(data, maps)
     maps["runs"] = {
-        str(name): flatten(keys or {}, whole=known)
+        str(name): _flat(path, f"runs: {name}", keys or {})
         for name, keys in maps["runs"].items()
         if isinstance(keys, dict | None)
     }
@@ -104,6 +103,11 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
         data.get("repeat", 1),
         Path(folder).expanduser(),
     )
+
+
+def _flat(path: Path, place: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Config keys of one place of the spec, dotted, by their names of today."""
+    return rename_keys(flatten(keys, whole=known_keys()), f"{path}: {place}", warn_once)
 
 
 def make_cells(spec: Spec) -> list[SweepRun]:
