@@ -39,6 +39,7 @@ PAGES = (
     "docs/faults.md",
     "docs/tested.md",
     "docs/tried.md",
+    "docs/torch_private.md",
 )
 CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
 ELSEWHERE = {
