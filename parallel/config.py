@@ -78,8 +78,8 @@ class ParallelConfig:
             selective recomputes what selective_policy does not keep; budget lets the compiler choose within
             activation_budget; offload keeps them in host memory, but for those of its last block, which are
             needed first; auto is none
-        activation_checkpoint_blocks: how many blocks activation_checkpoint is for, the first ones (units of them,
-            where unit_min_params joins some); auto is all
+        activation_checkpoint_blocks: how many blocks activation_checkpoint is for, the first ones (units of
+            them, where unit_min_params joins some); auto is all
         selective_policy: what selective keeps: matmul (every matrix product, attention and tp reduction),
             half_matmul (every second product), attention (no products), every:N (recomputes every N-th unit
             of blocks in full), or a comma-separated list of operators such as aten.mm,aten.silu; OP/2 keeps

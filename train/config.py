@@ -82,8 +82,8 @@ class DataConfig:
             as <s>
         eos: token after each document: auto, or a token such as </s>
         text_field: field of a record that holds its text
-        eval_fraction: share of documents kept for evaluation, chosen by a hash of their names; prepared data has
-            its own
+        eval_fraction: share of documents kept for evaluation, chosen by a hash of their names; prepared data
+            has its own
         packing: true puts documents one after another and cuts the stream into sequences; false gives every
             document a sequence of its own, clipped or padded
         document_mask: with packing, attention does not cross documents, and positions begin anew in each
@@ -200,8 +200,8 @@ class TrainConfig:
         eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before
             training; 0 is never
         eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
-        gc_every_steps: optimizer steps between collections of Python's cyclic garbage, on all ranks after the same
-            step; 0 leaves it to Python, which stops a rank whenever it likes
+        gc_every_steps: optimizer steps between collections of Python's cyclic garbage, on all ranks after the
+            same step; 0 leaves it to Python, which stops a rank whenever it likes
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
     """
 

@@ -57,8 +57,8 @@ class Candidate:
 
     Args:
         choices: what was tried, by key: tp, dp_replicate, dp_shard, activation_checkpoint,
-            activation_checkpoint_blocks (how many of the blocks; 0 with none), reshard_after_forward, prefetch,
-            micro_batch_size
+            activation_checkpoint_blocks (how many of the blocks; 0 with none), reshard_after_forward,
+            prefetch, micro_batch_size
         plan: all of it
         lower_bound_s: seconds of a step that waits for nothing
         needed_bytes: memory of one rank, the allocator's included; at least, where that is too much already
@@ -322,7 +322,8 @@ class _Search:
         return PlanError(
             f"parallel.activation_checkpoint=offload would keep {candidate.host_bytes / GIB:.1f} GiB of each "
             f"process in host memory, which has {kind.host_memory_gib:g} GiB for it (host_memory_gib in "
-            f"configs/hardware/{kind.name}.yaml): offload fewer blocks (parallel.activation_checkpoint_blocks), or "
+            f"configs/hardware/{kind.name}.yaml): offload fewer blocks "
+            f"(parallel.activation_checkpoint_blocks), or "
             "use full"
         )
 

@@ -264,7 +264,8 @@ def check_evaluation(corpus: Corpus) -> None:
     sets = {**corpus.held_out, **corpus.validation}
     if not sets:
         raise DataError(
-            "train.eval_every asks for evaluations, but no document is held out: use a larger data.eval_fraction, "
+            "train.eval_every asks for evaluations, but no document is held out: use a larger "
+            "data.eval_fraction, "
             "name a data.validation, or train.eval_every=0"
         )
     for name, split in sets.items():

@@ -297,7 +297,9 @@ def _figures(cell: Cell) -> list[str]:
 
 def recomputed(choices: Mapping[str, Any], n_layers: int) -> str:
     """What is checkpointed, and how many blocks, where it is not all of them."""
-    mode, blocks = choices["activation_checkpoint"], choices.get("activation_checkpoint_blocks", "auto")
+    of_old_records = choices.get("checkpointed_blocks", "auto")  # the key's former name
+    mode = choices["activation_checkpoint"]
+    blocks = choices.get("activation_checkpoint_blocks", of_old_records)
     return f"{mode}" if mode == "none" or blocks in ("auto", n_layers) else f"{mode}, {blocks} of {n_layers}"
 
 
