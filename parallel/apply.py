@@ -8,14 +8,15 @@ from meshwright.parallel.compile.apply import apply_compile
 from meshwright.parallel.fsdp import apply_fsdp, apply_prefetch
 from meshwright.parallel.mesh import fsdp_mesh
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.shardable import ShardableModel
 from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be
     made."""
-    if choose_kernels := getattr(model, "choose_kernels", None):
-        choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
+    if isinstance(model, ShardableModel):
+        model.choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:
         from meshwright.parallel.float8 import apply_float8
 

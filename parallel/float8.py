@@ -10,6 +10,7 @@ tensor of torchao's that knows how, which `fsdp.local_part` looks through.
 import fnmatch
 import logging
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Float8Plan, Plan
@@ -61,14 +63,38 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
     for module in model.modules():
         if hasattr(module, "linear_mm_config"):
             module.product = MethodType(_product, module)  # type: ignore[assignment]
-    # FSDP2 copies a weight to the device without its scale
-    if plan.float8.all_gather and not plan.cpu_offload:
-        model.after_optimizer_step = MethodType(_scale_weights, model)  # type: ignore[assignment]
+    if scales_ahead(plan):
+        _scale_after_each_step(model)
 
 
-def _scale_weights(model: nn.Module) -> None:
+def scales_ahead(plan: Plan) -> bool:
+    """Whether weights are scaled for their next all-gather as soon as the optimizer has changed them."""
+    return (
+        plan.float8.all_gather and not plan.cpu_offload
+    )  # FSDP2 copies a weight to the device without its scale
+
+
+def _scale_after_each_step(model: nn.Module) -> None:
+    """Whichever optimizer changes the model's weights: no loop has to know of it."""
+    of_model = weakref.ref(model)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = of_model()
+        if model is not None and _changes(optimizer, model):
+            scale_weights(model)
+
+    # Never removed: torch goes through its hooks while one could be.
+    register_optimizer_step_post_hook(after_step)
+
+
+def _changes(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    weights = set(map(id, model.parameters()))
+    return any(id(parameter) in weights for group in optimizer.param_groups for parameter in group["params"])
+
+
+def scale_weights(model: nn.Module) -> None:
     """The scales of all weights that are sent in float8, by one all-reduce, where each all-gather would need
-    one for each."""
+    one for each. Registered with the optimizer by itself."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

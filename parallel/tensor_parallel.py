@@ -29,7 +29,7 @@ between tensors and DeviceMesh. Our attention for CPUs is not random; on a GPU t
 another way.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -95,11 +95,6 @@ def apply_styles(
         module.weight = split[whole]
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
-
-
-def split_in(plan: TensorPlan, table: Mapping[str, str]) -> bool:
-    """Whether the plan splits the part of a model that has this table."""
-    return any(not plan.styles.get(pattern, "whole_").startswith("whole_") for pattern in table)
 
 
 def share_copies(parameters: Iterable[Tensor]) -> None:

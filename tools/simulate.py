@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.parallel.float8 import scale_weights, scales_ahead
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
@@ -109,7 +110,8 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         # takes long.
         fill_model(model, plan, device, 0, copy=lambda parameter, value: None)
         optimizer = build_optimizer(model, OptimConfig(state_dtype=job.state_dtype))
-        getattr(model, "after_optimizer_step", lambda: None)()  # as in every step but the first
+        if scales_ahead(plan):  # as in every step but the first
+            scale_weights(model)
         return optimizer
 
     def step(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, group: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.distributed import matrix
 from tests.distributed.parity import Job, plain_run, run_jobs
 from tests.support.launch import write_text
+from tests.support.sharded import sharded_alone
 
 pytest.importorskip("torchao")
 
@@ -105,6 +106,21 @@ def test_weights_stay_what_they_were_in_name_dtype_and_value(trained, plain):
         assert trained[name]["weights"].keys() == plain["weights"].keys()
         for fqn, weight in plain["weights"].items():
             assert torch.equal(trained[name]["weights"][fqn], weight), fqn
+
+
+def test_an_optimizer_of_ones_own_leaves_the_weights_scaled_for_the_next_gather(data):
+    """The model registers that by itself, and only with what changes its weights."""
+    with sharded_alone([*ON, EAGER, SENT, *data]) as run:
+        sent = [
+            p._local_tensor for p in run.model.parameters() if hasattr(p._local_tensor, "_precomputed_scale")
+        ]
+        other = torch.nn.Parameter(torch.ones(1))
+        other.grad = torch.ones(1)
+        torch.optim.SGD([other]).step()
+        assert [w._precomputed_scale for w in sent] == [None] * len(sent)
+        torch.optim.SGD(run.model.parameters()).step()
+        assert len(sent) == 7 * run.config.model.n_layers
+        assert all(float(w._precomputed_scale) > 1 for w in sent)
 
 
 def test_it_is_the_same_compiled_or_not_and_sent_or_not(trained):

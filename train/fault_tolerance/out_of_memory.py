@@ -20,8 +20,6 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import OutOfMemory
 from meshwright.train.memory import peak_resident_bytes
-from meshwright.train.planning.predict import predict_memory
-from meshwright.train.planning.suggest import Devices, suggest_changes
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
 SPEAK_S = 30.0  # that another rank leaves to rank 0, which ends them all when it has spoken
@@ -95,6 +93,9 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
     """What was predicted, and the changes that would free most. Where there is no memory left to work that
     out, that."""
     try:
+        from meshwright.train.planning.predict import predict_memory  # late: only a run that fails asks
+        from meshwright.train.planning.suggest import Devices, suggest_changes
+
         predicted = predict_memory(job, plan)
         yield _in_gib(
             f"predicted {predicted.peak_bytes / GIB:.2f} GiB at the peak", asdict(predicted.at_peak)

@@ -51,8 +51,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> tor
             "exp_avg": torch.zeros_like(p, dtype=getattr(torch, config.state_dtype)),
             "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, config.state_dtype)),
         }
-    if after_step := getattr(model, "after_optimizer_step", None):
-        optimizer.register_step_post_hook(lambda *_: after_step())
     return optimizer
 
 
