@@ -47,11 +47,7 @@ def train_loop(
             reporting.report_evaluation(0, evaluate(0))
         reporting.start_clock()
         while position.step < data.total_steps and not stopping:
-            step, first_sample, last = (
-                position.step + 1,
-                position.samples,
-                position.step + 1 == data.total_steps,
-            )
+            step, last = position.step + 1, position.step + 1 == data.total_steps
             evaluating = _due(config.train.eval_every, step, last)
             reported = _due(config.metrics.every, step, last) or evaluating
 
@@ -60,9 +56,9 @@ def train_loop(
             batch, lr = loader.next(), learning_rate(config.optim, step, data.total_steps)
             set_learning_rate(optimizer, lr)
             result = train_step(model, optimizer, batch.micro_batches, config.train.grad_clip, data.group)
-            supervision.after_step(step, first_sample, batch, result)
+            supervision.after_step(step, position.samples, batch, result)
             reporting.after_step(step, batch)
-            position = data.after_step(position)
+            position = data.advance(position)
 
             saves.hear(step)
             stopping = supervision.should_stop()

@@ -92,7 +92,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
             supervision.enter("data")
             mesh = build_mesh(plan.mesh, device.type)
-            data = load_training_data(config, plan, mesh, device, ranks, start.checkpoint)
+            data = load_training_data(config, planned, mesh, ranks, start.checkpoint)
             supervision.enter("set-up")
             console.print(f"data: {data.corpus.description}")
             texts = {"config.yaml": config_to_yaml(config), "plan.yaml": plan_to_yaml(plan)}

@@ -19,6 +19,7 @@ from meshwright.train.data.sample_order import SampleOrder, data_progress
 from meshwright.train.data.sequences import SequenceShape, make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.planning.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class TrainingData:
         """This rank's micro batches from there on, endless; of at most `ahead` steps beforehand."""
         return TrainLoader(self.order, self.sequences, self.batch, position.samples, self.device, ahead)
 
-    def after_step(self, position: TrainPosition) -> TrainPosition:
+    def advance(self, position: TrainPosition) -> TrainPosition:
         """Where the run is one optimizer step later."""
         return TrainPosition(
             step=position.step + 1,
@@ -77,16 +78,11 @@ class TrainingData:
 
 
 def load_training_data(
-    config: Config,
-    plan: Plan,
-    mesh: DeviceMesh,
-    device: torch.device,
-    ranks: RankInfo,
-    resume_from: Path | None,
+    config: Config, planned: RunPlan, mesh: DeviceMesh, ranks: RankInfo, resume_from: Path | None
 ) -> TrainingData:
     """Tokenise what is not prepared, check it, and lay it out; every rank calls it. Raises DataError, on all
     ranks alike."""
-    train, corpus = config.train, load_together(config.data, ranks, resume_from)
+    plan, train, corpus = planned.plan, config.train, load_together(config.data, ranks, resume_from)
     sequences = make_sequence_shape(config.data, corpus.tokenizer, train.seq_len, config.model.vocab_size)
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if train.eval_every:
@@ -98,7 +94,7 @@ def load_training_data(
         SampleOrder(corpus.sources, sequences, config.run.seed),
         make_batch_shape(plan, mesh),
         data_parallel_group(mesh),
-        device,
+        planned.device,
         total_steps=of_epochs if train.epochs else train.steps,
     )
 

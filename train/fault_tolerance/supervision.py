@@ -31,6 +31,13 @@ from meshwright.train.step import StepResult
 class Supervision:
     """Every rank has one from its first moment on, before there are other ranks or a folder."""
 
+    # while steps are done, see `training`
+    _plan: Plan
+    _garbage: GarbageCollector
+    _recompiles: RecompileGuard
+    _nonfinite: NonFiniteGuard
+    _warm = False
+
     def __init__(self, config: RunConfig, ranks: RankInfo, console: Console, named: bool) -> None:
         """`named`: as in RunStatus."""
         self._console = console
@@ -77,8 +84,7 @@ class Supervision:
     ) -> Iterator[None]:
         """Steps are done in here: from now on there is something to save, so that the first signal asks for
         an agreed stop."""
-        self._plan, self._after_first_step = plan, False
-        self._garbage = GarbageCollector(config.gc_every_steps)
+        self._plan, self._garbage = plan, GarbageCollector(config.gc_every_steps)
         self._recompiles = RecompileGuard(plan.compile)
         self._nonfinite = NonFiniteGuard(config.max_skipped_steps, model, data.order, data.batch, data.group)
         self._shutdown.begin()
@@ -93,13 +99,13 @@ class Supervision:
 
     def before_step(self, step: int) -> None:
         """Called before every step, and before its data."""
-        self.enter("step" if self._after_first_step else "first step", step)
+        self.enter("step" if self._warm else "first step", step)
 
     def after_step(self, step: int, first_sample: int, data: StepData, result: StepResult) -> None:
         """Called after every step, which began at position `first_sample` of the data. Raises NonFiniteError
         and RecompileError."""
         self._garbage.step_done(step)
-        if not self._after_first_step:
+        if not self._warm:
             self._end_warm_up()
         self._console.print_lines(f"warning: step {step} {news}" for news in self._recompiles.news())
         self._console.print_lines(self._nonfinite.step_done(step, first_sample, data, result))
@@ -150,7 +156,7 @@ class Supervision:
             self._console.print(describe_async_tp(self._plan))
         return_free_memory()
         self._recompiles.arm()
-        self._after_first_step = True
+        self._warm = True
 
 
 @contextmanager

@@ -163,8 +163,8 @@ BROKEN = (
     Fault(
         "resume-reads-from-the-start",
         "a resumed run reads its data from the beginning",
-        "TrainLoader(run.order, run.sequences, run.shape, start.samples, ",
-        "TrainLoader(run.order, run.sequences, run.shape, 0, ",
+        "TrainLoader(self.order, self.sequences, self.batch, position.samples, ",
+        "TrainLoader(self.order, self.sequences, self.batch, 0, ",
         tests=("tests/e2e/test_run.py", "tests/e2e/test_data_run.py"),
     ),
     Fault(
