@@ -17,7 +17,7 @@ from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.profiler_annotations import name_units
 from meshwright.tools.bench.train_run import PROG
 from meshwright.train.build_model import build_model
-from meshwright.train.config import Config
+from meshwright.train.config import Config, RunConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.batch import Batch
 from meshwright.train.distributed.exit import end_process
@@ -31,14 +31,14 @@ WARM_UP_STEPS = 3
 CPU = torch.device("cpu")
 
 
-def join_group(kind: str, config: Config, ranks: RankInfo) -> None:
+def join_group(kind: str, config: RunConfig, ranks: RankInfo) -> None:
     """The real process group, or one in which every collective is over at once."""
     if kind == "gloo":
-        start_process(config.run, ranks, CPU)
+        start_process(config, ranks, CPU)
         return
-    torch.set_num_threads(config.run.threads)
+    torch.set_num_threads(config.threads)
     dist.init_process_group("fake", store=FakeStore(), rank=ranks.rank, world_size=ranks.world_size)
-    torch.manual_seed(config.run.seed)
+    torch.manual_seed(config.seed)
 
 
 def profile_steps(config: Config, ranks: RankInfo, steps: int, path: Path) -> None:
@@ -69,6 +69,6 @@ if __name__ == "__main__":
     kind, folder, steps, *keys = sys.argv[1:]
     ranks = read_rank_info()
     config = parse_config(keys, PROG)
-    join_group(kind, config, ranks)
+    join_group(kind, config.run, ranks)
     profile_steps(config, ranks, int(steps), Path(folder) / f"rank-{ranks.rank}.json.gz")
     end_process(0)
