@@ -37,7 +37,7 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     if structure := [*_structure_mistakes(plan, model)]:
         return mistakes + structure  # the rest asks for the units' order, and names modules
     mistakes += _style_mistakes(plan, model, seq_len)
-    mesh_fits = not any(mistake.field.startswith("mesh.") for mistake in mistakes)
+    mesh_fits = not any(mistake.field.startswith("mesh") for mistake in mistakes)
     mistakes += rules.async_tp_mistakes(plan)
     mistakes += float8_mistakes(plan, model, mesh_fits)
     mistakes += _all_units_mistakes(plan, model)
