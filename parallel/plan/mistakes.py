@@ -40,7 +40,7 @@ class Mistake:
 
     Args:
         field: of the plan, such as mesh.tp or units.param_dtype; a key where no field has what it says
-        says: value, rule and way out, what follows the field's name ("=3 must divide ...") or a whole sentence
+        says: value, rule and way out: what follows the field's name ("=3 must divide ...") or a sentence
         units: names of the units that break it, if it is about single ones
         of_keys: the same for a plan made from keys, where that is another
     """

@@ -1,5 +1,5 @@
-"""Rules for single values of a plan. Each function returns the mistakes that it finds; `validate` calls all of
-them."""
+"""Rules for single values of a plan: each function gives the mistakes that it finds. `validate` calls them
+all."""
 
 import difflib
 import math
@@ -26,6 +26,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def choice_mistakes(field: str, value: str, known: Iterable[str]) -> Iterator[Mistake]:
+    """One of a few names."""
     if value not in known:
         yield Mistake(field, f"={value} is not one of {', '.join(known)}")
 

@@ -41,7 +41,8 @@ def validate(plan: Plan, model: ModelUnits, world_size: int, seq_len: int) -> li
     mistakes += rules.async_tp_mistakes(plan)
     mistakes += float8_mistakes(plan, model, mesh_fits)
     mistakes += _all_units_mistakes(plan, model)
-    return mistakes + [*_dtype_chain_mistakes(plan)]
+    mistakes += _dtype_chain_mistakes(plan)
+    return mistakes
 
 
 def plan_file_mistakes(
