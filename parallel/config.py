@@ -66,7 +66,7 @@ class ParallelConfig:
         dp_replicate: degree of replication across groups of shards (HSDP); auto is 1
         dp_shard: degree of sharding (FSDP2); -1 or auto is all processes that the other degrees leave
         tp: degree of tensor parallelism; auto is 1
-        tp_parts: parts of the model that tensor parallelism splits; the others are whole on every tp rank
+        tp_modules: parts of the model that tensor parallelism splits; the others are whole on every tp rank
         sequence_parallel: between the parts split by tensor parallelism each rank holds its share of the
             tokens
         loss_parallel: the loss is computed from logits split over the vocabulary; false gathers them first
@@ -78,7 +78,7 @@ class ParallelConfig:
             selective recomputes what selective_policy does not keep; budget lets the compiler choose within
             activation_budget; offload keeps them in host memory, but for those of its last block, which are
             needed first; auto is none
-        checkpointed_blocks: how many blocks activation_checkpoint is for, the first ones (units of them,
+        activation_checkpoint_blocks: how many blocks activation_checkpoint is for, the first ones (units of them,
             where unit_min_params joins some); auto is all
         selective_policy: what selective keeps: matmul (every matrix product, attention and tp reduction),
             half_matmul (every second product), attention (no products), every:N (recomputes every N-th unit
@@ -109,14 +109,14 @@ class ParallelConfig:
     dp_replicate: Auto | int = "auto"
     dp_shard: Auto | int = "auto"
     tp: Auto | int = "auto"
-    tp_parts: tuple[str, ...] = ("embedding", "attention", "feed_forward", "head")
+    tp_modules: tuple[str, ...] = ("embedding", "attention", "feed_forward", "head")
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: Auto | bool | int = "auto"
     forward_prefetch: Auto | int = "auto"
     backward_prefetch: Auto | int = "auto"
     activation_checkpoint: Literal["auto", "none", "full", "selective", "budget", "offload"] = "auto"
-    checkpointed_blocks: Auto | int = "auto"
+    activation_checkpoint_blocks: Auto | int = "auto"
     selective_policy: str = "matmul"
     activation_budget: float = 0.5
     unit_min_params: int = 0

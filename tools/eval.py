@@ -57,7 +57,7 @@ ANEW = (
     "--parallel.tp=auto",
     "--parallel.reshard_after_forward=auto",
     "--parallel.activation_checkpoint=none",
-    "--parallel.checkpointed_blocks=auto",
+    "--parallel.activation_checkpoint_blocks=auto",
     "--parallel.async_tp=false",
     "--parallel.float8.all_gather=false",
     "--parallel.unit_min_params=0",
@@ -201,7 +201,9 @@ def find_subject(options: argparse.Namespace, overrides: Sequence[str]) -> EvalT
         tokenizer = find_model_tokenizer(folder, config.data, options.tokenizer)
         data = with_tokenizer(config.data, tokenizer)
         if options.data:
-            data = dataclasses.replace(data, source=options.data, mixture={}, validation={}, held_out=0.0)
+            data = dataclasses.replace(
+                data, source=options.data, mixture={}, validation={}, eval_fraction=0.0
+            )
         config = dataclasses.replace(config, data=data)
     return EvalTarget(folder, config, weights)
 

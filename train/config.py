@@ -82,7 +82,7 @@ class DataConfig:
             as <s>
         eos: token after each document: auto, or a token such as </s>
         text_field: field of a record that holds its text
-        held_out: share of documents kept for evaluation, chosen by a hash of their names; prepared data has
+        eval_fraction: share of documents kept for evaluation, chosen by a hash of their names; prepared data has
             its own
         packing: true puts documents one after another and cuts the stream into sequences; false gives every
             document a sequence of its own, clipped or padded
@@ -100,7 +100,7 @@ class DataConfig:
     bos: str = "auto"
     eos: str = "auto"
     text_field: str = "text"
-    held_out: float = bounded(0.02, low=0, high=0.999)
+    eval_fraction: float = bounded(0.02, low=0, high=0.999)
     packing: bool = True
     document_mask: bool = False
     verify: str = "full"
@@ -200,7 +200,7 @@ class TrainConfig:
         eval_every: optimizer steps between evaluations on held-out text and data.validation, the first before
             training; 0 is never
         eval_sequences: sequences of each held-out or validation set in one evaluation, at most; 0 is all
-        gc_every: optimizer steps between collections of Python's cyclic garbage, on all ranks after the same
+        gc_every_steps: optimizer steps between collections of Python's cyclic garbage, on all ranks after the same
             step; 0 leaves it to Python, which stops a rank whenever it likes
         freeze: fqn patterns of parameters that are not trained, such as tok_embeddings.* or layers.0.*
     """
@@ -215,7 +215,7 @@ class TrainConfig:
     max_skipped_steps: int = bounded(5, low=0)
     eval_every: int = bounded(0, low=0)
     eval_sequences: int = bounded(64, low=0)
-    gc_every: int = bounded(50, low=0)
+    gc_every_steps: int = bounded(50, low=0)
     freeze: tuple[str, ...] = ()
 
 

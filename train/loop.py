@@ -69,7 +69,7 @@ def train_loop(run: Run, start: TrainPosition, on_progress: Callable[[int], None
     loader = TrainLoader(run.order, run.sequences, run.shape, start.samples, run.device, config.data.prefetch)
     profiled = ProfiledRun(run.model, run.plan, run.device, range(start.step + 1, run.total_steps + 1))
     profiler = StepProfiler(config.profile, run.folder / "profile", profiled, run.console.print)
-    garbage, watching = GarbageCollector(config.train.gc_every), _watch_kernels(run)
+    garbage, watching = GarbageCollector(config.train.gc_every_steps), _watch_kernels(run)
     run.shutdown.begin()
     if config.train.eval_every and start.step == 0:
         run.console.report(run.metrics.log_eval(0, _evaluate(run, 0)))

@@ -60,7 +60,7 @@ def unused_keys(config: ParallelConfig) -> list[str]:
     needs = {
         "activation_budget": ("activation_checkpoint", "budget"),
         "selective_policy": ("activation_checkpoint", "selective"),
-        **dict.fromkeys(("tp_parts", "sequence_parallel", "loss_parallel"), ("tp", "2 or more")),
+        **dict.fromkeys(("tp_modules", "sequence_parallel", "loss_parallel"), ("tp", "2 or more")),
     }
     default, advice = ParallelConfig(), []
     if config.plan != "manual":

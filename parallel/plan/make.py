@@ -22,7 +22,7 @@ LOSS_CHUNK_TOKENS = 2048  # enough for matrix products at full speed
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingJob:
+class RunShape:
     """What a plan is made for: processes, and how many of them share a node; tokens per sequence; sequences
     per micro batch and per optimizer step; the attention kernel and the dtype that are best on its devices.
 
@@ -39,7 +39,7 @@ class TrainingJob:
     param_dtype: str = "float32"
 
 
-def make_plan(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -> Plan:
+def make_plan(config: ParallelConfig, model: ModelUnits, job: RunShape) -> Plan:
     """Resolve what was asked into what is done. Raises PlanError with all mistakes in one report."""
     config, mistakes = _settle(config, model, job)
     plan = _make_plan(config, model, job)
@@ -53,34 +53,32 @@ def make_plan(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -> Pl
     return plan
 
 
-def _settle(
-    config: ParallelConfig, model: ModelUnits, job: TrainingJob
-) -> tuple[ParallelConfig, list[Mistake]]:
+def _settle(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tuple[ParallelConfig, list[Mistake]]:
     """The config with the strategy in its keys and without what no plan can say, and the mistakes in that.
     `validate` finds all others, in the plan."""
     mistakes = list[Mistake]()
     if config.strategy:
         tp = max(_resolve(config.tp, 1), 1)
         config, mistakes = resolve_strategy(config, tp, job.world_size, job.gpus_per_node)
-    for part in dict.fromkeys(config.tp_parts):
+    for part in dict.fromkeys(config.tp_modules):
         if model.styles and part not in model.styles:
             hint = nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
-            mistakes.append(Mistake("parallel.tp_parts", f": {part} is not a part of this model.{hint}"))
+            mistakes.append(Mistake("parallel.tp_modules", f": {part} is not a part of this model.{hint}"))
     if config.unit_min_params < 0:
         mistakes.append(
             Mistake(
                 "parallel.unit_min_params", f"={config.unit_min_params} must be 0 (a unit per block) or more"
             )
         )
-    blocks, mode = config.checkpointed_blocks, config.activation_checkpoint
+    blocks, mode = config.activation_checkpoint_blocks, config.activation_checkpoint
     says = ""
     if blocks != "auto" and not 0 <= blocks <= len(model.checkpointed):
         says = f"={blocks} must be auto (all) or a number of blocks: there are {len(model.checkpointed)}"
     elif blocks != "auto" and mode in ("auto", "none"):
         says = f"={blocks} is for an activation_checkpoint, which is {mode}: name one, or use auto"
     if says:
-        mistakes.append(Mistake("parallel.checkpointed_blocks", says))
-        config = dataclasses.replace(config, checkpointed_blocks="auto")
+        mistakes.append(Mistake("parallel.activation_checkpoint_blocks", says))
+        config = dataclasses.replace(config, activation_checkpoint_blocks="auto")
     if mode == "selective" and (wrong := [*policy_mistakes(config.selective_policy, model.attention_ops)]):
         mistakes += wrong
         config = dataclasses.replace(config, activation_checkpoint="none")
@@ -90,7 +88,7 @@ def _settle(
     return config, mistakes
 
 
-def _batch_mistakes(plan: Plan, job: TrainingJob) -> Iterator[Mistake]:
+def _batch_mistakes(plan: Plan, job: RunShape) -> Iterator[Mistake]:
     """Sequences of a micro batch on every rank, several times over, are the global batch. A mesh or a micro
     batch that `validate` refuses is not two mistakes."""
     mesh, micro, asked = plan.mesh, plan.micro_batch_size, job.global_batch_size
@@ -105,7 +103,7 @@ def _batch_mistakes(plan: Plan, job: TrainingJob) -> Iterator[Mistake]:
         )
 
 
-def _make_plan(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -> Plan:
+def _make_plan(config: ParallelConfig, model: ModelUnits, job: RunShape) -> Plan:
     """All that the keys say, right or wrong."""
     mesh = _make_mesh(config, job.world_size)
     data_parallel = max(mesh.data_parallel, 1)
@@ -160,14 +158,14 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
         return TensorPlan(sequence_parallel=False, styles={})
     styles: dict[str, str] = {}
     for part, table in model.styles.items():
-        styles |= split_styles(table, whole=part not in config.tp_parts, gathered=not config.loss_parallel)
+        styles |= split_styles(table, whole=part not in config.tp_modules, gathered=not config.loss_parallel)
     return TensorPlan(config.sequence_parallel, styles)
 
 
-def _make_units(config: ParallelConfig, model: ModelUnits, job: TrainingJob) -> tuple[UnitPlan, ...]:
+def _make_units(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
     mode = _resolve(config.activation_checkpoint, "none")
-    most = _resolve(config.checkpointed_blocks, len(groups))
+    most = _resolve(config.activation_checkpoint_blocks, len(groups))
     every, ops = 0, tuple[str, ...]()
     if mode == "selective":
         every, ops = (

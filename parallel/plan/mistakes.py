@@ -23,7 +23,7 @@ KEYS = {
     "micro_batch_size": "train.micro_batch_size",
     "accumulation": "train.global_batch_size",
     "tensor.sequence_parallel": "parallel.sequence_parallel",
-    "tensor.styles": "parallel.tp_parts",
+    "tensor.styles": "parallel.tp_modules",
     **{field: f"parallel.{field}" for field in _OF_PLAN},
     "float8.tokens": "parallel.float8.all_gather",
     **{f"units.{field}": f"parallel.{field}" for field in _OF_UNITS},

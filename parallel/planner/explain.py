@@ -14,7 +14,7 @@ CHOICES = (
     "tp",
     "dp_shard",
     "activation_checkpoint",
-    "checkpointed_blocks",
+    "activation_checkpoint_blocks",
     "reshard_after_forward",
     "prefetch",
     "micro_batch_size",
@@ -103,7 +103,9 @@ def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
     for key in CHOICES:
         said = [_compare(other, key, choice.best, machines) for other in _same_but_for(choice, key)]
         if said:
-            fewest = "no fewer fit; " if key == "checkpointed_blocks" and _is_part(choice.best) else ""
+            fewest = (
+                "no fewer fit; " if key == "activation_checkpoint_blocks" and _is_part(choice.best) else ""
+            )
             yield f"{key}={_word(choice.best.choices[key])}: {fewest}" + "; ".join(said)
 
 
@@ -114,7 +116,7 @@ def _same_but_for(choice: SearchResult, key: str) -> list[Candidate]:
     free = {"tp": {"tp", "dp_shard", "dp_replicate"}, "dp_shard": {"dp_shard", "dp_replicate"}}.get(
         key, {key}
     )
-    free = free if key == "checkpointed_blocks" else free | {"checkpointed_blocks"}
+    free = free if key == "activation_checkpoint_blocks" else free | {"activation_checkpoint_blocks"}
     found: dict[Any, Candidate] = {}
     for candidate in (*choice.ranked, *choice.pruned, *choice.does_not_fit):
         if all(candidate.choices[k] == v for k, v in choice.best.choices.items() if k not in free):
@@ -133,7 +135,7 @@ def _distance(value: Any, chosen: Any) -> float:
 def _compare(other: Candidate, key: str, best: Candidate, machines: Cluster) -> str:
     value = _word(other.choices[key])
     if key == "activation_checkpoint" and _is_part(other):
-        value += f" of {other.choices['checkpointed_blocks']} blocks"
+        value += f" of {other.choices['activation_checkpoint_blocks']} blocks"
     if other.timeline is None and other.needed_bytes <= machines.available_bytes:
         return f"{value} is at least {1 - other.rate() / best.rate():.1%} slower"
     if other.timeline is None:

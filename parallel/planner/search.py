@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
@@ -58,7 +58,7 @@ class Candidate:
 
     Args:
         choices: what was tried, by key: tp, dp_replicate, dp_shard, activation_checkpoint,
-            checkpointed_blocks (how many of the blocks; 0 with none), reshard_after_forward, prefetch,
+            activation_checkpoint_blocks (how many of the blocks; 0 with none), reshard_after_forward, prefetch,
             micro_batch_size
         plan: all of it
         lower_bound_s: seconds of a step that waits for nothing
@@ -101,7 +101,7 @@ class SearchResult:
 def search(
     config: ParallelConfig,
     model: ModelUnits,
-    job: TrainingJob,
+    job: RunShape,
     machines: Cluster,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
@@ -124,7 +124,7 @@ def search(
     return SearchResult(tuple(_ranked(found.ranked)), tuple(found.does_not_fit), tuple(found.pruned))
 
 
-def frugal(config: ParallelConfig, job: TrainingJob, blocks: int) -> tuple[ParallelConfig, TrainingJob]:
+def frugal(config: ParallelConfig, job: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
     """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of
     the model."""
     least: dict[str, Any] = {
@@ -135,7 +135,7 @@ def frugal(config: ParallelConfig, job: TrainingJob, blocks: int) -> tuple[Paral
         "backward_prefetch": 1,
     }
     if config.activation_checkpoint != "none":
-        least["checkpointed_blocks"] = blocks
+        least["activation_checkpoint_blocks"] = blocks
     closed: dict[str, Any] = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
     micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
     return dataclasses.replace(config, **closed), dataclasses.replace(job, micro_batch_size=micro_batch_size)
@@ -148,7 +148,7 @@ class _Search:
         self,
         config: ParallelConfig,
         model: ModelUnits,
-        job: TrainingJob,
+        job: RunShape,
         machines: Cluster,
         trace: Callable[[Plan], ModelWorkload],
     ) -> None:
@@ -231,7 +231,7 @@ class _Search:
 
     def _alike(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
         """The candidate of a plan that was made with these choices."""
-        asked, blocks = self._config.checkpointed_blocks, self._blocks(plan)
+        asked, blocks = self._config.activation_checkpoint_blocks, self._blocks(plan)
         treated = (
             0
             if choices["activation_checkpoint"] == "none"
@@ -239,7 +239,7 @@ class _Search:
             if asked == "auto"
             else min(asked, blocks)
         )
-        return self._candidate({**choices, "checkpointed_blocks": treated}, plan)
+        return self._candidate({**choices, "activation_checkpoint_blocks": treated}, plan)
 
     def _candidate(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
         bounds = self._look(choices, plan)
@@ -247,7 +247,7 @@ class _Search:
         return Candidate(in_order, plan, bounds.lower_bound_s, bounds.needed_bytes, bounds.host_bytes)
 
     def _look(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
-        key = (*_but_how_gathered(choices), choices["checkpointed_blocks"])
+        key = (*_but_how_gathered(choices), choices["activation_checkpoint_blocks"])
         if key not in self._bounds:
             work = self._trace(plan)
             times = step_times(plan, work, self._machines.hardware, self._machines.gpus_per_node)
@@ -261,10 +261,14 @@ class _Search:
         None where that is all of them, or where the config says how many, or how. Its plan is that of all
         blocks."""
         mode, blocks = choices["activation_checkpoint"], self._blocks(plan)
-        if mode not in PART_OF_THE_BLOCKS or self._config.checkpointed_blocks != "auto" or blocks < 2:
+        if (
+            mode not in PART_OF_THE_BLOCKS
+            or self._config.activation_checkpoint_blocks != "auto"
+            or blocks < 2
+        ):
             return None
-        treated = self._look({**choices, "checkpointed_blocks": blocks}, plan)
-        keeping = {**choices, "activation_checkpoint": "none", "checkpointed_blocks": 0}
+        treated = self._look({**choices, "activation_checkpoint_blocks": blocks}, plan)
+        keeping = {**choices, "activation_checkpoint": "none", "activation_checkpoint_blocks": 0}
         kept = self._bounds.get((*_but_how_gathered(keeping), 0)) or self._look(keeping, self._plan(keeping))
         excess = kept.needed_bytes - self._machines.available_bytes
         share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / blocks)
@@ -282,7 +286,7 @@ class _Search:
         needs: dict[int, int] = {}
 
         def with_blocks(count: int) -> Candidate:
-            choices = {**candidate.choices, "checkpointed_blocks": count}
+            choices = {**candidate.choices, "activation_checkpoint_blocks": count}
             return self._candidate(choices, self._plan(choices))
 
         def fits(count: int) -> bool:
@@ -292,7 +296,7 @@ class _Search:
             return reserved_bytes(memory, self._machines.hardware) <= self._machines.available_bytes
 
         # Gathering otherwise than asked first never needs less memory, so never fewer blocks.
-        least = max(candidate.choices["checkpointed_blocks"], self._fewest.get(key, 0))
+        least = max(candidate.choices["activation_checkpoint_blocks"], self._fewest.get(key, 0))
         if least >= blocks or self._is_slower(with_blocks(least)):
             return with_blocks(least) if least < blocks else None
         count = blocks
@@ -319,21 +323,23 @@ class _Search:
         return PlanError(
             f"parallel.activation_checkpoint=offload would keep {candidate.host_bytes / GIB:.1f} GiB of each "
             f"process in host memory, which has {kind.host_memory_gib:g} GiB for it (host_memory_gib in "
-            f"configs/hardware/{kind.name}.yaml): offload fewer blocks (parallel.checkpointed_blocks), or "
+            f"configs/hardware/{kind.name}.yaml): offload fewer blocks (parallel.activation_checkpoint_blocks), or "
             "use full"
         )
 
 
 def _but_how_gathered(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     """The choices but for resharding and prefetching, and the number of blocks."""
-    without = ("reshard_after_forward", "prefetch", "checkpointed_blocks")
+    without = ("reshard_after_forward", "prefetch", "activation_checkpoint_blocks")
     return tuple(value for key, value in choices.items() if key not in without)
 
 
 def _but_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
     """The choices but for what is done with activations."""
     return tuple(
-        value for key, value in choices.items() if key not in ("activation_checkpoint", "checkpointed_blocks")
+        value
+        for key, value in choices.items()
+        if key not in ("activation_checkpoint", "activation_checkpoint_blocks")
     )
 
 
@@ -366,6 +372,6 @@ def _complexity(candidate: Candidate) -> tuple[Any, ...]:
         str(c["prefetch"]),
         c["tp"],
         c["dp_replicate"],
-        c["checkpointed_blocks"],
+        c["activation_checkpoint_blocks"],
         c["micro_batch_size"],
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.plan.make import TrainingJob
+from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.strategy import STRATEGIES, strategy_settings
 from meshwright.parallel.planner.cost_model import StepTimes
 
@@ -18,7 +18,7 @@ CHOICES = (
     "dp_replicate",
     "dp_shard",
     "activation_checkpoint",
-    "checkpointed_blocks",
+    "activation_checkpoint_blocks",
     "reshard_after_forward",
     "prefetch",
     "micro_batch_size",
@@ -30,10 +30,10 @@ MOST_SEQUENCES = 64  # of a micro batch
 
 
 def with_choices(
-    config: ParallelConfig, job: TrainingJob, choices: Mapping[str, Any]
-) -> tuple[ParallelConfig, TrainingJob]:
+    config: ParallelConfig, job: RunShape, choices: Mapping[str, Any]
+) -> tuple[ParallelConfig, RunShape]:
     """Config and job with the choices in their keys."""
-    of_none = {"checkpointed_blocks"} if choices["activation_checkpoint"] == "none" else set()
+    of_none = {"activation_checkpoint_blocks"} if choices["activation_checkpoint"] == "none" else set()
     keys = {
         key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | of_none
     }
@@ -46,7 +46,7 @@ def with_choices(
     return dataclasses.replace(config, plan="manual", **keys), job
 
 
-def combinations(config: ParallelConfig, job: TrainingJob, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+def combinations(config: ParallelConfig, job: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of
     processes."""
     for tp in _degrees(config.tp, min(gpus_per_node, job.world_size)):
@@ -78,7 +78,7 @@ def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
 
 
 def _data_parallel(
-    config: ParallelConfig, job: TrainingJob, tp: int
+    config: ParallelConfig, job: RunShape, tp: int
 ) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
     """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one
     is named, but for what the config says otherwise, which `make_plan` refuses."""
@@ -110,7 +110,7 @@ def _degrees(asked: Any, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if most % n == 0] if asked == "auto" else [asked]
 
 
-def _micro_batches(job: TrainingJob, data_parallel: int) -> list[Any]:
+def _micro_batches(job: RunShape, data_parallel: int) -> list[Any]:
     """Sizes to try: those that divide a rank's share of the global batch."""
     if job.micro_batch_size != "auto":
         return [job.micro_batch_size]

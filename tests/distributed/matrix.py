@@ -162,7 +162,7 @@ def arguments(case: Case) -> list[str]:
     )
     chosen |= {key: case[key] for key in keys}
     chosen |= {"reshard_after_forward": case["reshard"], "loss_chunk_tokens": case["loss_chunk"]}
-    chosen |= {"tp_parts": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}
+    chosen |= {"tp_modules": f"[{', '.join(PARTS[case['parts']])}]", "compile.enabled": backend != "eager"}
     if backend != "eager":
         partitions = recompute == "budget" and backend == "aot_eager"
         chosen["compile.backend"] = "aot_eager_decomp_partition" if partitions else backend

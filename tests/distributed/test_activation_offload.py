@@ -38,7 +38,7 @@ AOT, INDUCTOR, TP = (
     ["--parallel.compile.backend=inductor"],
     ["--parallel.tp=2"],
 )
-OFFLOAD, THREE = ["--parallel.activation_checkpoint=offload"], ["--parallel.checkpointed_blocks=3"]
+OFFLOAD, THREE = ["--parallel.activation_checkpoint=offload"], ["--parallel.activation_checkpoint_blocks=3"]
 HIDDEN = 2 * 256 * 64 * 4  # bytes of the smallest tensor that is sent: what a block takes in
 
 

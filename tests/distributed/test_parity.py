@@ -107,7 +107,7 @@ def data(tmp_path_factory) -> list[str]:
     return [
         f"--data.source={folder / 'lines.jsonl'}",
         f"--data.cache_dir={folder / 'cache'}",
-        "--data.held_out=0.2",
+        "--data.eval_fraction=0.2",
     ]
 
 

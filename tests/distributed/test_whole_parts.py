@@ -45,12 +45,14 @@ WHOLE_TOKENS = "--parallel.sequence_parallel=false"
     ],
 )
 def test_copies_of_whole_parts_do_not_drift_apart(keys: list[str]) -> None:
-    for different in run_ranks(4, train_with_other_roundings, ["--parallel.tp_parts=[feed_forward]", *keys]):
+    for different in run_ranks(
+        4, train_with_other_roundings, ["--parallel.tp_modules=[feed_forward]", *keys]
+    ):
         assert different == []
 
 
 def test_what_that_sends_is_predicted() -> None:
-    config = parse_config([*TINY, *EAGER, "--parallel.tp_parts=[feed_forward]", "--parallel.tp=2"])
+    config = parse_config([*TINY, *EAGER, "--parallel.tp_modules=[feed_forward]", "--parallel.tp=2"])
     rows = {row.name: row for row in check_run(config, plan_run(config, 4)).collectives}
     assert rows["all_reduce tp, count"].agrees
     assert rows["all_reduce tp, bytes"].agrees

@@ -7,12 +7,12 @@ from tests.support.launch import EAGER, TINY, read_metrics, run
 
 STEPS = 100
 BATCH = ["--train.micro_batch_size=4", "--train.global_batch_size=8"]
-OFF = [*EAGER, "--parallel.attention=math", "--parallel.loss_chunk_tokens=0", "--train.gc_every=0"]
+OFF = [*EAGER, "--parallel.attention=math", "--parallel.loss_chunk_tokens=0", "--train.gc_every_steps=0"]
 ON = [
     "--parallel.compile.backend=aot_eager",
     "--parallel.attention=cpu",
     "--parallel.loss_chunk_tokens=64",
-    "--train.gc_every=7",
+    "--train.gc_every_steps=7",
     "--parallel.param_dtype=bfloat16",
     "--parallel.storage_dtype=bfloat16",
     "--optim.state_dtype=bfloat16",

@@ -111,7 +111,7 @@ def profiled(on_cpu, tmp_path_factory) -> list[dict]:
         "--metrics.every=5",
         f"--profile.start={FIRST}",
         f"--profile.steps={LAST - FIRST + 1}",
-        "--train.gc_every=2",
+        "--train.gc_every_steps=2",
     ]
     result = run(
         1,

@@ -83,7 +83,7 @@ def test_a_run_from_any_folder_is_that_of_the_checkout(python: str, tmp_path: Pa
     assert run([python, "-m", "meshwright.train.main", *RUN, "--print_config"], tmp_path) == here
     text = tmp_path / "text.txt"
     text.write_text("a text that repeats itself, " * 2000)
-    data = [f"--data.source={text}", "--data.held_out=0", "--train.eval_every=0"]
+    data = [f"--data.source={text}", "--data.eval_fraction=0", "--train.eval_every=0"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run([python, *torchrun, "-m", "meshwright.train.main", *RUN, *data], tmp_path)
     verified = run([python, "-m", "meshwright.tools.checkpoint", "verify", "runs/llama_debug"], tmp_path)

@@ -178,7 +178,7 @@ def read_all(terminal: int, into: bytearray) -> None:
 def test_a_run_can_be_measured_in_epochs_and_goes_on_into_the_next(tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "short.txt").write_text("".join(f"{n} squares to {n * n}\n" for n in range(45)))
-    source = [f"--data.source={tmp_path / 'short.txt'}", "--data.held_out=0"]
+    source = [f"--data.source={tmp_path / 'short.txt'}", "--data.eval_fraction=0"]
     assert run(1, *SMALL, *source, "--train.epochs=1.5", f"--run.dir={folder}").returncode == 0
     sequences = (load_corpus(load_config(folder / "config.yaml").data).sources[0].split.tokens - 1) // 32
     assert 8 < sequences < 64

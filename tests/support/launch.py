@@ -197,4 +197,4 @@ def write_text(folder: Path) -> list[str]:
         (text / f"{i}.txt").write_text(
             "".join(f"line {n} of text {i} squares to {n * n}\n" for n in range(i, 1500 + i))
         )
-    return [f"--data.source={text}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]
+    return [f"--data.source={text}", f"--data.cache_dir={folder / 'cache'}", "--data.eval_fraction=0.2"]

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 
 STYLES = {
@@ -59,7 +59,7 @@ def plan_of(
     **keys: Any,
 ) -> Plan:
     return make_plan(
-        ParallelConfig(**keys), model, TrainingJob(world_size, per_node, seq_len, micro, global_batch)
+        ParallelConfig(**keys), model, RunShape(world_size, per_node, seq_len, micro, global_batch)
     )
 
 

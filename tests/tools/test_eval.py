@@ -94,7 +94,7 @@ def test_the_keys_of_how_a_run_was_spread_are_left_behind(tmp_path: Path) -> Non
         "--parallel.tp=2",
         "--parallel.async_tp=true",
         "--parallel.activation_checkpoint=full",
-        "--parallel.checkpointed_blocks=1",
+        "--parallel.activation_checkpoint_blocks=1",
         "--parallel.float8.all_gather=true",
     ]
     path.write_text(config_to_yaml(parse_config(spread)))

@@ -228,7 +228,7 @@ OUT_OF_RANGE = [
     ("--train.epochs=.inf", ["train.epochs=inf", "a number of at least 0"]),
     ("--run.device=tpu", ["run.device=tpu", "auto, cpu or cuda"]),
     ("--run.grace_s=-1", ["run.grace_s=-1"]),
-    ("--data.held_out=1", ["data.held_out=1", "between 0 and 0.999"]),
+    ("--data.eval_fraction=1", ["data.eval_fraction=1", "between 0 and 0.999"]),
     ("--data.verify=some", ["data.verify=some", "full or size"]),
     ("--data.prefetch=0", ["data.prefetch=0", "at least 1"]),
     ("--checkpoint.keep=-1", ["checkpoint.keep=-1"]),

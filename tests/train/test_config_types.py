@@ -15,8 +15,8 @@ from meshwright.train.errors import ConfigError
             "parallel.reshard_after_forward: must be auto or true or false or a whole number, not maybe",
         ),
         (
-            "--parallel.tp_parts=attention",
-            "parallel.tp_parts: must be a list, as [first, second], not attention",
+            "--parallel.tp_modules=attention",
+            "parallel.tp_modules: must be a list, as [first, second], not attention",
         ),
         (
             "--parallel.activation_checkpoint=some",

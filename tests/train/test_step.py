@@ -229,7 +229,7 @@ def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer
 
 
 def test_steps_leave_no_tensor_in_a_cycle(trainer):
-    """Such a tensor would keep its memory until Python's garbage is collected, train.gc_every steps later."""
+    """Such a tensor would keep its memory until Python's garbage is collected, train.gc_every_steps steps later."""
     model, optimizer, group = trainer
     train_step(model, optimizer, make_batches(2), 1.0, group)
     gc.collect()

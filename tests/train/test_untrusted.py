@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from meshwright.models.hf import config_to_hf
 from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
 from meshwright.tools.import_accelerate.__main__ import judge as judge_import
 from meshwright.tools.import_accelerate.convert import as_document, as_text, as_yaml, make_imported
@@ -127,7 +127,7 @@ def plan_targets(folder: Path) -> Iterator[Target]:
         units = model_units(config.model)
         path = folder / f"{name}.yaml"
         path.write_text(
-            plan_to_yaml(make_plan(config.parallel, units, TrainingJob(8, 8, config.train.seq_len, 1, -1)))
+            plan_to_yaml(make_plan(config.parallel, units, RunShape(8, 8, config.train.seq_len, 1, -1)))
         )
         asked = parse_config([*model, f"--parallel.plan={path}"])
 

@@ -279,7 +279,7 @@ CHOICES = {
     "dp_replicate": "dp_replicate",
     "dp_shard": "dp_shard",
     "activation_checkpoint": "checkpointing",
-    "checkpointed_blocks": "blocks",
+    "activation_checkpoint_blocks": "blocks",
     "reshard_after_forward": "reshard",
     "prefetch": "prefetch",
     "micro_batch_size": "micro batch",

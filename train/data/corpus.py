@@ -121,7 +121,7 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
         return user_path(source, "data.source")
 
     files = [(name, s.st_size, s.st_mtime_ns) for name, path in find_files(source) for s in [path.stat()]]
-    share = config.held_out if held_out is None else held_out
+    share = config.eval_fraction if held_out is None else held_out
     tokenizer = load_tokenizer(config.tokenizer, config.bos, config.eos).info
     made_of = [FORMAT, vars(tokenizer), share, config.text_field, files]
     folder = cache_root(config) / f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
@@ -264,7 +264,7 @@ def check_evaluation(corpus: Corpus) -> None:
     sets = {**corpus.held_out, **corpus.validation}
     if not sets:
         raise DataError(
-            "train.eval_every asks for evaluations, but no document is held out: use a larger data.held_out, "
+            "train.eval_every asks for evaluations, but no document is held out: use a larger data.eval_fraction, "
             "name a data.validation, or train.eval_every=0"
         )
     for name, split in sets.items():

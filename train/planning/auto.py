@@ -8,7 +8,7 @@ import torch
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.make import TrainingJob
+from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
@@ -120,7 +120,7 @@ def describe_choices(choices: Mapping[str, object]) -> str:
     return " ".join(f"{key}={str(value).lower()}" for key, value in choices.items())
 
 
-def _make_job(config: Config, world_size: int, machines: Cluster) -> TrainingJob:
+def _make_job(config: Config, world_size: int, machines: Cluster) -> RunShape:
     kind, per_node = machines.hardware, min(machines.gpus_per_node, world_size)
     return make_job(config, world_size, per_node, best_attention(config, kind), best_dtype(kind))
 

@@ -11,7 +11,7 @@ from meshwright.models.llama import SHARDING, LlamaConfig, block_linears, fsdp_u
 from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.float8 import check_float8
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.plan.validate import plan_file_mistakes
@@ -97,10 +97,10 @@ def plan_run(
 
 def make_job(
     config: Config, world_size: int, gpus_per_node: int, attention: str, param_dtype: str = "float32"
-) -> TrainingJob:
+) -> RunShape:
     """What the plan is made for; `attention` and `param_dtype` as in `plan_run`."""
     train = config.train
-    return TrainingJob(
+    return RunShape(
         world_size,
         gpus_per_node,
         train.seq_len,

@@ -52,7 +52,7 @@ def names(plan: Plan) -> tuple[str, ...]:
         # wk and wv have 1,024 outputs
         ([TENSORWISE, "--parallel.float8.min_dim=2048"], ("wq", "wo", "w1", "w2", "w3")),
         ([TENSORWISE, "--parallel.tp=2"], ("wq", "wo", "w1", "w2", "w3")),  # and here 512 on a rank
-        ([TENSORWISE, "--parallel.tp=2", "--parallel.tp_parts=[feed_forward]"], ALL),
+        ([TENSORWISE, "--parallel.tp=2", "--parallel.tp_modules=[feed_forward]"], ALL),
         ([TENSORWISE, "--parallel.tp=8", "--parallel.float8.min_dim=1024"], ("w1", "w2", "w3")),
     ],
 )
@@ -80,7 +80,7 @@ def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
             [SENT],
             ("ffn_norm", "wo", "w2"),
         ),  # wk and wv read the other norm's output too, and are too small here
-        ([SENT, "--parallel.tp_parts=[feed_forward]"], ("ffn_norm", "w2")),
+        ([SENT, "--parallel.tp_modules=[feed_forward]"], ("ffn_norm", "w2")),
         ([SENT, "--parallel.sequence_parallel=false"], ()),
         ([], ()),
     ],

@@ -39,7 +39,7 @@ POOR: list[tuple[int, dict[str, Any], str]] = [
     ),
     (8, {"strategy": "ddp"}, "dp_shard=1: every process holds all parameters"),
     (1, {"cpu_offload": True}, "cpu_offload with one process"),
-    (8, {"tp": 2, "tp_parts": ()}, "tp=2 splits no part of the model"),
+    (8, {"tp": 2, "tp_modules": ()}, "tp=2 splits no part of the model"),
     (
         8,
         {"compile": CompileConfig(mode="reduce-overhead")},
@@ -88,7 +88,7 @@ UNUSED: list[tuple[dict[str, Any], str]] = [
         {"sequence_parallel": False},
         "parallel.sequence_parallel=false has no effect with parallel.tp=auto: it needs 2 or more",
     ),
-    ({"tp_parts": ("head",), "tp": 1}, "parallel.tp_parts=('head',) has no effect with parallel.tp=1"),
+    ({"tp_modules": ("head",), "tp": 1}, "parallel.tp_modules=('head',) has no effect with parallel.tp=1"),
 ]
 
 

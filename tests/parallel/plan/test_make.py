@@ -217,15 +217,15 @@ def test_without_loss_parallel_the_logits_are_gathered() -> None:
 
 
 @pytest.mark.parametrize("part", MODEL.styles)
-def test_a_part_left_out_of_tp_parts_is_whole(part: str) -> None:
-    styles = plan_of(tp=2, tp_parts=tuple(p for p in MODEL.styles if p != part)).tensor.styles
+def test_a_part_left_out_of_tp_modules_is_whole(part: str) -> None:
+    styles = plan_of(tp=2, tp_modules=tuple(p for p in MODEL.styles if p != part)).tensor.styles
     whole = {pattern: f"whole_{style}" for pattern, style in MODEL.styles[part].items() if style != "loss"}
     others = {pattern: style for pattern, style in SPLIT.items() if pattern not in MODEL.styles[part]}
     assert styles == {**others, **whole}
 
 
 def test_one_tp_rank_has_no_styles_whatever_is_asked() -> None:
-    plan = plan_of(tp=1, tp_parts=("attention",), loss_parallel=False)
+    plan = plan_of(tp=1, tp_modules=("attention",), loss_parallel=False)
     assert (plan.tensor.styles, plan.tensor.sequence_parallel) == ({}, False)
 
 
@@ -233,7 +233,7 @@ def test_one_tp_rank_has_no_styles_whatever_is_asked() -> None:
     "parts", [(), ("attention",), ("embedding", "head"), ("embedding", "feed_forward", "head")], ids=str
 )
 def test_tied_parts_are_split_both_or_neither(parts: tuple[str, ...]) -> None:
-    plan = plan_of(tp=2, model=TIED, tp_parts=parts)
+    plan = plan_of(tp=2, model=TIED, tp_modules=parts)
     assert plan.tensor.styles["embed"].startswith("whole_") == plan.tensor.styles["head.output"].startswith(
         "whole_"
     )
@@ -251,32 +251,32 @@ TP_MISTAKES = [
             "parallel.tp=5 must divide train.seq_len=64. Use 1, 2, 4 or 8.",
         ],
     ),
-    ({"tp": 32, "world_size": 32, "tp_parts": ("embedding", "head")}, []),
+    ({"tp": 32, "world_size": 32, "tp_modules": ("embedding", "head")}, []),
     (
-        {"tp": 9, "world_size": 9, "tp_parts": ("feed_forward",)},
+        {"tp": 9, "world_size": 9, "tp_modules": ("feed_forward",)},
         [
             "parallel.tp=9 must divide model.ffn_dim=48. Use 1, 2, 4, 8 or 16.",
             "parallel.tp=9 must divide train.seq_len=64. Use 1, 2, 4, 8 or 16.",
         ],
     ),
-    ({"tp": 3, "world_size": 3, "tp_parts": ("feed_forward",), "sequence_parallel": False}, []),
+    ({"tp": 3, "world_size": 3, "tp_modules": ("feed_forward",), "sequence_parallel": False}, []),
     ({"tp": 2, "world_size": 2, "seq_len": 63}, ["parallel.tp=2 must divide train.seq_len=63. Use 1."]),
     ({"tp": 2, "world_size": 2, "seq_len": 63, "sequence_parallel": False}, []),
     (
-        {"tp": 2, "world_size": 2, "tp_parts": ("atention", "head", "embedding")},
-        ["parallel.tp_parts: atention is not a part of this model. Did you mean attention?"],
+        {"tp": 2, "world_size": 2, "tp_modules": ("atention", "head", "embedding")},
+        ["parallel.tp_modules: atention is not a part of this model. Did you mean attention?"],
     ),
     (
-        {"tp": 2, "world_size": 2, "tp_parts": ("xyz",)},
+        {"tp": 2, "world_size": 2, "tp_modules": ("xyz",)},
         [
-            "parallel.tp_parts: xyz is not a part of this model. It has embedding, attention, "
+            "parallel.tp_modules: xyz is not a part of this model. It has embedding, attention, "
             "feed_forward, head."
         ],
     ),
     (
-        {"tp": 2, "world_size": 2, "tp_parts": ("head",), "model": TIED},
+        {"tp": 2, "world_size": 2, "tp_modules": ("head",), "model": TIED},
         [
-            "parallel.tp_parts=['head']: embedding and head share a weight in this model, "
+            "parallel.tp_modules=['head']: embedding and head share a weight in this model, "
             "so tensor parallelism splits both or neither"
         ],
     ),
@@ -437,10 +437,13 @@ def test_two_mistakes_are_two_lines_and_none_is_said_twice() -> None:
     ("asked", "key"),
     [
         ({"strategy": "fsdp"}, "parallel.strategy"),
-        ({"tp": 2, "tp_parts": ("hed", "attention", "hed")}, "parallel.tp_parts"),
-        ({"tp": 2, "tp_parts": ("head",), "model": TIED}, "parallel.tp_parts"),
-        ({"activation_checkpoint": "full", "checkpointed_blocks": 5}, "parallel.checkpointed_blocks"),
-        ({"checkpointed_blocks": 2}, "parallel.checkpointed_blocks"),
+        ({"tp": 2, "tp_modules": ("hed", "attention", "hed")}, "parallel.tp_modules"),
+        ({"tp": 2, "tp_modules": ("head",), "model": TIED}, "parallel.tp_modules"),
+        (
+            {"activation_checkpoint": "full", "activation_checkpoint_blocks": 5},
+            "parallel.activation_checkpoint_blocks",
+        ),
+        ({"activation_checkpoint_blocks": 2}, "parallel.activation_checkpoint_blocks"),
         ({"activation_checkpoint": "half"}, "parallel.activation_checkpoint"),
         ({"storage_dtype": "bfloat16"}, "parallel.storage_dtype"),
         ({"attention": "flush"}, "parallel.attention"),

@@ -78,9 +78,9 @@ def test_a_strategy_is_named_for_the_mesh_that_it_makes() -> None:
 
 def test_each_key_that_says_other_than_the_file_is_named_once() -> None:
     """Also where two fields of the plan follow from it, as from compile.enabled."""
-    other = ParallelConfig(plan="f", tp=2, tp_parts=("head",), compile=CompileConfig(enabled=False))
+    other = ParallelConfig(plan="f", tp=2, tp_modules=("head",), compile=CompileConfig(enabled=False))
     assert contradictions(other, plan_of(), MODEL) == [
         "parallel.tp=2, but the plan file f has 1: leave the key out, or edit the file",
-        "parallel.tp_parts=('head',) is decided by the plan file f: leave the key out, or edit the file",
+        "parallel.tp_modules=('head',) is decided by the plan file f: leave the key out, or edit the file",
         "parallel.compile.enabled=false, but the plan file f has true: leave the key out, or edit the file",
     ]

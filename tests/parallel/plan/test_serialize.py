@@ -62,7 +62,7 @@ def entries(plan: Plan) -> list[str]:
             compile=CompileConfig(False, "aot_eager", "default"),
         ),
         make(tp=2, sequence_parallel=False, loss_parallel=False, cpu_offload=True),
-        make(tp=4, tp_parts=("attention",), activation_checkpoint="selective"),
+        make(tp=4, tp_modules=("attention",), activation_checkpoint="selective"),
         make(activation_checkpoint="budget", activation_budget=0.1, unit_min_params=2 * BLOCK),
         make(
             activation_checkpoint="selective",
@@ -328,7 +328,7 @@ def test_the_table_has_a_row_per_group_and_the_batch_in_words() -> None:
             "sequence parallel off, loss parallel off\n",
         ),
         (
-            make(tp=2, tp_parts=("embedding", "feed_forward", "head")),
+            make(tp=2, tp_modules=("embedding", "feed_forward", "head")),
             "loss parallel on, left whole: layers.*.norm, layers.*.wq, layers.*.wo\n",
         ),
         (

@@ -45,8 +45,8 @@ def restyle(plan: Plan, changes: dict[str, str | None]) -> Plan:
         {"tp": 2},
         {"tp": 4, "dp_replicate": 2, "sequence_parallel": False},
         {"tp": 8, "loss_parallel": False},
-        {"tp": 2, "tp_parts": ("attention",)},
-        {"tp": 2, "tp_parts": ()},
+        {"tp": 2, "tp_modules": ("attention",)},
+        {"tp": 2, "tp_modules": ()},
         {"activation_checkpoint": "selective", "param_dtype": "bfloat16"},
         {"activation_checkpoint": "selective", "selective_policy": "every:2"},
         {"activation_checkpoint": "budget", "activation_budget": 0.0},
@@ -422,7 +422,7 @@ def test_tied_parts_are_split_together() -> None:
     model = TIED
     plan = restyle(plan_of(model=model, tp=2), {"embed": "whole_vocab"})
     assert refusal(plan, model) == "tensor: embedding and head share a weight: split both or neither"
-    check(plan_of(model=model, tp=2, tp_parts=("attention",)), model)
+    check(plan_of(model=model, tp=2, tp_modules=("attention",)), model)
 
 
 def test_styles_and_degree_belong_together() -> None:

@@ -54,7 +54,7 @@ def test_long_micro_batches_get_a_chunked_loss_unless_logits_are_gathered() -> N
     assert plan_of(seq_len=LOSS_CHUNK_TOKENS, micro=2).loss_chunk_tokens == LOSS_CHUNK_TOKENS
     assert plan_of(seq_len=LOSS_CHUNK_TOKENS, micro=2, loss_chunk_tokens=0).loss_chunk_tokens == 0
     assert plan_of(seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False).loss_chunk_tokens == 0
-    whole_head = plan_of(seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False, tp_parts=("attention",))
+    whole_head = plan_of(seq_len=4 * LOSS_CHUNK_TOKENS, tp=2, loss_parallel=False, tp_modules=("attention",))
     assert whole_head.loss_chunk_tokens == LOSS_CHUNK_TOKENS
 
 

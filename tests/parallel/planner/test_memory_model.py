@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, StepMemory
-from meshwright.parallel.plan.make import TrainingJob, make_plan
+from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import host_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import load_hardware
@@ -51,7 +51,7 @@ def make(world_size: int, micro: int = 1, n_blocks: int = 2, global_batch: int =
     blocks = [f"layers.{i}" for i in range(n_blocks)]
     modules = dict(embed=EMBEDDING, **dict.fromkeys(blocks, BLOCK), head=HEAD)
     model = ModelUnits(modules, [(name,) for name in modules], frozenset(), frozenset(blocks))
-    return make_plan(ParallelConfig(**keys), model, TrainingJob(world_size, 8, 5, micro, global_batch))
+    return make_plan(ParallelConfig(**keys), model, RunShape(world_size, 8, 5, micro, global_batch))
 
 
 def predict(*sizes: int, work: ModelWorkload | None = None, **keys: Any) -> StepMemory:
@@ -209,7 +209,7 @@ def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() ->
     )
     kept = predict(2, work=work, n_blocks=5).memory.activations
     assert kept == 5 + 4 * KEPT + 300
-    assert predict(2, work=work, **keys, checkpointed_blocks=3).memory.activations == kept - 2 * KEPT
+    assert predict(2, work=work, **keys, activation_checkpoint_blocks=3).memory.activations == kept - 2 * KEPT
     assert predict(2, work=make_work(n_blocks=5, passing=900), **keys).memory.activations == 5 + KEPT + 900, (
         "in a forward"
     )
@@ -300,7 +300,7 @@ def test_a_unit_of_first_and_last_module_is_reduced_when_both_are_done() -> None
     """Tied embeddings: the weight is the embedding's, used again in the head, whose gradient begins there."""
     modules = {"embed": 0, "layers.0": BLOCK, "head": HEAD}
     model = ModelUnits(modules, [("layers.0",), ("embed", "head")], frozenset(), frozenset())
-    plan = make_plan(ParallelConfig(), model, TrainingJob(2, 8, 5, 1))
+    plan = make_plan(ParallelConfig(), model, RunShape(2, 8, 5, 1))
     work = make_work(n_blocks=1)
     embed = dataclasses.replace(work.modules["embed"], parameters=0)
     got = predict_step_memory(

@@ -10,7 +10,7 @@ import pytest
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.make import TrainingJob
+from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
@@ -64,7 +64,7 @@ MODEL = ModelUnits(
     tp_divides={"attention": {"model.n_heads": 8}},
     attention_ops=("aten.mm",),
 )
-BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_parts": ("attention",)}
+BF16 = {"param_dtype": "bfloat16", "plan": "auto", "tp_modules": ("attention",)}
 
 
 def machines(gib: float = 79.1, per_node: int = 8) -> Cluster:
@@ -75,7 +75,7 @@ def find(
     gpus: int, here: Cluster | None = None, batch: int = -1, micro: Any = "auto", **keys: Any
 ) -> SearchResult:
     here = here or machines()
-    job = TrainingJob(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
+    job = RunShape(gpus, min(gpus, here.gpus_per_node), TOKENS, micro, batch)
     return search(ParallelConfig(**BF16 | keys), MODEL, job, here, trace)  # type: ignore[arg-type]
 
 
@@ -189,7 +189,7 @@ def test_a_tie_goes_to_the_simpler_plan() -> None:
         "dp_replicate": 1,
         "dp_shard": 1,
         "activation_checkpoint": "none",
-        "checkpointed_blocks": 0,
+        "activation_checkpoint_blocks": 0,
         "reshard_after_forward": True,
         "prefetch": 1,
         "micro_batch_size": 1,
@@ -245,7 +245,7 @@ def test_micro_batches_are_divisors_of_a_ranks_share() -> None:
 
 
 def test_what_is_frozen_costs_neither_backward_nor_reduction() -> None:
-    here, job = machines(500), TrainingJob(8, 8, TOKENS, 1, -1)
+    here, job = machines(500), RunShape(8, 8, TOKENS, 1, -1)
 
     def frozen(plan: Plan) -> ModelWorkload:
         return dataclasses.replace(trace(plan), trained=dict.fromkeys(NAMES[:-1], 0.0))
@@ -261,7 +261,7 @@ def test_a_batch_too_small_for_the_ranks_makes_them_share_sequences() -> None:
 
 
 def test_the_most_frugal_settings_need_no_more_than_any_other() -> None:
-    config, job = ParallelConfig(**BF16), TrainingJob(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
+    config, job = ParallelConfig(**BF16), RunShape(8, 8, TOKENS, "auto", -1)  # type: ignore[arg-type]
     closed, one = frugal(config, job, BLOCKS)
     least = search(closed, MODEL, one, machines(500), trace)
     everything = find(8, machines(500))
@@ -285,14 +285,15 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
         },
     )
     every = {
-        count: find(8, here, micro=1, **closed, checkpointed_blocks=count) for count in range(1, BLOCKS + 1)
+        count: find(8, here, micro=1, **closed, activation_checkpoint_blocks=count)
+        for count in range(1, BLOCKS + 1)
     }
     fits = [count for count, choice in every.items() if choice.ranked]
     found = find(8, here, micro=1, **closed)
     assert bool(found.ranked) == bool(fits)
     if fits:
         assert fits == list(range(fits[0], BLOCKS + 1)), "the fewer, the more memory"
-        tried = {c.choices["checkpointed_blocks"] for c in found.ranked}
+        tried = {c.choices["activation_checkpoint_blocks"] for c in found.ranked}
         assert tried == {fits[0], BLOCKS}
         assert found.best.rate() >= max(every[count].best.rate() for count in fits) * (1 - EQUAL)
 
@@ -300,19 +301,21 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
 def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> None:
     here = machines(28)
     choice = find(8, here, micro=1, tp=1, dp_replicate=1)
-    count = choice.best.choices["checkpointed_blocks"]
+    count = choice.best.choices["activation_checkpoint_blocks"]
     assert 0 < count < BLOCKS
     treated = [unit.activation_checkpoint != "none" for unit in choice.best.plan.units[1:-1]]
     assert treated == [True] * count + [False] * (BLOCKS - count)
     mode = choice.best.choices["activation_checkpoint"]
     alike = next(
-        c for c in choice.ranked if c.choices == choice.best.choices | {"checkpointed_blocks": BLOCKS}
+        c
+        for c in choice.ranked
+        if c.choices == choice.best.choices | {"activation_checkpoint_blocks": BLOCKS}
     )
     assert choice.best.rate() > alike.rate() * (1 + EQUAL)
-    said = next(line for line in reasons(choice, here) if line.startswith("checkpointed_blocks="))
+    said = next(line for line in reasons(choice, here) if line.startswith("activation_checkpoint_blocks="))
     slower = f"{1 - alike.rate() / choice.best.rate():.1%}"
     assert said == (
-        f"checkpointed_blocks={count}: no fewer fit; {BLOCKS} is {slower} slower and needs "
+        f"activation_checkpoint_blocks={count}: no fewer fit; {BLOCKS} is {slower} slower and needs "
         f"{alike.needed_bytes / GIB:.1f} GiB"
     ), mode
 
@@ -320,7 +323,7 @@ def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> N
 def test_offload_needs_host_memory() -> None:
     """Of 6 blocks 5 are sent, 20 GiB: too much for 16, and so is any number that spares enough; on a CPU
     there is none."""
-    closed = {"tp": 1, "activation_checkpoint": "offload", "checkpointed_blocks": BLOCKS}
+    closed = {"tp": 1, "activation_checkpoint": "offload", "activation_checkpoint_blocks": BLOCKS}
     host = {gib: dataclasses.replace(machines(40).hardware, host_memory_gib=gib) for gib in (16.0, 21.0)}
     best = find(8, dataclasses.replace(machines(40), hardware=host[21.0]), micro=1, **closed).best
     assert best.host_bytes == (BLOCKS - 1) * KEPT["offload"]
@@ -332,7 +335,7 @@ def test_offload_needs_host_memory() -> None:
         8,
         dataclasses.replace(machines(500), hardware=host[16.0]),
         micro=1,
-        **closed | {"checkpointed_blocks": 5},
+        **closed | {"activation_checkpoint_blocks": 5},
     ).best
     assert some.host_bytes == 4 * KEPT["offload"]
 
@@ -365,7 +368,7 @@ def test_reasons_give_figures_that_are_true() -> None:
     needs = re.findall(r"(none|selective|full) needs (?:at least )?([\d.]+) GiB of 60.0", checkpointing)
     assert needs, checkpointing
     for mode, gib in needs:
-        free = {"activation_checkpoint": "", "checkpointed_blocks": 0}
+        free = {"activation_checkpoint": "", "activation_checkpoint_blocks": 0}
         plans = [
             c
             for c in choice.does_not_fit

@@ -54,7 +54,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "text").mkdir()
     for i in range(4):
         (folder / "text" / f"{i}.txt").write_text(f"text {i} " * 400)
-    keys = [f"--data.source={folder / 'text'}", f"--data.cache_dir={folder / 'cache'}", "--data.held_out=0.2"]
+    keys = [
+        f"--data.source={folder / 'text'}",
+        f"--data.cache_dir={folder / 'cache'}",
+        "--data.eval_fraction=0.2",
+    ]
     arguments = ["train", "--processes", "1", "--steps=2", "--compile", "false", *TINY, *keys, "--json"]
     done = run_nested("tools.bench", *arguments)
     assert done.returncode == 0, done.stderr

@@ -145,12 +145,15 @@ def test_what_cannot_be_begun() -> None:
 
 def test_blocks_are_named_where_not_all_are_checkpointed() -> None:
     assert (
-        recomputed({"activation_checkpoint": "selective", "checkpointed_blocks": 12}, 32)
+        recomputed({"activation_checkpoint": "selective", "activation_checkpoint_blocks": 12}, 32)
         == "selective, 12 of 32"
     )
-    assert recomputed({"activation_checkpoint": "selective", "checkpointed_blocks": 32}, 32) == "selective"
+    assert (
+        recomputed({"activation_checkpoint": "selective", "activation_checkpoint_blocks": 32}, 32)
+        == "selective"
+    )
     assert recomputed({"activation_checkpoint": "full"}, 32) == "full"
-    assert recomputed({"activation_checkpoint": "none", "checkpointed_blocks": 0}, 32) == "none"
+    assert recomputed({"activation_checkpoint": "none", "activation_checkpoint_blocks": 0}, 32) == "none"
 
 
 def test_the_docs_are_what_the_newest_record_says() -> None:

@@ -49,7 +49,7 @@ CHOICES = {
     "dp_replicate",
     "dp_shard",
     "activation_checkpoint",
-    "checkpointed_blocks",
+    "activation_checkpoint_blocks",
     "reshard_after_forward",
     "prefetch",
     "micro_batch_size",

@@ -236,7 +236,7 @@ def test_diff_goes_by_pattern_where_both_plans_split_weights() -> None:
     gathered = small_plan(
         "--parallel.tp=2",
         "--parallel.loss_parallel=false",
-        "--parallel.tp_parts=[head]",
+        "--parallel.tp_modules=[head]",
         "--parallel.sequence_parallel=false",
     )
     lines = [in_words(difference) for difference in diff_plans(split, gathered)]

@@ -439,7 +439,7 @@ def test_a_real_step_has_the_operations_counted_by_hand(tmp_path):
         "--profile.steps=2",
         "--checkpoint.every=0",
         "--train.eval_every=0",
-        "--data.held_out=0.2",
+        "--data.eval_fraction=0.2",
     )
     assert done.returncode == 0, done.stderr
     found = {

@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def many(made: Path, tmp_path: Path) -> DataConfig:
     """60 documents, of which about a quarter is held out."""
     folder = Path(shutil.copytree(made / "many", tmp_path / "many"))
-    return DataConfig(source=str(folder), held_out=0.25, cache_dir=str(tmp_path / "cache"))
+    return DataConfig(source=str(folder), eval_fraction=0.25, cache_dir=str(tmp_path / "cache"))
 
 
 def held_out(config: DataConfig) -> list[str]:
@@ -102,7 +102,9 @@ def test_a_change_of_the_source_makes_another_cache_and_leaves_the_old_one(
         os.utime(path, ns=(1, 1))
     elif change == "new file":
         (path.parent / "new.txt").write_text("new")
-    config = many if change != "share" else DataConfig(many.source, held_out=0.3, cache_dir=many.cache_dir)
+    config = (
+        many if change != "share" else DataConfig(many.source, eval_fraction=0.3, cache_dir=many.cache_dir)
+    )
     load_corpus(config)
     assert len(caches(many)) == len(before) + 1
     assert before.items() <= caches(many).items()

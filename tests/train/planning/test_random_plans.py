@@ -92,7 +92,9 @@ PARALLEL = st.builds(
     dp_replicate=REPLICATE,
     dp_shard=SHARD,
     tp=TP,
-    tp_parts=mostly(st.just(tuple(PARTS)), st.lists(st.sampled_from([*PARTS, "hed"]), max_size=5).map(tuple)),
+    tp_modules=mostly(
+        st.just(tuple(PARTS)), st.lists(st.sampled_from([*PARTS, "hed"]), max_size=5).map(tuple)
+    ),
     sequence_parallel=st.booleans(),
     loss_parallel=st.booleans(),
     reshard_after_forward=mostly(st.sampled_from(["auto", "auto", True, False, 2]), st.integers(-2, 70)),

@@ -124,7 +124,7 @@ CONTRADICTING = [
     ("--parallel.compile.enabled=false", "has true"),
     ("--parallel.compile.on_recompile=error", "has warn"),
     ("--parallel.strategy=full_shard", "is decided by"),
-    ("--parallel.tp_parts=[attention]", "is decided by"),
+    ("--parallel.tp_modules=[attention]", "is decided by"),
     ("--parallel.loss_parallel=false", "is decided by"),
     ("--parallel.selective_policy=attention", "is decided by"),
     ("--parallel.unit_min_params=1000000000", "is decided by"),
@@ -173,15 +173,15 @@ def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
 # Keys, and the lines of the refusal; none where there is a plan.
 TP = [
     (["--parallel.tp=16"], ["parallel.tp=16 must divide model.n_kv_heads=8. Use 1, 2, 4 or 8."]),
-    (["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]"], []),
+    (["--parallel.tp=16", "--parallel.tp_modules=[feed_forward,head]"], []),
     (
-        ["--parallel.tp=16", "--parallel.tp_parts=[feed_forward,head]", "--train.seq_len=100"],
+        ["--parallel.tp=16", "--parallel.tp_modules=[feed_forward,head]", "--train.seq_len=100"],
         ["parallel.tp=16 must divide train.seq_len=100. Use 1, 2 or 4."],
     ),
     (
         [
             "--parallel.tp=16",
-            "--parallel.tp_parts=[feed_forward,head]",
+            "--parallel.tp_modules=[feed_forward,head]",
             "--train.seq_len=100",
             "--parallel.sequence_parallel=false",
         ],
@@ -195,7 +195,7 @@ TP = [
         ],
     ),
     (
-        ["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_parts=[embedding]"],
+        ["--parallel.tp=4", "--model.vocab_size=1006", "--parallel.tp_modules=[embedding]"],
         [
             "parallel.tp=4 must divide model.vocab_size=1006. Use 1 or 2. Or pad it to 1024: ids no text has "
             "cost their rows and are soon never predicted."

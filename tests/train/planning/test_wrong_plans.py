@@ -100,14 +100,14 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
         ["parallel.tp=2 must divide model.ffn_dim=511", "Use 1."],
     ),
     (
-        ["--parallel.tp_parts=[qkv]"],
+        ["--parallel.tp_modules=[qkv]"],
         8,
-        ["parallel.tp_parts: qkv", "It has embedding, attention, feed_forward, head."],
+        ["parallel.tp_modules: qkv", "It has embedding, attention, feed_forward, head."],
     ),
     (
-        ["--parallel.tp=2", "--parallel.tp_parts=[attention,head]", "--model.tie_embeddings=true"],
+        ["--parallel.tp=2", "--parallel.tp_modules=[attention,head]", "--model.tie_embeddings=true"],
         8,
-        ["parallel.tp_parts=['attention', 'head']", "embedding and head share a weight", "both or neither"],
+        ["parallel.tp_modules=['attention', 'head']", "embedding and head share a weight", "both or neither"],
     ),
     # dtypes
     (
@@ -191,7 +191,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
         ["parallel.reshard_after_forward", "sometimes", "whole number"],
     ),
     (["--parallel.cpu_offload=maybe"], 8, ["parallel.cpu_offload", "maybe", "true or false"]),
-    (["--parallel.tp_parts=attention"], 8, ["parallel.tp_parts", "attention", "a list"]),
+    (["--parallel.tp_modules=attention"], 8, ["parallel.tp_modules", "attention", "a list"]),
     (["--parallel.compile=inductor"], 8, ["parallel.compile is a section", "--parallel.compile.NAME=value"]),
     (["--train.seq_len=2048"], 8, ["train.seq_len=2048", "model.max_seq_len=1024"]),
     (["--model.n_kv_heads=3"], 8, ["model.n_kv_heads=3", "must divide model.n_heads=8"]),

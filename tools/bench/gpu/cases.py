@@ -59,7 +59,7 @@ VARIANTS = {
     TENSORWISE: ("--parallel.float8.recipe=tensorwise",),
     "float8 rowwise": ("--parallel.float8.recipe=rowwise",),
     "joined projections": ("--parallel.fused_projections=true",),
-    "half recomputed": ("--parallel.checkpointed_blocks={half}",),
+    "half recomputed": ("--parallel.activation_checkpoint_blocks={half}",),
 }
 
 

@@ -305,7 +305,7 @@ def _figures(cell: Cell) -> list[str]:
 
 def recomputed(choices: Mapping[str, Any], n_layers: int) -> str:
     """What is checkpointed, and how many blocks, where it is not all of them."""
-    mode, blocks = choices["activation_checkpoint"], choices.get("checkpointed_blocks", "auto")
+    mode, blocks = choices["activation_checkpoint"], choices.get("activation_checkpoint_blocks", "auto")
     return f"{mode}" if mode == "none" or blocks in ("auto", n_layers) else f"{mode}, {blocks} of {n_layers}"
 
 
