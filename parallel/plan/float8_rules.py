@@ -1,12 +1,15 @@
 """Which linears multiply in float8, and what such a plan must keep to."""
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 
 from meshwright.parallel.config import Float8Config
+from meshwright.parallel.plan.mistakes import Mistake
+from meshwright.parallel.plan.rules import choice_mistakes
 from meshwright.parallel.plan.schema import Float8Plan, ModelUnits, Plan, TensorPlan
 
+RECIPES = ("tensorwise", "rowwise")
 MULTIPLE = 16  # of every dim of a product in float8: torch._scaled_mm
 
 
@@ -35,59 +38,91 @@ def _gathered_tokens(chosen: Collection[str], model: ModelUnits, tensor: TensorP
     return (*norms, *(pattern for pattern in chosen if tensor.styles.get(pattern) == "rowwise"))
 
 
-def key_mistakes(asked: Float8Config, model: ModelUnits, place: str) -> list[str]:
-    """Patterns that are the name of nothing, and a size that is none."""
-    mistakes = [f"{place}min_dim={asked.min_dim} must be at least 1"] if asked.min_dim < 1 else []
-    return mistakes + [
-        f"{place}linears: {pattern} is the name of no linear in a block. There are {', '.join(model.linears)}"
-        for pattern in asked.linears
-        if not _matching([pattern], model)
-    ]
+def asked_mistakes(asked: Float8Config, model: ModelUnits) -> Iterator[Mistake]:
+    """Patterns that are the name of nothing, and a size that is none: no linears can be chosen."""
+    if asked.recipe != "none" and asked.min_dim < 1:
+        yield Mistake("parallel.float8.min_dim", f"={asked.min_dim} must be at least 1")
+    for pattern in dict.fromkeys(asked.linears) if asked.recipe != "none" else ():
+        if not _matching([pattern], model):
+            there_are = f"There are {', '.join(model.linears)}"
+            yield Mistake("float8.linears", f": {pattern} is the name of no linear in a block. {there_are}")
 
 
-def float8_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
-    """Whether a plan's products can be in float8. `place` is what stands in front of its keys."""
-    chosen = plan.float8
-    if chosen.recipe not in ("none", "tensorwise", "rowwise"):
-        return [f"{place}recipe={chosen.recipe} is not one of none, tensorwise, rowwise"]
+def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[Mistake]:
+    """Whether a plan's products can be in float8. Without a mesh that fits, nothing is said of the sizes that
+    follow from its degrees."""
+    chosen, recipe = plan.float8, f"={plan.float8.recipe}"
     if chosen.recipe == "none":
-        says_more = bool(chosen.linears or chosen.all_gather or chosen.tokens)
-        return [
-            f"{place}recipe=none has no linears and sends nothing in float8: use a recipe, or no linears and "
-            "all_gather=false"
-        ] * says_more
-    if unknown := [p for p in chosen.linears if p not in model.linears]:
-        return [f"{place}linears: {unknown[0]} is none of {', '.join(model.linears)}"]
-    mistakes = []
+        if chosen.linears or chosen.all_gather or chosen.tokens:
+            yield Mistake(
+                "float8.recipe",
+                "=none has no linears and sends nothing in float8: use a recipe, or no linears and "
+                "all_gather=false",
+            )
+    elif chosen.recipe not in RECIPES:
+        yield from choice_mistakes("float8.recipe", chosen.recipe, ("none", *RECIPES))
+    elif unknown := [p for p in chosen.linears if p not in model.linears]:
+        yield Mistake("float8.linears", f": {unknown[0]} is none of {', '.join(model.linears)}")
+    else:
+        yield from _size_mistakes(plan, model) if mesh_fits else ()
+        if chosen.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
+            yield Mistake(
+                "float8.recipe",
+                f"{recipe} gives bfloat16 (torch._scaled_mm), and param_dtype is float32: use bfloat16",
+            )
+        if plan.fused_projections:
+            yield Mistake(
+                "float8.recipe",
+                f"{recipe} scales each weight, and fused_projections=true multiplies several as one: use one "
+                "of the two",
+            )
+        for pattern in chosen.tokens:
+            style = plan.tensor.styles.get(pattern)
+            if style not in ("sequence", "rowwise") or not plan.tensor.sequence_parallel:
+                yield Mistake(
+                    "float8.tokens", f": tensor parallelism gathers nothing at {pattern}: leave it out"
+                )
+        yield from _gather_mistakes(plan) if chosen.all_gather else ()
+
+
+def _size_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
+    """Parts of a tp rank, and shards of them, that no product or all-gather in float8 takes."""
+    chosen, shard = plan.float8, plan.mesh.dp_shard
     if not chosen.linears:
-        mistakes.append(
-            f"{place}recipe={chosen.recipe} multiplies nothing in float8: no linear of a tp rank is large "
-            "enough. Lower min_dim or tp, or use none"
+        yield Mistake(
+            "float8.recipe",
+            f"={chosen.recipe} multiplies nothing in float8: no linear of a tp rank is large enough. "
+            "Lower min_dim or tp, or use none",
         )
     for pattern in chosen.linears:
         part = _part(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)
         if odd := [str(dim) for dim in part if dim % MULTIPLE]:
-            mistakes.append(
-                f"{place}linears: {pattern} has {' and '.join(odd)} inputs or outputs on a rank, and float8 "
-                f"products need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp"
+            yield Mistake(
+                "float8.linears",
+                f": {pattern} has {' and '.join(odd)} inputs or outputs on a rank, and float8 "
+                f"products need multiples of {MULTIPLE}: leave it out, or change the model's shape or tp",
             )
-    if chosen.recipe == "rowwise" and any(unit.param_dtype == "float32" for unit in plan.units):
-        mistakes.append(
-            f"{place}recipe=rowwise gives bfloat16 (torch._scaled_mm), and param_dtype is float32: use "
-            "bfloat16"
+        if chosen.all_gather and part[0] % shard:
+            yield Mistake(
+                "float8.all_gather",
+                f"=true needs equal shards: dp_shard={shard} must divide the {part[0]} outputs of "
+                f"{pattern} on a tp rank, or use false",
+            )
+
+
+def _gather_mistakes(plan: Plan) -> Iterator[Mistake]:
+    """What FSDP2's all-gather of float8 weights cannot do."""
+    if plan.float8.recipe == "rowwise":
+        yield Mistake(
+            "float8.all_gather",
+            "=true needs one scale for a tensor, and recipe=rowwise has one for a row: use false",
         )
-    if plan.fused_projections:
-        mistakes.append(
-            f"{place}recipe={chosen.recipe} scales each weight, and fused_projections=true multiplies "
-            "several as one: use one of the two"
+    if any(type(unit.reshard_after_forward) is int for unit in plan.units):
+        yield Mistake(
+            "float8.all_gather",
+            "=true cannot be gathered again within smaller groups, which torch's FSDP2 has not "
+            "written: use reshard_after_forward true or false",
         )
-    for pattern in chosen.tokens:
-        if (
-            plan.tensor.styles.get(pattern) not in ("sequence", "rowwise")
-            or not plan.tensor.sequence_parallel
-        ):
-            mistakes.append(f"{place}tokens: tensor parallelism gathers nothing at {pattern}: leave it out")
-    return mistakes + (_gather_mistakes(plan, model, place) if chosen.all_gather else [])
 
 
 def count_float8(plan: Plan, linears: Mapping[str, tuple[int, int]]) -> int:
@@ -98,29 +133,6 @@ def count_float8(plan: Plan, linears: Mapping[str, tuple[int, int]]) -> int:
     )
 
 
-def _gather_mistakes(plan: Plan, model: ModelUnits, place: str) -> list[str]:
-    """What FSDP2's all-gather of float8 weights cannot do."""
-    mistakes = []
-    if plan.float8.recipe == "rowwise":
-        mistakes.append(
-            f"{place}all_gather=true needs one scale for a tensor, and recipe=rowwise has one for a row: use "
-            "false"
-        )
-    if any(type(unit.reshard_after_forward) is int for unit in plan.units):
-        mistakes.append(
-            f"{place}all_gather=true cannot be gathered again within smaller groups, which torch's FSDP2 has "
-            "not written: use reshard_after_forward true or false"
-        )
-    for pattern in plan.float8.linears:
-        rows = _part(pattern, model.linears[pattern], plan.tensor.styles, plan.mesh.tp)[0]
-        if rows % plan.mesh.dp_shard:
-            mistakes.append(
-                f"{place}all_gather=true needs equal shards: dp_shard={plan.mesh.dp_shard} must divide the "
-                f"{rows} outputs of {pattern} on a tp rank, or use false"
-            )
-    return mistakes
-
-
 def _matching(patterns: Iterable[str], model: ModelUnits) -> list[str]:
     return [name for name in model.linears if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
@@ -128,5 +140,5 @@ def _matching(patterns: Iterable[str], model: ModelUnits) -> list[str]:
 def _part(pattern: str, size: tuple[int, int], styles: Mapping[str, str], tp: int) -> tuple[int, int]:
     """Outputs and inputs of one tp rank's part of a linear."""
     outputs, inputs = size
-    style = styles.get(pattern, "")
+    style, tp = styles.get(pattern, ""), max(tp, 1)
     return (outputs // tp if style == "colwise" else outputs, inputs // tp if style == "rowwise" else inputs)

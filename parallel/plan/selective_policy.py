@@ -1,8 +1,11 @@
 """Selective activation checkpointing: which operators' results a policy keeps."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from meshwright.parallel.plan.mistakes import Mistake
 
 MATMUL = "aten.mm"
 # recomputed, they would be sent again
@@ -24,24 +27,24 @@ def saved_ops(policy: str, attention_ops: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(op.strip() for op in policy.split(",") if op.strip())
 
 
-def op_mistakes(
-    policy: str, attention_ops: tuple[str, ...], place: str = "parallel.selective_policy"
-) -> list[str]:
-    """What is wrong with a policy, in words."""
+def policy_mistakes(policy: str, attention_ops: tuple[str, ...]) -> Iterator[Mistake]:
+    """A policy that is no policy, and operators that this torch does not have."""
+    key, kept = "parallel.selective_policy", saved_ops(policy, attention_ops)
+    unknown = [op for op in kept if not is_op(op)]
     if policy.startswith("every:"):
-        return [] if blocks_of_every(policy) else [f"{place}={policy} must be every:N with N at least 1"]
-    unknown = [op for op in saved_ops(policy, attention_ops) if not _is_op(op)]
-    if not unknown and saved_ops(policy, attention_ops):
-        return []
-    what = (
-        f"{', '.join(unknown)} is not an operator of this torch"
-        if unknown
-        else "it keeps nothing, which is full"
-    )
-    return [
-        f"{place}={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as aten.mm or "
-        "aten.mm/2"
-    ]
+        if not blocks_of_every(policy):
+            yield Mistake(key, f"={policy} must be every:N with N at least 1")
+    elif unknown or not kept:
+        what = (
+            f"{', '.join(unknown)} is not an operator of this torch"
+            if unknown
+            else "it keeps nothing, which is full"
+        )
+        yield Mistake(
+            key,
+            f"={policy}: {what}. Use {', '.join(POLICIES)}, every:N, or operators such as "
+            "aten.mm or aten.mm/2",
+        )
 
 
 def find_op(text: str) -> Any:
@@ -50,6 +53,7 @@ def find_op(text: str) -> Any:
     return op if isinstance(op, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)) else None
 
 
-def _is_op(op: str) -> bool:
+def is_op(op: str) -> bool:
+    """Whether this torch has an operator, perhaps with /N behind it."""
     times = op.partition("/")[2]
     return find_op(op) is not None and (times.isdecimal() and int(times) > 0 if "/" in op else True)

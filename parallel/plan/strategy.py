@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.plan.mistakes import Mistake
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import MeshPlan
 
@@ -54,23 +55,23 @@ def strategy_settings(
 
 def resolve_strategy(
     config: ParallelConfig, tp: int, world_size: int, gpus_per_node: int
-) -> tuple[ParallelConfig, list[str]]:
+) -> tuple[ParallelConfig, list[Mistake]]:
     """The config with the strategy's settings in its keys, and the keys that contradict it."""
     name = config.strategy or ""
     if name not in STRATEGIES:
-        return config, [
-            f"parallel.strategy={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
-        ]
+        says = f"={name} is not one of {', '.join(STRATEGIES)}." + nearest(name, STRATEGIES)
+        return config, [Mistake("parallel.strategy", says)]
     settings = strategy_settings(config, tp, world_size, gpus_per_node)
     mistakes = []
     for key, value in settings.items():
         asked = getattr(config, key)
         open_ = asked == "auto" or (key == "dp_shard" and asked == -1)
         if not open_ and (type(asked), asked) != (type(value), value):
-            mistakes.append(
-                f"parallel.{key}={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
+            says = (
+                f"={str(asked).lower()} contradicts parallel.strategy={config.strategy}, "
                 f"which means {str(value).lower()} here: leave one of them out"
             )
+            mistakes.append(Mistake(f"parallel.{key}", says))
     return replace(config, **settings), mistakes  # type: ignore[arg-type]
 
 

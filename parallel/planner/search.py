@@ -13,8 +13,9 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.make import RunShape, make_plan
+from meshwright.parallel.plan.mistakes import key_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
-from meshwright.parallel.plan.selective_policy import op_mistakes
+from meshwright.parallel.plan.selective_policy import policy_mistakes
 from meshwright.parallel.planner.cost_model import host_bytes, step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
@@ -107,9 +108,9 @@ def search(
     """Try all. Raises PlanError if no combination is legal, with what is wrong with the simplest one. That
     none fits is no error: then `ranked` is empty."""
     if config.activation_checkpoint == "auto" and (
-        mistakes := op_mistakes(config.selective_policy, model.attention_ops)
+        mistakes := [*policy_mistakes(config.selective_policy, model.attention_ops)]
     ):
-        raise PlanError("\n".join(mistakes))
+        raise PlanError("\n".join(map(key_line, mistakes)))
     found = _Search(config, model, job, machines, trace)
     for candidate in sorted(found.legal(), key=lambda c: (-c.rate(), _complexity(c))):
         found.take(candidate)

@@ -14,7 +14,7 @@ from meshwright.parallel.float8 import check_float8
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.plan.serialize import load_plan
-from meshwright.parallel.plan.validate import check_plan, key_mistakes
+from meshwright.parallel.plan.validate import plan_file_mistakes
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.planning.device_defaults import attention_here, check_attention, dtype_here
@@ -30,13 +30,9 @@ def read_plan(job: TrainingJob, model: ModelUnits, world_size: int) -> Plan:
             "a plan file, such as plan.yaml in a run's folder"
         )
     plan = load_plan(path)
-    mistakes = key_mistakes(job.parallel, plan, model)
+    mistakes = plan_file_mistakes(plan, path, job.parallel, model, world_size, job.seq_len)
     if plan.mesh.world_size == world_size:
         mistakes += _batch_mistakes(job, plan)
-    try:
-        check_plan(plan, model, world_size, job.seq_len)
-    except PlanError as error:
-        mistakes += [f"plan file {path}: {line}" for line in str(error).splitlines()]
     if mistakes:
         raise PlanError("\n".join(mistakes))
     return plan

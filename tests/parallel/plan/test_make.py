@@ -1,11 +1,14 @@
 """make_plan: what is asked becomes what is done, or one report of every mistake."""
 
 import dataclasses
+import itertools
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.config import CompileConfig, Float8Config
 from meshwright.parallel.plan.schema import MeshPlan, ModelUnits
 from tests.support.plans import BLOCK, MODEL, TIED, make_model, plan_of, report_of
 
@@ -412,6 +415,52 @@ def test_several_mistakes_come_in_one_report() -> None:
 
 def test_a_wrong_batch_and_a_wrong_dtype_come_in_one_report() -> None:
     assert report_of(global_batch=12, param_dtype="float16").count("\n") == 1
+
+
+def test_two_mistakes_are_two_lines_and_none_is_said_twice() -> None:
+    """A mistake beside another is said as it is alone. Only a strategy and the compiler settle what other
+    keys can be."""
+
+    def keys(**asked: Any) -> Counter[str]:
+        lines = report_of(**asked).splitlines()
+        assert len(lines) == len(set(lines)), lines
+        return Counter(re.split("[=:]", line)[0] for line in lines)
+
+    settle = ("strategy", "compile")
+    alone = [(asked, keys(**asked)) for asked, _ in MISTAKES if asked.keys().isdisjoint(settle)]
+    for (one, of_one), (other, of_other) in itertools.combinations(alone, 2):
+        if one.keys().isdisjoint(other):
+            assert keys(**one, **other) <= of_one + of_other, (one, other)
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ({"strategy": "fsdp"}, "parallel.strategy"),
+        ({"tp": 2, "tp_modules": ("hed", "attention", "hed")}, "parallel.tp_modules"),
+        ({"tp": 2, "tp_modules": ("head",), "model": TIED}, "parallel.tp_modules"),
+        (
+            {"activation_checkpoint": "full", "activation_checkpoint_blocks": 5},
+            "parallel.activation_checkpoint_blocks",
+        ),
+        ({"activation_checkpoint_blocks": 2}, "parallel.activation_checkpoint_blocks"),
+        ({"activation_checkpoint": "half"}, "parallel.activation_checkpoint"),
+        ({"storage_dtype": "bfloat16"}, "parallel.storage_dtype"),
+        ({"attention": "flush"}, "parallel.attention"),
+        ({"loss_chunk_tokens": 3}, "parallel.loss_chunk_tokens"),
+        ({"async_tp": True}, "parallel.async_tp"),
+        ({"float8": Float8Config("tensorwise", linears=("a", "a"))}, "parallel.float8.linears"),
+        ({"float8": Float8Config("tensorwise", linears=(), min_dim=0)}, "parallel.float8.min_dim"),
+        ({"float8": Float8Config("tensorwise", linears=())}, "parallel.float8.recipe"),
+        ({"dp_replicate": 3, "reshard_after_forward": 4}, "parallel"),
+        ({"tp": -1, "dp_shard": -8, "global_batch": 3}, "parallel.dp_shard parallel.tp"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_said_once_of_the_key_that_it_is_in(asked: dict[str, Any], key: str) -> None:
+    """What no plan can say is left out of the plan, where it would be found again."""
+    lines = report_of(**asked).splitlines()
+    assert [re.split("[=:]", line)[0] for line in lines] == key.split(), lines
 
 
 def test_a_mesh_is_the_product_of_its_degrees() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.mistakes import file_line
 from meshwright.parallel.plan.schema import (
     ACTIVATION_CHECKPOINTS,
     DTYPES,
@@ -24,7 +25,7 @@ from meshwright.parallel.plan.schema import (
     UnitPlan,
 )
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
-from meshwright.parallel.plan.validate import check_plan
+from meshwright.parallel.plan.validate import validate
 from tests.support.plans import BLOCK, MODEL, SEQ_LEN, change, make_model, plan_of
 
 
@@ -270,15 +271,15 @@ def test_a_malformed_plan_is_refused_with_file_and_place(
         (edit("mesh", "dp_shard", value=-1), "mesh: dp_shard=-1 must be at least 1"),
         (
             edit("units", 1, "reshard_after_forward", value=-4),
-            "units layers.0 to layers.3 .4.: reshard_after_forward=-4",
+            "units layers.0 to layers.3 (4): reshard_after_forward=-4",
         ),
         (
             edit("units", 1, "reshard_after_forward", value=1),
-            "units layers.0 to layers.3 .4.: reshard_after_forward=1",
+            "units layers.0 to layers.3 (4): reshard_after_forward=1",
         ),
         (
             edit("units", 1, "forward_prefetch", value=-1),
-            "units layers.0 to layers.3 .4.: forward_prefetch=-1",
+            "units layers.0 to layers.3 (4): forward_prefetch=-1",
         ),
         (edit("units", 2, "param_dtype", value="half"), "unit head: param_dtype=half"),
         (edit("compile", "mode", value="max-autotune-no-cudagraphs"), "compile.mode"),
@@ -289,8 +290,8 @@ def test_a_plan_that_cannot_be_applied_is_refused_before_it_is(
     mistake: Callable[[Any], None], word: str, tmp_path: Path
 ) -> None:
     path = write_mistaken(make(compile=CompileConfig(backend="aot_eager")), mistake, tmp_path)
-    with pytest.raises(PlanError, match=word):
-        check_plan(load_plan(path), MODEL, 8, SEQ_LEN)
+    lines = [file_line(mistake) for mistake in validate(load_plan(path), MODEL, 8, SEQ_LEN)]
+    assert word in "\n".join(lines)
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "mesh: [\n", "mesh: {}\nmesh: {}\n", "plan"], ids=repr)

@@ -1,4 +1,4 @@
-"""check_plan: a plan file's edits are taken at their word, or refused with rule, value, place and way out."""
+"""validate: a plan's edits are taken at their word, or refused with rule, value, place and way out."""
 
 import dataclasses
 from typing import Any
@@ -6,20 +6,21 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.config import CompileConfig
-from meshwright.parallel.errors import PlanError
+from meshwright.parallel.plan.mistakes import file_line
 from meshwright.parallel.plan.schema import ModelUnits, Plan
-from meshwright.parallel.plan.validate import check_plan
+from meshwright.parallel.plan.validate import validate
 from tests.support.plans import BLOCK, MODEL, SEQ_LEN, TIED, change, make_model, plan_of
 
 
 def check(plan: Plan, model: ModelUnits = MODEL, world_size: int = 8, seq_len: int = SEQ_LEN) -> None:
-    check_plan(plan, model, world_size, seq_len)
+    assert validate(plan, model, world_size, seq_len) == []
 
 
 def refusal(plan: Plan, model: ModelUnits = MODEL, world_size: int = 8, seq_len: int = SEQ_LEN) -> str:
-    with pytest.raises(PlanError) as error:
-        check(plan, model, world_size, seq_len)
-    return str(error.value)
+    lines = [file_line(mistake) for mistake in validate(plan, model, world_size, seq_len)]
+    assert lines
+    assert len(lines) == len(set(lines)), "a mistake is said once"
+    return "\n".join(lines)
 
 
 def replace_tensor(plan: Plan, **keys: Any) -> Plan:
@@ -80,7 +81,7 @@ def test_another_number_of_processes_is_named() -> None:
             "5 against 6; first difference: head",
         ),
         (
-            dataclasses.replace(MODEL, modules=dict([*MODEL.modules.items()][::-1])),
+            dataclasses.replace(MODEL, modules=dict([*MODEL.modules.items()][::-1]), units=MODEL.units[::-1]),
             MODEL,
             "head instead of embed",
         ),

@@ -21,7 +21,7 @@ from meshwright.parallel.plan.schema import Plan, prefetch_schedule
 from meshwright.parallel.plan.selective_policy import POLICIES
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict, plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import STRATEGIES
-from meshwright.parallel.plan.validate import check_plan
+from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config import Config, TrainConfig
@@ -131,7 +131,7 @@ def hold(config: Config, plan: Plan, processes: int, folder: Path) -> None:
     )
     (folder / "plan.yaml").write_text(plan_to_yaml(plan), encoding="utf-8")
     assert repr(load_plan(folder / "plan.yaml")) == repr(plan), "repr, because True == 1"
-    check_plan(plan, model_units(config.model), processes, config.train.seq_len)
+    assert validate(plan, model_units(config.model), processes, config.train.seq_len) == []
     assert [
         module for module in plan.modules if sum(module in unit.modules for unit in plan.units) != 1
     ] == []
