@@ -455,7 +455,7 @@ def test_two_mistakes_are_two_lines_and_none_is_said_twice() -> None:
         ({"dp_replicate": 3, "reshard_after_forward": 4}, "parallel"),
         ({"tp": -1, "dp_shard": -8, "global_batch": 3}, "parallel.dp_shard parallel.tp"),
     ],
-    ids=str,
+    ids=lambda v: v if isinstance(v, str) else " ".join(v),
 )
 def test_a_mistake_is_said_once_of_the_key_that_it_is_in(asked: dict[str, Any], key: str) -> None:
     """What no plan can say is left out of the plan, where it would be found again."""
