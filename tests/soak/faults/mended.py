@@ -43,8 +43,8 @@ MENDED = (
     Fault(
         "reshard-beside-tp",
         "an int reshard_after_forward beside tp, with which torch hangs, is let through",
-        "if type(reshard) is not int:\n        return []\n    if tp > 1:",
-        "if type(reshard) is not int:\n        return []\n    if False:",
+        'if tp > 1:\n        yield Mistake(\n            "units.reshard_after_forward",',
+        'if False:\n        yield Mistake(\n            "units.reshard_after_forward",',
         tests=("tests/parallel/plan/test_make.py",),
     ),
     Fault(
