@@ -39,27 +39,29 @@ class RunShape:
     param_dtype: str = "float32"
 
 
-def make_plan(config: ParallelConfig, model: ModelUnits, job: RunShape) -> Plan:
+def make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
     """Resolve what was asked into what is done. Raises PlanError with all mistakes in one report."""
-    config, mistakes = _settle(config, model, job)
-    plan = _make_plan(config, model, job)
-    found = validate(plan, model, job.world_size, job.seq_len)
-    if plan.mesh.world_size != job.world_size and config.dp_shard in ("auto", -1):
+    config, mistakes = _settle(config, model, shape)
+    plan = _make_plan(config, model, shape)
+    found = validate(plan, model, shape.world_size, shape.seq_len)
+    if plan.mesh.world_size != shape.world_size and config.dp_shard in ("auto", -1):
         # nobody asked for this dp_shard, which will be another: what must divide it is not a second mistake
         found = [mistake for mistake in found if mistake.field != "units.reshard_after_forward"]
-    mistakes += [*found, *_batch_mistakes(plan, job)]
+    mistakes += [*found, *_batch_mistakes(plan, shape)]
     if mistakes:
         raise PlanError("\n".join(key_line(mistake, config.strategy) for mistake in mistakes))
     return plan
 
 
-def _settle(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tuple[ParallelConfig, list[Mistake]]:
+def _settle(
+    config: ParallelConfig, model: ModelUnits, shape: RunShape
+) -> tuple[ParallelConfig, list[Mistake]]:
     """The config with the strategy in its keys and without what no plan can say, and the mistakes in that.
     `validate` finds all others, in the plan."""
     mistakes = list[Mistake]()
     if config.strategy:
         tp = max(_resolve(config.tp, 1), 1)
-        config, mistakes = resolve_strategy(config, tp, job.world_size, job.gpus_per_node)
+        config, mistakes = resolve_strategy(config, tp, shape.world_size, shape.gpus_per_node)
     for part in dict.fromkeys(config.tp_modules):
         if model.styles and part not in model.styles:
             hint = nearest(part, model.styles) or f" It has {', '.join(model.styles)}."
@@ -88,11 +90,11 @@ def _settle(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tuple[P
     return config, mistakes
 
 
-def _batch_mistakes(plan: Plan, job: RunShape) -> Iterator[Mistake]:
+def _batch_mistakes(plan: Plan, shape: RunShape) -> Iterator[Mistake]:
     """Sequences of a micro batch on every rank, several times over, are the global batch. A mesh or a micro
     batch that `validate` refuses is not two mistakes."""
-    mesh, micro, asked = plan.mesh, plan.micro_batch_size, job.global_batch_size
-    if micro < 1 or min(vars(mesh).values()) < 1 or mesh.world_size != job.world_size:
+    mesh, micro, asked = plan.mesh, plan.micro_batch_size, shape.global_batch_size
+    if micro < 1 or min(vars(mesh).values()) < 1 or mesh.world_size != shape.world_size:
         return
     once = micro * mesh.data_parallel
     if asked != -1 and (asked <= 0 or asked % once):
@@ -103,32 +105,32 @@ def _batch_mistakes(plan: Plan, job: RunShape) -> Iterator[Mistake]:
         )
 
 
-def _make_plan(config: ParallelConfig, model: ModelUnits, job: RunShape) -> Plan:
+def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Plan:
     """All that the keys say, right or wrong."""
-    mesh = _make_mesh(config, job.world_size)
+    mesh = _make_mesh(config, shape.world_size)
     data_parallel = max(mesh.data_parallel, 1)
-    micro_batch_size: Any = job.micro_batch_size
+    micro_batch_size: Any = shape.micro_batch_size
     if micro_batch_size == "auto":
         micro_batch_size = (
-            1 if job.global_batch_size == -1 else max(1, job.global_batch_size // data_parallel)
+            1 if shape.global_batch_size == -1 else max(1, shape.global_batch_size // data_parallel)
         )
     once = max(micro_batch_size, 1) * data_parallel
     tensor = _make_tensor(config, model, mesh.tp)
     return Plan(
         mesh=mesh,
         micro_batch_size=micro_batch_size,
-        accumulation=1 if job.global_batch_size == -1 else job.global_batch_size // once,
+        accumulation=1 if shape.global_batch_size == -1 else shape.global_batch_size // once,
         tensor=tensor,
         cpu_offload=config.cpu_offload,
         storage_dtype=config.storage_dtype,
-        attention=_resolve(config.attention, job.attention),
-        loss_chunk_tokens=_loss_chunk(config, micro_batch_size * job.seq_len, tensor),
+        attention=_resolve(config.attention, shape.attention),
+        loss_chunk_tokens=_loss_chunk(config, micro_batch_size * shape.seq_len, tensor),
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
         float8=make_float8(config.float8, model, tensor, mesh.tp),
         compile=config.compile,
         modules=tuple(model.modules),
-        units=_make_units(config, model, job),
+        units=_make_units(config, model, shape),
     )
 
 
@@ -162,7 +164,7 @@ def _make_tensor(config: ParallelConfig, model: ModelUnits, tp: int) -> TensorPl
     return TensorPlan(config.sequence_parallel, styles)
 
 
-def _make_units(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tuple[UnitPlan, ...]:
+def _make_units(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> tuple[UnitPlan, ...]:
     groups = _join_small(model.units, model, config.unit_min_params)
     mode = _resolve(config.activation_checkpoint, "none")
     most = _resolve(config.activation_checkpoint_blocks, len(groups))
@@ -193,7 +195,7 @@ def _make_units(config: ParallelConfig, model: ModelUnits, job: RunShape) -> tup
                 saved_ops=ops if here == "selective" else (),
                 activation_budget=config.activation_budget if here == "budget" else 1.0,
                 compiled=config.compile.enabled and not model.compiled.isdisjoint(modules),
-                param_dtype=_resolve(config.param_dtype, job.param_dtype),
+                param_dtype=_resolve(config.param_dtype, shape.param_dtype),
                 reduce_dtype=config.reduce_dtype,
                 output_dtype="same",
             )

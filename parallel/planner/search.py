@@ -45,7 +45,7 @@ NEAREST = 24  # plans whose memory is gone through where none fits, to find the 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What a job runs on: devices of a kind, so many to a node, with so much memory each."""
+    """What a run is planned for: devices of a kind, so many to a node, with so much memory each."""
 
     hardware: Hardware
     gpus_per_node: int
@@ -101,7 +101,7 @@ class SearchResult:
 def search(
     config: ParallelConfig,
     model: ModelUnits,
-    job: RunShape,
+    shape: RunShape,
     machines: Cluster,
     trace: Callable[[Plan], ModelWorkload],
 ) -> SearchResult:
@@ -111,7 +111,7 @@ def search(
         mistakes := [*policy_mistakes(config.selective_policy, model.attention_ops)]
     ):
         raise PlanError("\n".join(map(key_line, mistakes)))
-    found = _Search(config, model, job, machines, trace)
+    found = _Search(config, model, shape, machines, trace)
     for candidate in sorted(found.legal(), key=lambda c: (-c.rate(), _complexity(c))):
         found.take(candidate)
     found.does_not_fit.sort(key=_needed)
@@ -124,7 +124,7 @@ def search(
     return SearchResult(tuple(_ranked(found.ranked)), tuple(found.does_not_fit), tuple(found.pruned))
 
 
-def frugal(config: ParallelConfig, job: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
+def frugal(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[ParallelConfig, RunShape]:
     """The same with the keys left open, all but the tp degree, set to what needs least memory. `blocks`: of
     the model."""
     least: dict[str, Any] = {
@@ -137,8 +137,10 @@ def frugal(config: ParallelConfig, job: RunShape, blocks: int) -> tuple[Parallel
     if config.activation_checkpoint != "none":
         least["activation_checkpoint_blocks"] = blocks
     closed: dict[str, Any] = {key: value for key, value in least.items() if getattr(config, key) == "auto"}
-    micro_batch_size = 1 if job.micro_batch_size == "auto" else job.micro_batch_size
-    return dataclasses.replace(config, **closed), dataclasses.replace(job, micro_batch_size=micro_batch_size)
+    micro_batch_size = 1 if shape.micro_batch_size == "auto" else shape.micro_batch_size
+    return dataclasses.replace(config, **closed), dataclasses.replace(
+        shape, micro_batch_size=micro_batch_size
+    )
 
 
 class _Search:
@@ -148,7 +150,7 @@ class _Search:
         self,
         config: ParallelConfig,
         model: ModelUnits,
-        job: RunShape,
+        shape: RunShape,
         machines: Cluster,
         trace: Callable[[Plan], ModelWorkload],
     ) -> None:
@@ -158,7 +160,7 @@ class _Search:
         self._config, self._model, self._job, self._machines, self._trace = (
             config,
             model,
-            job,
+            shape,
             machines,
             trace,
         )
@@ -222,8 +224,8 @@ class _Search:
         return candidate.rate() < self._best_rate * (1 - EQUAL) and len(self.ranked) >= JUDGED
 
     def _plan(self, choices: Mapping[str, Any]) -> Plan:
-        config, job = with_choices(self._config, self._job, choices)
-        return make_plan(config, self._model, job)
+        config, shape = with_choices(self._config, self._job, choices)
+        return make_plan(config, self._model, shape)
 
     def _blocks(self, plan: Plan) -> int:
         """Units that activation checkpointing can be for."""

@@ -30,9 +30,9 @@ MOST_SEQUENCES = 64  # of a micro batch
 
 
 def with_choices(
-    config: ParallelConfig, job: RunShape, choices: Mapping[str, Any]
+    config: ParallelConfig, shape: RunShape, choices: Mapping[str, Any]
 ) -> tuple[ParallelConfig, RunShape]:
-    """Config and job with the choices in their keys."""
+    """Config and shape with the choices in their keys."""
     of_none = {"activation_checkpoint_blocks"} if choices["activation_checkpoint"] == "none" else set()
     keys = {
         key: value for key, value in choices.items() if key not in {"prefetch", "micro_batch_size"} | of_none
@@ -42,19 +42,19 @@ def with_choices(
         for key in ("forward_prefetch", "backward_prefetch")
         if getattr(config, key) == "auto"
     }
-    job = dataclasses.replace(job, micro_batch_size=choices["micro_batch_size"])
-    return dataclasses.replace(config, plan="manual", **keys), job
+    shape = dataclasses.replace(shape, micro_batch_size=choices["micro_batch_size"])
+    return dataclasses.replace(config, plan="manual", **keys), shape
 
 
-def combinations(config: ParallelConfig, job: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+def combinations(config: ParallelConfig, shape: RunShape, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Values of the keys, the simplest first. Degrees that the config leaves open multiply to the number of
     processes."""
-    for tp in _degrees(config.tp, min(gpus_per_node, job.world_size)):
-        for replicate, shard, reshards in _data_parallel(config, job, tp):
+    for tp in _degrees(config.tp, min(gpus_per_node, shape.world_size)):
+        for replicate, shard, reshards in _data_parallel(config, shape, tp):
             prefetches = _prefetches(config, shard)
             modes, sizes = (
                 _options(config.activation_checkpoint, CHECKPOINTING),
-                _micro_batches(job, replicate * shard),
+                _micro_batches(shape, replicate * shard),
             )
             for checkpointing, reshard, prefetch, micro in itertools.product(
                 modes, reshards, prefetches, sizes
@@ -78,12 +78,12 @@ def _prefetches(config: ParallelConfig, shard: int) -> tuple[Any, ...]:
 
 
 def _data_parallel(
-    config: ParallelConfig, job: RunShape, tp: int
+    config: ParallelConfig, shape: RunShape, tp: int
 ) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
     """dp_replicate, dp_shard, and values of reshard_after_forward to try with them: a strategy's own, if one
     is named, but for what the config says otherwise, which `make_plan` refuses."""
     if config.strategy in STRATEGIES:
-        own = strategy_settings(config, max(tp, 1), job.world_size, job.gpus_per_node)
+        own = strategy_settings(config, max(tp, 1), shape.world_size, shape.gpus_per_node)
         asked = {key: getattr(config, key) for key in ("dp_replicate", "dp_shard")}
         replicate, shard = (own[key] if value in ("auto", -1) else value for key, value in asked.items())
         yield (
@@ -92,8 +92,8 @@ def _data_parallel(
             _options(config.reshard_after_forward, (own.get("reshard_after_forward", True),)),
         )
         return
-    for replicate in _degrees(config.dp_replicate, job.world_size):
-        left = max(1, job.world_size // max(tp * replicate, 1))
+    for replicate in _degrees(config.dp_replicate, shape.world_size):
+        left = max(1, shape.world_size // max(tp * replicate, 1))
         shard = left if config.dp_shard in ("auto", -1) else config.dp_shard
         yield (
             replicate,
@@ -110,13 +110,13 @@ def _degrees(asked: Any, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if most % n == 0] if asked == "auto" else [asked]
 
 
-def _micro_batches(job: RunShape, data_parallel: int) -> list[Any]:
+def _micro_batches(shape: RunShape, data_parallel: int) -> list[Any]:
     """Sizes to try: those that divide a rank's share of the global batch."""
-    if job.micro_batch_size != "auto":
-        return [job.micro_batch_size]
-    if job.global_batch_size == -1:
+    if shape.micro_batch_size != "auto":
+        return [shape.micro_batch_size]
+    if shape.global_batch_size == -1:
         return list(MICRO_BATCHES)
-    share = job.global_batch_size // max(data_parallel, 1)
+    share = shape.global_batch_size // max(data_parallel, 1)
     return [n for n in range(1, min(share, MOST_SEQUENCES) + 1) if share % n == 0] or [1]
 
 
