@@ -1,0 +1,50 @@
+"""The memory check at the start of a run: one rank asks the planner, for all."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.train.config_parser import parse_config
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import PlanError
+from meshwright.train.planning import memory_fit, predict, run_plan
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.run_plan import RunPlan, check_memory
+from tests.support.launch import EAGER, TINY
+from tests.support.worlds import run_ranks
+
+
+def check(available_bytes: list[int]) -> tuple[str, int, int]:
+    """What a rank hears, that has so much memory: the error, bytes needed; and how often it asked."""
+    rank, job = dist.get_rank(), parse_config([*TINY, *EAGER]).job
+    planned = RunPlan(torch.device("cpu"), "CPU", plan_run(job, 2))
+    with (
+        mock.patch.object(run_plan, "device_memory_bytes", return_value=available_bytes[rank]),
+        mock.patch.object(memory_fit, "suggest_changes", return_value=[]),  # test_resolve.py has them
+        mock.patch.object(memory_fit, "predict_memory", wraps=predict.predict_memory) as asked,
+    ):
+        try:
+            told, peak_bytes = "", check_memory(job, planned, RankInfo(rank, 2, rank, 2, True)).peak_bytes
+        except PlanError as error:
+            told, peak_bytes = str(error), 0
+    return told, peak_bytes, asked.call_count
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_the_rank_with_least_memory_decides_for_all(poor: int) -> None:
+    available = [8 * GIB, 8 * GIB]
+    available[poor] = 2**14
+    ((told, _, asked), (told_other, _, asked_other)) = run_ranks(2, check, available)
+    assert told == told_other
+    assert "has 0.0 GiB for each" in told
+    assert (asked > 0, asked_other) == (True, 0)
+
+
+def test_one_rank_asks_and_all_know() -> None:
+    (zero, one) = run_ranks(2, check, [8 * GIB, 8 * GIB])
+    assert zero[:2] == one[:2]
+    assert zero[1] > 0
+    assert (zero[2], one[2]) == (1, 0)
