@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch import EAGER, TINY, run, write_text
+
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "models": {"models"},
@@ -262,6 +264,27 @@ def test_what_few_need_is_imported_late(module: str, absent: tuple[str, ...]) ->
     code = f"import sys, {PACKAGE}.{module}; print([name for name in {absent} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_page_on_architecture_has_every_package() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    packages = [
+        path.parent.relative_to(ROOT).as_posix()
+        for folder in ("train", "parallel")
+        for path in (ROOT / folder).glob("*/__init__.py")
+    ]
+    assert [name for name in packages if name not in page and f"{name.split('/')[1]}/" not in page] == []
+
+
+@pytest.mark.slow
+def test_what_a_run_executes_is_counted(tmp_path: Path) -> None:
+    keys = [*TINY, *EAGER, *write_text(tmp_path), "--train.steps=1", f"--run.dir={tmp_path / 'run'}"]
+    done = run(1, *keys, module="tests.support.workers.executed_code")
+    assert done.returncode == 0, done.stderr
+    (counted,) = re.findall(r"^executed: (\d+) files", done.stdout, re.MULTILINE)
+    assert 30 < int(counted) < 150
+    assert re.search(r"^train: .* loop \d+ main \d+", done.stdout, re.MULTILINE)
+    assert not re.search(r"^tools", done.stdout, re.MULTILINE)
 
 
 # The checks, on made-up trees

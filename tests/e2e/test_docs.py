@@ -27,6 +27,7 @@ from tests.support.nested import NESTED
 
 PAGES = (
     "README.md",
+    "docs/architecture.md",
     "docs/planner.md",
     "docs/profiling.md",
     "docs/experiments.md",

@@ -89,12 +89,12 @@ def load_training_data(
         check_evaluation(corpus)
     of_epochs = max(1, int(train.epochs * sum(counts)) // plan.global_batch_size)
     return TrainingData(
-        corpus,
-        sequences,
-        SampleOrder(corpus.sources, sequences, config.run.seed),
-        make_batch_shape(plan, mesh),
-        data_parallel_group(mesh),
-        planned.device,
+        corpus=corpus,
+        sequences=sequences,
+        order=SampleOrder(corpus.sources, sequences, config.run.seed),
+        batch=make_batch_shape(plan, mesh),
+        group=data_parallel_group(mesh),
+        device=planned.device,
         total_steps=of_epochs if train.epochs else train.steps,
     )
 
