@@ -75,7 +75,8 @@ def scales_ahead(plan: Plan) -> bool:
 
 
 def _scale_after_each_step(model: nn.Module) -> None:
-    """Whichever optimizer changes the model's weights: no loop has to know of it."""
+    """By whichever optimizer, so that no loop has to know of it: a hook of all optimizers, which looks whose
+    weights have changed."""
     of_model = weakref.ref(model)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -94,7 +95,7 @@ def _changes(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 def scale_weights(model: nn.Module) -> None:
     """The scales of all weights that are sent in float8, by one all-reduce, where each all-gather would need
-    one for each. Registered with the optimizer by itself."""
+    one for each."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.compile.setup import check_compiler, use_cache_folder
-from meshwright.parallel.mesh import build_mesh, data_parallel_group, data_parallel_rank
+from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, positive
 from meshwright.tools.convert_hf import config_text
@@ -34,10 +34,10 @@ from meshwright.train.checkpoint.manifest import MANIFEST
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.config_parser import no_warning, parse_config, rename_overrides, warn_once
 from meshwright.train.data.corpus import Corpus, check_data, load_together
-from meshwright.train.data.loader import BatchShape
 from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
+from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, say_user_error
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import RankInfo, choose_device, read_rank_info
@@ -259,7 +259,7 @@ def score_model(
     mesh = build_mesh(plan.mesh, device.type)
     model = build_model(config.model, config.train, plan, mesh, device, config.run.seed)
     load_weights(subject.weights, model)
-    shape = BatchShape(plan.micro_batch_size, 1, data_parallel_rank(mesh, plan.mesh), plan.mesh.data_parallel)
+    shape = make_batch_shape(plan, mesh)
     with torch.no_grad():  # nothing is kept for a backward pass
         return score_sets(model, sets, sequences, shape, limit, device, data_parallel_group(mesh))
 

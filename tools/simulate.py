@@ -122,7 +122,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         train_step(model, optimizer, batches, 1.0, group)
 
     def build(plan: Plan, mesh: Any) -> Any:
-        return shard_model(job.model, plan, mesh, job.freeze)
+        return shard_model(job.model, plan, mesh, job.freeze, job.z_loss)
 
     return simulate(plan, TrainingCode(build, fill, step, LOGITS), rank)
 

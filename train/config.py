@@ -302,6 +302,7 @@ class TrainingJob:
         micro_batch_size, global_batch_size: as in TrainConfig
         freeze: fqn patterns of parameters that are not trained
         document_mask: attention does not cross documents
+        z_loss: weight of the squared log-partition of the logits
         state_dtype: of the optimizer's two moments
     """
 
@@ -312,6 +313,7 @@ class TrainingJob:
     global_batch_size: int
     freeze: tuple[str, ...]
     document_mask: bool
+    z_loss: float
     state_dtype: Literal["float32", "bfloat16"]
 
 
@@ -341,6 +343,7 @@ class Config:
             global_batch_size=train.global_batch_size,
             freeze=train.freeze,
             document_mask=self.data.document_mask,
+            z_loss=train.z_loss,
             state_dtype=self.optim.state_dtype,
         )
 

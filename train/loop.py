@@ -37,7 +37,7 @@ def train_loop(
         return score_sets(model, data.evaluated, data.sequences, data.batch, limit, data.device, data.group)
 
     model, optimizer, position, stopping = state.model, state.optimizer, state.position, False
-    saves = Saves(saver, config.checkpoint.on_error, supervision, reporting)
+    saves = Saves(saver, config.checkpoint.on_error, supervision, reporting, position.step)
     with (
         closing(data.load_from(position, config.data.prefetch)) as loader,
         reporting.profiling(),
@@ -88,10 +88,12 @@ class Saves:
         on_error: Literal["stop", "warn"],
         supervision: Supervision,
         reporting: Reporting,
+        step: int,
     ) -> None:
+        """`step`: the last that is done."""
         self._saver, self._stops = saver, on_error == "stop"
         self._supervision, self._reporting = supervision, reporting
-        self._step = 0
+        self._step = step
 
     def save(self, position: TrainPosition) -> None:
         """Start to save, when the steps before are known to be finite, and all their rows are on disk."""

@@ -74,7 +74,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
     """The whole journey, watched over from the first moment; True if it was stopped before its last step."""
     console = Console(ranks.is_main)
     with supervised(config.run, ranks, console, named=config.checkpoint.resume != "auto") as supervision:
-        # what the user can get wrong is found out first, by every rank alike, before anything is made
+        # what the user can get wrong is found out before anything is made
         planned = make_run_plan(config, ranks, console)
         plan, device = planned.plan, planned.device
         check_data(config.data, config.model.vocab_size)
@@ -84,7 +84,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
         planned = check_memory(config.job, planned, ranks)
         ranks = with_restarts_of_all(ranks)
 
-        with supervision.in_folder(folder := make_run_folder(config.run.dir), ranks):
+        with supervision.in_folder(folder := make_run_folder(str(config.run.dir), ranks), ranks):
             start = find_start(config.checkpoint, folder / "checkpoints", ranks)
             weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint)
             supervision.begin(folder, ranks, start)
@@ -111,8 +111,9 @@ def run(config: Config, ranks: RankInfo) -> bool:
                 explaining_out_of_memory(config.job, plan, device, optimizer, folder / "profile"),
             ):
                 reached = train_loop(config, state, data, saver, supervision, reporting)
-            stopped = supervision.finish(reached.step, data.total_steps)
-            reporting.compare_with_predicted()
+            stopped = reached.step < data.total_steps
+            reporting.finish(stopped)
+            supervision.finish(reached.step, stopped)
             progress = f"step {reached.step} of {data.total_steps}"
             if stopped:
                 reason = supervision.stop_reason

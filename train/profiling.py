@@ -52,6 +52,12 @@ class KernelCheck:
             self._profile = torch.profiler.profile(activities=[kind], acc_events=True)
             self._profile.start()
 
+    def close(self) -> None:
+        """Stop looking: the step has failed."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
     def after_step(self) -> None:
         """Called after every step."""
         profile, self._profile = self._profile, None

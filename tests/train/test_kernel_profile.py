@@ -62,3 +62,14 @@ def test_a_kernel_other_than_planned_is_warned_of() -> None:
         attention(q, q, q)
         check.after_step()
     assert said[0].startswith("warning: attention=cpu was planned, but a profile of a step shows flash")
+
+
+def test_a_step_that_fails_leaves_no_profiler_on() -> None:
+    check = KernelCheck("cpu", CPU, print)
+    for _ in range(CHECKED_STEP - 1):
+        check.before_step()
+        check.after_step()
+    check.before_step()
+    assert torch.autograd._profiler_enabled()
+    check.close()
+    assert not torch.autograd._profiler_enabled()

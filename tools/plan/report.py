@@ -60,7 +60,7 @@ class PlanReport:
     """All there is to say of one run.
 
     Args:
-        config: as asked
+        job: as asked
         place: where it is to run
         plan: chosen, read or made
         memory: of one rank, without what the allocator adds
@@ -136,7 +136,7 @@ def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware | None)
     """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as
     the config says. Raises PlanError if none does."""
     target = Target(gpus_per_node, gpus_per_node, hardware)
-    if found := fewest_processes(job, target.devices()):
+    if found := fewest_processes(job, lambda n: Target(n, min(n, gpus_per_node), hardware).devices()):
         return found
     words = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
     raise PlanError(

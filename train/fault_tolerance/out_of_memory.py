@@ -19,7 +19,7 @@ from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.train.config import TrainingJob
 from meshwright.train.distributed.ranks import RankInfo, read_rank_info
 from meshwright.train.errors import OutOfMemory
-from meshwright.train.memory import peak_resident_bytes
+from meshwright.train.memory import device_memory_bytes, peak_resident_bytes
 
 ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch/c10/core/impl/alloc_cpu.cpp
 SPEAK_S = 30.0  # that another rank leaves to rank 0, which ends them all when it has spoken
@@ -105,7 +105,7 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
             if device.type == "cpu"
             else find_hardware(torch.cuda.get_device_name(device))
         )
-        devices = Devices(0, ranks.local_world_size, kind)
+        devices = Devices(device_memory_bytes(device, ranks), ranks.local_world_size, kind)
         for change in suggest_changes(job, plan, devices, "less memory"):
             yield f"would help: {change.describe()}"
         if job.parallel.plan not in ("manual", "auto"):
@@ -113,7 +113,7 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
                 f"(in place of --parallel.plan={job.parallel.plan}, which decides alone: edit it, or "
                 "leave it out)"
             )
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError, ImportError) as error:
         yield f"no advice, for want of memory: {one_line(error, ERROR_SHOWN)}"
 
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import torch.distributed as dist
+
 from meshwright.parallel.errors import one_line
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
@@ -169,15 +171,18 @@ def _started(pid: int) -> int:
         return 0
 
 
-def make_run_folder(run_dir: str | None) -> Path:
-    """The folder that `run.dir` names. Raises ConfigError."""
-    folder = Path(str(run_dir)).expanduser()
+def make_run_folder(run_dir: str, ranks: RankInfo) -> Path:
+    """The folder that `run.dir` names, on every node; every rank calls it. Raises ConfigError on all of them
+    alike."""
+    folder, problem = Path(run_dir).expanduser(), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={folder}: cannot make this folder ({error.strerror}): name another"
-        ) from None
+        problem = f"run.dir={folder}: cannot make this folder ({error.strerror}): name another"
+    problems = [""] * ranks.world_size
+    dist.all_gather_object(problems, problem)
+    for found in filter(None, problems):
+        raise ConfigError(found)
     return folder
 
 

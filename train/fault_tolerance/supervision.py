@@ -131,12 +131,9 @@ class Supervision:
             raise SaveError(self.stop_reason)
         return stopping
 
-    def finish(self, step: int, total_steps: int) -> bool:
-        """Note in status.json that the run has ended by itself; True if it was stopped before its last
-        step."""
-        stopped = step < total_steps
+    def finish(self, step: int, stopped: bool) -> None:
+        """Note in status.json that the run has ended by itself, `stopped` before its last step or not."""
         self._status.finish("stopped" if stopped else "finished", step, self.stop_reason if stopped else "")
-        return stopped
 
     def close(self) -> None:
         """After the run, whatever has ended it."""

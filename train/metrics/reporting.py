@@ -16,7 +16,6 @@ from meshwright.train.data.training_data import TrainingData
 from meshwright.train.evaluation import Score
 from meshwright.train.metrics.collector import Metrics, make_throughput
 from meshwright.train.metrics.run_summary import describe_run
-from meshwright.train.metrics.tensorboard import Outcome
 from meshwright.train.planning.run_plan import RunPlan
 from meshwright.train.profiling import KernelCheck, ProfiledRun, StepProfiler
 from meshwright.train.state import TrainState
@@ -24,8 +23,7 @@ from meshwright.train.step import StepResult
 
 
 class Reporting:
-    """Every rank has one; rank 0 writes. As a context it ends what it shows and writes, with how the run has
-    ended: failed where an exception leaves it."""
+    """Every rank has one; rank 0 writes. As a context it shows the training, and notes its failure."""
 
     def __init__(
         self,
@@ -38,18 +36,20 @@ class Reporting:
     ) -> None:
         """`on_progress` hears of a step when all rows up to it are written. `steps`: those to come."""
         self._console, self._metrics, self._profiler, self._kernels = console, metrics, profiler, kernels
-        self._on_progress, self._steps, self._step = on_progress, steps, steps.start - 1
+        self._on_progress, self._steps = on_progress, steps
 
     def __enter__(self) -> "Reporting":
-        self._console.start_progress(self._step, self._steps.stop - 1)
+        self._console.start_progress(self._steps.start - 1, self._steps.stop - 1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ended: Outcome = "finished" if self._step >= self._steps.stop - 1 else "stopped"
         self._console.close()
-        self._metrics.close("failed" if error else ended)
+        if self._kernels:
+            self._kernels.close()
+        if error:
+            self._metrics.close("failed")
 
     def start_clock(self) -> None:
         """Training begins: what was before is not step time."""
@@ -66,7 +66,6 @@ class Reporting:
         """Called after every step."""
         if self._kernels:
             self._kernels.after_step()
-        self._step = step
         self._metrics.step_done(data.wait_s)
         self._console.step_done(step)
         if (trace := self._profiler.after_step(step)) is not None:
@@ -117,8 +116,10 @@ class Reporting:
         finally:
             self._profiler.close()
 
-    def compare_with_predicted(self) -> None:
-        """Print what the planner predicted against what was measured, if it did."""
+    def finish(self, stopped: bool) -> None:
+        """The run has ended by itself: write what has not been written yet, and print what the planner
+        predicted against what was measured, if it did."""
+        self._metrics.close("stopped" if stopped else "finished")
         if told := self._metrics.compare_with_predicted():
             self._console.print(told)
 

@@ -171,6 +171,7 @@ def log_run_summary(
     )
     console.print_lines([describe_dtype(planned.device)] if job.parallel.param_dtype == "auto" else [])
     parameters = count_parameters(job.model).total
+    assert planned.peak_bytes is not None, "check_memory comes first"
     console.print(
         f"model: {parameters:,} parameters; about {planned.peak_bytes / GIB:.2f} GiB per process for training"
     )

@@ -27,7 +27,7 @@ class RunPlan:
     Args:
         device, device_name: of this process
         plan: all of it
-        peak_bytes: that a process needs, as the planner predicts it; 0 until it is asked
+        peak_bytes: that a process needs, as the planner predicts it; None until it is asked
         predicted: where the planner chose the plan, its figures by their names in metrics.jsonl
         reasons: why it chose this plan, a sentence each
         timeline: the step it expects
@@ -36,7 +36,7 @@ class RunPlan:
     device: torch.device
     device_name: str
     plan: Plan
-    peak_bytes: int = 0
+    peak_bytes: int | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     timeline: "Timeline | None" = None
@@ -61,7 +61,7 @@ def check_memory(job: TrainingJob, planned: RunPlan, ranks: RankInfo) -> RunPlan
     """The same with the bytes that a process will need. Every rank calls it: rank 0 traces the model, once
     for all, and holds it against the memory of the rank that has least. Raises PlanError if that is too
     little."""
-    if planned.peak_bytes:  # the planner has looked
+    if planned.peak_bytes is not None:  # the planner has looked
         return planned
     available = torch.tensor(device_memory_bytes(planned.device, ranks))
     dist.all_reduce(available, op=dist.ReduceOp.MIN)
@@ -87,6 +87,9 @@ def _needed_bytes(job: TrainingJob, planned: RunPlan, ranks: RankInfo, available
     from meshwright.train.planning.suggest import Devices
 
     # On a CPU what cpu_offload keeps in host memory is on the device.
-    plan = replace(planned.plan, cpu_offload=planned.plan.cpu_offload and planned.device.type != "cpu")
+    plan = planned.plan
+    if planned.device.type == "cpu":
+        plan = replace(plan, cpu_offload=False)
+        job = replace(job, parallel=replace(job.parallel, cpu_offload=False))
     devices = Devices(available_bytes, ranks.local_world_size, find_hardware(planned.device_name))
     return check_fits(job, plan, devices, planned.device_name).peak_bytes

@@ -2,7 +2,7 @@
 that free most of it. Each is tried against the planner's estimate."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,64 +89,67 @@ def suggest_changes(job: TrainingJob, plan: Plan, devices: Devices, goal: Goal) 
     return _that_free_most(job, plan, devices)
 
 
-def fewest_processes(job: TrainingJob, devices: Devices, at_least: int = 1) -> int:
-    """The smallest number of processes, `at_least` or twice as many and so on, that the training fits on:
-    with any plan where the planner chooses, else as the config says; 0 if none does."""
-    return next((count for count, _ in _counts_that_fit(job, devices, at_least)), 0)
+def fewest_processes(job: TrainingJob, devices_of: Callable[[int], Devices]) -> int:
+    """The smallest number of processes, a power of two, that the training fits on: with any plan where the
+    planner chooses, else as the config says; 0 if none does. `devices_of(processes)`: what that many run
+    on."""
+    counts = (2**n for n in range(MAX_PROCESSES.bit_length()))
+    return next((count for count in counts if _needed_bytes(job, count, devices_of(count)) is not None), 0)
 
 
 def _that_fit(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
     opened, open_job = _on_any_number(job)
     for keys in _recomputing(job):
-        for count, needed in _counts_that_fit(with_keys(open_job, keys), devices, processes):
-            yield Suggestion({**opened, **keys}, needed, count if count != processes else None)
-            break
+        count, needed = processes, None
+        while needed is None and count <= MAX_PROCESSES:
+            needed = _needed_bytes(with_keys(open_job, keys), count, devices)
+            if needed is not None:
+                yield Suggestion({**opened, **keys}, needed, count if count != processes else None)
+            count *= 2
     leanest = list(_recomputing(job))[-1]
     if shorter := _longest_that_fits(with_keys(open_job, leanest), processes, devices):
         seq_len, needed = shorter
         if seq_len < job.seq_len:
             yield Suggestion({**opened, **leanest, "train.seq_len": seq_len}, needed)
-    yield from _largest_shipped(processes, devices)
+    yield from _largest_shipped(job, processes, devices)
 
 
-def _largest_shipped(processes: int, devices: Devices) -> Iterator[Suggestion]:
-    """The largest shipped model that fits, at the longest sequence it fits with."""
-    jobs = {path.name: load_config(path).job for path in list_configs()}
-    for name in sorted(jobs, key=lambda name: count_parameters(jobs[name].model).total, reverse=True):
-        _, job = _on_any_number(jobs[name])
-        for keys in _recomputing(job):
-            if found := _longest_that_fits(with_keys(job, keys), processes, devices):
+def _largest_shipped(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
+    """The largest shipped model that is smaller and fits, at the longest sequence it fits with."""
+    shipped = {path.name: load_config(path).job for path in list_configs()}
+    sizes = {name: count_parameters(other.model).total for name, other in shipped.items()}
+    smaller = [name for name, size in sizes.items() if size < count_parameters(job.model).total]
+    for name in sorted(smaller, key=lambda name: sizes[name], reverse=True):
+        opened, other = _on_any_number(shipped[name])
+        for keys in _recomputing(other):
+            if found := _longest_that_fits(with_keys(other, keys), processes, devices):
                 seq_len, needed = found
-                shorter = {"train.seq_len": seq_len} if seq_len < job.seq_len else {}
-                yield Suggestion({**keys, **shorter}, needed, config=name)
+                shorter = {"train.seq_len": seq_len} if seq_len < other.seq_len else {}
+                yield Suggestion({**opened, **keys, **shorter}, needed, config=name)
                 return
-
-
-def _counts_that_fit(job: TrainingJob, devices: Devices, at_least: int) -> Iterator[tuple[int, int]]:
-    """Numbers of processes that the training fits on, and bytes of each: `at_least`, and its doublings."""
-    count = at_least
-    while count <= MAX_PROCESSES:
-        if (needed := _needed_bytes(job, count, devices, job.seq_len)) is not None:
-            yield count, needed
-        count *= 2
 
 
 def _longest_that_fits(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, int] | None:
     """The longest sequence, the job's own or a half of it and so on, that fits, and bytes of a process."""
     seq_len = job.seq_len
     while seq_len >= min(job.seq_len, MIN_SEQ_LEN):
-        if (needed := _needed_bytes(job, processes, devices, seq_len)) is not None:
-            return seq_len, needed
+        # in proportion to the job's own, which is traced once; what seems to fit is then looked at for itself
+        if _needed_bytes(job, processes, devices, seq_len) is not None:
+            shorter = with_keys(job, {"train.seq_len": seq_len})
+            if (needed := _needed_bytes(shorter, processes, devices)) is not None:
+                return seq_len, needed
         seq_len //= 2
     return None
 
 
-def _needed_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: int) -> int | None:
-    """Bytes of each of so many processes, with sequences of `seq_len` tokens; None if that does not fit, or
-    no plan is legal."""
+def _needed_bytes(
+    job: TrainingJob, processes: int, devices: Devices, seq_len: int | None = None
+) -> int | None:
+    """Bytes of each of so many processes at its peak; None if that does not fit, or no plan is legal.
+    `seq_len`: with sequences of that many tokens, in proportion."""
     try:
         if job.parallel.plan == "auto":
-            return _needed_by_the_leanest(job, processes, devices, seq_len)
+            return _needed_by_the_leanest(job, processes, devices, seq_len or job.seq_len)
         if not _may_fit(job, processes, devices):
             return None
         plan = plan_run(
@@ -156,7 +159,8 @@ def _needed_bytes(job: TrainingJob, processes: int, devices: Devices, seq_len: i
             best_attention(job, devices.hardware),
             best_dtype(devices.hardware),
         )
-        needed = predict_step_memory(plan, run_workload(job, plan).shortened(seq_len)).peak_bytes
+        work = run_workload(job, plan).shortened(seq_len or job.seq_len)
+        needed = predict_step_memory(plan, work).peak_bytes
     except PlanError:
         return None
     return needed if needed <= devices.usable_bytes else None
@@ -166,8 +170,8 @@ def _needed_by_the_leanest(job: TrainingJob, processes: int, devices: Devices, s
     """The same where the planner chooses, of plans that spend as little memory as they can."""
     assert devices.hardware is not None, "the planner chooses for a kind of device"
     cluster = Cluster(devices.hardware, devices.gpus_per_node, devices.available_bytes)
-    found = search_leanest(job, processes, cluster, seq_len)
-    return found.best.needed_bytes if found.ranked else None
+    found = search_leanest(job, processes, cluster, seq_len).ranked
+    return found[0].memory.peak_bytes if found and found[0].memory else None
 
 
 def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:
@@ -178,9 +182,9 @@ def _may_fit(job: TrainingJob, processes: int, devices: Devices) -> bool:
 
 
 def _recomputing(job: TrainingJob) -> Iterator[Mapping[str, object]]:
-    """Keys to try: none, and full recomputation, which the planner tries by itself."""
+    """Keys to try: none, and full recomputation, where that is not so yet; the planner tries it by itself."""
     yield {}
-    if job.parallel.plan != "auto":
+    if job.parallel.plan != "auto" and job.parallel.activation_checkpoint != "full":
         yield RECOMPUTE
 
 

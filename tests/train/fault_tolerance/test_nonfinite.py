@@ -162,7 +162,7 @@ def test_every_step_is_known_to_be_finite_before_a_save() -> None:
     """On a GPU news of a step is one step late."""
     supervision, saver = Mock(), Mock()
     supervision.finish_steps.side_effect = NonFiniteError("step 4")
-    saves = Saves(saver, "stop", supervision, Mock())
+    saves = Saves(saver, "stop", supervision, Mock(), 3)
     with pytest.raises(NonFiniteError):
         saves.save(TrainPosition(4))
     saver.save.assert_not_called()

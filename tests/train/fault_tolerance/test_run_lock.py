@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from meshwright.train.errors import LockError
-from meshwright.train.fault_tolerance.run_lock import lock_folder
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import ConfigError, LockError
+from meshwright.train.fault_tolerance.run_lock import lock_folder, make_run_folder
 from tests.support.launch import ROOT
+from tests.support.worlds import run_ranks
 
 HOLDER = """
 import os, sys
@@ -210,3 +213,18 @@ class TestWithoutLocks:
         assert "in use by process 7 on host elsewhere" in said
         assert f"remove {tmp_path}/.lock" in said
         assert "\x1b" not in said
+
+
+def make_own(folders: list[str]) -> str:
+    rank = dist.get_rank()
+    try:
+        return str(make_run_folder(folders[rank], RankInfo(rank, 2, rank, 2, True)))
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_folder_that_one_rank_cannot_make_is_one_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    bad = str(tmp_path / "file/run")
+    said = run_ranks(2, make_own, [str(tmp_path / "run"), bad])
+    assert said[0] == said[1] == f"run.dir={bad}: cannot make this folder (Not a directory): name another"

@@ -1,0 +1,88 @@
+"""What is suggested where a plan does not fit: every change really does what it is said to do."""
+
+import dataclasses
+
+import pytest
+
+from meshwright.models.size import count_parameters
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.train.config import TrainingJob
+from meshwright.train.config_parser import parse_config
+from meshwright.train.planning.device_defaults import best_attention, best_dtype
+from meshwright.train.planning.memory_fit import check_fits
+from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.suggest import (
+    Devices,
+    Suggestion,
+    fewest_processes,
+    suggest_changes,
+    with_keys,
+)
+from tests.support.launch import EAGER
+
+ODD = ["--parallel.tp=8", "--train.seq_len=7000", "--train.micro_batch_size=300"]
+OFFLOADED = ["--parallel.cpu_offload=true", "--train.micro_batch_size=16"]
+H100 = load_hardware()["h100-sxm"]
+
+
+def job_of(*keys: str) -> TrainingJob:
+    return parse_config(["--config=llama_8b", *EAGER, *keys]).job
+
+
+def changed(job: TrainingJob, change: Suggestion) -> TrainingJob:
+    """The job that a user has who does what is suggested."""
+    job = parse_config([f"--config={change.config}"]).job if change.config else job
+    return with_keys(job, change.keys)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "keys"),
+    [
+        pytest.param(1, Devices(79 * GIB, 8), [], id="one"),
+        pytest.param(8, Devices(40 * GIB, 8), [], id="eight"),
+        pytest.param(8, Devices(12 * GIB, 8), ["--parallel.activation_checkpoint=full"], id="recomputed"),
+        pytest.param(8, Devices(80 * GIB, 8, H100), ODD, id="half a sequence is not divided by tp"),
+        pytest.param(8, Devices(27 * GIB // 2, 8, H100), OFFLOADED, id="not in proportion to the sequence"),
+    ],
+)
+def test_every_change_really_fits(gpus: int, devices: Devices, keys: list[str]) -> None:
+    job = job_of(*keys)
+    best = best_attention(job, devices.hardware), best_dtype(devices.hardware)
+    plan = plan_run(job, gpus, 8, *best)
+    with pytest.raises(PlanError) as error:
+        check_fits(job, plan, devices, "this GPU")
+    changes = suggest_changes(job, plan, devices, "fit")
+    said = [f"  Fits: {change.describe()}." for change in changes]
+    assert str(error.value).splitlines()[-len(said) :] == said
+    assert len(set(said)) == len(said) > 0
+    for change in changes:
+        other, count = changed(job, change), change.processes or gpus
+        needed = predict_memory(other, plan_run(other, count, 8, *best)).peak_bytes
+        assert needed == change.peak_bytes <= devices.usable_bytes, change.describe()
+        if change.config:
+            assert count_parameters(other.model).total < count_parameters(job.model).total
+
+
+def test_keys_that_a_change_takes_back_are_named() -> None:
+    job = job_of("--parallel.strategy=ddp")
+    with pytest.raises(PlanError, match=r"Fits: here, with --parallel\.strategy=null \("):
+        check_fits(job, plan_run(job, 8), Devices(80 * GIB, 8), "H100")
+
+
+def test_the_fewest_processes_are_asked_what_so_many_run_on() -> None:
+    """As of a CPU, whose memory they share."""
+    job = job_of("--model.n_layers=4", "--train.seq_len=1024")
+    alone = predict_memory(job, plan_run(job, 1)).peak_bytes
+    assert fewest_processes(job, lambda count: Devices(int(1.1 * alone / count), 8)) == 1
+    assert fewest_processes(job, lambda count: Devices(int(0.9 * alone), 8)) > 1
+
+
+def test_the_leanest_plans_of_the_planner_are_said_with_their_peak() -> None:
+    job = dataclasses.replace(job_of("--parallel.plan=auto"), global_batch_size=64)
+    plan = plan_run(with_keys(job, {"parallel.plan": "manual"}), 2, 8, "cudnn", "bfloat16")
+    first, *_ = suggest_changes(job, plan, Devices(40 * GIB, 8, H100), "fit")
+    assert first.processes is not None
+    assert 0 < first.peak_bytes < 40 * GIB
