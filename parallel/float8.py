@@ -69,9 +69,8 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
 
 def scales_ahead(plan: Plan) -> bool:
     """Whether weights are scaled for their next all-gather as soon as the optimizer has changed them."""
-    return (
-        plan.float8.all_gather and not plan.cpu_offload
-    )  # FSDP2 copies a weight to the device without its scale
+    # FSDP2 copies an offloaded weight to the device without its scale
+    return plan.float8.all_gather and not plan.cpu_offload
 
 
 def _scale_after_each_step(model: nn.Module) -> None:
