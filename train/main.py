@@ -10,7 +10,7 @@ from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.build_model import build_model
 from meshwright.train.checkpoint.initial_weights import find_weights
 from meshwright.train.checkpoint.load import find_start
-from meshwright.train.checkpoint.save import build_saver
+from meshwright.train.checkpoint.save import CheckpointSaver, make_room
 from meshwright.train.config import CheckpointConfig, Config
 from meshwright.train.config_parser import config_to_yaml, no_warning, parse_config, warn_once
 from meshwright.train.console import Console
@@ -85,7 +85,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
         ranks = with_restarts_of_all(ranks)
 
         with supervision.in_folder(folder := make_run_folder(str(config.run.dir), ranks), ranks):
-            start = find_start(config.checkpoint, folder / "checkpoints", ranks)
+            checkpoints = folder / "checkpoints"
+            start = find_start(config.checkpoint, checkpoints, ranks)
             weights = find_weights(config.checkpoint.init_from, config.model, start.checkpoint)
             supervision.begin(folder, ranks, start)
             log_run_summary(console, ranks, planned, config.job, config.run.dir)
@@ -101,36 +102,35 @@ def run(config: Config, ranks: RankInfo) -> bool:
             model = build_model(config.model, config.train, plan, mesh, device, config.run.seed)
             optimizer = build_optimizer(model, config.optim, config.run.seed)
             state = restore(model, optimizer, start, weights, config.checkpoint, data, console)
-            saver = build_saver(
-                config.checkpoint, folder / "checkpoints", model, optimizer, mesh, texts, ranks, console.print
+            saver = CheckpointSaver(
+                config.checkpoint, checkpoints, model, optimizer, mesh, texts, machine=ranks.machine
             )
+            make_room(saver, config.checkpoint, console.print)
             reporting = build_reporting(config, planned, state, data, folder, console, supervision.progress)
             with (
+                explaining_out_of_memory(config.job, plan, device, optimizer, folder / "profile"),
                 supervision.training(config.train, plan, model, data),
                 reporting,
-                explaining_out_of_memory(config.job, plan, device, optimizer, folder / "profile"),
             ):
                 reached = train_loop(config, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
             reporting.finish(stopped)
             supervision.finish(reached.step, stopped)
             progress = f"step {reached.step} of {data.total_steps}"
-            if stopped:
-                reason = supervision.stop_reason
-                console.print(_stopped(f"{progress} ({reason})", config.checkpoint, saver.failed))
-            else:
-                console.print(f"finished: {progress}; tensorboard --logdir {folder}/tb")
+            saved = _describe_save(config.checkpoint, saver.failed)
+            stop = f"stopped at {progress} ({supervision.stop_reason}), {saved}"
+            console.print(stop if stopped else f"finished: {progress}; tensorboard --logdir {folder}/tb")
     return stopped
 
 
-def _stopped(at: str, config: CheckpointConfig, save_failed: str) -> str:
-    """The last line of a run that was stopped: whether it was saved, and how to resume it."""
+def _describe_save(config: CheckpointConfig, failed: str) -> str:
+    """Whether a run that was stopped is saved, and how to resume it. `failed`: why its last save has."""
     if not config.every:
-        return f"stopped at {at}, not saved, because checkpoint.every is 0; the same command starts again"
-    if save_failed:
-        return f"stopped at {at}, not saved: {save_failed}"
+        return "not saved, because checkpoint.every is 0; the same command starts again"
+    if failed:
+        return f"not saved: {failed}"
     again = "" if config.resume == "auto" else " with --checkpoint.resume=auto"
-    return f"stopped at {at}, saved; the same command{again} goes on"
+    return f"saved; the same command{again} goes on"
 
 
 if __name__ == "__main__":

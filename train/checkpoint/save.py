@@ -38,7 +38,6 @@ from meshwright.train.checkpoint.shards import (
 )
 from meshwright.train.checkpoint.verify import hash_file
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError, SaveError
 from meshwright.train.memory import free_host_bytes
 
@@ -84,7 +83,7 @@ class CheckpointSaver:
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
         texts: Mapping[str, str],
-        host_bytes: Callable[[], int],
+        host_bytes: Callable[[], int] = free_host_bytes,
         machine: int = 0,
     ) -> None:
         """`host_bytes`: how much host memory this machine has left; `machine`: a number that the ranks on it
@@ -324,27 +323,10 @@ def _limits(shards: Iterable[TensorShard]) -> Tensor:
     return torch.stack(limits).reshape(-1, 2) if limits else torch.zeros(0, 2)
 
 
-def build_saver(
-    config: CheckpointConfig,
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: DeviceMesh,
-    texts: Mapping[str, str],
-    ranks: RankInfo,
-    warn: Callable[[str], None],
-) -> CheckpointSaver:
-    """A saver into `folder`, with the host memory that it needs, taken before hours are trained that could
-    not be saved."""
-    saver = CheckpointSaver(config, folder, model, optimizer, mesh, texts, free_host_bytes, ranks.machine)
-    if config.every:
-        make_room(saver, config, warn)
-    return saver
-
-
 def make_room(saver: CheckpointSaver, config: CheckpointConfig, warn: Callable[[str], None]) -> None:
-    """Have the saver take its host memory. Raises ConfigError where there is too little."""
-    if not (missing := saver.make_room()):
+    """Have the saver of a run that saves take its host memory, before hours are trained that could not be
+    saved. Raises ConfigError where there is too little."""
+    if not config.every or not (missing := saver.make_room()):
         return
     if config.on_error == "stop":
         raise ConfigError(

@@ -29,9 +29,9 @@ from meshwright.train.step import StepResult
 
 
 class Supervision:
-    """Every rank has one from its first moment on, before there are other ranks or a folder."""
+    """Watches this rank of a run from its first moment on, before there are other ranks or a folder."""
 
-    # while steps are done, see `training`
+    # made by `training`, within which steps are done
     _plan: Plan
     _garbage: GarbageCollector
     _recompiles: RecompileGuard
