@@ -23,10 +23,9 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import choose_plan
 from meshwright.train.planning.device_defaults import best_attention, best_dtype, check_attention
-from meshwright.train.planning.memory_fit import check_fits
 from meshwright.train.planning.predict import Prediction, predict, predict_memory, run_workload
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import MAX_PROCESSES, Devices, fewest_processes
+from meshwright.train.planning.suggest import MAX_PROCESSES, Devices, check_fits, fewest_processes
 
 HOUR_S, DAY_S = 3600, 86400
 

@@ -83,8 +83,7 @@ def _choose(
 
 def _needed_bytes(job: TrainingJob, planned: RunPlan, ranks: RankInfo, available_bytes: int) -> int:
     from meshwright.parallel.planner.hardware import find_hardware
-    from meshwright.train.planning.memory_fit import check_fits
-    from meshwright.train.planning.suggest import Devices
+    from meshwright.train.planning.suggest import Devices, check_fits
 
     # On a CPU what cpu_offload keeps in host memory is on the device.
     plan = planned.plan

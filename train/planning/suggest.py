@@ -1,5 +1,5 @@
-"""What would help: the nearest changes with which a training fits into memory, or the changes of single keys
-that free most of it. Each is tried against the planner's estimate."""
+"""Whether a training fits into memory, and what would help: the nearest changes with which it does, or the
+changes of single keys that free most. Each is tried against the planner's estimate."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.cost_model import step_times
-from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, usable_bytes
 from meshwright.parallel.planner.search import Cluster
@@ -20,7 +18,7 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import list_configs, load_config
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
-from meshwright.train.planning.predict import run_workload, search_leanest
+from meshwright.train.planning.predict import predict, predict_memory, run_workload, search_leanest
 from meshwright.train.planning.resolve import plan_run
 
 MAX_PROCESSES = 65536  # where the search for how many processes would do ends
@@ -78,6 +76,23 @@ class Suggestion:
             return " ".join(filter(None, ("here, --config", self.config, keys, needed)))
         place = f"{self.processes} processes with as much memory each" if self.processes else "here"
         return f"{place}, with {keys} {needed}" if keys else f"{place} {needed}"
+
+
+def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str) -> StepMemory:
+    """Raise PlanError if the plan needs more than a process has, saying the nearest changes that would
+    fit."""
+    needed = predict_memory(job, plan)
+    if needed.peak_bytes <= devices.usable_bytes:
+        return needed
+    kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in needed.at_peak.gib().items() if gib > 0.05)
+    # what auto is here
+    parallel = dataclasses.replace(job.parallel, param_dtype=plan.units[0].param_dtype)
+    fits = suggest_changes(dataclasses.replace(job, parallel=parallel), plan, devices, "fit")
+    raise PlanError(
+        f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
+        f"{devices.usable_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
+        + "\n".join(f"  Fits: {way.describe()}." for way in fits)
+    )
 
 
 def suggest_changes(job: TrainingJob, plan: Plan, devices: Devices, goal: Goal) -> list[Suggestion]:
@@ -227,12 +242,10 @@ def _that_free_most(job: TrainingJob, plan: Plan, devices: Devices) -> list[Sugg
 def _estimate(job: TrainingJob, processes: int, devices: Devices) -> tuple[int, float | None]:
     """Bytes of a process at its peak, and the seconds of a step where the kind of device is known."""
     plan = plan_run(job, processes, devices.gpus_per_node)
-    work = run_workload(job, plan)
-    peak_bytes = predict_step_memory(plan, work).peak_bytes
     if devices.hardware is None:
-        return peak_bytes, None
-    times = step_times(plan, work, devices.hardware, devices.gpus_per_node)
-    return peak_bytes, simulate_step(plan, times).step_s
+        return predict_memory(job, plan).peak_bytes, None
+    predicted = predict(job, plan, devices.hardware, devices.gpus_per_node)
+    return predicted.memory.peak_bytes, predicted.timeline.step_s
 
 
 def _changes_of_single_keys(job: TrainingJob, plan: Plan) -> Iterator[Mapping[str, object]]:

@@ -16,10 +16,9 @@ from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.planning.memory_fit import check_fits
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import Devices
+from meshwright.train.planning.suggest import Devices, check_fits
 from tests.support.launch import EAGER
 from tests.support.tables import try_each
 

@@ -10,7 +10,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import PlanError
-from meshwright.train.planning import memory_fit, predict, run_plan
+from meshwright.train.planning import predict, run_plan, suggest
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.run_plan import RunPlan, check_memory
 from tests.support.launch import EAGER, TINY
@@ -23,8 +23,8 @@ def check(available_bytes: list[int]) -> tuple[str, int, int]:
     planned = RunPlan(torch.device("cpu"), "CPU", plan_run(job, 2))
     with (
         mock.patch.object(run_plan, "device_memory_bytes", return_value=available_bytes[rank]),
-        mock.patch.object(memory_fit, "suggest_changes", return_value=[]),  # test_resolve.py has them
-        mock.patch.object(memory_fit, "predict_memory", wraps=predict.predict_memory) as asked,
+        mock.patch.object(suggest, "suggest_changes", return_value=[]),  # test_resolve.py has them
+        mock.patch.object(suggest, "predict_memory", wraps=predict.predict_memory) as asked,
     ):
         try:
             told, peak_bytes = "", check_memory(job, planned, RankInfo(rank, 2, rank, 2, True)).peak_bytes

@@ -11,7 +11,6 @@ from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.device_defaults import best_attention, best_dtype
-from meshwright.train.planning.memory_fit import check_fits
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.suggest import (
