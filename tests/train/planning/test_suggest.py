@@ -16,6 +16,7 @@ from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.suggest import (
     Devices,
     Suggestion,
+    check_fits,
     fewest_processes,
     suggest_changes,
     with_keys,
