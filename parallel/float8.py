@@ -1,5 +1,4 @@
-"""Products in float8, by torchao: which linears, with which scales, and weights sent in float8; and tokens
-that tensor parallelism gathers for them, a byte a number.
+"""Products in float8, by torchao: which linears, with which scales, and weights sent in float8.
 
 Source of the recipes: torchao.float8 (tensorwise: one scale for each tensor; rowwise: one for each row of
 what is multiplied). Activations, weights and gradients are scaled by their own largest value, each time they
@@ -11,7 +10,6 @@ import fnmatch
 import logging
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -126,29 +124,3 @@ def _import_torchao() -> tuple[Any, Any]:
 
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-EPS = 1e-12  # torchao's: the least that the largest number counts as
-
-_c10d = torch.ops._c10d_functional
-
-
-def gather_in_float8(model: nn.Module, patterns: Sequence[str], styles: Mapping[str, str]) -> None:
-    """Have modules of these patterns gather in float8: norms their output; rowwise linears, in the backward,
-    its gradient, which needs the wider range."""
-    for name, module in model.named_modules():
-        if pattern := next((p for p in patterns if fnmatch.fnmatchcase(name, p)), ""):
-            dtype = "float8_e4m3fn" if styles[pattern] == "sequence" else "float8_e5m2"
-            module.tensor_axis = replace(module.tensor_axis, gather_dtype=dtype)  # type: ignore[arg-type]
-
-
-def gather_narrow(x: Tensor, group_name: str, degree: int, dim: int, dtype_name: str) -> Tensor:
-    """The shares x of all ranks, joined along `dim`, with one scale for all: products in float8 would round
-    them to just that."""
-    dtype = getattr(torch, dtype_name)
-    most = torch.finfo(dtype).max
-    largest = _c10d.wait_tensor(_c10d.all_reduce(x.abs().amax().float(), "max", group_name))
-    scale = most / largest.clamp(min=EPS)
-    sent = (x.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8)
-    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent.contiguous(), degree, group_name))
-    return (torch.cat(gathered.chunk(degree), dim).view(dtype).float() / scale).to(x.dtype)

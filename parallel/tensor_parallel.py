@@ -41,7 +41,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from meshwright.parallel.float8 import gather_in_float8, gather_narrow
 from meshwright.parallel.plan.rules import STYLE_NAMES
 from meshwright.parallel.plan.schema import Plan, TensorPlan, find_style
 
@@ -56,7 +55,6 @@ class TensorAxis:
     degree: int
     rank: int
     sequence_parallel: bool
-    gather_dtype: str = ""  # of float8, in which tokens are gathered
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -70,8 +68,6 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
 
     apply_styles(model, plan.tensor, axis, share)
-    if plan.float8.tokens:
-        gather_in_float8(model, plan.float8.tokens, plan.tensor.styles)
 
 
 def apply_styles(
@@ -140,8 +136,6 @@ def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def _gather(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    if axis.gather_dtype:
-        return gather_narrow(x, axis.group_name, axis.degree, dim, axis.gather_dtype)
     gathered = _wait(_c10d.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group_name))
     return torch.cat(gathered.chunk(axis.degree), dim)
 

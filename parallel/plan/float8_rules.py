@@ -1,7 +1,7 @@
 """Which linears multiply in float8, and what such a plan must keep to."""
 
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 from meshwright.parallel.config import Float8Config
@@ -16,26 +16,10 @@ MULTIPLE = 16  # of every dim of a product in float8: torch._scaled_mm
 def make_float8(asked: Float8Config, model: ModelUnits, tensor: TensorPlan, tp: int) -> Float8Plan:
     """The linears whose names are asked for, and of which one tp rank's part is large enough."""
     if asked.recipe == "none":
-        return Float8Plan("none", (), asked.all_gather, ())
+        return Float8Plan("none", (), asked.all_gather)
     large = {p for p in model.linears if min(_part(p, model.linears[p], tensor.styles, tp)) >= asked.min_dim}
     chosen = tuple(p for p in _matching(asked.linears, model) if p in large)
-    tokens = _gathered_tokens(chosen, model, tensor) if asked.all_gather and tensor.sequence_parallel else ()
-    return Float8Plan(asked.recipe, chosen, asked.all_gather, tokens)
-
-
-def _gathered_tokens(chosen: Collection[str], model: ModelUnits, tensor: TensorPlan) -> tuple[str, ...]:
-    """Norms before split parts all of whose linears are chosen, and chosen linears behind which gradients are
-    gathered."""
-    norms = [
-        pattern
-        for table in model.styles.values()
-        for pattern, style in table.items()
-        if style == "sequence"
-        and tensor.styles.get(pattern) == style
-        and {p for p, other in table.items() if other == "colwise"} & model.linears.keys() <= set(chosen)
-        and "colwise" in table.values()
-    ]
-    return (*norms, *(pattern for pattern in chosen if tensor.styles.get(pattern) == "rowwise"))
+    return Float8Plan(asked.recipe, chosen, asked.all_gather)
 
 
 def asked_mistakes(asked: Float8Config, model: ModelUnits) -> Iterator[Mistake]:
@@ -53,7 +37,7 @@ def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[
     follow from its degrees."""
     chosen, recipe = plan.float8, f"={plan.float8.recipe}"
     if chosen.recipe == "none":
-        if chosen.linears or chosen.all_gather or chosen.tokens:
+        if chosen.linears or chosen.all_gather:
             yield Mistake(
                 "float8.recipe",
                 "=none has no linears and sends nothing in float8: use a recipe, or no linears and "
@@ -76,12 +60,6 @@ def float8_mistakes(plan: Plan, model: ModelUnits, mesh_fits: bool) -> Iterator[
                 f"{recipe} scales each weight, and fused_projections=true multiplies several as one: use one "
                 "of the two",
             )
-        for pattern in chosen.tokens:
-            style = plan.tensor.styles.get(pattern)
-            if style not in ("sequence", "rowwise") or not plan.tensor.sequence_parallel:
-                yield Mistake(
-                    "float8.tokens", f": tensor parallelism gathers nothing at {pattern}: leave it out"
-                )
         yield from _gather_mistakes(plan) if chosen.all_gather else ()
 
 

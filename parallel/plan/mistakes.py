@@ -25,7 +25,6 @@ KEYS = {
     "tensor.sequence_parallel": "parallel.sequence_parallel",
     "tensor.styles": "parallel.tp_modules",
     **{field: f"parallel.{field}" for field in _OF_PLAN},
-    "float8.tokens": "parallel.float8.all_gather",
     **{f"units.{field}": f"parallel.{field}" for field in _OF_UNITS},
     "units.modules": "parallel.unit_min_params",
     "units.saved_ops": "parallel.selective_policy",

@@ -76,16 +76,14 @@ class TensorPlan:
 @dataclass(frozen=True)
 class Float8Plan:
     """Products in float8: the `recipe` (none, tensorwise, rowwise), of which linears, by fqn pattern, and
-    whether their weights are sent in it. `tokens`: modules, by fqn pattern, at whose edge tensor parallelism
-    gathers tokens in it: what comes out of a norm, and the gradient of what comes out of a rowwise linear."""
+    whether their weights are sent in it."""
 
     recipe: str
     linears: tuple[str, ...]
     all_gather: bool
-    tokens: tuple[str, ...]
 
 
-NO_FLOAT8 = Float8Plan("none", (), False, ())
+NO_FLOAT8 = Float8Plan("none", (), False)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def load_plan(path: Path) -> Plan:
             loss_chunk_tokens=_value(int, data["loss_chunk_tokens"], "loss_chunk_tokens"),
             fused_projections=_value(bool, data["fused_projections"], "fused_projections"),
             async_tp=_value(bool, data["async_tp"], "async_tp"),
-            float8=_read(Float8Plan, data["float8"], "float8"),
+            float8=_read(Float8Plan, _without_tokens(data["float8"]), "float8"),
             compile=_read(CompileConfig, data["compile"], "compile"),
             modules=_read_all(data["modules"], lambda entry: _names(entry, "modules"), "modules"),
             units=_read_all(data["units"], _read_units, "units"),
@@ -85,6 +85,18 @@ def load_plan(path: Path) -> Plan:
         raise PlanError(f"plan file {error}") from None
     except PlanError as error:
         raise PlanError(one_line(f"plan file {path}: {error}")) from None
+
+
+def _without_tokens(float8: Any) -> Any:
+    """The section without `tokens`, a key of older plan files, which says nothing if it is empty."""
+    if not isinstance(float8, dict) or "tokens" not in float8:
+        return float8
+    if tokens := float8["tokens"]:
+        raise PlanError(
+            f"float8: tokens={tokens!r}: tensor parallelism no longer gathers tokens in float8, only in "
+            "param_dtype: leave the key out"
+        )
+    return {key: value for key, value in float8.items() if key != "tokens"}
 
 
 def group_units(units: Sequence[UnitPlan]) -> list[tuple[str, UnitPlan]]:

@@ -25,6 +25,7 @@ EVAL_LOSS = 4.469822378007192
 DATA_HASHES = {5: "00000003b38b2fcd", 6: "00000003d6d9a6f7"}
 REORDERING = 1e-5  # of the size of a loss or gradient norm in float32, on another mesh: 2e-7 was measured
 BY_FILE = [f"--parallel.plan={RUN / 'plan.yaml'}"]  # two shards x two tensor-parallel ranks, as it was
+GONE = ("  tokens: []",)  # of float8
 MESHES = {
     "one process": (1, ["--parallel.dp_shard=1", "--parallel.tp=1"]),
     "two shards": (2, ["--parallel.dp_shard=2", "--parallel.tp=1"]),
@@ -53,9 +54,10 @@ def go_on(folder: Path, processes: int, *arguments: str) -> Any:
 
 def lost_lines(old: Path, new: Path) -> list[str]:
     """Lines of a committed file that are not, in this order, in one of today, which may have others between
-    them."""
+    them; but for those that CHANGELOG.md says are gone."""
     lines = iter(new.read_text().splitlines())
-    return [line for line in (ROOT / old).read_text().splitlines() if line not in lines]
+    kept = [line for line in (ROOT / old).read_text().splitlines() if line not in GONE]
+    return [line for line in kept if line not in lines]
 
 
 def test_every_byte_of_the_checkpoint_is_as_committed() -> None:

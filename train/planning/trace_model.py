@@ -15,7 +15,6 @@ import torch
 
 from meshwright.models.llama import Llama, LlamaConfig, block_linears
 from meshwright.parallel.activation_checkpoint import recompute
-from meshwright.parallel.float8 import gather_in_float8
 from meshwright.parallel.plan.float8_rules import count_float8
 from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule
@@ -46,7 +45,6 @@ class _Case:
     attention: str
     loss_chunk_tokens: int
     fused_projections: bool
-    float8_tokens: tuple[str, ...]
     frozen: tuple[str, ...]
     document_mask: bool
 
@@ -110,7 +108,6 @@ def _make_case(config: LlamaConfig, plan: Plan, unit: UnitPlan, module: str, seq
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same
         loss_chunk_tokens=plan.loss_chunk_tokens,
         fused_projections=plan.fused_projections,
-        float8_tokens=plan.float8.tokens,
         frozen=(),
         document_mask=False,
     )
@@ -132,8 +129,6 @@ def _build(case: _Case, sequences: int) -> TracedModule:
         torch.set_default_dtype(torch.float32)
     model.choose_kernels(case.attention, case.loss_chunk_tokens, case.fused_projections)
     apply_as_one_rank(model, TensorPlan(case.sequence_parallel, dict(case.styles)), case.tp)
-    if case.float8_tokens:
-        gather_in_float8(model, case.float8_tokens, dict(case.styles))
     module = model.get_submodule(case.module)
     # An embedding must have something to differentiate; frozen, it is known as such by its share that is
     # trained.

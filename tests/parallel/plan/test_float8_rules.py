@@ -16,7 +16,6 @@ from meshwright.parallel.plan.validate import validate
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
-from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict, run_workload
 from meshwright.train.planning.resolve import model_units, plan_run
@@ -73,50 +72,6 @@ def test_any_number_of_tokens_is_padded_to_what_a_gpu_multiplies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "tokens"),
-    [
-        ([SENT, "--parallel.float8.min_dim=512"], ("attention_norm", "ffn_norm", "wo", "w2")),
-        (
-            [SENT],
-            ("ffn_norm", "wo", "w2"),
-        ),  # wk and wv read the other norm's output too, and are too small here
-        ([SENT, "--parallel.tp_modules=[feed_forward]"], ("ffn_norm", "w2")),
-        ([SENT, "--parallel.sequence_parallel=false"], ()),
-        ([], ()),
-    ],
-)
-def test_tokens_are_gathered_in_it_where_all_that_read_them_multiply_in_it(arguments, tokens) -> None:
-    plan = plan_8b(TENSORWISE, "--parallel.tp=2", *arguments)
-    assert tuple(pattern.rpartition(".")[2] for pattern in plan.float8.tokens) == tokens
-
-
-def test_tokens_in_it_are_half_the_bytes_of_bfloat16() -> None:
-    def sent(*arguments: str) -> dict[tuple[str, str], float]:
-        config = parse_config(
-            [
-                *LLAMA_8B,
-                "--model.n_layers=2",
-                "--train.seq_len=1024",
-                TENSORWISE,
-                "--parallel.tp=2",
-                "--parallel.float8.min_dim=16",
-                "--parallel.compile.enabled=false",
-                *arguments,
-            ]
-        )
-        totals: dict[tuple[str, str], float] = {}
-        for done in simulate_run(config.job, plan_run(config.job, 2)).collectives:
-            if done.unit == "layers.1" and done.bytes > 1e6:
-                totals[done.op, done.phase] = totals.get((done.op, done.phase), 0) + done.bytes
-        return totals
-
-    plain, narrow = sent(), sent(SENT)
-    for phase in ("forward", "backward"):
-        assert narrow["all_gather", phase] == plain["all_gather", phase] / 2
-        assert narrow["reduce_scatter", phase] == plain["reduce_scatter", phase]
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (
@@ -156,14 +111,25 @@ def test_a_plan_file_says_it_and_is_checked(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.yaml") == plan
     assert "float8 tensorwise, sent in it too: layers.*.attention.wq," in plan_to_table(plan)
     for wrong, words in (
-        (Float8Plan("none", plan.float8.linears, False, ()), "recipe=none has no linears"),
-        (Float8Plan("fp8", (), False, ()), "recipe=fp8 is not one of"),
-        (Float8Plan("tensorwise", ("layers.*.wq",), False, ()), "layers.*.wq is none of"),
-        (Float8Plan("tensorwise", (), False, ()), "multiplies nothing"),
+        (Float8Plan("none", plan.float8.linears, False), "recipe=none has no linears"),
+        (Float8Plan("fp8", (), False), "recipe=fp8 is not one of"),
+        (Float8Plan("tensorwise", ("layers.*.wq",), False), "layers.*.wq is none of"),
+        (Float8Plan("tensorwise", (), False), "multiplies nothing"),
     ):
         edited = dataclasses.replace(plan, float8=wrong)
         (mistake,) = validate(edited, model_units(config.model), 8, config.train.seq_len)
         assert words in file_line(mistake)
+
+
+def test_a_plan_file_that_gathers_tokens_in_float8_is_refused(tmp_path: Path) -> None:
+    text = plan_to_yaml(plan_8b(TENSORWISE, SENT, "--parallel.tp=2"))
+    section = "float8:\n  recipe: tensorwise\n"
+    assert section in text
+    (tmp_path / "empty.yaml").write_text(text.replace(section, f"{section}  tokens: []\n"))
+    (tmp_path / "some.yaml").write_text(text.replace(section, f"{section}  tokens: [layers.*.ffn_norm]\n"))
+    assert plan_to_yaml(load_plan(tmp_path / "empty.yaml")) == text
+    with pytest.raises(PlanError, match=r"some\.yaml: float8: tokens=.* no longer gathers tokens in float8"):
+        load_plan(tmp_path / "some.yaml")
 
 
 def test_a_config_beside_a_plan_file_must_not_say_other_than_it(tmp_path: Path) -> None:
@@ -211,7 +177,7 @@ def test_a_kind_of_gpu_that_has_no_float8_is_refused_in_planning() -> None:
 
 def test_a_gpu_that_has_no_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
-    plan = Float8Plan("tensorwise", ("layers.*.attention.wq",), False, ())
+    plan = Float8Plan("tensorwise", ("layers.*.attention.wq",), False)
     check_float8(plan, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")

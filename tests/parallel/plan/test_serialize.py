@@ -407,7 +407,7 @@ def plans(draw: st.DrawFn) -> Plan:
     modules = tuple(dict.fromkeys(module for unit in units for module in unit.modules))
     tensor = TensorPlan(draw(st.booleans()), draw(st.dictionaries(KEYS, WORDS, max_size=3)))
     mesh = MeshPlan(draw(counts), draw(counts), draw(counts))
-    float8 = Float8Plan(draw(WORDS), tuple(draw(st.lists(WORDS, max_size=3))), draw(st.booleans()), ())
+    float8 = Float8Plan(draw(WORDS), tuple(draw(st.lists(WORDS, max_size=3))), draw(st.booleans()))
     kernels = (draw(WORDS), draw(WORDS), draw(counts), draw(st.booleans()), draw(st.booleans()), float8)
     return Plan(
         mesh, draw(counts), draw(counts), tensor, draw(st.booleans()), *kernels, config, modules, tuple(units)
