@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.schema import Plan, UnitPlan
 
 WAY_OUT = "use parallel.async_tp=false"
 # A call in the code that inductor writes: comments and checks of results name operators too, without the
 # bracket.
 _FUSED = re.compile(r"torch\.ops\.symm_mem\.fused_\w+\.default\(")
 _PLAIN = re.compile(
-    r"torch\.ops\._c10d_functional\.(all_gather_into_tensor|reduce_scatter_tensor)\w*\.default\(.*'(\w+)'"
+    r"torch\.ops\._c10d_functional\.(?:all_gather_into_tensor|reduce_scatter_tensor)\w*\.default\("
 )
 _PASS = "torch._inductor.fx_passes.micro_pipeline_tp"
 
@@ -80,61 +79,25 @@ def use_async_tp(group_name: str) -> None:
         enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]
 
 
-def describe_async_tp(plan: Plan) -> str:
+def describe_async_tp() -> str:
     """One line, after the first step: how many of the gathers and scatters in this process's compiled code
-    are fused, and what the others stand at; or why none is."""
-    return verdict(_sources(), plan)
+    are fused, or why none is. Where the others stand: docs/speed.md."""
+    return verdict(_sources())
 
 
-def verdict(sources: Iterable[str], plan: Plan) -> str:
+def verdict(sources: Iterable[str]) -> str:
     """`describe_async_tp` of the code that inductor has written."""
     code = "\n".join(sources)
-    fused, plain = len(_FUSED.findall(code)), _PLAIN.findall(code)
-    if not fused:
-        return f"async tp: NOT fused, because {_why_not([group for _, group in plain])}"
-    said = f"async tp: fused {fused} of {fused + len(plain)} gathers and scatters"
-    scatters = sum(kind == "reduce_scatter_tensor" for kind, _ in plain)
+    fused, plain = len(_FUSED.findall(code)), len(_PLAIN.findall(code))
+    if fused:
+        return f"async tp: fused {fused} of {fused + plain} gathers and scatters"
     if not plain:
-        return said
+        return "async tp: NOT fused, because the compiled code has no gather and no scatter"
     return (
-        f"{said}; the others (gathers: {len(plain) - scatters}, scatters: {scatters}) have no product of "
-        f"their own beside them: {', '.join(_where_left(plan))}"
+        f"async tp: NOT fused, because inductor's pass found none of the {plain} gathers and scatters next "
+        f"to a matrix product of a kind that it knows (TORCH_LOGS=+{_PASS} with a fresh "
+        "parallel.compile.cache_dir says more)"
     )
-
-
-def _why_not(groups: list[str]) -> str:
-    """`groups`: the process group of each gather and scatter that is left in the code."""
-    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
-
-    if not groups:
-        return "the compiled code has no gather and no scatter"
-    if not torch._inductor.config._micro_pipeline_tp:
-        return "inductor's pass for it is off (torch._inductor.config._micro_pipeline_tp)"
-    if not dist.is_nccl_available():
-        return "this torch is built without NCCL, and inductor's pass does nothing then"
-    if not any(is_symm_mem_enabled_for_group(group) for group in groups):  # type: ignore[arg-type]
-        return "the tp group has no symmetric memory"
-    return (
-        f"inductor's pass found none of the {len(groups)} gathers and scatters next to a matrix product of a "
-        f"kind that it knows (TORCH_LOGS=+{_PASS} with a fresh parallel.compile.cache_dir says more)"
-    )
-
-
-def _where_left(plan: Plan) -> list[str]:
-    """Where the pass is known to find nothing, in this plan."""
-    places = ["the head, whose loss makes its products"]
-    if not plan.fused_projections:
-        places.append(
-            "gradients that are summed over several projections first (parallel.fused_projections=true makes "
-            "them one)"
-        )
-    if any(map(_recomputes_in_part, plan.units)):
-        places.append("inputs that are gathered again for the gradients of weights alone")
-    return places
-
-
-def _recomputes_in_part(unit: UnitPlan) -> bool:
-    return unit.activation_checkpoint in ("selective", "budget")
 
 
 def _sources() -> list[str]:

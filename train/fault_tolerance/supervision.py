@@ -150,7 +150,7 @@ class Supervision:
         if told := describe_compiling():
             self._console.print(told)
         if self._plan.async_tp:
-            self._console.print(describe_async_tp(self._plan))
+            self._console.print(describe_async_tp())
         return_free_memory()
         self._recompiles.arm()
         self._warm = True
