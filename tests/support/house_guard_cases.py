@@ -195,33 +195,6 @@ trace
   trace {tmp}/c --json
 """
 
-TORCHTITAN = """[job]
-dump_folder = "./outputs"
-[model]
-name = "llama3"
-flavor = "8B"
-[optimizer]
-name = "AdamW"
-lr = 3e-4
-[lr_scheduler]
-warmup_steps = 20
-[training]
-local_batch_size = 2
-global_batch_size = 32
-seq_len = 8192
-steps = 100
-[parallelism]
-data_parallel_replicate_degree = 2
-data_parallel_shard_degree = 4
-tensor_parallel_degree = 2
-fsdp_reshard_after_forward = "never"
-disable_loss_parallel = true
-[activation_checkpoint]
-mode = "selective"
-selective_ac_option = "op"
-[compile]
-enable = true
-"""
 ACCELERATE = """distributed_type: FSDP
 num_processes: 8
 num_machines: 2
@@ -253,8 +226,6 @@ WRONG_FILES = {
     "ds.yaml": "distributed_type: DEEPSPEED\n",
     "fsdp.yaml": ACCELERATE,
     "fsdp-wrong.yaml": ACCELERATE.replace("HYBRID_SHARD\n", "SOME_SHARD\n"),
-    "titan.toml": TORCHTITAN,
-    "titan-wrong.toml": TORCHTITAN.replace("[parallelism]", "[parallelism]\npipeline_parallel_degree = 2"),
     "file": "",
     "hf/config.json": '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}',
     "metrics/metrics.jsonl": "{\n",
@@ -385,12 +356,9 @@ data
   eval {tmp}/good --data {tmp}/nowhere
   generate
   generate --run {tmp}/run --max_new_tokens -1
-others' settings (the last two are right)
+others' settings (the last one is right)
   import_accelerate
   import_accelerate {tmp}/ds.yaml
   import_accelerate {tmp}/fsdp-wrong.yaml
-  import_accelerate {tmp}/titan-wrong.toml
-  import_accelerate --flags --nothing.at_all=1
   import_accelerate {tmp}/fsdp.yaml
-  import_accelerate {tmp}/titan.toml --json
 """

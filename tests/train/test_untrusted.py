@@ -24,8 +24,8 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
-from meshwright.tools.import_accelerate.__main__ import judge as judge_import
-from meshwright.tools.import_accelerate.convert import as_document, as_text, as_yaml, make_imported
+from meshwright.tools.import_accelerate.__main__ import read_accelerate
+from meshwright.tools.import_accelerate.convert import as_document, as_text, as_yaml
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.config_parser import (
@@ -66,19 +66,6 @@ fsdp_config:
 parallelism_config:
   parallelism_config_dp_shard_size: 4
   parallelism_config_tp_size: 2
-"""
-TITAN = """[training]
-local_batch_size = 2
-seq_len = 8192
-max_norm = 0.5
-[parallelism]
-data_parallel_shard_degree = 4
-tensor_parallel_degree = 2
-[activation_checkpoint]
-mode = "selective"
-selective_ac_option = "op"
-[compile]
-enable = true
 """
 
 
@@ -246,27 +233,21 @@ def hf_targets(folder: Path) -> Iterator[Target]:
 
 
 def import_targets(folder: Path) -> Iterator[Target]:
-    """accelerate's YAML and torchtitan's TOML."""
+    """accelerate's YAML."""
 
     def read(path: Path) -> None:
-        imported = make_imported(str(path), judge_import(str(path), None), "my.yaml")
+        imported = read_accelerate(str(path), "my.yaml")
         json.dumps(as_document(imported), default=str)
         assert as_text(imported)
         (folder / "my.yaml").write_text(as_yaml(imported))
         load_config(folder / "my.yaml")
 
-    for name, text in (("accelerate.yaml", ACCELERATE), ("titan.toml", TITAN)):
-        path = folder / name
-        path.write_text(text)
-        read(path)
-        yield Target(
-            name,
-            path,
-            partial(read, path),
-            (ConfigError,),
-            lines=REPORT,
-            named=(str(path), "--flags", "same key"),
-        )
+    path = folder / "accelerate.yaml"
+    path.write_text(ACCELERATE)
+    read(path)
+    yield Target(
+        path.name, path, partial(read, path), (ConfigError,), lines=REPORT, named=(str(path), "same key")
+    )
 
 
 Maker = Callable[[Path], Iterator[Target]]
@@ -304,14 +285,15 @@ def test_an_address_is_no_further_line_or_command(key: str, value: str, tmp_path
     text = ACCELERATE.replace("main_process_ip: 10.0.0.1\n", "") + f"{key}: {json.dumps(value)}\n"
     (tmp_path / "accelerate.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"it must be all|must be such as"):
-        make_imported("accelerate.yaml", judge_import(str(tmp_path / "accelerate.yaml"), None), "my.yaml")
+        read_accelerate(str(tmp_path / "accelerate.yaml"), "my.yaml")
 
 
 def test_a_key_without_end_is_shown_short(tmp_path: Path) -> None:
-    (tmp_path / "titan.toml").write_text(TITAN.replace("enable", f"enable_{'x' * 4000}"))
-    with pytest.raises(ConfigError, match=r"enable_x+ \.\.\. x+=true: unknown key") as error:
-        make_imported("titan.toml", judge_import(str(tmp_path / "titan.toml"), None), "my.yaml")
-    assert max(map(len, str(error.value).splitlines())) < 1000
+    text = ACCELERATE.replace("mixed_precision", f"mixed_{'x' * 900}")
+    (tmp_path / "accelerate.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"mixed_x+ \.\.\. x+=bf16: unknown key") as error:
+        read_accelerate(str(tmp_path / "accelerate.yaml"), "my.yaml")
+    assert max(map(len, str(error.value).splitlines())) < 600
 
 
 def make_prepared(folder: Path) -> DataConfig:

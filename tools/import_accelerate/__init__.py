@@ -1,2 +1,1 @@
-"""`python -m tools.import_accelerate`: a config of ours from an accelerate YAML, a torchtitan TOML, or
-torchtitan's flags."""
+"""`python -m tools.import_accelerate`: a config of ours from an accelerate YAML."""

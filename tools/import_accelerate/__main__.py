@@ -1,51 +1,45 @@
-"""`python -m tools.import_accelerate FSDP.yaml`: an accelerate config, or torchtitan's settings, as a config
-of ours.
+"""`python -m tools.import_accelerate FSDP.yaml`: an accelerate config as a config of ours.
 
 YAML on stdout (or in the file of --out), the report on stderr: every key of theirs mapped, dropped with the
 reason, or refused.
 """
 
 import argparse
-import contextlib
 import json
-import shlex
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from meshwright.parallel.errors import one_line
-from meshwright.parallel.yaml_io import YamlError, load_mapping, read_text
+from meshwright.parallel.yaml_io import YamlError, load_mapping
 from meshwright.tools.cli import run_tool
-from meshwright.tools.import_accelerate.accelerate import judge_accelerate
-from meshwright.tools.import_accelerate.convert import as_document, as_text, as_yaml, make_imported
-from meshwright.tools.import_accelerate.rules import Item
-from meshwright.tools.import_accelerate.torchtitan import judge_torchtitan, parse_flags
+from meshwright.tools.import_accelerate.convert import Imported, as_document, as_text, as_yaml, make_imported
+from meshwright.tools.import_accelerate.table import judge_accelerate
 from meshwright.train.errors import ConfigError
+from meshwright.train.files import write_whole
 
 EPILOG = """examples:
   python -m tools.import_accelerate FSDP.yaml > my.yaml            what `accelerate config` wrote
-  python -m tools.import_accelerate TRAIN.toml --out my.yaml       torchtitan's settings (0.1 to 0.2), from their file
-  python -m tools.import_accelerate --flags "--parallelism.tensor_parallel_degree=2 --compile.enable"
-                                                                   torchtitan's flags; with a TOML file they win over it
+  python -m tools.import_accelerate FSDP.yaml --out my.yaml        the same; the launch line names my.yaml
 
-The model and the data are not in such files: launch with a config that has them before the imported one, as in
+The model and the data are not in such files: launch with a config that has them before this one, as in
   torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
-"""  # noqa: E501
+"""
+NO_TORCHTITAN = (
+    "{}: torchtitan's settings are no longer read: write a config of your own, with its degrees as "
+    "parallel.dp_replicate, parallel.dp_shard and parallel.tp, over a shape in configs/, such as llama_8b"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Import, and print or write the result. Raises ConfigError."""
-    parser = make_parser()
-    options = parser.parse_args(_join_flags(sys.argv[1:] if arguments is None else arguments))
-    if options.file is None and options.flags is None:
-        parser.error("a file, or --flags, is needed")
+    words = sys.argv[1:] if arguments is None else arguments
+    if any(word.partition("=")[0] == "--flags" for word in words):
+        raise ConfigError(NO_TORCHTITAN.format("--flags"))
+    options = make_parser().parse_args(words)
     out = Path(options.out) if options.out else None
     if out:
         check_out(out, options.force)
-    source = options.file or "--flags"
-    imported = make_imported(source, judge(options.file, options.flags), str(out or "CONFIG.yaml"))
+    imported = read_accelerate(options.file, str(out or "CONFIG.yaml"))
     if out:
         write_config(out, as_yaml(imported))
     if options.json:
@@ -60,24 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
     """The tool's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.import_accelerate",
-        description="A config of ours from an accelerate FSDP config or from torchtitan's Llama settings. "
-        "Every key is mapped, "
-        "dropped with the reason, or refused; the report is on stderr.",
+        description="A config of ours from an accelerate FSDP config. Every key is mapped, dropped with the "
+        "reason, or refused; the report is on stderr.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "file",
-        nargs="?",
-        metavar="FILE",
-        help="accelerate's YAML, or torchtitan's settings if it ends in .toml",
-    )
-    parser.add_argument(
-        "--flags",
-        metavar="FLAGS",
-        help="torchtitan's flags, in one quoted text, instead of or beside its .toml",
-    )
+    parser.add_argument("file", metavar="FILE", help="accelerate's YAML")
     parser.add_argument(
         "--out", metavar="CONFIG.yaml", help="write the config into this file instead of printing it"
     )
@@ -88,50 +71,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _join_flags(arguments: Sequence[str]) -> list[str]:
-    """`--flags TEXT` as `--flags=TEXT`: argparse takes a text that starts with a dash for an option of its
-    own."""
-    joined: list[str] = []
-    for argument in arguments:
-        if joined[-1:] == ["--flags"]:
-            joined[-1] = f"--flags={argument}"
-        else:
-            joined.append(argument)
-    return joined
-
-
-def judge(file: str | None, flags: str | None) -> list[Item]:
-    """What becomes of every key of the file and the flags. Raises ConfigError."""
-    if file is not None and not file.endswith(".toml"):
-        if flags is not None:
-            raise ConfigError(
-                f"--flags are torchtitan's, and {file} is no .toml file of torchtitan's: leave one out"
-            )
-        return judge_accelerate(read_yaml(Path(file)))
+def read_accelerate(file: str, config_name: str) -> Imported:
+    """What an accelerate file becomes; the launch line calls the result `config_name`. Raises ConfigError."""
+    if file.endswith(".toml"):
+        raise ConfigError(NO_TORCHTITAN.format(file))
     try:
-        words = shlex.split(flags or "")
-    except ValueError as error:
-        raise ConfigError(f"--flags={flags}: {str(error).lower()}") from None
-    return judge_torchtitan(read_toml(Path(file)) if file is not None else None, parse_flags(words))
-
-
-def read_yaml(path: Path) -> dict[Any, Any]:
-    """The mapping of a YAML file, which has keys. Raises ConfigError."""
-    try:
-        mapping = load_mapping(path)
+        mapping = load_mapping(Path(file))
     except YamlError as error:
         raise ConfigError(str(error)) from None
     if not mapping:
-        raise ConfigError(f"{path}: the file is empty. It should be what `accelerate config` writes")
-    return mapping
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ConfigError."""
-    try:
-        return tomllib.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(one_line(f"{path}: {error}")) from None
+        raise ConfigError(f"{file}: the file is empty. It should be what `accelerate config` writes")
+    return make_imported(file, judge_accelerate(mapping), config_name)
 
 
 def check_out(path: Path, force: bool) -> None:
@@ -143,14 +93,10 @@ def check_out(path: Path, force: bool) -> None:
 
 
 def write_config(path: Path, text: str) -> None:
-    """Write beside `path`, then rename: under its name is always a whole file. Raises ConfigError."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write the config as a whole or not at all. Raises ConfigError."""
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise ConfigError(f"--out={path}: cannot be written ({error.strerror})") from None
 
 

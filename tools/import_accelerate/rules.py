@@ -1,15 +1,14 @@
-"""What becomes of one key of another trainer's config, and the readers of its values that every rule
-shares."""
+"""What becomes of one key of accelerate's, and the readers of its values that every rule shares."""
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from meshwright.parallel.plan.rules import nearest
+from meshwright.parallel.yaml_io import MAX_INTEGER
+
 # as accelerate's str_to_bool
 TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
-
-LARGEST = 2**63 - 1  # what torch counts with
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Item:
     verdict: Verdict
 
 
-# A rule decides about one key, from its value and from all that was given, by plain name. ValueError: a wrong
-# value.
+# A rule decides about one key, from its value and from all that was given, by plain name and without what is
+# null. ValueError: a wrong value.
 Given = Mapping[str, Any]
 Rule = Callable[[Any, Given], Verdict]
 
@@ -47,9 +46,9 @@ def mapped(why: str, settings: Mapping[str, Any], *notes: str) -> Verdict:
     return Verdict("mapped", why, settings, notes=notes)
 
 
-def launched(why: str, launch: Mapping[str, str], *notes: str) -> Verdict:
+def launched(why: str, launch: Mapping[str, str]) -> Verdict:
     """Mapped to how the run is started."""
-    return Verdict("mapped", why, launch=launch, notes=notes)
+    return Verdict("mapped", why, launch=launch)
 
 
 def dropped(why: str, *notes: str) -> Verdict:
@@ -60,12 +59,17 @@ def refused(why: str) -> Verdict:
     return Verdict("refused", why)
 
 
+def sets(key: str, read: Callable[[Any], Any], why: str) -> Rule:
+    """A rule for a key that is one of ours, whose value `read` makes of theirs."""
+    return lambda value, given: mapped(why, {key: read(value)})
+
+
 def drops(why: str) -> Rule:
     """A rule for a key that changes nothing here, whatever its value."""
     return lambda value, given: dropped(why)
 
 
-def refuses_any(why: str) -> Rule:
+def refuses(why: str) -> Rule:
     """A rule for a key that is harmless only while it is empty or off."""
     return lambda value, given: refused(why) if is_set(value) else dropped("it is off")
 
@@ -87,14 +91,6 @@ def judge(key: str, value: Any, given: Given, rule: Rule) -> Item:
         return Item(key, value, refused(str(error)))
 
 
-def unknown_key(key: str, known: Iterable[str]) -> Verdict:
-    """The refusal of a key that nobody knows, with the nearest one that somebody does."""
-    known = list(known)
-    same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return refused(f"unknown key. {f'Did you mean {near[0]}?' if near else 'Take it out.'}")
-
-
 def as_bool(value: Any) -> bool:
     """A truth value, also as the words that accelerate takes for one."""
     word = str(value).lower()
@@ -107,27 +103,25 @@ def as_int(value: Any, least: int = 1) -> int:
     """A whole number of at least `least`; digits in quotes are one too."""
     if isinstance(value, str) and value.lstrip("-").isdecimal():
         value = int(value)
-    if type(value) is not int or not least <= value <= LARGEST:
+    if type(value) is not int or not least <= value <= MAX_INTEGER:
         raise ValueError(f"it must be a whole number of at least {least}")
     return value
 
 
-def as_float(value: Any, least: float = 0.0) -> float:
-    """A number of at least `least`. PyYAML reads 1e-4 as text, so text that is a number is one."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if isinstance(value, bool) or not least <= number < float("inf"):
-        raise ValueError(f"it must be a number of at least {least:g}")
-    return number
-
-
 def as_choice(value: Any, choices: Iterable[str]) -> str:
     """One of several words, in any case; false is YAML's reading of a bare `no`."""
-    word = "no" if value is False else str(value)
-    for choice in (choices := list(choices)):
-        if word.lower() == choice.lower():
-            return choice
-    near = difflib.get_close_matches(word.upper(), [c.upper() for c in choices], n=1)
-    raise ValueError(f"it must be one of {', '.join(choices)}.{f' Did you mean {near[0]}?' if near else ''}")
+    word, known = "no" if value is False else str(value), {choice.upper(): choice for choice in choices}
+    if word.upper() in known:
+        return known[word.upper()]
+    raise ValueError(f"it must be one of {', '.join(known.values())}.{nearest(word.upper(), known)}")
+
+
+def as_numbered(value: Any, choices: Sequence[str]) -> str:
+    """One of several words, in any case, or its number from 1."""
+    number = str(value)
+    if number.isdecimal() and 1 <= int(number) <= len(choices):
+        return choices[int(number) - 1]
+    try:
+        return as_choice(value, choices)
+    except ValueError as error:
+        raise ValueError(f"{error} Or a number, 1 to {len(choices)}") from None
