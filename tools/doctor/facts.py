@@ -1,5 +1,5 @@
 """What is known of a machine, and what a rule says of it: plain data, so that the rules can be tried on
-machines that are not there."""
+machines that are not there. The report shows the fields by their names, in text as in JSON."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unknown:
-    """What could not be found out, and why."""
+    """What could not be found out: why not."""
 
-    why: str
+    unknown: str
 
     def __str__(self) -> str:
-        return f"unknown ({self.why})"
+        return f"unknown ({self.unknown})"
 
 
 def find(look: Callable[[], T]) -> T | Unknown:
@@ -45,16 +45,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in use. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in it. `problem`: why it
-    is not writable, where more is known than that."""
+    """A folder in use; None is not looked at. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in
+    it. `problem`: why it is not writable, where more is known than that."""
 
     path: str
     writable: bool = True
     problem: str = ""
-    free_gib: float | Unknown = Unknown("not looked")
-    filesystem: str | Unknown = Unknown("not looked")
-    size_gib: float | Unknown = Unknown("not looked")
-    write_mb_s: float | Unknown = Unknown("not measured")
+    free_gib: float | Unknown | None = None
+    filesystem: str | Unknown | None = None
+    size_gib: float | Unknown | None = None
+    write_mb_s: float | Unknown | None = None
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class MachineFacts:
     """Memory in GiB, cores, limits. memlock_kib, open_files and most_open_files, to which a run raises it:
     None is unlimited; cgroup_gib: None is no limit."""
 
-    memory_gib: float | Unknown = 64.0
-    available_gib: float | Unknown = 64.0
+    memory_gib: float | Unknown | None = 64.0
+    available_gib: float | Unknown | None = 64.0
     cgroup_gib: float | Unknown | None = None
     cores: int | Unknown = 8  # physical ones that this process may use
     threads: int | Unknown = 8  # hardware threads that it may use
     memlock_kib: int | Unknown | None = None
     open_files: int | Unknown | None = None
     most_open_files: int | Unknown | None = None
-    shm_gib: float | Unknown = 32.0
+    shm_gib: float | Unknown | None = 32.0
     hostname: str = "node"
     addresses: tuple[str, ...] | Unknown = ("10.0.0.1",)  # what the host's own name resolves to
     interfaces: tuple[str, ...] | Unknown = ()
@@ -121,24 +121,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is so, with its value, and how to mend it. kind: a run will fail; will be slow; or it may
-    matter."""
+    """What is so, with its value, and how to mend it. kind: a run will fail; will be slower than it could be;
+    or it may matter."""
 
     kind: Literal["fails", "slow", "note"]
     what: str
     remedy: str
-
-
-def fails(what: str, remedy: str) -> Finding:
-    """A run will fail."""
-    return Finding("fails", what, remedy)
-
-
-def is_slow(what: str, remedy: str) -> Finding:
-    """A run will be slower than it could be."""
-    return Finding("slow", what, remedy)
-
-
-def note(what: str, remedy: str) -> Finding:
-    """It matters in some cases."""
-    return Finding("note", what, remedy)

@@ -2,8 +2,6 @@
 and what of it torch really uses."""
 
 import importlib.metadata
-import importlib.util
-import math
 import os
 import platform
 import re
@@ -14,7 +12,8 @@ import socket
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import torch
 
 from meshwright import __version__
 from meshwright.tools.doctor.facts import Folder, Gpu, MachineFacts, Software, Unknown, find
-from meshwright.train.cgroups import memory_limit_bytes, unescaped
+from meshwright.train.cgroups import memory_limit_bytes
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.files import ENOUGH
 from meshwright.train.memory import free_host_bytes
@@ -35,38 +34,28 @@ SOFT, HARD = 0, 1  # of a limit: what holds, and how far a process may raise it
 
 def look_at_machine() -> MachineFacts:
     """Everything of it; what cannot be found out is Unknown."""
+    name = socket.gethostname()
     return MachineFacts(
-        memory_gib=find(lambda: read_meminfo("MemTotal")),
-        available_gib=find(lambda: free_host_bytes() / GIB),
-        cgroup_gib=find(find_cgroup_limit),
+        memory_gib=find_gib(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        available_gib=find_gib(free_host_bytes),
+        cgroup_gib=find_gib(memory_limit_bytes),
         cores=find(usable_cores),
         threads=find(lambda: len(os.sched_getaffinity(0))),
         memlock_kib=find(lambda: limit(resource.RLIMIT_MEMLOCK, SOFT, 1024)),
         open_files=find(lambda: limit(resource.RLIMIT_NOFILE, SOFT)),
         most_open_files=find(lambda: min(limit(resource.RLIMIT_NOFILE, HARD) or ENOUGH, ENOUGH)),
-        shm_gib=find(lambda: shutil.disk_usage("/dev/shm").free / GIB),
-        hostname=socket.gethostname(),
-        addresses=find(
-            lambda: tuple(
-                sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)})
-            )
-        ),
+        shm_gib=find_gib(lambda: shutil.disk_usage("/dev/shm").free),
+        hostname=name,
+        addresses=find(lambda: tuple(sorted({str(one[4][0]) for one in socket.getaddrinfo(name, None)}))),
         interfaces=find(look_at_interfaces),
         infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
 
 
-def read_meminfo(name: str) -> float:
-    """GiB. Raises OSError or LookupError where Linux's /proc/meminfo does not say."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    found = {line.split(":")[0]: line.split()[1] for line in lines}
-    return int(found[name]) * 1024 / GIB
-
-
-def find_cgroup_limit() -> float | None:
-    """Of memory, in GiB; None without one."""
-    limit = memory_limit_bytes()
-    return None if limit is None else limit / GIB
+def find_gib(look: Callable[[], int | None]) -> float | Unknown | None:
+    """Bytes in GiB; None for no limit."""
+    found = find(look)
+    return found / GIB if isinstance(found, int) else found
 
 
 def limit(kind: int, which: int, unit: int = 1) -> int | None:
@@ -75,24 +64,21 @@ def limit(kind: int, which: int, unit: int = 1) -> int | None:
     return None if found == resource.RLIM_INFINITY else found // unit
 
 
-def look_at_interfaces(system: Path = Path("/sys/class/net")) -> tuple[str, ...]:
+def look_at_interfaces() -> tuple[str, ...]:
     """Network interfaces that are up but the loopback, with their speed where they know it."""
-    found = []
-    for folder in sorted(system.iterdir()):
-        state = _read(folder / "operstate")
-        if folder.name != "lo" and state in ("up", "unknown"):
-            speed = _read(folder / "speed")
-            found.append(f"{folder.name} ({int(speed) / 1000:g} Gb/s)" if speed.isdecimal() else folder.name)
-    return tuple(found)
+    import psutil
+
+    up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup and name != "lo"}
+    return tuple(f"{name} ({speed / 1000:g} Gb/s)" if speed else name for name, speed in sorted(up.items()))
 
 
 def look_at_run_folder(asked: Path) -> Folder:
     """Where runs go, made or not; measured by a file that is flushed to the disk."""
-    folder, found = nearest_existing(asked), _folder(asked)
-    if (first := _first_there(asked)) != folder:
+    found, folder, first = _folder(asked), nearest_existing(asked), _first_there(asked)
+    if first != folder:
         return replace(found, writable=False, problem=f"{first} is a file, or a link to nothing")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return replace(found, writable=False)
+    if not found.writable:
+        return found
     if isinstance(found.free_gib, float) and found.free_gib * GIB < 4 * WRITTEN_BYTES:
         return replace(found, write_mb_s=Unknown("not measured: less than 1 GiB is free"))
     try:
@@ -103,53 +89,50 @@ def look_at_run_folder(asked: Path) -> Folder:
 
 def look_at_cache_folder(asked: Path) -> Folder:
     """Where compiled graphs lie, and how much of them."""
-    writable = os.access(nearest_existing(asked), os.W_OK | os.X_OK)
-    return _folder(asked, writable, size=True)
+    return replace(_folder(asked), size_gib=find_gib(lambda: folder_bytes(asked)))
 
 
-def _folder(asked: Path, writable: bool = True, size: bool = False) -> Folder:
-    here, plain = nearest_existing(asked), Folder(str(asked))
+def _folder(asked: Path) -> Folder:
+    here = nearest_existing(asked)
     return Folder(
         str(asked),
-        writable,
-        free_gib=find(lambda: shutil.disk_usage(here).free / GIB),
+        writable=os.access(here, os.W_OK | os.X_OK),
+        free_gib=find_gib(lambda: shutil.disk_usage(here).free),
         filesystem=find(lambda: find_filesystem(here)),
-        size_gib=find(lambda: folder_bytes(asked) / GIB) if size else plain.size_gib,
     )
-
-
-def nearest_existing(path: Path) -> Path:
-    """The folder itself, or the first above it that exists: on the same disk, with the same rights to make
-    it."""
-    path = path.expanduser().absolute()
-    while not os.path.isdir(path):
-        path = path.parent
-    return path
 
 
 def _first_there(path: Path) -> Path:
     """The path itself, or the first above it at which there is anything."""
     path = path.expanduser().absolute()
-    while not os.path.lexists(path):
-        path = path.parent
-    return path
+    return next(one for one in (path, *path.parents) if os.path.lexists(one))
 
 
-def find_filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Type of the file system it is on: that of the longest mount point above it. Raises OSError without
-    /proc."""
-    lines = (line.split() for line in mounts.read_text(encoding="utf-8").splitlines())
-    above = [
-        (len(point), kind)
-        for _, point, kind, *_ in lines
-        if folder.resolve().is_relative_to(unescaped(point))
-    ]
-    return max(above, key=lambda one: one[0])[1]  # of several at one point the first is found: they are rare
+def nearest_existing(path: Path) -> Path:
+    """The folder itself, or the first above it that exists: on the same disk, with the same rights to make
+    it."""
+    first = _first_there(path)
+    return first if os.path.isdir(first) else first.parent
+
+
+def find_filesystem(folder: Path) -> str:
+    """Type of the file system it is on: that of the longest mount point above it."""
+    import psutil
+
+    mounts = psutil.disk_partitions(all=True)
+    above = [mount for mount in mounts if folder.resolve().is_relative_to(mount.mountpoint)]
+    # of several at one point the first is found: they are rare
+    return str(max(above, key=lambda mount: len(mount.mountpoint)).fstype)
 
 
 def folder_bytes(folder: Path) -> int:
     """Of all files in it; what vanishes meanwhile does not count."""
-    return sum(_sizes(os.walk(folder)))
+    size = 0
+    for inner, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(inner, name)).st_size
+    return size
 
 
 def measure_write(folder: Path) -> float:
@@ -159,7 +142,7 @@ def measure_write(folder: Path) -> float:
     start_s = time.perf_counter()
     try:
         with path.open("wb") as file:
-            for _ in range(math.ceil(WRITTEN_BYTES / len(block))):
+            for _ in range(WRITTEN_BYTES // len(block)):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
@@ -168,24 +151,8 @@ def measure_write(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def _sizes(walk: Iterable[tuple[str, list[str], list[str]]]) -> Iterable[int]:
-    for folder, _, names in walk:
-        for name in names:
-            try:
-                yield os.lstat(os.path.join(folder, name)).st_size
-            except OSError:
-                continue
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
+PACKAGES = ("torch", "triton", "tensorboard", "numpy", "safetensors", "tokenizers")
 OPTIONAL = ("transformers", "datasets", "torchao")
-PACKAGES = ("torch", "triton", "torchao", "tensorboard", "numpy", "safetensors", "tokenizers")
 QUERY = (
     "name",
     "memory.total",
@@ -201,10 +168,10 @@ DRIVER_S = 20.0  # nvidia-smi hangs where a GPU has fallen off the bus
 def look_at_software() -> Software:
     """Everything of it; what cannot be found out is Unknown."""
     gpus = find(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    cudnn = find(find_cudnn) if gpus else ""
+    cudnn, versions = find(find_cudnn) if gpus else "", find_versions(bool(gpus))
     return Software(
-        versions=find_versions(bool(gpus)),
-        missing_packages=tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None),
+        versions=versions,
+        missing_packages=tuple(name for name in OPTIONAL if not versions[name]),
         torch_cuda=torch.version.cuda or "",
         gpus_of_torch=gpus,
         cudnn_loaded=cudnn,
@@ -221,24 +188,18 @@ def find_versions(gpu: bool) -> dict[str, str | Unknown]:
         "meshwright": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
+        **dict.fromkeys((*PACKAGES, *OPTIONAL), ""),
     }
-    found |= {name: find_version(name) for name in PACKAGES}
+    for name in (*PACKAGES, *OPTIONAL):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     found["CUDA of torch"] = torch.version.cuda or ""
-    found["driver"] = find(
-        lambda: ask_driver("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
-    )
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    found["driver"] = find(lambda: ask_driver(*query).partition("\n")[0])
     if gpu:
         found["NCCL"] = find(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
         found["cuDNN"] = find(lambda: str(torch.backends.cudnn.version()))
     return found
-
-
-def find_version(package: str) -> str:
-    """Of an installed package; "" if it is not."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def find_compiler() -> str:
@@ -258,13 +219,14 @@ def find_compiler() -> str:
 
 def find_cudnn() -> str:
     """Path of the cuDNN in this process's memory; "" where none is."""
+    import psutil
+
     torch.backends.cudnn.version()  # loads it
-    return find_library(Path("/proc/self/maps").read_text(encoding="utf-8"), "libcudnn")
+    return find_library((mapped.path for mapped in psutil.Process().memory_maps()), "libcudnn")
 
 
-def find_library(maps: str, name: str) -> str:
-    """The first library of this name in the text of /proc/PID/maps."""
-    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6)
+def find_library(paths: Iterable[str], name: str) -> str:
+    """The first of these files that is a library of this name."""
     return next((path for path in paths if Path(path).name.startswith(name)), "")
 
 
@@ -275,9 +237,7 @@ def is_bundled(library: str) -> bool:
 
 
 def look_at_gpus() -> tuple[Gpu, ...]:
-    """Those that the driver sees; none where there is no nvidia-smi. Raises as `ask_driver`."""
-    if not shutil.which("nvidia-smi"):
-        return ()
+    """Those that the driver sees. Raises as `ask_driver`."""
     return parse_gpus(ask_driver(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
 
 
@@ -295,8 +255,8 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def look_at_topology() -> str:
-    """What nvidia-smi says of the links; "" where there is none. Raises as `ask_driver`."""
-    return strip_colours(ask_driver("topo", "-m")) if shutil.which("nvidia-smi") else ""
+    """What nvidia-smi says of the links. Raises as `ask_driver`."""
+    return strip_colours(ask_driver("topo", "-m"))
 
 
 def strip_colours(text: str) -> str:
@@ -305,10 +265,10 @@ def strip_colours(text: str) -> str:
 
 
 def ask_driver(*arguments: str) -> str:
-    """What nvidia-smi prints. Raises OSError without one, RuntimeError where it fails, TimeoutExpired where
-    it hangs."""
+    """What nvidia-smi prints; "" where there is none, so no driver. Raises RuntimeError where it fails,
+    TimeoutExpired where it hangs."""
     if not shutil.which("nvidia-smi"):
-        raise OSError("no nvidia-smi: no NVIDIA driver")
+        return ""
     done = subprocess.run(
         ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=DRIVER_S, check=False
     )

@@ -5,7 +5,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-from meshwright.tools.doctor.facts import Facts, Finding, Unknown, fails, is_slow, note
+from meshwright.tools.doctor.facts import Facts, Finding, Unknown
 
 SHOWN = (
     "NCCL_",
@@ -39,41 +39,6 @@ SWITCHES = {
 }
 
 
-def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that cost speed, or that take a setting of ours away."""
-    for name, effect in SWITCHES.items():
-        if environment.get(name, "") not in OFF:
-            yield is_slow(f"{name}={environment[name]} {effect}", f"unset {name}")
-    if environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
-        yield is_slow(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL compares every collective over all ranks",
-            "unset TORCH_DISTRIBUTED_DEBUG",
-        )
-    threads = environment.get("OMP_NUM_THREADS", "1")
-    # a list: for nested regions (OpenMP 5.2, 21.2.1)
-    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", threads):
-        yield is_slow(
-            f"OMP_NUM_THREADS={threads} is no number of threads: OpenMP ignores it, and says so in every "
-            "process",
-            "OMP_NUM_THREADS=1, or unset it: a run's threads are run.threads",
-        )
-    if environment.get("NCCL_DEBUG") in ("INFO", "TRACE"):
-        yield note(
-            f"NCCL_DEBUG={environment['NCCL_DEBUG']} prints pages", "NCCL_DEBUG=WARN names what failed"
-        )
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if name in environment and "expandable_segments:True" not in environment[name]:
-            yield note(
-                f"{name}={environment[name]} switches run.expandable_segments off",
-                f"add expandable_segments:True, or unset {name}",
-            )
-
-
-def choose_shown(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of all variables those that a run can feel."""
-    return {name: environment[name] for name in sorted(environment) if name.startswith(SHOWN)}
-
-
 # Bytes that a save needs are checked by the saver itself; below this even logs and compiled graphs have no
 # room.
 LEAST_FREE_GIB = 1.0
@@ -90,81 +55,70 @@ ORDER = ("fails", "slow", "note")
 
 def judge(facts: Facts) -> list[Finding]:
     """All findings, the most important first."""
-    rules = (
-        judge_gpus,
-        judge_compiler,
-        judge_checks,
-        judge_folders,
-        judge_limits,
-        judge_memory,
-        judge_network,
-        judge_cudnn,
-        judge_power,
-        judge_links,
-        judge_cores,
-        judge_packages,
-    )
-    found = [
-        *itertools.chain.from_iterable(rule(facts) for rule in rules),
-        *judge_environment(facts.environment),
-    ]
-    return sorted(found, key=lambda finding: ORDER.index(finding.kind))
+    rules = (judge_software, judge_trials, judge_folders, judge_machine, judge_gpus)
+    found = itertools.chain.from_iterable(rule(facts) for rule in rules)
+    environment = judge_environment(facts.environment)
+    return sorted([*found, *environment], key=lambda finding: ORDER.index(finding.kind))
 
 
 def count_gpus(facts: Facts) -> int:
     """Those that the driver or torch sees."""
-    of_torch = facts.software.gpus_of_torch
-    of_driver = 0 if isinstance(facts.gpus, Unknown) else len(facts.gpus)
-    return max(of_driver, 0 if isinstance(of_torch, Unknown) else of_torch)
+    counts = (facts.software.gpus_of_torch, 0 if isinstance(facts.gpus, Unknown) else len(facts.gpus))
+    return max(0 if isinstance(count, Unknown) else count for count in counts)
 
 
-def judge_gpus(facts: Facts) -> Iterator[Finding]:
-    """A GPU that is there and that torch does not see."""
-    software = facts.software
-    if isinstance(facts.gpus, Unknown) or not facts.gpus or software.gpus_of_torch:
-        return
-    here = f"{len(facts.gpus)} x {facts.gpus[0].name}"
-    if not software.torch_cuda:
-        yield fails(
-            f"here are {here}, and this torch is a build for CPUs",
-            "install torch with CUDA, as pytorch.org says for this driver",
-        )
-    elif facts.environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
-        yield fails(f"here are {here}, and CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES")
-    else:
-        driver = software.versions.get("driver", "")
-        yield fails(
-            f"here are {here}, and torch, built for CUDA {software.torch_cuda}, cannot use them with driver "
-            f"{driver}",
-            "update the driver, or install a torch built for an older CUDA",
-        )
-
-
-def judge_compiler(facts: Facts) -> Iterator[Finding]:
-    """What inductor needs."""
-    without = "or train without compiling: --parallel.compile.enabled=false"
-    if not facts.software.compiler:
+def judge_software(facts: Facts) -> Iterator[Finding]:
+    """A GPU that is there and that torch does not see; what inductor needs; another cuDNN than torch's own;
+    packages."""
+    software, without = facts.software, "or train without compiling: --parallel.compile.enabled=false"
+    if facts.gpus and not isinstance(facts.gpus, Unknown) and not software.gpus_of_torch:
+        yield _unseen(facts, f"here are {len(facts.gpus)} x {facts.gpus[0].name}, and")
+    if not software.compiler:
         named = f": CXX={facts.environment['CXX']} is none" if "CXX" in facts.environment else ""
-        yield fails(
-            f"no C++ compiler{named}", f"apt-get install g++, or unset CXX if it names another; {without}"
+        remedy = f"apt-get install g++, or unset CXX if it names another; {without}"
+        yield Finding("fails", f"no C++ compiler{named}", remedy)
+    if not software.python_headers:
+        what = "no headers of this Python (Python.h), which compiling needs"
+        yield Finding("fails", what, f"apt-get install python3-dev; {without}")
+    if software.cudnn_loaded and not software.cudnn_bundled:
+        yield Finding(
+            "slow",
+            f"cuDNN comes from {software.cudnn_loaded}, not from torch's own packages",
+            "take its folder out of LD_LIBRARY_PATH: another version may lack the fast attention, or fail",
         )
-    if not facts.software.python_headers:
-        yield fails(
-            "no headers of this Python (Python.h), which compiling needs",
-            f"apt-get install python3-dev; {without}",
-        )
+    if software.missing_packages:
+        remedy = "pip install -e '.[hf,float8]' for datasets, Hugging Face comparisons and float8"
+        yield Finding("note", f"not installed: {', '.join(software.missing_packages)}", remedy)
 
 
-def judge_checks(facts: Facts) -> Iterator[Finding]:
+def _unseen(facts: Facts, here: str) -> Finding:
+    """Why torch does not see the GPUs that the driver sees."""
+    software = facts.software
+    if not software.torch_cuda:
+        remedy = "install torch with CUDA, as pytorch.org says for this driver"
+        return Finding("fails", f"{here} this torch is a build for CPUs", remedy)
+    if facts.environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        return Finding("fails", f"{here} CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES")
+    return Finding(
+        "fails",
+        f"{here} torch, built for CUDA {software.torch_cuda}, cannot use them with driver "
+        f"{software.versions.get('driver', '')}",
+        "update the driver, or install a torch built for an older CUDA",
+    )
+
+
+def judge_trials(facts: Facts) -> Iterator[Finding]:
     """What was tried for real."""
     known = not facts.software.compiler or not facts.software.python_headers
     if facts.compiled.failed and not known:
-        yield fails(
+        yield Finding(
+            "fails",
             f"torch.compile does not work here: {facts.compiled.failed}",
             "mend what it names, or train without it: --parallel.compile.enabled=false",
         )
     if facts.all_reduce.failed:
-        yield fails(
+        yield Finding(
+            "fails",
             f"two processes of this machine cannot reduce together: {facts.all_reduce.failed}",
             "NCCL_DEBUG=INFO says what NCCL tried; gloo goes over the interface GLOO_SOCKET_IFNAME: try lo",
         )
@@ -175,82 +129,76 @@ def judge_folders(facts: Facts) -> Iterator[Finding]:
     run, cache = facts.run_folder, facts.cache_folder
     if not run.writable:
         why = f": {run.problem}" if run.problem else ""
-        yield fails(f"{run.path} cannot be written{why}", "name a folder that can: --run.dir")
+        yield Finding("fails", f"{run.path} cannot be written{why}", "name a folder that can: --run.dir")
     if not cache.writable:
-        yield fails(
-            f"the compile cache {cache.path} cannot be written",
-            "name a folder that can: --parallel.compile.cache_dir",
-        )
+        remedy = "name a folder that can: --parallel.compile.cache_dir"
+        yield Finding("fails", f"the compile cache {cache.path} cannot be written", remedy)
     if isinstance(run.free_gib, float) and run.free_gib < LEAST_FREE_GIB:
-        yield fails(
-            f"{run.path} has {run.free_gib:.2f} GiB free", "make room, or name another folder: --run.dir"
-        )
+        remedy = "make room, or name another folder: --run.dir"
+        yield Finding("fails", f"{run.path} has {run.free_gib:.2f} GiB free", remedy)
     if isinstance(run.write_mb_s, float) and run.write_mb_s < SLOW_WRITE_MB_S:
-        yield is_slow(
+        yield Finding(
+            "slow",
             f"{run.path} takes {run.write_mb_s:.0f} MB/s, flushed, so 16 GB of a checkpoint take "
             f"{16000 / run.write_mb_s / 60:.1f} minutes",
             "put run.dir on a faster disk, or save less often (checkpoint.every)",
         )
-    if is_network(cache.filesystem):
-        yield is_slow(
-            f"the compile cache {cache.path} is on {cache.filesystem}",
-            "put it on a local disk: TORCHINDUCTOR_CACHE_DIR",
-        )
+    if str(cache.filesystem).startswith(NETWORK):
+        remedy = "put it on a local disk: TORCHINDUCTOR_CACHE_DIR"
+        yield Finding("slow", f"the compile cache {cache.path} is on {cache.filesystem}", remedy)
 
 
-def is_network(filesystem: str | Unknown) -> bool:
-    """Whether a file system of this type is another machine's."""
-    return isinstance(filesystem, str) and filesystem.startswith(NETWORK)
-
-
-def judge_limits(facts: Facts) -> Iterator[Finding]:
-    """ulimits and shared memory."""
+def judge_machine(facts: Facts) -> Iterator[Finding]:
+    """ulimits, shared memory, memory, cores, and the name by which others reach this machine."""
     machine, gpus = facts.machine, count_gpus(facts)
     if isinstance(machine.most_open_files, int) and machine.most_open_files < LEAST_OPEN_FILES:
-        yield fails(
+        yield Finding(
+            "fails",
             f"ulimit -Hn is {machine.most_open_files}; data and sockets to all peers need {LEAST_OPEN_FILES} "
             "and more",
             "nofile in /etc/security/limits.conf; Docker: --ulimit nofile=65536",
         )
     if isinstance(machine.memlock_kib, int) and machine.infiniband:
-        yield fails(
+        yield Finding(
+            "fails",
             f"ulimit -l is {machine.memlock_kib} KiB, and InfiniBand ({', '.join(machine.infiniband)}) pins "
             "more",
             "memlock unlimited in /etc/security/limits.conf; Slurm: LimitMEMLOCK=infinity of slurmd",
         )
     if isinstance(machine.shm_gib, float) and machine.shm_gib < LEAST_SHM_GIB:
-        words = f"/dev/shm has {machine.shm_gib * 1024:.0f} MiB; NCCL on several GPUs needs more"
-        remedy = (
+        yield Finding(
+            "fails" if gpus > 1 else "note",
+            f"/dev/shm has {machine.shm_gib * 1024:.0f} MiB; NCCL on several GPUs needs more",
             "docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory, as "
-            "configs/launch/kubernetes.yaml has"
+            "configs/launch/kubernetes.yaml has",
         )
-        yield fails(words, remedy) if gpus > 1 else note(words, remedy)
-
-
-def judge_memory(facts: Facts) -> Iterator[Finding]:
-    """Memory of the host."""
-    machine = facts.machine
     amounts = [value for value in (machine.available_gib, machine.cgroup_gib) if isinstance(value, float)]
     if amounts and min(amounts) < LEAST_MEMORY_GIB:
-        yield is_slow(
+        yield Finding(
+            "slow",
             f"{min(amounts):.1f} GiB of memory can be had; torch and its compiler take up to "
             f"{LEAST_MEMORY_GIB:.0f}",
             "raise the container's limit, or end other programs",
         )
-
-
-def judge_network(facts: Facts) -> Iterator[Finding]:
-    """What stands between this machine and others."""
-    machine = facts.machine
-    if isinstance(machine.addresses, Unknown):
-        yield is_slow(
-            f"this machine's own name, {machine.hostname}, resolves to nothing: {machine.addresses.why}",
-            "add it to /etc/hosts; torchrun and gloo ask for it",
+    if isinstance(machine.cores, int) and 0 < machine.cores < 2 * gpus:
+        yield Finding(
+            "slow",
+            f"{machine.cores} cores for {gpus} GPUs: each process needs one that launches kernels and one "
+            "that loads and saves",
+            "ask for more (Slurm: --exclusive; Kubernetes: resources.limits.cpu)",
         )
-    elif "GLOO_SOCKET_IFNAME" not in facts.environment and all(map(is_loopback, machine.addresses)):
-        yield note(
-            f"this machine's own name, {machine.hostname}, is {machine.addresses[0]}: no other machine "
-            "reaches gloo there",
+    yield from _judge_name(facts)
+
+
+def _judge_name(facts: Facts) -> Iterator[Finding]:
+    name, addresses = f"this machine's own name, {facts.machine.hostname},", facts.machine.addresses
+    if isinstance(addresses, Unknown):
+        remedy = "add it to /etc/hosts; torchrun and gloo ask for it"
+        yield Finding("slow", f"{name} resolves to nothing: {addresses.unknown}", remedy)
+    elif "GLOO_SOCKET_IFNAME" not in facts.environment and all(map(is_loopback, addresses)):
+        yield Finding(
+            "note",
+            f"{name} is {addresses[0]}: no other machine reaches gloo there",
             "for several machines: GLOO_SOCKET_IFNAME=eth0 or so; configs/launch/nodes.sh finds it",
         )
 
@@ -260,33 +208,16 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def judge_cudnn(facts: Facts) -> Iterator[Finding]:
-    """Another cuDNN than torch's own."""
-    if facts.software.cudnn_loaded and not facts.software.cudnn_bundled:
-        yield is_slow(
-            f"cuDNN comes from {facts.software.cudnn_loaded}, not from torch's own packages",
-            "take its folder out of LD_LIBRARY_PATH: another version may lack the fast attention, or fail",
-        )
-
-
-def judge_power(facts: Facts) -> Iterator[Finding]:
-    """GPUs that are held back."""
+def judge_gpus(facts: Facts) -> Iterator[Finding]:
+    """GPUs that are held back, and those of one node without NVLink between them."""
     for number, gpu in enumerate(() if isinstance(facts.gpus, Unknown) else facts.gpus):
-        if (
-            gpu.power_limit_w
-            and gpu.default_power_limit_w
-            and gpu.power_limit_w < 0.98 * gpu.default_power_limit_w
-        ):
-            yield is_slow(
-                f"GPU {number} may take {gpu.power_limit_w:.0f} W of its {gpu.default_power_limit_w:.0f} W",
-                f"nvidia-smi -i {number} -pl {gpu.default_power_limit_w:.0f}, if that is not on purpose",
-            )
-
-
-def judge_links(facts: Facts) -> Iterator[Finding]:
-    """GPUs of one node without NVLink between them."""
+        limit, full = gpu.power_limit_w, gpu.default_power_limit_w
+        if limit and full and limit < 0.98 * full:
+            remedy = f"nvidia-smi -i {number} -pl {full:.0f}, if that is not on purpose"
+            yield Finding("slow", f"GPU {number} may take {limit:.0f} W of its {full:.0f} W", remedy)
     if isinstance(facts.topology, str) and (slow := find_slow_pairs(facts.topology)):
-        yield is_slow(
+        yield Finding(
+            "slow",
             f"no NVLink between {', '.join(slow[:4])}{' and others' if len(slow) > 4 else ''}",
             "keep tensor parallelism off these pairs (parallel.tp=1): it waits for every layer's sums",
         )
@@ -306,21 +237,41 @@ def find_slow_pairs(topology: str) -> list[str]:
     ]
 
 
-def judge_cores(facts: Facts) -> Iterator[Finding]:
-    """Too few cores to feed the GPUs."""
-    cores, gpus = facts.machine.cores, count_gpus(facts)
-    if isinstance(cores, int) and 0 < cores < 2 * gpus:
-        yield is_slow(
-            f"{cores} cores for {gpus} GPUs: each process needs one that launches kernels and one that loads "
-            "and saves",
-            "ask for more (Slurm: --exclusive; Kubernetes: resources.limits.cpu)",
+def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables that cost speed, or that take a setting of ours away."""
+    for name, effect in SWITCHES.items():
+        if environment.get(name, "") not in OFF:
+            yield Finding("slow", f"{name}={environment[name]} {effect}", f"unset {name}")
+    if environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+        yield Finding(
+            "slow",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL compares every collective over all ranks",
+            "unset TORCH_DISTRIBUTED_DEBUG",
         )
+    threads = environment.get("OMP_NUM_THREADS", "1")
+    # a list: for nested regions (OpenMP 5.2, 21.2.1)
+    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", threads):
+        yield Finding(
+            "slow",
+            f"OMP_NUM_THREADS={threads} is no number of threads: OpenMP ignores it, and says so in every "
+            "process",
+            "OMP_NUM_THREADS=1, or unset it: a run's threads are run.threads",
+        )
+    if environment.get("NCCL_DEBUG") in ("INFO", "TRACE"):
+        yield Finding(
+            "note",
+            f"NCCL_DEBUG={environment['NCCL_DEBUG']} prints pages",
+            "NCCL_DEBUG=WARN names what failed",
+        )
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if name in environment and "expandable_segments:True" not in environment[name]:
+            yield Finding(
+                "note",
+                f"{name}={environment[name]} switches run.expandable_segments off",
+                f"add expandable_segments:True, or unset {name}",
+            )
 
 
-def judge_packages(facts: Facts) -> Iterator[Finding]:
-    """Optional packages."""
-    if facts.software.missing_packages:
-        yield note(
-            f"not installed: {', '.join(facts.software.missing_packages)}",
-            "pip install -e '.[hf,float8]' for datasets, Hugging Face comparisons and float8",
-        )
+def choose_shown(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of all variables those that a run can feel."""
+    return {name: environment[name] for name in sorted(environment) if name.startswith(SHOWN)}

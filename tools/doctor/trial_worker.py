@@ -5,11 +5,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from meshwright.train.distributed.exit import end_process
 
@@ -38,8 +38,8 @@ def try_compile() -> str:
     compiled = torch.compile(work, fullgraph=True)
     torch.testing.assert_close(compiled(), work(), rtol=1e-2, atol=1e-2)
     compiling_s = time.perf_counter() - start_s
-    step_s = _median_s(lambda: compiled().sum().item())
-    rate = 2 * SIZE**3 / step_s / 1e9
+    timer = Timer("work()", globals={"work": compiled}, num_threads=torch.get_num_threads())
+    rate = 2 * SIZE**3 / timer.blocked_autorange().median / 1e9
     return (
         f"{compiling_s:.1f} s to compile; a product of {SIZE} runs at {rate:.0f} GFLOP/s, float32, "
         f"{device.type}"
@@ -49,32 +49,20 @@ def try_compile() -> str:
 def try_all_reduce() -> str:
     """16 MiB over two processes, and the sum is right."""
     rank, nccl = int(os.environ["RANK"]), torch.cuda.is_available() and torch.cuda.device_count() > 1
-    device = torch.device("cuda", rank) if nccl else torch.device("cpu")
-    dist.init_process_group("nccl" if nccl else "gloo", timeout=TIMEOUT)
+    backend, device = ("nccl", torch.device("cuda", rank)) if nccl else ("gloo", torch.device("cpu"))
+    if nccl:
+        torch.cuda.set_device(device)  # the one that the timer waits for
+    dist.init_process_group(backend, timeout=TIMEOUT)
     tensor = torch.full((REDUCED_BYTES // 4,), float(rank + 1), device=device)
     dist.all_reduce(tensor)
     if tensor[-1].item() != 3:
         raise RuntimeError(f"the sum of 1 and 2 over two processes is {tensor[-1].item()}")
-
-    def reduce() -> None:
-        dist.all_reduce(tensor)
-        if nccl:
-            torch.cuda.synchronize()
-
-    seconds = _median_s(reduce)
-    dist.destroy_process_group()
-    return (
-        f"16 MiB over two processes: {REDUCED_BYTES / seconds / 1e9:.2f} GB/s, {'nccl' if nccl else 'gloo'}"
+    # both ranks the same number of times: as often as it is asked, and twice to warm up
+    seconds = (
+        Timer("reduce(tensor)", globals={"reduce": dist.all_reduce, "tensor": tensor}).timeit(ROUNDS).mean
     )
-
-
-def _median_s(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(ROUNDS):
-        start_s = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start_s)
-    return sorted(times)[ROUNDS // 2]
+    dist.destroy_process_group()
+    return f"16 MiB over two processes: {REDUCED_BYTES / seconds / 1e9:.2f} GB/s, {backend}"
 
 
 if __name__ == "__main__":
