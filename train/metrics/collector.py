@@ -2,7 +2,6 @@
 for the device."""
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,14 +71,11 @@ class Throughput:
     peak_flops: float | None
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 class Metrics:
     """Collects and writes the rows of metrics.jsonl; every rank calls `log`, rank 0 writes. `predicted`:
-    figures that the planner has predicted, by the names they have in a row. Files that cannot be written do
-    not end the run: `warn` hears of it, once."""
+    figures that the planner has predicted, by the names they have in a row. `shown`: what TensorBoard shows
+    of the run, from the first row on. Files that cannot be written do not end the run: `warn` hears of it,
+    once."""
 
     def __init__(
         self,
@@ -89,11 +85,12 @@ class Metrics:
         device: torch.device,
         is_main: bool,
         predicted: Mapping[str, float],
-        warn: Callable[[str], None] = _to_stderr,
+        shown: RunSummary,
+        warn: Callable[[str], None],
     ) -> None:
         self._config, self._throughput, self._device = config, throughput, device
         self._spikes = SpikeDetector()
-        self._rows = MetricsWriter(folder, config.tensorboard, warn) if is_main else None
+        self._rows = MetricsWriter(folder, config.tensorboard, shown, warn) if is_main else None
         self._steps, self._wait_s, self._busy_s, self._since = 0, 0.0, 0.0, time.perf_counter()
         self._graphs: int | None = None
         self._predicted = dict(predicted)  # by the name of the figure
@@ -190,16 +187,6 @@ class Metrics:
             for name, value in self._predicted.items()
         )
         return f"predicted against measured: {', '.join(told)}"
-
-    def show(self, shown: RunSummary) -> None:
-        """What TensorBoard shows of the run, from the first row on."""
-        if self._rows is not None:
-            self._rows.show(shown)
-
-    def add_image(self, step: int, name: str, png: bytes) -> None:
-        """Show an image, a PNG file's bytes, in TensorBoard; nothing on ranks that write nothing."""
-        if self._rows is not None:
-            self._rows.add_image(step, name, png)
 
     def later(self, job: Callable[[], None]) -> None:
         """Have something done once all rows so far are written: by the thread that writes them, or here on

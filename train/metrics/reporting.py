@@ -137,11 +137,11 @@ def build_reporting(
     plan, steps = planned.plan, range(state.position.step + 1, data.total_steps + 1)
     throughput = make_throughput(config.job, plan, planned.device_name)
     is_main = dist.get_rank() == 0
+    shown = describe_run(config, planned, data.corpus.description, data.total_steps)
     metrics = Metrics(
-        config.metrics, throughput, folder, planned.device, is_main, planned.predicted, console.print
+        config.metrics, throughput, folder, planned.device, is_main, planned.predicted, shown, console.print
     )
     metrics.watch_gradients(state.model, plan, state.optimizer)
-    metrics.show(describe_run(config, planned, data.corpus.description, data.total_steps))
     profiled = ProfiledRun(state.model, plan, planned.device, steps)
     profiler = StepProfiler(config.profile, folder / "profile", profiled, console.print)
     # GPUs choose among kernels behind a name; a profile that was asked for shows them itself

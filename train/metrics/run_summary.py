@@ -18,7 +18,6 @@ from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import describe_strategy
-from meshwright.parallel.planner.hardware import find_hardware
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.console import Console
@@ -67,7 +66,7 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> Run
     images = {PREDICTED_STEP: partial(_paint, timeline, title)} if drawn and timeline is not None else {}
     values = hparams_of(config, plan, device_name)
     hparams = HParams(values, first_keys(values, sys.argv[1:]))
-    return RunSummary(texts, images, hparams, mfu=find_hardware(device_name) is not None)
+    return RunSummary(texts, images, hparams)
 
 
 def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:

@@ -16,17 +16,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 
 Value = bool | float | str
+Outcome = Literal["finished", "stopped", "failed"]
 COMPARED = {  # tag -> the column's name: what runs are compared by
     "loss/eval": "loss, eval",
     "loss/train": "loss, train",
     "speed/tokens_per_s_per_gpu": "tokens/s per GPU",
     "memory/peak_gib": "peak memory, GiB",
 }
+CHARTS = {  # category -> chart -> regular expressions of tags, matched at a tag's beginning
+    "Overview": {
+        "Loss: train and eval": ["loss/(train|eval)$"],
+        "Tokens/s per GPU, predicted too": ["speed/tokens_per_s_per_gpu(_predicted)?$"],
+        "Peak memory in GiB, predicted too": ["memory/peak_gib(_predicted)?$", "memory/reserved_gib$"],
+        "MFU, predicted too": ["speed/mfu(_causal)?(_predicted)?$"],
+        "Seconds: step (predicted too), wait for data": ["speed/step_time_s(_predicted)?$", "data/wait_s$"],
+        "Gradient norm": ["optimizer/grad_norm$"],
+        "Learning rate": ["optimizer/lr$"],
+    },
+    "More": {
+        "Loss of each set": ["eval/.*/loss$"],
+        "Bits per byte of each set": ["eval/.*/bits_per_byte$"],
+        "Gradient norm of each unit (metrics.gradient_norms)": ["gradient_norm/"],
+    },
+}
+VERSION = "brain.Event:2"  # of the format, which begins every file
+ENDED = ".ended"  # ends the name of the file that says how the run has ended
+PNG_SIZE = slice(16, 24)  # where a PNG has its width and height (https://www.w3.org/TR/png-3/#11IHDR)
 
 
 @dataclass(frozen=True)
@@ -43,121 +61,42 @@ class HParams:
     first: frozenset[str]
 
 
-def begin_summaries(hparams: HParams, start_s: float) -> list[Any]:
-    """Which columns there are, and the run's row. TensorBoard takes the columns from any one of the runs that
-    it shows: so every run names all keys and the same metrics. Of several rows in one folder it takes the
-    first."""
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2  # type: ignore[import-untyped]
-
-    keys = [_column(name, value, name in hparams.first) for name, value in hparams.values.items()]
-    metrics = [
-        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words)
-        for tag, words in COMPARED.items()
-    ]
-    experiment = api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics)
-    # without a group's name: the run's folder is one
-    row = plugin_data_pb2.SessionStartInfo(start_time_secs=start_s)
-    for name, value in hparams.values.items():
-        setattr(row.hparams[name], f"{_kind(value)}_value", value)
-    return [
-        _summary(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
-        _summary(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=row)),
-    ]
-
-
-def end_summary(outcome: Literal["finished", "failed"], end_s: float) -> Any:
-    """How the run of the row has ended."""
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-
-    status = api_pb2.STATUS_SUCCESS if outcome == "finished" else api_pb2.STATUS_FAILURE
-    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=end_s)
-    return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
-
-
-def _kind(value: Value) -> str:
-    """As google.protobuf.Value names it."""
-    return "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
-
-
-def _column(name: str, value: Value, first: bool) -> Any:
-    from tensorboard.plugins.hparams import api_pb2
-
-    types = {
-        "bool": api_pb2.DATA_TYPE_BOOL,
-        "string": api_pb2.DATA_TYPE_STRING,
-        "number": api_pb2.DATA_TYPE_FLOAT64,
-    }
-    # "Differs" over runs, which no single run can know, is what TensorBoard puts first.
-    column = api_pb2.HParamInfo(name=name, type=types[_kind(value)], differs=first)
-    if isinstance(value, bool):
-        column.domain_discrete.extend([False, True])
-    return column
-
-
-def _summary(tag: str, data: Any) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-    from tensorboard.plugins.hparams import metadata
-
-    return Summary(
-        value=[
-            Summary.Value(
-                tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR
-            )
-        ]
-    )
-
-
-Outcome = Literal["finished", "stopped", "failed"]
-VERSION = "brain.Event:2"  # of the format, which begins every file
-ENDED = ".ended"  # ends the name of the file that says how the run has ended
-BINS = 30  # of a histogram: as many as TensorBoard shows
-PNG_SIZE = slice(16, 24)  # where a PNG has its width and height (https://www.w3.org/TR/png-3/#11IHDR)
-
-
 @dataclass(frozen=True)
 class RunSummary:
     """What TensorBoard shows of a run from its first row on, by name: texts in Markdown, PNG images, made
-    when they are needed by the thread that writes, the run's row in the HParams tab, and whether there is an
-    MFU to show."""
+    when they are needed by the thread that writes, and the run's row in the HParams tab."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
     hparams: HParams | None = None
-    mfu: bool = True
 
 
 class TensorBoardWriter:
     """A TensorBoard event file with all of a row on disk as soon as it is added.
 
-    Not SummaryWriter: its thread writes up to two minutes later, all of which a kill loses, and on a full
-    disk it dies, prints a traceback, and makes the next call raise.
+    Not SummaryWriter: its thread dies on a full disk, with a traceback, and makes every later call raise,
+    what waited in it lost. Nor anything else of torch.utils.tensorboard: where TensorFlow is installed it
+    imports that.
     """
 
     def __init__(self, folder: Path, trouble: WriteErrors, shown: RunSummary, first_step: int | None) -> None:
         """All of `shown` but its images is in the file from the first row on. Of files written before, steps
         from `first_step` on, if any, are hidden: a resumed run does them again; and it is no longer said how
         the run has ended."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
         from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
         for ended in folder.glob(f"*{ENDED}"):
             with contextlib.suppress(OSError):
                 ended.unlink()
-        now_s = time.time()
-        hparams = [] if shown.hparams is None else begin_summaries(shown.hparams, now_s)
-        summaries = [
-            layout_summary(shown.mfu),
-            *hparams,
-            *(text_pb(name, text) for name, text in shown.texts.items()),
-        ]
-        start = [Event(wall_time=now_s, file_version=VERSION)]
+        start = [_event(file_version=VERSION)]
         if first_step is not None:
-            start.append(
-                Event(wall_time=now_s, step=first_step, session_log=SessionLog(status=SessionLog.START))
-            )
-        start += [Event(wall_time=now_s, summary=summary) for summary in summaries]
+            start.append(_event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        texts = [text_pb(name, text) for name, text in shown.texts.items()]
+        summaries = [_layout(), *_begin_row(shown.hparams), *texts]
+        start += [_event(summary=summary) for summary in summaries]
         # read in the order of names
-        name = f"events.out.tfevents.{now_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._path, self._trouble = folder / name, trouble
         self._file = LogFile(self._path, trouble, _records(start))
 
@@ -170,17 +109,13 @@ class TensorBoardWriter:
     ) -> None:
         """Add scalars, texts, and of `spreads` histograms, by tag, of a step."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb  # type: ignore[import-untyped]
         from tensorboard.plugins.text.summary_v2 import text_pb
-        from torch.utils.tensorboard.summary import histogram
 
         # One event for all scalars: an event each, as SummaryWriter does it, takes three times as long.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        arrays = {name: np.array(numbers) for name, numbers in (spreads or {}).items() if numbers}
-        # Not numpy's "auto" bins: one number far from the others makes billions of them.
-        spread = [histogram(name, a, np.linspace(a.min(), a.max(), BINS + 1)) for name, a in arrays.items()]
-        self._append(
-            step, [Summary(value=values), *spread, *(text_pb(name, text) for name, text in texts.items())]
-        )
+        spread = [histogram_pb(name, numbers) for name, numbers in (spreads or {}).items() if numbers]
+        self._append(step, Summary(value=values), *spread, *(text_pb(*text) for text in texts.items()))
 
     def add_image(self, step: int, name: str, png: bytes) -> None:
         """Add an image, a PNG file's bytes."""
@@ -188,23 +123,16 @@ class TensorBoardWriter:
 
         width, height = struct.unpack(">II", png[PNG_SIZE])
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-        self._append(step, [Summary(value=[Summary.Value(tag=name, image=image)])])
+        self._append(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
     def end(self, outcome: Outcome) -> None:
         """Say how the run has ended, in a file of its own, for TensorBoard believes the first that says so,
         and a resumed run must be able to take it back. A run that was stopped goes on, some time: it has not
         ended."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
         if outcome != "stopped":
-            now_s = time.time()
-            end = [
-                Event(wall_time=now_s, file_version=VERSION),
-                Event(wall_time=now_s, summary=end_summary(outcome, now_s)),
-            ]
-            LogFile(self._path.with_name(f"{self._path.name}{ENDED}"), self._trouble, _records(end)).append(
-                b""
-            )
+            end = [_event(file_version=VERSION), _event(summary=_end_row(outcome))]
+            path = self._path.with_name(f"{self._path.name}{ENDED}")
+            LogFile(path, self._trouble, _records(end)).append(b"")
 
     def close(self) -> None:
         """Try once more to write what waits; and write what every file begins with, where there was no
@@ -212,12 +140,14 @@ class TensorBoardWriter:
         self._file.append(b"")
         self._file.close()
 
-    def _append(self, step: int, summaries: Iterable[Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def _append(self, step: int, *summaries: Any) -> None:
+        self._file.append(_records(_event(step=step, summary=summary) for summary in summaries))
 
-        self._file.append(
-            _records(Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries)
-        )
+
+def _event(**content: Any) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return Event(wall_time=time.time(), **content)
 
 
 def _records(events: Iterable[Any]) -> bytes:
@@ -231,50 +161,78 @@ def _records(events: Iterable[Any]) -> bytes:
     return buffer.getvalue()
 
 
-MFU = "MFU, predicted too"
-# Category -> chart -> regular expressions of tags, matched at a tag's beginning.
-CHARTS = {
-    "Overview": {
-        "Loss: train and eval": ["loss/(train|eval)$"],
-        "Tokens/s per GPU, predicted too": ["speed/tokens_per_s_per_gpu(_predicted)?$"],
-        "Peak memory in GiB, predicted too": ["memory/peak_gib(_predicted)?$", "memory/reserved_gib$"],
-        MFU: ["speed/mfu(_causal)?(_predicted)?$"],
-        "Seconds: step (predicted too), wait for data": ["speed/step_time_s(_predicted)?$", "data/wait_s$"],
-        "Gradient norm": ["optimizer/grad_norm$"],
-        "Learning rate": ["optimizer/lr$"],
-    },
-    "More": {
-        "Loss of each set": ["eval/.*/loss$"],
-        "Bits per byte of each set": ["eval/.*/bits_per_byte$"],
-        "Gradient norm of each unit (metrics.gradient_norms)": ["gradient_norm/"],
-    },
-}
-CLOSED = frozenset({"More"})  # until one opens them
-
-
-def layout_summary(mfu: bool) -> Any:
-    """The layout as a summary of an event file; with the chart of MFUs where there are any."""
-    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+def _layout() -> Any:
+    """The charts of the Custom Scalars tab; all but the first category are closed until one opens them."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[import-untyped]
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata  # type: ignore[import-untyped]
 
     categories = [
         layout_pb2.Category(
             title=title,
-            closed=title in CLOSED,
+            closed=title != next(iter(CHARTS)),
             chart=[
                 layout_pb2.Chart(title=chart, multiline=layout_pb2.MultilineChartContent(tag=tags))
                 for chart, tags in charts.items()
-                if chart != MFU or mfu
             ],
         )
         for title, charts in CHARTS.items()
     ]
     layout = layout_pb2.Layout(category=categories).SerializeToString()
-    tensor = TensorProto(dtype="DT_STRING", string_val=[layout], tensor_shape=TensorShapeProto())
-    tag, about = metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata()
-    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=about)])
+    tensor, about = TensorProto(dtype="DT_STRING", string_val=[layout]), metadata.create_summary_metadata()
+    return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=about)])
+
+
+def _begin_row(hparams: HParams | None) -> list[Any]:
+    """Which columns the HParams tab has, and the run's row. TensorBoard takes the columns from any one of the
+    runs that it shows: so every run names all keys and the same metrics. Of several rows in one folder it
+    takes the first."""
+    from google.protobuf.struct_pb2 import Struct  # type: ignore[import-untyped]
+    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
+
+    if hparams is None:
+        return []
+    types = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
+    values = Struct()
+    values.update(dict(hparams.values))
+    # "Differs" over runs, which no single run can know, is what TensorBoard puts first.
+    keys = [
+        api_pb2.HParamInfo(
+            name=name,
+            type=types.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
+            differs=name in hparams.first,
+        )
+        for name, value in hparams.values.items()
+    ]
+    metrics = [
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words)
+        for tag, words in COMPARED.items()
+    ]
+    # without a group's name: the run's folder is one
+    row = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time(), hparams=values.fields)
+    return [
+        _of_row("experiment", experiment=api_pb2.Experiment(hparam_infos=keys, metric_infos=metrics)),
+        _of_row("session_start_info", session_start_info=row),
+    ]
+
+
+def _end_row(outcome: Outcome) -> Any:
+    """How the run of the row has ended."""
+    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+
+    status = api_pb2.STATUS_SUCCESS if outcome == "finished" else api_pb2.STATUS_FAILURE
+    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+    return _of_row("session_end_info", session_end_info=end)
+
+
+def _of_row(name: str, **content: Any) -> Any:
+    """A summary of the HParams plugin."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
+    value = Summary.Value(tag=f"_hparams_/{name}", metadata=about, tensor=metadata.NULL_TENSOR)
+    return Summary(value=[value])
 
 
 PREDICTED = "predicted_"  # begins the name of a figure of metrics.jsonl that the planner has predicted

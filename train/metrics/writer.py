@@ -30,31 +30,26 @@ class MetricsWriter:
     the run: `warn` hears of it once, from any thread. No more than MAX_WAITING rows wait for a disk that
     hangs; those after them are lost."""
 
-    def __init__(self, folder: Path, tensorboard: bool, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, tensorboard: bool, shown: RunSummary, warn: Callable[[str], None]
+    ) -> None:
+        """`shown`: what TensorBoard shows of the run, from the first row on."""
         self._folder, self._warn, self._trouble = folder, warn, WriteErrors(warn)
         self._file = LogFile(folder / "metrics.jsonl", self._trouble)
         self._board_folder = folder / "tb" if tensorboard else None
         # opened by the first row: importing TensorBoard would delay the first step
         self._board: TensorBoardWriter | None = None
-        self._shown, self._images = RunSummary(), dict[str, Callable[[], bytes]]()
+        self._shown, self._images = shown, dict(shown.images)
         self._thread, self._sent = BackgroundThread("metrics"), deque[Future[None]]()
         self._moved_s = time.monotonic()  # when something was last seen done
         self._hangs, self._lost = False, 0
         self.later(lambda: self._file.append(b""))  # so that one hears early if that cannot be
 
-    def show(self, shown: RunSummary) -> None:
-        """What TensorBoard shows of the run, from the first row on."""
-        self._shown, self._images = shown, dict(shown.images)
-
-    def add_image(self, step: int, name: str, png: bytes) -> None:
-        """Have an image, a PNG file's bytes, written for TensorBoard."""
-        self.later(partial(self._write_image, step, name, lambda: png))
-
     def write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         """Have a row written, and texts of its step; neither may be changed any more."""
         self.later(partial(self._write, row, texts))
         while self._images:  # after the first row, which need not wait for them
-            self.later(partial(self._write_image, 0, *self._images.popitem()))
+            self.later(partial(self._write_image, *self._images.popitem()))
 
     def later(self, job: Callable[[], None]) -> None:
         """Have something done after all rows so far. Raises what a job before this one has raised."""
@@ -106,9 +101,9 @@ class MetricsWriter:
                 row["step"], scalars_of(row), texts, {UNIT_NORMS_TAG: norms}
             )
 
-    def _write_image(self, step: int, name: str, make: Callable[[], bytes]) -> None:
-        if self._board_folder is not None:
-            self._opened(self._board_folder, step).add_image(step, name, make())
+    def _write_image(self, name: str, make: Callable[[], bytes]) -> None:
+        if self._board is not None:
+            self._board.add_image(0, name, make())
 
     def _opened(self, folder: Path, first_step: int | None) -> TensorBoardWriter:
         self._board = self._board or TensorBoardWriter(folder, self._trouble, self._shown, first_step)

@@ -21,8 +21,9 @@ THROUGHPUT = Throughput(
 )
 
 
-def open_metrics(folder: Path, is_main: bool = True) -> Metrics:
-    return Metrics(MetricsConfig(tensorboard=False), THROUGHPUT, folder, torch.device("cpu"), is_main, {})
+def open_metrics(folder: Path, is_main: bool = True, tensorboard: bool = False) -> Metrics:
+    config, shown = MetricsConfig(tensorboard=tensorboard), RunSummary({"config": "text"}, {"image": bytes})
+    return Metrics(config, THROUGHPUT, folder, torch.device("cpu"), is_main, {}, shown, print)
 
 
 def rows_in(folder: Path) -> list[dict[str, float]]:
@@ -80,18 +81,14 @@ def test_on_ranks_that_write_nothing_what_is_to_come_later_comes_at_once(tmp_pat
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    metrics = open_metrics(tmp_path, is_main=False)
+    metrics = open_metrics(tmp_path, is_main=False, tensorboard=True)
     metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
-    metrics.show(RunSummary({"config": "text"}))
-    metrics.add_image(1, "image", b"")
     metrics.close("finished")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_tensorboard_there_is_only_the_json_file(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path)
-    metrics.show(RunSummary({"config": "text"}, {"image": lambda: b""}))
-    metrics.add_image(1, "image", b"")
     metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
     metrics.close("failed")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.train.config import MetricsConfig
 from meshwright.train.metrics.collector import GradientNorms, Metrics, Throughput
+from meshwright.train.metrics.tensorboard import RunSummary
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import Sharded, build_sharded, random_batches, sharded_alone
@@ -97,7 +98,7 @@ def test_off_it_adds_no_operation_to_any_step_and_on_only_to_those_that_are_repo
 
     def opened(on: bool) -> Metrics:
         config = MetricsConfig(tensorboard=False, gradient_norms=on)
-        metrics = Metrics(config, throughput, tmp_path, torch.device("cpu"), False, {})
+        metrics = Metrics(config, throughput, tmp_path, torch.device("cpu"), False, {}, RunSummary(), print)
         metrics.watch_gradients(trainer.model, trainer.plan, trainer.optimizer)
         return metrics
 

@@ -129,7 +129,7 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
 
 def read_board(folder: Path) -> EventAccumulator:
     return EventAccumulator(
-        str(folder), size_guidance=dict.fromkeys(("scalars", "tensors", "images", "histograms"), 0)
+        str(folder), size_guidance=dict.fromkeys(("scalars", "tensors", "images"), 0)
     ).Reload()
 
 
@@ -204,7 +204,7 @@ def test_every_row_that_was_written_outlives_a_kill(tmp_path: Path) -> None:
     for shown in (
         board.Scalars("loss"),
         board.Images("picture"),
-        board.Histograms("spread"),
+        board.Tensors("spread"),
         board.Tensors("note"),
     ):
         assert [event.step for event in shown][: last + 1] == list(range(last + 1))
@@ -216,7 +216,9 @@ def open_metrics(folder: Path, warnings: list[str]) -> Metrics:
     throughput = Throughput(
         tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
     )
-    return Metrics(MetricsConfig(), throughput, folder, torch.device("cpu"), True, {}, warnings.append)
+    return Metrics(
+        MetricsConfig(), throughput, folder, torch.device("cpu"), True, {}, RunSummary(), warnings.append
+    )
 
 
 def test_metrics_of_a_run_without_a_folder_warn_once_and_are_all_there_when_it_comes(tmp_path: Path) -> None:
@@ -235,17 +237,6 @@ def test_metrics_of_a_run_without_a_folder_warn_once_and_are_all_there_when_it_c
     ] == [0, 1, 2, 3]
     assert [event.step for event in read_board(tmp_path / "run" / "tb").Scalars("loss/eval")] == [0, 1, 2, 3]
     assert len(warnings) == 2
-
-
-def test_a_folder_that_may_not_be_written_is_heard_of_on_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run").write_text("")
-    throughput = Throughput(
-        tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
-    )
-    Metrics(MetricsConfig(), throughput, tmp_path / "run", torch.device("cpu"), True, {}).close()
-    assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/run/metrics.jsonl cannot be written")
 
 
 LEASE_S = 45  # /proc/sys/fs/lease-break-time, as kernels have it

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshwright.train.config import MetricsConfig
 from meshwright.train.metrics.collector import Metrics, Throughput
 from meshwright.train.metrics.loss_spikes import MIN_REPORTS, THRESHOLD, SpikeDetector, find_spike
+from meshwright.train.metrics.tensorboard import RunSummary
 from meshwright.train.step import StepResult
 
 
@@ -80,7 +81,9 @@ def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(one_process, t
     throughput = Throughput(
         tokens_per_step=1, flops_per_token=1.0, flops_per_token_causal=1.0, world_size=1, peak_flops=None
     )
-    metrics = Metrics(MetricsConfig(), throughput, tmp_path, torch.device("cpu"), True, {})
+    metrics = Metrics(
+        MetricsConfig(), throughput, tmp_path, torch.device("cpu"), True, {}, RunSummary(), print
+    )
     zero = torch.zeros(())
     for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
         metrics.resume()
