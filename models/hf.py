@@ -90,19 +90,10 @@ COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 def hf_name(fqn: str) -> str:
     """Hugging Face's name of our parameter. KeyError if there is no such parameter."""
-    return _translate(fqn, NAMES)
-
-
-def our_name(name: str) -> str:
-    """Our fqn of a Hugging Face parameter. KeyError if we have no such parameter."""
-    return _translate(name, {theirs: ours for ours, theirs in NAMES.items()})
-
-
-def _translate(name: str, names: Mapping[str, str]) -> str:
-    layer = re.search(r"\.(\d+)\.", name)
+    layer = re.search(r"\.(\d+)\.", fqn)
     number = layer.group(1) if layer else ""
-    pattern = name.replace(f".{number}.", ".{}.", 1) if layer else name
-    return names[pattern.removesuffix(".weight")].format(number) + ".weight"
+    pattern = fqn.replace(f".{number}.", ".{}.", 1) if layer else fqn
+    return NAMES[pattern.removesuffix(".weight")].format(number) + ".weight"
 
 
 def is_ignored(name: str, tied: bool) -> bool:

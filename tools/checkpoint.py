@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.cli import format_table, run_tool
 from meshwright.tools.load_weights import checkpoints_folder, find_newest, load_whole_weights
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
@@ -26,8 +26,8 @@ from meshwright.train.checkpoint.load import open_reader, read_tensors
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor, read_manifest
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
+from meshwright.train.files import replacing
 
-GIB = 2**30
 EXIT_DIFFERENT = 1  # as of the diff command
 
 
@@ -172,26 +172,17 @@ def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
     weights = {name: tensor.to(torch.float32) for name, tensor in load_whole_weights(checkpoint).items()}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(weights, target)
+        with replacing(target) as partial:
+            partial.touch()
+            # as the user's umask has it; safetensors would leave the file to its owner alone
+            mode = partial.stat().st_mode
+            save_file(weights, partial, metadata={"format": "pt"})
+            partial.chmod(mode)
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {target} ({error}): name another place") from None
     return target
-
-
-def _write_whole(weights: dict[str, Tensor], target: Path) -> None:
-    """Write beside `target`, then rename: what is there under its name is always a whole file."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.touch()
-        # as the user's umask has it; safetensors would leave the file to its owner alone
-        mode = partial.stat().st_mode
-        save_file(weights, partial, metadata={"format": "pt"})
-        partial.chmod(mode)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _list_text(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -5,7 +5,9 @@ import contextlib
 import json
 import os
 import resource
-import threading
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +63,27 @@ def parse_mapping(text: str) -> dict[str, Any]:
     return value
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears by one rename. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
+@contextmanager
+def replacing(path: Path, ending: str = ".tmp") -> Iterator[Path]:
+    """A file beside `path` to write, which then takes its place by one rename: nobody sees half of it. After
+    an error nothing is left of it. `ending`: of its name, by which some writers choose the format."""
+    # processes of several nodes may write at once, and threads of one: none may share it
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{ending}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        yield partial
+        os.replace(partial, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears by one rename once the disk has it. Raises OSError."""
+    with replacing(path) as partial, open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 # a socket to every peer of thousands, and all shards; programs that walk through all numbers stay quick

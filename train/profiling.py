@@ -2,7 +2,6 @@
 explains. And which attention kernel a run really uses, read from a profile of one step."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.train.config import ProfileConfig
 from meshwright.train.distributed.exit import say_error
 from meshwright.train.distributed.ranks import read_rank_info
+from meshwright.train.files import replacing, write_whole
 
 CHECKED_STEP = 2  # of this process: the first one compiles
 # How a kernel's names begin or what is in them, on a GPU as the driver reports them, on a CPU as torch's
@@ -155,9 +155,10 @@ class StepProfiler:
             self._wait_for_device()
             profile.stop_trace()
             self._folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(self._path("json.gz"), lambda path: profile.export_chrome_trace(str(path)))
+            with replacing(self._path("json.gz"), ".gz") as partial:
+                profile.export_chrome_trace(str(partial))
             self._write_memory()
-            _write_whole(self._path("compile.json"), lambda path: path.write_text(_compile_report()))
+            write_whole(self._path("compile.json"), _compile_report().encode())
             written = self._folder
         self._end()
         return written
@@ -209,9 +210,8 @@ class StepProfiler:
 
     def _write_memory(self) -> None:
         if self._remembers:
-            _write_whole(
-                self._path("memory.pickle"), lambda path: torch.cuda.memory._dump_snapshot(str(path))
-            )
+            with replacing(self._path("memory.pickle")) as partial:
+                torch.cuda.memory._dump_snapshot(str(partial))
 
     def _path(self, ending: str) -> Path:
         return self._folder / f"rank-{self._rank}.{ending}"
@@ -241,10 +241,3 @@ class StepProfiler:
 
 def _compile_report() -> str:
     return json.dumps([asdict(graph) | {"total_s": graph.total_s} for graph in compiled_graphs()], indent=1)
-
-
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """A file that is there as a whole or not at all."""
-    partial = path.with_name(f".{path.name}")  # the ending tells the profiler whether to compress
-    write(partial)
-    os.replace(partial, path)

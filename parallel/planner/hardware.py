@@ -18,7 +18,6 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
-GIB = 2**30
 MOST_FITTED = 4
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype

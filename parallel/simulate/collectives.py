@@ -1,20 +1,19 @@
 """The collectives of a training step, as they are really issued: simulated or on a real process group."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.parallel.mesh import data_parallel_group
 from meshwright.parallel.operators import inner_code
-from meshwright.parallel.plan.schema import AXES, Plan
+from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.simulate.memory_tracker import StorageTracker
 from meshwright.parallel.simulate.module_tracker import ModuleTracker
 
@@ -41,15 +40,6 @@ class Collective:
     unit: str
     phase: str
     bytes: int
-
-
-@contextmanager
-def record_collectives(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Iterator[list[Collective]]:
-    """Collectives of `model` while the context lasts, in order. Eager only: a compiled block's own are not
-    seen."""
-    recorder = StepRecorder(ModuleTracker(model, plan), axes_of_groups(mesh), None)
-    with recorder.position.following(), recorder:
-        yield recorder.collectives
 
 
 class StepRecorder(TorchDispatchMode):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.simulate.collectives import record_collectives
+from meshwright.parallel.simulate.collectives import StepRecorder, axes_of_groups
+from meshwright.parallel.simulate.module_tracker import ModuleTracker
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER
 from tests.support.sharded import build_sharded, random_batches
@@ -41,11 +42,12 @@ def step(arguments: Sequence[str]) -> dict[str, Any]:
     holds."""
     run = build_sharded(arguments)
     batches = random_batches(run)
-    with record_collectives(run.model, run.plan, run.mesh) as collectives:
+    recorder = StepRecorder(ModuleTracker(run.model, run.plan), axes_of_groups(run.mesh), None)
+    with recorder.position.following(), recorder:
         train_step(run.model, run.optimizer, batches, 1.0, run.group)
     state = [value for values in run.optimizer.state.values() for value in values.values()]
     return {
-        "collectives": [dataclasses.asdict(collective) for collective in collectives],
+        "collectives": [dataclasses.asdict(collective) for collective in recorder.collectives],
         "held": {"params": bytes_of(run.model.parameters()), "optimizer": bytes_of(state)},
     }
 

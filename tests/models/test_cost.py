@@ -88,25 +88,3 @@ def test_causal_counts_half_of_attention_and_all_of_the_rest() -> None:
         "attention grows with the sequence"
     )
     assert causal - (full - causal) == 6 * matmul_parameters(SMALL)
-
-
-PARTS = ("embedding", "attention", "feed_forward", "head")
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_tensor_parallelism_divides_everything_but_norms(tp: int) -> None:
-    whole, share = count_parameters(LLAMA_8B), count_parameters(LLAMA_8B, dict.fromkeys(PARTS, tp))
-    assert share.embedding * tp == whole.embedding
-    assert (share.block - 2 * 4096) * tp == whole.block - 2 * 4096
-    assert (share.head - 4096) * tp == whole.head - 4096
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_left_whole_is_counted_whole(part: str) -> None:
-    whole, share = count_parameters(LLAMA_8B), count_parameters(LLAMA_8B, {part: 4})
-    changed = "block" if part in ("attention", "feed_forward") else part
-    fields = {
-        field.name: getattr(whole, field.name) == getattr(share, field.name)
-        for field in dataclasses.fields(whole)
-    }
-    assert [name for name, same in fields.items() if not same] == [changed]

@@ -1,9 +1,7 @@
 """What `tools.plan` writes: the plan file, and the step as a picture or a trace. Either a whole file or
 none."""
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.planner.plot.timeline import draw_timeline, timeline_svg
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
+from meshwright.train import files
 from meshwright.train.errors import ConfigError
 
 PLAN_SUFFIXES = (".yaml", ".yml")
@@ -45,13 +44,9 @@ def save_timeline(path: Path, timeline: Timeline, title: str) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """By one rename, so that nobody sees half of it. Raises ConfigError where that cannot be."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
+        files.write_whole(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from meshwright.parallel.errors import one_line
 from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.errors import DataError
-from meshwright.train.files import open_files_limit, read_json
+from meshwright.train.files import open_files_limit, read_json, write_whole
 
 # Files that stay mapped after they were read: each is an open file, and a map, of which Linux gives a process
 # 65,530.
@@ -355,9 +355,7 @@ def verify_once(folder: Path, remembered: Path) -> None:
     verify(folder)
     with contextlib.suppress(OSError):  # a cache that cannot be written is only slower next time
         remembered.mkdir(parents=True, exist_ok=True)
-        partial = note.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(seen)
-        os.replace(partial, note)
+        write_whole(note, seen)
 
 
 def verify(folder: Path) -> None:

@@ -1,10 +1,7 @@
 """status.json: what became of a run, for whoever looks at its folder, and for the next start in it. Rank 0
 writes it, from any thread, at any moment."""
 
-import contextlib
 import json
-import os
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +14,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import CheckpointError, CrashLoopError, OutOfMemory
 from meshwright.train.fault_tolerance.shutdown import as_lost_peer
-from meshwright.train.files import read_json
+from meshwright.train.files import read_json, replacing
 
 State = Literal["running", "finished", "stopped", "failed"]
 LIMIT_BYTES = 1 << 20  # a reason may carry an error's whole message
@@ -70,15 +67,10 @@ def write_status(
         "failed_starts": failed.count,
         "failed_at_step": failed.step,
     }
-    # Processes of several nodes may write at once, and threads of one process: none may share the partial
-    # file.
-    partial = folder / f".status.json.{secrets.token_hex(8)}.partial"
     try:
-        partial.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, folder / "status.json")
+        with replacing(folder / "status.json") as partial:
+            partial.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         return f"{folder}/status.json could not be written ({error.strerror}) and may be out of date"
     return ""
 

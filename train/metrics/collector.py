@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshwright.models.cost import flops_per_token
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.grad_norm import unit_gradient_norms, unit_parameters
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import find_hardware
 from meshwright.train.config import MetricsConfig, TrainingJob
@@ -52,9 +53,6 @@ class GradientNorms:
     def _before_optimizer(self, *_: Any) -> None:
         if self._wanted:
             self._norms, self._wanted = unit_gradient_norms(list(self._units.values())), False
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

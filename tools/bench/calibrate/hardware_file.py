@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.planner.hardware import COLLECTIVES, GIB, HARDWARE_FOLDER, Hardware, Link
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.planner.hardware import COLLECTIVES, HARDWARE_FOLDER, Hardware, Link
 from meshwright.tools.bench.calibrate.measure import CollectiveTiming, LinkFit, fit_link
 from meshwright.train.cgroups import memory_limit_bytes
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.planner.hardware import GIB, Hardware, find_hardware, load_hardware
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from meshwright.tools.bench.train_run import (
     WARM_UP_STEPS,
     RunFigures,
