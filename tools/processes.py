@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.train.errors import ConfigError
+
+if TYPE_CHECKING:
+    import psutil
 
 POLL_S = 0.02  # how often a command that runs is looked at: the resolution of start-up times
 GRACE_S = 10.0  # between asking a command to end and killing it; torchrun wants some to end its workers
@@ -22,38 +26,42 @@ _LAUNCHER = (
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
 )
+# An error's name at the start of a line, as rank 0 prints it; torchrun's own report comes later, and has none
+# so.
+_ERROR = re.compile(
+    r"^(?:\[\w+\]:\s*)?(?:rank \d+: )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Unsupported|Interrupt): .*)$"
+)
+_IN_ERROR = re.compile(r"  \s*(?!File |rank)\S")  # what is indented below it, but for a traceback
 
 
 class BenchError(ConfigError):
     """A measurement cannot be made: the message names the command, what went wrong and the way out."""
 
 
-def python_command(module: str, processes: int, folder: Path) -> list[str]:
+def python_command(module: str, processes: int, folder: Path | None = None) -> list[str]:
     """`python -m module`, through torchrun for more than one process; torchrun keeps its files in
-    `folder`."""
+    `folder`, if given."""
     if processes == 1:
         return [sys.executable, "-m", module]
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        "--log-dir",
-        str(folder),
-    ]
-    return [sys.executable, *launcher, "-m", module]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [sys.executable, *launcher, *([f"--log-dir={folder}"] if folder else []), "-m", module]
 
 
 def make_environment(threads: int, cache: dict[str, str]) -> dict[str, str]:
     """This process's environment without a launcher's variables; the CPU threads and compile cache of a
     run."""
-    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    return {**kept, "OMP_NUM_THREADS": str(threads), **cache}
+    return {**own_environment(), "OMP_NUM_THREADS": str(threads), **cache}
+
+
+def own_environment() -> dict[str, str]:
+    """This process's, without what a launcher of its own has put there."""
+    return {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
 
 
 def cache_environment(mode: str, folder: Path, name: str, turn: int) -> dict[str, str]:
@@ -107,94 +115,91 @@ def run_to_end(
 def _reason(log: Path) -> str:
     """The first error that a command named, with what is indented below it, or else its last lines."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    named = [
-        i
-        for i, line in enumerate(lines)
-        if re.match(r"(\[\w+\]:\s*)?[\w.]+(Error|Exception|Unsupported): ", line)
-    ]
-    if named:
-        more = itertools.takewhile(lambda line: line.startswith("  "), lines[named[0] + 1 :])
-        lines = [lines[named[0]], *itertools.islice(more, REASON_LINES - 1)]
-    return "\n".join(f"  {line}" for line in lines[-REASON_LINES:]) or "  It printed nothing."
+    told = named_error(lines) or lines[-REASON_LINES:]
+    return "\n".join(f"  {line}" for line in told) or "  It printed nothing."
+
+
+def named_error(lines: Sequence[str]) -> list[str]:
+    """Of an output the first error that is named, with what is indented below it; [] where none is."""
+    for i, line in enumerate(lines):
+        if match := _ERROR.match(line):
+            more = itertools.takewhile(_IN_ERROR.match, lines[i + 1 : i + REASON_LINES])
+            return [match[1], *more]
+    return []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask a command and its descendants to end, then kill what is left. torchrun's workers have sessions of
     their own."""
-    family = _family([process.pid])
+    family = _family(find_running([process.pid]))
     try:
-        _send(signal.SIGTERM, family)
-        if not family:  # no /proc here: its own process group is all that is known
-            os.killpg(process.pid, signal.SIGTERM)
+        send(signal.SIGTERM, family)
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and (process.poll() is None or alive(family)):
             time.sleep(POLL_S)
     finally:
-        _send(signal.SIGKILL, _family(alive(family)))
-        if process.poll() is None:
-            process.kill()
+        send(signal.SIGKILL, _family(family))
         process.wait()
 
 
-def _send(number: signal.Signals, family: dict[int, int]) -> None:
-    for pid in alive(family):
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:  # it has just ended
-            continue
+def send(number: signal.Signals, processes: Iterable["psutil.Process"]) -> None:
+    """To those that have not ended."""
+    import psutil
+
+    for process in alive(processes):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            process.send_signal(number)
 
 
-def alive(family: Mapping[int, int]) -> list[int]:
-    """Those of processes, with their start times, that still run: the same number with another start time is
-    a stranger."""
-    return [pid for pid, start in family.items() if start_times([pid]).get(pid) == start]
+def find_running(pids: Iterable[int]) -> list["psutil.Process"]:
+    """Those of the processes that have not ended, so that nobody takes a stranger with the same number for
+    one of them later."""
+    import psutil
+
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return alive(found)
 
 
-def start_times(pids: Iterable[int]) -> dict[int, int]:
-    """When those of the processes started that have not ended, in ticks since the machine did."""
-    return {pid: found[1] for pid in pids if (found := _parent_and_start(pid))}
+def alive(processes: Iterable["psutil.Process"]) -> list["psutil.Process"]:
+    """Those that have not ended."""
+    import psutil
 
-
-def _family(roots: Iterable[int]) -> dict[int, int]:
-    """Processes and all their descendants, with their start times."""
-    running = _running()
-    found = {pid: running[pid][1] for pid in roots if pid in running}
-    grown = True
-    while grown:
-        more = {
-            pid: start for pid, (parent, start) in running.items() if parent in found and pid not in found
-        }
-        found |= more
-        grown = bool(more)
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 
-def _running() -> dict[int, tuple[int, int]]:
-    """Parent and start time of every process that has not ended."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return {pid: found for pid in pids if (found := _parent_and_start(pid))}
+def _family(roots: Iterable["psutil.Process"]) -> list["psutil.Process"]:
+    """Those that have not ended, and all their descendants."""
+    import psutil
 
-
-def _parent_and_start(pid: int) -> tuple[int, int] | None:
-    """None if the process has ended (proc(5), fields 3, 4 and 22 of stat)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else (int(fields[1]), int(fields[19]))
+    found = list["psutil.Process"]()
+    for root in alive(roots):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [root, *root.children(recursive=True)]
+    return list(dict.fromkeys(found))
 
 
 def descendant_age_s(words: bytes, not_words: bytes) -> float | None:
     """Seconds since the first of this process's descendants started that has `words` in its command line and
     not `not_words`; None while there is none, and on a system without /proc."""
+    import psutil
+
     ages = []
-    for pid, ticks in _family([os.getpid()]).items():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:  # it has just ended
-            continue
-        if words in command and not_words not in command and pid != os.getpid():
-            ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    for process in psutil.Process().children(recursive=True):
+        folder = Path(f"/proc/{process.pid}")
+        with contextlib.suppress(OSError):  # it has just ended
+            command = (folder / "cmdline").read_bytes()
+            # field 22 of proc(5): psutil's time of creation is off by up to a second
+            ticks = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[19])
+            if words in command and not_words not in command:
+                ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return max(ages, default=None)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.processes import children, start_times
+from meshwright.tools.processes import children, find_running
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.verify import verify_alone
 from tests.support import launch
@@ -55,7 +55,7 @@ def torchrun(
 def workers(running: Launch) -> list[int]:
     """Process ids of torchrun's workers that there are at this moment, in the order of their ranks, in which
     it starts them."""
-    return sorted(pid for pid in children(running.ranks[0].pid) if start_times([pid]))
+    return sorted(pid for pid in children(running.ranks[0].pid) if find_running([pid]))
 
 
 def steps_of(folder: Path) -> set[int]:

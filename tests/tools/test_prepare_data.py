@@ -16,7 +16,7 @@ import pytest
 
 from meshwright.tools.cli import run_tool
 from meshwright.tools.prepare_data import PlainLines, main, make_figures, to_line
-from meshwright.tools.processes import children, start_times
+from meshwright.tools.processes import children, find_running
 from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
 from meshwright.train.data.token_store import read_manifest
@@ -154,7 +154,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
         process.kill()
     assert preparing.output() == "stopped: the same command goes on with what is not finished\n"
     assert len(workers) == 2
-    assert not start_times(workers)
+    assert not find_running(workers)
     assert not out.exists()
     again = run_nested("tools.prepare_data", *call)
     assert again.returncode == 0

@@ -2,40 +2,43 @@
 leaves, and the sweep's folder, which one sweep at a time takes for one spec. A run is asked to save and stop
 when the sweep is."""
 
-import contextlib
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.tools.plan.export import write_whole
-from meshwright.tools.processes import alive, children, start_times
+from meshwright.tools.processes import (
+    alive,
+    children,
+    find_running,
+    named_error,
+    own_environment,
+    python_command,
+    send,
+)
 from meshwright.tools.sweep.preflight import PlannedRun, predict_here
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder
 from meshwright.train.fault_tolerance.run_status import read_status
 from meshwright.train.files import read_json
 
+if TYPE_CHECKING:
+    import psutil
+
 NAME, OUTPUT = "attempt.json", "output.txt"
 LIMIT_BYTES = 1 << 20
 TAIL_BYTES = 1 << 18  # of an output, searched for a reason
 REASON_LETTERS = 600
-# An error's name at the start of a line, as rank 0 prints it; torchrun's own report comes later, and has none
-# so.
-_ERROR = re.compile(
-    r"^(?:\[\w+\]:\s*)?(?:rank \d+: )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Unsupported|Interrupt): .*)$"
-)
 _DEVICE = re.compile(r"^device: (.+), \d+ process", re.MULTILINE)
 Ended = Literal["waiting", "running", "finished", "stopped", "failed", "refused"]
 
@@ -122,15 +125,8 @@ def find_reason(output: str) -> str:
     """The first error that is named in an output, with what is indented below it; else its last line; "" of
     nothing."""
     lines = [line for line in output.splitlines() if line.strip()]
-    for i, line in enumerate(lines):
-        if match := _ERROR.match(line):
-            more = [match[1]]
-            for below in lines[i + 1 : i + 5]:
-                if not below.startswith("  ") or below.lstrip().startswith(("File ", "rank")):
-                    break
-                more.append(below.strip())
-            return one_line(" ".join(more), REASON_LETTERS)
-    return one_line(lines[-1], REASON_LETTERS) if lines else ""
+    told = named_error(lines) or lines[-1:]
+    return one_line(" ".join(map(str.strip, told)), REASON_LETTERS)
 
 
 def output_since(folder: Path, offset: int) -> str:
@@ -163,39 +159,17 @@ def now_s() -> float:
 
 
 SLURM_SCRIPT = "configs/launch/slurm.sh"
-LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-)
 
 
 def run_command(planned: PlannedRun) -> list[str]:
     """The run on this machine: through torchrun, unless it is one process."""
-    main = ["-m", "meshwright.train.main", *planned.arguments]
-    if planned.world_size == 1:
-        return [sys.executable, *main]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={planned.cell.processes}",
-        *main,
-    ]
+    return [*python_command("meshwright.train.main", planned.cell.processes), *planned.arguments]
 
 
 def run_environment(planned: PlannedRun) -> dict[str, str]:
     """This process's, without what a launcher of its own has put there. torchrun (from torch 2.13 on) leaves
     the workers as long to save in as they allow themselves, instead of 30 s."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(planned.config.run.grace_s)), **kept}
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(planned.config.run.grace_s)), **own_environment()}
 
 
 def slurm_command(planned: PlannedRun) -> list[str]:
@@ -372,11 +346,12 @@ def _predict(planned: PlannedRun) -> dict[str, float]:
 def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Callable[[], None]) -> None:
     """Until the run has ended. Whatever ends this early, or the launcher alone, leaves nothing of it
     behind."""
-    # with their start times: hours later a number may be another program's
-    told, workers = 0, dict[int, int]()
+    told = 0
+    # not their numbers: hours later one may be another program's
+    launcher, workers = find_running([process.pid]), set["psutil.Process"]()
     try:
         while process.poll() is None:
-            workers |= start_times(children(process.pid))
+            workers.update(find_running(children(process.pid)))
             if interrupts.count > told:
                 _ask_to_end(process, first=told == 0)
                 told = interrupts.count
@@ -386,7 +361,7 @@ def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Cal
         while alive(workers) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
     finally:
-        _kill([*alive(workers), *([] if process.poll() is not None else [process.pid])])
+        send(signal.SIGKILL, [*workers, *launcher])
         process.wait()
 
 
@@ -394,12 +369,4 @@ def _ask_to_end(process: "subprocess.Popen[bytes]", first: bool) -> None:
     """torchrun passes the first signal on; the second goes to the workers themselves, for torchrun would
     leave them behind."""
     pids = [process.pid] if first else children(process.pid) or [process.pid]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    send(signal.SIGTERM, find_running(pids))

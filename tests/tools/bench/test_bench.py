@@ -31,7 +31,7 @@ from meshwright.tools.bench.speed.peers import (
 )
 from meshwright.tools.bench.speed.variants import parse_variants, variant_figures, variant_rows
 from meshwright.tools.bench.train_run import Setup, make_figures, read_rows, resolve
-from meshwright.tools.processes import BenchError, run_to_end, start_times
+from meshwright.tools.processes import BenchError, find_running, run_to_end
 from meshwright.train.errors import ConfigError
 from tests.support.launch import TINY
 from tests.support.nested import run_nested
@@ -235,9 +235,9 @@ def test_what_is_interrupted_ends_with_all_its_descendants(
             interrupt,
         )
     deadline_s = time.monotonic() + 60
-    while start_times(map(int, pids.read_text().split())) and time.monotonic() < deadline_s:
+    while find_running(map(int, pids.read_text().split())) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert not start_times(map(int, pids.read_text().split()))
+    assert not find_running(map(int, pids.read_text().split()))
 
 
 def test_rows_still_being_written_are_left_out(tmp_path: Path) -> None:

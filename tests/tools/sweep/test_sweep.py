@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -137,7 +138,10 @@ def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(
 ) -> None:
     """Numbers are given again: first a compiler of the run had it, then a program of somebody else."""
     with subprocess.Popen(["sleep", "60"]) as stranger, subprocess.Popen(["sleep", "0.2"]) as process:
-        monkeypatch.setattr(runner, "start_times", lambda pids: dict.fromkeys(pids, 1))
+        compiler = psutil.Process(stranger.pid)
+        compiler._ident = (stranger.pid, 1.0)  # type: ignore[attr-defined] # when it started
+        given = {stranger.pid: [compiler]}
+        monkeypatch.setattr(runner, "find_running", lambda pids: given.get(*pids, []))
         monkeypatch.setattr(runner, "children", lambda pid: [stranger.pid])
         runner._wait(process, runner.Interrupts(), lambda: None)
         assert stranger.poll() is None
