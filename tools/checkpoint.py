@@ -5,7 +5,6 @@ import argparse
 import difflib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,15 +14,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.cli import format_table, run_tool
-from meshwright.tools.load_weights import checkpoints_folder, find_newest, load_whole_weights
+from meshwright.tools.load_weights import (
+    checkpoints_folder,
+    find_newest,
+    load_whole_weights,
+    read_whole,
+    write_weights,
+)
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
 from meshwright.train.checkpoint.huggingface import FilesReader
-from meshwright.train.checkpoint.load import open_reader, read_tensors
-from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor, read_manifest
+from meshwright.train.checkpoint.load import open_reader
+from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, read_manifest
 from meshwright.train.checkpoint.verify import verify_alone
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import replacing
@@ -173,13 +177,7 @@ def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as partial:
-            partial.touch()
-            # as the user's umask has it; safetensors would leave the file to its owner alone
-            mode = partial.stat().st_mode
-            save_file(weights, partial, metadata={"format": "pt"})
-            partial.chmod(mode)
-            with open(partial, "rb") as file:
-                os.fsync(file.fileno())
+            write_weights(partial, weights)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {target} ({error}): name another place") from None
     return target
@@ -312,18 +310,13 @@ def _compare(name: str, one: _Opened, other: _Opened) -> TensorDifference | None
     here, there = one[1].tensors.get(name), other[1].tensors.get(name)
     if here is None or there is None or here != there:
         return TensorDifference(name, str(here or "missing"), str(there or "missing"), None)
-    a, b = (_read(name, here, *opened) for opened in (one, other))
+    a, b = (
+        read_whole(checkpoint, manifest, [name], reader)[name]
+        for checkpoint, manifest, reader in (one, other)
+    )
     if torch.equal(a, b):
         return None
     return TensorDifference(name, str(here), str(there), (a.double() - b.double()).abs().max().item())
-
-
-def _read(
-    name: str, saved: SavedTensor, checkpoint: Path, manifest: CheckpointManifest, reader: FilesReader
-) -> torch.Tensor:
-    whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    read_tensors(checkpoint, manifest, {name: whole}, alone=True, reader=reader)
-    return whole
 
 
 def _lines(checkpoint: Path) -> list[str]:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,23 +17,21 @@ from typing import Any
 import torch
 import yaml
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.models.hf import config_to_hf, hf_name
 from meshwright.tools.cli import run_tool
-from meshwright.tools.load_weights import checkpoint_config, find_newest, saved_weights
-from meshwright.train.checkpoint.commit import write_synced
-from meshwright.train.checkpoint.huggingface import (
-    CONFIG,
-    DTYPES,
-    INDEX,
-    ONE_FILE,
-    FilesReader,
-    HfFolder,
-    open_folder,
+from meshwright.tools.load_weights import (
+    checkpoint_config,
+    find_newest,
+    read_whole,
+    saved_weights,
+    write_weights,
 )
+from meshwright.train.checkpoint.commit import write_synced
+from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, INDEX, ONE_FILE, HfFolder, open_folder
 from meshwright.train.checkpoint.initial_weights import PREFIX, check_folder, weight_shapes
+from meshwright.train.checkpoint.load import open_reader
 from meshwright.train.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -175,7 +172,7 @@ def export_checkpoint(
     """Write the model of a checkpoint, which has been verified, into the folder `partial` in the form that
     transformers loads."""
     config = checkpoint_config(checkpoint)
-    reader = FilesReader([checkpoint / name for name in manifest.files if name.endswith(".safetensors")])
+    reader = open_reader(checkpoint, manifest)
     saved = {
         hf_name(fqn): (PREFIX + fqn, tensor)
         for fqn, tensor in saved_weights(checkpoint, manifest, config.model).items()
@@ -184,7 +181,8 @@ def export_checkpoint(
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, (_, tensor) in saved.items()}
 
     def read(name: str) -> Tensor:
-        return _converted(name, _read_whole(reader, *saved[name]), dtypes[name])
+        tensor = read_whole(checkpoint, manifest, [saved[name][0]], reader)[saved[name][0]]
+        return _converted(name, tensor, dtypes[name])
 
     places = write_files(partial, sizes, read, limit_bytes)
     if len(set(places.values())) > 1:
@@ -213,7 +211,7 @@ def write_files(
     places: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = folder / (ONE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors")
-        _save({name: read(name) for name in names}, file)
+        write_weights(file, {name: read(name) for name in names})
         places |= dict.fromkeys(names, file.name)
     return places
 
@@ -237,28 +235,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "files": len(files),
         "beside": ", ".join(beside),
     }
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    file.touch()
-    # as the user's umask has it; safetensors would leave the file to its owner alone
-    mode = file.stat().st_mode
-    save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(mode)
-    with open(file, "rb") as written:
-        os.fsync(written.fileno())
-
-
-def _read_whole(reader: FilesReader, name: str, saved: SavedTensor) -> Tensor:
-    """One tensor of a checkpoint, put together from its shards."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    with warnings.catch_warnings():
-        # it is: this is one process
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load({name: whole}, storage_reader=reader, no_dist=True)
-    return whole
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

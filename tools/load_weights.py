@@ -1,12 +1,16 @@
-"""Whole tensors out of a checkpoint's shards, in one process: no process group, no device."""
+"""Whole tensors out of a checkpoint's shards, and into files, in one process: no process group, no device."""
 
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.models.llama import LlamaConfig
 from meshwright.train.checkpoint.commit import list_checkpoints
+from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.initial_weights import PREFIX, weight_shapes
 from meshwright.train.checkpoint.load import read_tensors
 from meshwright.train.checkpoint.manifest import MANIFEST, CheckpointManifest, SavedTensor
@@ -79,8 +83,28 @@ def load_whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     """
     manifest = verify_alone(checkpoint)
     saved = saved_weights(checkpoint, manifest, checkpoint_config(checkpoint).model)
-    whole = {
-        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for name, tensor in saved.items()
-    }
-    read_tensors(checkpoint, manifest, {PREFIX + name: tensor for name, tensor in whole.items()}, alone=True)
+    names = {PREFIX + name: name for name in saved}
+    whole = read_whole(checkpoint, manifest, list(names))
+    return {names[name]: tensor for name, tensor in whole.items()}
+
+
+def read_whole(
+    checkpoint: Path, manifest: CheckpointManifest, names: Sequence[str], reader: FilesReader | None = None
+) -> dict[str, Tensor]:
+    """Tensors of a checkpoint, by their names there, each put together from its shards. `reader`: an open
+    one, for who reads several times. Raises CheckpointError."""
+    saved = {name: manifest.tensors[name] for name in names}
+    whole = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in saved.items()}
+    read_tensors(checkpoint, manifest, whole, alone=True, reader=reader)
     return whole
+
+
+def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, and wait until the disk has it. Raises OSError and SafetensorError."""
+    file.touch()
+    # as the user's umask has it; safetensors would leave the file to its owner alone
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(mode)
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())

@@ -3,6 +3,7 @@ process has grown."""
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 import meshwright.tools.convert_hf as tool
 from meshwright.models.llama import LlamaConfig
 
-save = tool._save
+save = tool.write_weights
 highest_bytes = 0
 
 
@@ -21,16 +22,16 @@ def anonymous_bytes() -> int:
     return 1024 * int(found[1])
 
 
-def save_and_look(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def save_and_look(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """What the tool does with each file, looked at before and after."""
     global highest_bytes
     highest_bytes = max(highest_bytes, anonymous_bytes())
-    save(tensors, file)
+    save(file, tensors)
     highest_bytes = max(highest_bytes, anonymous_bytes())
 
 
 if __name__ == "__main__":
-    tool._save = save_and_look
+    tool.write_weights = save_and_look
     tool.weight_shapes(LlamaConfig())  # what is imported late must not be counted
     before_bytes = anonymous_bytes()
     tool.main(sys.argv[1:])
