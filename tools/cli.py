@@ -1,6 +1,7 @@
 """What every tool's command line has in common: how it ends, and how it prints tables."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -51,3 +52,19 @@ def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
     return int(text)
+
+
+def number_from(least: float, below: float = math.inf) -> Callable[[str], float]:
+    """Type of an option that is a finite number, from `least` on and less than `below`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < below:
+            limit = "" if below == math.inf else f" and less than {below:g}"
+            raise argparse.ArgumentTypeError(f"{text} must be a number of at least {least:g}{limit}")
+        return value
+
+    return read

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.models.hf import config_to_hf, hf_name
-from meshwright.tools.cli import run_tool
+from meshwright.tools.cli import number_from, run_tool
 from meshwright.tools.load_weights import (
     checkpoint_config,
     find_newest,
@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (into, back):
         command.add_argument(
             "--shard_gb",
-            type=_gigabytes,
+            type=number_from(1e-9),
             default=5.0,
             metavar="GB",
             help="largest size of a file in gigabytes (default 5); one tensor may exceed it",
@@ -309,13 +309,6 @@ def _replace(out: Path, new: Path, old: Path) -> None:
             os.rename(old, out)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.models.llama import Llama
 from meshwright.models.rope import rope_tables
-from meshwright.tools.cli import run_tool
+from meshwright.tools.cli import natural, number_from, run_tool
 from meshwright.tools.load_weights import checkpoint_config, find_newest, load_whole_weights
 from meshwright.train.config import DataConfig, TrainingJob
 from meshwright.train.data.corpus import find_tokenizer, is_prepared
@@ -81,21 +81,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", default="", help="text to go on with; without it a new document begins")
     parser.add_argument(
         "--max_new_tokens",
-        type=_count,
+        type=natural,
         default=200,
         metavar="N",
         help="tokens to generate at most (default 200); the end of the document ends it earlier",
     )
     parser.add_argument(
         "--temperature",
-        type=_temperature,
+        type=number_from(0),
         default=0.8,
         metavar="X",
         help="divides the logits (default 0.8); 0 always takes the likeliest token",
     )
     parser.add_argument(
         "--top_k",
-        type=_count,
+        type=natural,
         default=50,
         metavar="K",
         help="sample among the K likeliest tokens (default 50); 0 is all",
@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument(
         "--window",
-        type=_count,
+        type=natural,
         default=0,
         metavar="T",
         help="tokens of context at most, the oldest are dropped; 0, the default, is the run's "
@@ -254,20 +254,6 @@ def _write_settled(
         write(text[written:settled])
         flush()
     return max(settled, written)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must not be negative")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or a positive number")
-    return value
 
 
 if __name__ == "__main__":

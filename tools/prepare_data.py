@@ -13,7 +13,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from meshwright.tools.cli import format_table, positive, run_tool
+from meshwright.tools.cli import format_table, number_from, positive, run_tool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, is_there, prepare
 from meshwright.train.data.sources import HF_PREFIX
 from meshwright.train.data.token_store import MANIFEST, SPLITS, TokenStoreManifest
@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--held_out",
-        type=_share,
+        type=number_from(0, below=1),
         default=0.02,
         metavar="SHARE",
         help="share of documents kept for evaluation (default 0.02): at least one, or none with 0",
@@ -207,16 +207,6 @@ def to_text(figures: dict[str, Any]) -> str:
             f"{vocab_size} on; a multiple of 128 suits tensor parallelism and GPUs)",
         )
     )
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and less than 1")
-    return share
 
 
 if __name__ == "__main__":

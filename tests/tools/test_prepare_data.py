@@ -87,7 +87,7 @@ REFUSED = [
         "full is there already and holds no prepared data: name another folder",
     ),
     (["prepared", "out"], "prepared is prepared data already: use data.source=prepared"),
-    (["SOURCE", "out", "--held_out=1"], "1 must be at least 0 and less than 1"),
+    (["SOURCE", "out", "--held_out=1"], "1 must be a number of at least 0 and less than 1"),
     (["SOURCE", "out", "--workers=0"], "0 must be a whole number of at least 1"),
     (["SOURCE", "out", "--eos=</s>"], "data.tokenizer=bytes has none"),
     (["SOURCE", "/"], "DataError: OUT_DIR=/ names no new folder: give it a name of its own, such as /tokens"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.planner.plot.shapes import to_svg
-from meshwright.tools.cli import format_table, positive, run_tool
+from meshwright.tools.cli import format_table, number_from, positive, run_tool
 from meshwright.tools.compare.comparison import (
     BITWISE,
     CurveDifference,
@@ -77,9 +77,14 @@ def make_parser() -> argparse.ArgumentParser:
         "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, of a run that may still be going"
     )
     parser.add_argument(
-        "--rtol", type=_tolerance, metavar="R", help="a band of your own: this share of the first run's value"
+        "--rtol",
+        type=number_from(0),
+        metavar="R",
+        help="a band of your own: this share of the first run's value",
     )
-    parser.add_argument("--atol", type=_tolerance, metavar="A", help="and so much beside, for every curve")
+    parser.add_argument(
+        "--atol", type=number_from(0), metavar="A", help="and so much beside, for every curve"
+    )
     parser.add_argument("--until", type=positive, metavar="STEP", help="the last step to look at")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw curves and differences, as .svg or .png"
@@ -101,16 +106,6 @@ def save_picture(path: Path, comparisons: Sequence[RunComparison]) -> None:
             "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"
         ) from None
     write_whole(path, to_png(picture))
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
-    return value
 
 
 SHOWN = 40  # lines of a config's or a plan's differences

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.cli import positive, run_tool
+from meshwright.tools.cli import number_from, positive, run_tool
 from meshwright.tools.plan.check import PlanCheck, check_json, check_run, check_text
 from meshwright.tools.plan.compare import (
     compare_strategies,
@@ -221,7 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--tokens",
-        type=_tokens,
+        type=number_from(1),
         metavar="T",
         help="say how long training on so many tokens takes, as 1e12 (needs --gpu)",
     )
@@ -352,17 +352,6 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> N
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _tokens(text: str) -> float:
-    """Type of --tokens: 1000000 or 1e12."""
-    try:
-        tokens = float(text)
-    except ValueError:
-        tokens = 0.0
-    if not 1 <= tokens < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 1, as 1e12")
-    return tokens
 
 
 if __name__ == "__main__":
