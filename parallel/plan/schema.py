@@ -83,9 +83,6 @@ class Float8Plan:
     all_gather: bool
 
 
-NO_FLOAT8 = Float8Plan("none", (), False)
-
-
 @dataclass(frozen=True)
 class UnitPlan:
     """One FSDP unit: the modules whose parameters are gathered together, and how they are treated.
