@@ -254,7 +254,10 @@ def test_no_tracked_file_names_a_place_of_one_machine() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("train.main", ("PIL", "torchao", "transformers", "datasets", "pyarrow", "tensorboard")),
+        (
+            "train.main",
+            ("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
+        ),
         # whoever trains by a plan of his own needs no planner but on rank 0
         ("train.main", tuple(f"{PACKAGE}.parallel.planner.{m}" for m in ("search", "workload", "timeline"))),
         ("train.data.prepare.worker", ("torch",)),  # as many of them as cores are started

@@ -77,9 +77,7 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
         assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base"), tag
         for name, value in attrs:
-            assert name not in ("src", "href", "xlink:href", "srcset", "action", "style"), name
-            assert not name.startswith("on"), name
-            assert not [word for word in ("url(", "//") if word in (value or "")], (name, value)
+            self._check(name, value or "")
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
@@ -87,8 +85,19 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    def _check(self, name: str, value: str) -> None:
+        """Within a page only marks and clips of its own charts are named; xmlns names no place."""
+        assert name not in ("src", "srcset", "action"), name
+        assert not name.startswith("on"), name
+        if name in ("href", "xlink:href"):
+            assert value.startswith("#"), (name, value)
+        elif not name.startswith("xmlns"):
+            assert not [word for word in ("url(", "//") if word in value.replace("url(#", "")], (name, value)
+
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
+        for name, value in attrs:
+            self._check(name, value or "")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parallel.planner.plot.shapes import Polygon, Text
+from meshwright.tools.charts import style_of
 from meshwright.tools.compare.__main__ import as_json, as_text, main
 from meshwright.tools.compare.comparison import (
     BFLOAT16,
@@ -23,6 +23,7 @@ from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.run_reader import changed_keys, flatten, read_run
 from meshwright.train.errors import ConfigError
 from tests.support.launch import EAGER, TINY, run, write_text
+from tests.support.pictures import assert_readable, lines_of, words_of
 from tests.support.sweeps import row, write_run
 
 MIXED = {"parallel": {"param_dtype": "bfloat16"}}
@@ -208,17 +209,20 @@ def test_each_of_several_runs_is_compared_with_the_first(
 
 def test_the_picture_has_the_curves_the_band_and_the_differences(first: Path, tmp_path: Path) -> None:
     found = beside(first, moved(4, loss=0.5, norm=1e-6))
-    picture = draw_comparisons([found])
-    words = [shape.words for shape in picture.shapes if isinstance(shape, Text)]
-    assert found.verdict[:40] in words[0]
-    assert {"loss: distance from the first", "grad_norm: distance from the first", "0", "1e-1"} <= set(words)
-    shapes = [shape for shape in picture.shapes if isinstance(shape, Polygon)]
-    assert sum(shape.about == str(first) for shape in shapes) == 2, "the first run's curve in both columns"
-    assert all(
-        -1 <= x <= picture.width + 1 and 0 <= y <= picture.height
-        for shape in shapes
-        for x, y in shape.corners
-    )
+    figure = draw_comparisons([found])
+    words = words_of(figure)
+    assert any(one.startswith(found.verdict[:40]) for one in words)
+    assert {"loss: distance from the first", "grad_norm: distance from the first", "0", "1e-01"} <= set(words)
+    assert_readable(figure)
+    loss, norm, loss_apart, norm_apart = figure.axes[2:]
+    for axes, key in ((loss, "loss"), (norm, "grad_norm")):
+        (line,) = lines_of(axes, style_of(0).color)
+        assert list(line.get_ydata()) == [row(step)[key] for step in range(1, 11)], "the first run's curve"
+        (band,) = axes.collections
+        assert band.get_paths()[0].contains_point((5, row(5)[key]))
+    (line,) = lines_of(loss_apart, style_of(1).color)
+    assert list(line.get_ydata()) == pytest.approx([0, 0, 0, *[0.5] * 7])
+    assert max(lines_of(norm_apart, style_of(1).color)[0].get_ydata()) < 1e-5
     main([str(first), str(first), "--picture", str(tmp_path / "same.svg")])
     assert "none at any step that is in both" in (tmp_path / "same.svg").read_text()
     main([str(first), str(first), "--picture", str(tmp_path / "same.png")])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.planner.plot.shapes import to_svg
+from meshwright.parallel.planner.timeline_plot import picture_bytes
 from meshwright.tools.cli import format_table, number_from, positive, run_tool
 from meshwright.tools.compare.comparison import (
     BITWISE,
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     comparisons = [compare_runs(first, other, bands, options.until) for other in others]
     same = all(comparison.same for comparison in comparisons)
     if options.picture:
-        save_picture(options.picture, comparisons)
+        write_whole(options.picture, picture_bytes(draw_comparisons(comparisons), options.picture.suffix))
     if options.json:
         print(
             json.dumps(
@@ -91,21 +91,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
-
-
-def save_picture(path: Path, comparisons: Sequence[RunComparison]) -> None:
-    """By the file's suffix. Raises ConfigError where it cannot be written, or Pillow is missing."""
-    picture = draw_comparisons(comparisons)
-    if path.suffix == ".svg":
-        write_whole(path, to_svg(picture).encode())
-        return
-    try:
-        from meshwright.parallel.planner.plot.shapes import to_png
-    except ImportError:
-        raise ConfigError(
-            "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"
-        ) from None
-    write_whole(path, to_png(picture))
 
 
 SHOWN = 40  # lines of a config's or a plan's differences

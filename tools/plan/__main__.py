@@ -27,7 +27,13 @@ from meshwright.tools.plan.compare import (
     diff_plans,
     in_words,
 )
-from meshwright.tools.plan.export import PLAN_SUFFIXES, TIMELINES, check_target, save_plan, save_timeline
+from meshwright.tools.plan.export import (
+    PLAN_SUFFIXES,
+    TIMELINE_SUFFIXES,
+    check_target,
+    save_plan,
+    save_timeline,
+)
 from meshwright.tools.plan.report import (
     PlanReport,
     Target,
@@ -116,7 +122,7 @@ def _targets(options: argparse.Namespace) -> dict[str, Path]:
         targets["save"] = check_target("--save", Path(options.save), PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
         targets["timeline"] = check_target(
-            "--timeline", Path(options.timeline), tuple(TIMELINES), overwrites=True
+            "--timeline", Path(options.timeline), TIMELINE_SUFFIXES, overwrites=True
         )
     return targets
 

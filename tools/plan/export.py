@@ -2,17 +2,18 @@
 none."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.parallel.planner.plot.timeline import draw_timeline, timeline_svg
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
+from meshwright.parallel.planner.timeline_plot import draw_timeline, picture_bytes
 from meshwright.train import files
 from meshwright.train.errors import ConfigError
 
 PLAN_SUFFIXES = (".yaml", ".yml")
+TIMELINE_SUFFIXES = (".svg", ".png", ".json")
 
 
 def check_target(option: str, path: Path, suffixes: Sequence[str], overwrites: bool) -> Path:
@@ -39,7 +40,10 @@ def save_plan(path: Path, plan: Plan, about: Sequence[str]) -> None:
 
 def save_timeline(path: Path, timeline: Timeline, title: str) -> None:
     """Write the step as a picture, or as a trace that Perfetto opens, by the file's suffix."""
-    write_whole(path, TIMELINES[path.suffix](timeline, title))
+    if path.suffix == ".json":
+        write_whole(path, json.dumps(chrome_trace(timeline, title)).encode())
+    else:
+        write_whole(path, picture_bytes(draw_timeline(timeline, title), path.suffix))
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -48,20 +52,3 @@ def write_whole(path: Path, content: bytes) -> None:
         files.write_whole(path, content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-def _png(timeline: Timeline, title: str) -> bytes:
-    try:
-        from meshwright.parallel.planner.plot.shapes import to_png
-    except ImportError:
-        raise ConfigError(
-            "--timeline: a PNG needs Pillow (pip install pillow); an SVG needs nothing"
-        ) from None
-    return to_png(draw_timeline(timeline, title))
-
-
-TIMELINES: Mapping[str, Callable[[Timeline, str], bytes]] = {
-    ".svg": lambda timeline, title: timeline_svg(timeline, title).encode(),
-    ".png": _png,
-    ".json": lambda timeline, title: json.dumps(chrome_trace(timeline, title)).encode(),
-}

@@ -16,8 +16,8 @@ from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.parallel.planner.plot.timeline import ROWS, in_ms
 from meshwright.parallel.planner.search import Candidate, Cluster, SearchResult
+from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError

@@ -4,27 +4,10 @@ against tokens and time, rate, memory, and predicted against measured."""
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from meshwright.parallel.planner.plot.shapes import Picture, Shape, Text, rectangle, to_svg
-from meshwright.parallel.planner.plot.timeline import FAINT, GRID, INK
-from meshwright.tools.charts import (
-    BAR_ROW,
-    BODY,
-    MARK,
-    PAPER,
-    SMALL,
-    TOP,
-    WIDTH,
-    Bar,
-    Curve,
-    Style,
-    draw_bars,
-    draw_curves,
-    empty_chart,
-    fit_words,
-    marker,
-    style_of,
-)
+from meshwright.parallel.planner.timeline_plot import to_svg
+from meshwright.tools.charts import MARKERS, Bar, Curve, Style, draw_bars, draw_curves, draw_errors, style_of
 from meshwright.tools.run_reader import (
     PREDICTED,
     Figures,
@@ -36,87 +19,48 @@ from meshwright.tools.run_reader import (
 )
 from meshwright.tools.sweep.results import ReportRow, SweepReport
 
-ERROR_LEFT, ERROR_RIGHT = 20, WIDTH - 20  # of the panel of errors
-ERROR_STYLES = {"step_time_s": Style("#0072b2", "circle"), "peak_memory_gib": Style("#e69f00", "square")}
-ERROR_WORDS = {"step_time_s": "step time", "peak_memory_gib": "memory"}
-MOST_ERROR = 1.0  # shown; a worse one is painted at the edge, and its figure beside it says it
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ERRORS = {"step_time_s": "step time", "peak_memory_gib": "memory"}
+SIGNS = dict(zip(MARKERS, "●■▲◆★", strict=True))
 
 
-def draw_charts(rows: Sequence[ReportRow]) -> list[Picture]:
-    """All of them, in the order in which one asks."""
+def draw_charts(rows: Sequence[ReportRow]) -> dict[str, "Figure"]:
+    """All of them with their titles, in the order in which one asks."""
     styles = [style_of(number) for number in range(len(rows))]
     pairs = list(zip(rows, styles, strict=True))
-    by_tokens, by_time = (
-        [_loss_curve(row, style, place) for row, style in pairs] for place in (_tokens, _seconds)
-    )
-    charts = [
-        draw_curves("Loss against tokens", "tokens", by_tokens),
-        draw_curves("Loss against time", "seconds of training steps", by_time),
-        draw_bars(
-            "Tokens/s, of all processes: median and quartiles",
-            [_rate_bar(row, style) for row, style in pairs],
-        ),
-        draw_bars("Peak memory per process, GiB", [_memory_bar(row, style) for row, style in pairs]),
+    curves = {
+        "Loss against tokens": ("tokens", _tokens),
+        "Loss against time": ("seconds of training steps", _seconds),
+    }
+    bars = {
+        "Tokens/s, of all processes: median and quartiles": _rate_bar,
+        "Peak memory per process, GiB": _memory_bar,
+    }
+    charts = {
+        title: draw_curves(title, words, [_loss_curve(row, style, place) for row, style in pairs])
+        for title, (words, place) in curves.items()
+    }
+    charts |= {
+        title: draw_bars(title, [make_bar(row, style) for row, style in pairs])
+        for title, make_bar in bars.items()
+    }
+    names = [name for name in PREDICTED if name in ERRORS]
+    known = [
+        row for row in rows if row.figures and any(row.figures.error_of(name) is not None for name in names)
     ]
-    predicted = [
-        row
-        for row in rows
-        if row.figures and any(row.figures.error_of(name) is not None for name in PREDICTED)
-    ]
-    return [*charts, draw_errors(predicted)] if predicted else charts
-
-
-def draw_errors(rows: Sequence[ReportRow]) -> Picture:
-    """A row for each run: how far what was predicted lies below (left) or above what was measured."""
+    errors = {ERRORS[name]: [row.figures.error_of(name) for row in known if row.figures] for name in names}
     title = "Predicted against measured"
-    errors = [[row.figures.error_of(name) if row.figures else None for name in PREDICTED] for row in rows]
-    known = [abs(error) for pair in errors for error in pair if error is not None]
-    if not known:
-        return empty_chart(title)
-    most = min(max(0.1, math.ceil(max(known) * 10) / 10), MOST_ERROR)
-    shapes: list[Shape] = [Text(8, 20, title, BODY, INK, bold=True), *_error_legend()]
-    bottom = TOP + 14 + len(rows) * BAR_ROW
-    for share in (-most, -most / 2, 0.0, most / 2, most):
-        x = _error_x(share, most)
-        shapes.append(rectangle(x - 0.5, TOP + 14, 1, bottom - TOP - 14, FAINT if share == 0 else GRID))
-        words = "as measured" if share == 0 else f"{share:+.0%}"
-        shapes.append(Text(x, bottom + 15, words, SMALL, FAINT, "middle"))
-    for number, (row, pair) in enumerate(zip(rows, errors, strict=True)):
-        shapes += _error_row(row.name, pair, most, TOP + 14 + number * BAR_ROW)
-    return Picture(WIDTH, round(bottom + 26), tuple(shapes))
-
-
-def _error_legend() -> Iterator[Shape]:
-    x = 14.0
-    for name in PREDICTED:
-        yield marker((x, TOP), ERROR_STYLES[name])
-        yield Text(x + 9, TOP + 4, ERROR_WORDS[name], SMALL, INK)
-        x += 90
-
-
-def _error_row(name: str, errors: Sequence[float | None], most: float, top: float) -> Iterator[Shape]:
-    pairs = [(key, error) for key, error in zip(PREDICTED, errors, strict=True) if error is not None]
-    words = ", ".join(f"{ERROR_WORDS[key]} {error:+.0%}" for key, error in pairs)
-    yield Text(8, top + 11, fit_words(name, SMALL, WIDTH - 190), SMALL, FAINT)
-    yield Text(WIDTH - 8, top + 11, words, SMALL, INK, "end")
-    middle = _error_x(0.0, most)
-    for number, (key, error) in enumerate(pairs):
-        x, y = _error_x(max(-most, min(error, most)), most), top + 17 + 7 * number
-        yield rectangle(min(x, middle), y - 1, abs(x - middle), 2, ERROR_STYLES[key].color)
-        about = f"{name}: predicted {ERROR_WORDS[key]} lies {error:+.1%} beside the measured"
-        yield marker((x, y), ERROR_STYLES[key], about, MARK - 0.5)
-
-
-def _error_x(share: float, most: float) -> float:
-    return (ERROR_LEFT + ERROR_RIGHT) / 2 + share / most * (ERROR_RIGHT - ERROR_LEFT) / 2
+    return charts | ({title: draw_errors(title, [row.name for row in known], errors)} if known else {})
 
 
 def _loss_curve(row: ReportRow, style: Style, place: Callable[[RunFolder], Mapping[int, float]]) -> Curve:
     """A curve of the rows that were trained; the evaluation before training is not among them."""
     if row.run is None:
-        return Curve(row.name, (), style)
+        return Curve((), style)
     losses, places = series(row.run.rows, "loss"), place(row.run)
-    return Curve(row.name, [(places[step], loss) for step, loss in losses.items() if step in places], style)
+    return Curve([(places[step], loss) for step, loss in losses.items() if step in places], style)
 
 
 def _tokens(run: RunFolder) -> dict[int, float]:
@@ -143,8 +87,6 @@ def _memory_bar(row: ReportRow, style: Style) -> Bar:
     return Bar(row.name, memory, "no figure" if memory is None else f"{memory:.2f}", style)
 
 
-# Pictures are painted in fixed colours; what is ink on paper there follows the page, whose colours are
-# variables.
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --faint: #595959; --grid: #e3e3e3; --paper: #ffffff; --card: #ffffff;
   --back: #f4f4f4; --bad: #a63a00; --good: #00664b; }
@@ -176,15 +118,9 @@ figure { margin: 0; padding: 0.5rem; }
 figure svg { width: 100%; height: auto; display: block; max-width: 640px; margin: 0 auto; }
 ul.legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.1rem; list-style: none; margin: 0 0 0.7rem; padding: 0; }
 .legend li { overflow-wrap: anywhere; }
-.sign { width: 15px; height: 15px; vertical-align: -2px; margin-right: 0.35rem; }
-svg [fill="#1a1a1a"] { fill: var(--ink); } svg [fill="#595959"] { fill: var(--faint); }
-svg [fill="#e3e3e3"] { fill: var(--grid); } svg [fill="#ffffff"] { fill: var(--paper); }
 """  # noqa: E501
-assert all(color in _STYLE for color in (INK, FAINT, GRID, PAPER)), "what pictures are painted with"
 _NOTHING = Figures(0, None, None, None, None, None, None, {})
 _GOOD, _BAD = ("finished",), ("failed", "refused")
-SIGN = 15  # pixels of a run's sign
-_NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'  # which SVG within HTML has by itself
 
 
 def make_page(report: SweepReport) -> str:
@@ -203,7 +139,7 @@ def make_page(report: SweepReport) -> str:
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{name}: {len(report.rows)} runs</title>",
-            f"<style>{_STYLE}</style>",
+            f"<style>{_STYLE}{_signs(len(report.rows))}</style>",
             "</head>",
             "<body>",
             "<main>",
@@ -271,7 +207,7 @@ def _table_row(number: int, row: ReportRow, report: SweepReport, exposed: bool) 
     cells.append(_cell(memory + _predicted_words(figures, "peak_memory_gib"), "number"))
     if exposed:
         cells.append(_cell("" if row.exposed_share is None else f"{row.exposed_share:.1%}", "number"))
-    return f'<tr><th scope="row">{_sign(number)}{escape(row.name)}</th>{"".join(cells)}</tr>'
+    return f'<tr><th scope="row" class="r{number}">{escape(row.name)}</th>{"".join(cells)}</tr>'
 
 
 def _breakable(key: str) -> str:
@@ -325,21 +261,22 @@ def _reasons(report: SweepReport) -> str:
 
 
 def _legend(report: SweepReport) -> str:
-    items = (f"<li>{_sign(number)}{escape(row.name)}</li>" for number, row in enumerate(report.rows))
+    items = (f'<li class="r{number}">{escape(row.name)}</li>' for number, row in enumerate(report.rows))
     return f'<ul class="legend" aria-label="Signs of the runs">{"".join(items)}</ul>'
 
 
-def _sign(number: int) -> str:
-    """The run's colour and marker, wherever its name stands."""
-    shape = marker((SIGN / 2, SIGN / 2), style_of(number), size=5)
-    picture = to_svg(Picture(SIGN, SIGN, (shape,))).split("\n")
-    return f'<svg class="sign" viewBox="0 0 {SIGN} {SIGN}" aria-hidden="true">{picture[2]}</svg>'
+def _signs(count: int) -> str:
+    """Each run's colour and marker, before its name wherever it stands."""
+    styles = enumerate(map(style_of, range(count)))
+    return "\n".join(
+        f'.r{number}::before {{ content: "{SIGNS[style.marker]} "; color: {style.color}; }}'
+        for number, style in styles
+    )
 
 
 def _figures(report: SweepReport) -> Iterator[str]:
-    for picture in draw_charts(report.rows):
-        words = escape(next(getattr(shape, "words", "") for shape in picture.shapes), quote=True)
-        svg = to_svg(picture).replace(_NAMESPACE, f' role="img" aria-label="{words}"', 1)
+    for title, figure in draw_charts(report.rows).items():
+        svg = to_svg(figure).replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
         yield f'<figure class="card">{svg}</figure>'
 
 

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.planner.plot.shapes import Picture, to_svg
-from meshwright.parallel.planner.plot.timeline import draw_timeline
 from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.timeline_plot import draw_timeline, picture_bytes
 from meshwright.tools.cli import format_table, natural, run_tool
 from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.trace.advice import ms
@@ -28,7 +27,7 @@ from meshwright.tools.trace.reader import find_traces
 from meshwright.tools.trace.report import describe, make_document, printable
 from meshwright.tools.trace.roofline import Roof, find_roof
 from meshwright.train.config_parser import load_config
-from meshwright.train.errors import ConfigError, DataError
+from meshwright.train.errors import DataError
 
 EPILOG = """
 examples:
@@ -122,17 +121,7 @@ def draw(path: Path, found: ProfileAnalysis, measured: Timeline, predicted: Time
         f"{found.run.name if found.run else found.trace.name}: step {found.step.number}, rank {found.rank}"
     )
     drawn = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
-    write_whole(path, to_svg(drawn).encode(errors="replace") if path.suffix == ".svg" else _png(drawn))
-
-
-def _png(picture: Picture) -> bytes:
-    try:
-        from meshwright.parallel.planner.plot.shapes import to_png
-    except ImportError:
-        raise ConfigError(
-            "--picture: a PNG needs Pillow (pip install pillow); an SVG needs nothing"
-        ) from None
-    return to_png(picture)
+    write_whole(path, picture_bytes(drawn, path.suffix))
 
 
 def _find_roof(found: ProfileAnalysis) -> Roof | None:

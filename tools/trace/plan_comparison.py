@@ -7,45 +7,34 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
-from meshwright.parallel.planner.plot.shapes import Picture, Shape, Text, rectangle
-from meshwright.parallel.planner.plot.timeline import (
-    AXIS_HEIGHT,
-    BODY,
-    FAINT,
-    LARGE,
+from meshwright.parallel.planner.timeline import EXPOSED, MicroBatchTimeline, Timeline, TimelineEvent
+from meshwright.parallel.planner.timeline_plot import (
     MARGIN,
-    MARK,
-    RIGHT,
-    ROWS,
-    SMALL,
-    WIDTH,
     Panel,
     Span,
     backward_spans,
+    draw_panels,
     in_ms,
     join_spans,
     kind_of,
-    legend,
     middle_units,
-    name_stretches,
-    one_line,
-    paint_panel,
     phases,
     units_words,
 )
-from meshwright.parallel.planner.timeline import EXPOSED, MicroBatchTimeline, Timeline, TimelineEvent
 from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, total
 from meshwright.train.config import Config
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import DataError
 from meshwright.train.planning.predict import predict
 
-# pixels over a panel for its line of figures, and for the names of phases
-WORDS_HEIGHT, PHASES_HEIGHT = 24, 24
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COMPUTE_KINDS = ("forward", "backward", "copies", "optimizer")
 LINK_LANES = ("tp", "all_gather", "reduce_scatter", "all_reduce", "offload")
 SIDES = ("predicted", "measured")
@@ -135,41 +124,23 @@ def _covered(events: Iterable[TimelineEvent]) -> float:
     return total_s
 
 
-def draw_against(predicted: Timeline, measured: Timeline, title: str) -> Picture:
+def draw_against(predicted: Timeline, measured: Timeline, title: str) -> "Figure":
     """Both steps from their starts on, lane under lane on one axis; below, on another, a few units of both
     backwards."""
     both = (predicted, measured)
-    assert min(timeline.step_s for timeline in both) > 0, "a step that takes no time has no picture"
-    rows = [
-        row
-        for row in dict.fromkeys(ROWS.values())
-        if any(ROWS[e.lane] == row for step in both for e in step.events)
-    ]
     spans = [backward_spans(timeline) for timeline in both]
     units = middle_units([unit for unit in spans[0] if unit in spans[1]])
-    windows = _windows([join_spans(each, units) for each in spans]) if units else []
-    shapes: list[Shape] = [
-        one_line(34, title, LARGE, bold=True),
-        *legend([e for step in both for e in step.events], 52),
+    windows = _windows([join_spans(each, units) for each in spans]) if units else [None, None]
+    whole = (0.0, max(timeline.step_s for timeline in both))
+    panels = [
+        Panel(_facts(timeline, predicted, side), timeline, whole, [*phases(timeline)], window)
+        for timeline, side, window in zip(both, SIDES, windows, strict=True)
     ]
-    top, longest_s = 84.0, max(timeline.step_s for timeline in both)
-    for number, timeline in enumerate(both):
-        panel = Panel(top + WORDS_HEIGHT + PHASES_HEIGHT, 0.0, longest_s, rows)
-        shapes.append(one_line(top + 14, _facts(timeline, predicted, SIDES[number]), BODY + 1))
-        shapes += _mark(panel, windows[number], timeline.step_s) if units else []
-        shapes += [*phases(timeline, panel), *_paint(timeline, panel, named=False)]
-        top = panel.bottom + AXIS_HEIGHT + 14
-    for number, window in enumerate(windows):
-        panel = Panel(top + WORDS_HEIGHT + PHASES_HEIGHT, *window, rows)
-        shapes.append(
-            one_line(top + 14, _backward_facts(spans[number], spans[0], units, SIDES[number]), BODY + 1)
-        )
-        shapes += [
-            *name_stretches(_within(spans[number], window), panel),
-            *_paint(both[number], panel, named=True),
-        ]
-        top = panel.bottom + AXIS_HEIGHT + 14
-    return Picture(WIDTH, round(top + 4), tuple(shapes))
+    for timeline, side, window, its_spans in zip(both, SIDES, windows, spans, strict=True):
+        if window is not None:
+            words = _backward_facts(its_spans, spans[0], units, side)
+            panels.append(Panel(words, timeline, window, _within(its_spans, window), large=True))
+    return draw_panels(title, panels)
 
 
 def _windows(spans: Sequence[Span]) -> list[Span]:
@@ -213,23 +184,6 @@ def _with_change(seconds: float, predicted_s: float, side: str) -> str:
     """As "120 ms (+20%)"."""
     changed = side == "measured" and predicted_s > 0
     return in_ms(seconds) + (f" ({round(100 * (seconds / predicted_s - 1)):+,d}%)" if changed else "")
-
-
-def _mark(panel: Panel, window: Span, step_s: float) -> list[Shape]:
-    """Behind the lanes, the part of the step that the picture shows larger below."""
-    left, right = panel.x(window[0]), max(panel.x(min(window[1], step_s)), panel.x(window[0]) + 1)
-    return [rectangle(left, panel.top - 6, right - left, panel.bottom - panel.top + 8, MARK)]
-
-
-def _paint(timeline: Timeline, panel: Panel, named: bool) -> Iterator[Shape]:
-    """The panel up to the step's end, which is marked if it comes before the panel's."""
-    yield from paint_panel(timeline.events, panel, named)
-    if timeline.step_s < panel.end_s:
-        left = panel.x(timeline.step_s)
-        yield rectangle(left, panel.top - 3, WIDTH - RIGHT - left, panel.bottom - panel.top + 4, "#ffffff")
-        yield rectangle(left, panel.top - 3, 1.5, panel.bottom - panel.top + 4, FAINT)
-        if WIDTH - RIGHT - left > 60:
-            yield Text(left + 6, panel.top + 12, "step ends", SMALL, FAINT)
 
 
 COMPUTE = "compute"

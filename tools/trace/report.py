@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from meshwright.parallel.planner.plot.timeline import ROWS
+from meshwright.parallel.planner.timeline_plot import ROWS
 from meshwright.tools.cli import format_table
 from meshwright.tools.trace.advice import advise, ms
 from meshwright.tools.trace.analysis import ProfileAnalysis

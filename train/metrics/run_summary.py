@@ -1,6 +1,5 @@
 """The facts of a run: its first lines on the screen, and what TensorBoard shows beside its curves."""
 
-import importlib.util
 import platform
 import sys
 from collections import Counter
@@ -61,9 +60,7 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> Run
     if planned.reasons:
         texts["planner"] = "\n".join(f"- {line}" for line in planned.reasons)
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
-    # The pictures are painted by Pillow, which TensorBoard brings from 2.20 on.
-    drawn = timeline is not None and importlib.util.find_spec("PIL") is not None
-    images = {PREDICTED_STEP: partial(_paint, timeline, title)} if drawn and timeline is not None else {}
+    images = {} if timeline is None else {PREDICTED_STEP: partial(_paint, timeline, title)}
     values = hparams_of(config, plan, device_name)
     hparams = HParams(values, first_keys(values, sys.argv[1:]))
     return RunSummary(texts, images, hparams)
@@ -143,8 +140,7 @@ def _of_units(values: Sequence[Any]) -> str:
 
 
 def _paint(timeline: "Timeline", title: str) -> bytes:
-    from meshwright.parallel.planner.plot.shapes import to_png
-    from meshwright.parallel.planner.plot.timeline import draw_timeline
+    from meshwright.parallel.planner.timeline_plot import draw_timeline, to_png
 
     return to_png(draw_timeline(timeline, title))
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.parallel.errors import one_line
 from meshwright.train.background import BackgroundThread
 from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, WriteErrors
 from meshwright.train.metrics.tensorboard import (
@@ -102,8 +103,15 @@ class MetricsWriter:
             )
 
     def _write_image(self, name: str, make: Callable[[], bytes]) -> None:
-        if self._board is not None:
-            self._board.add_image(0, name, make())
+        if self._board is None:
+            return
+        try:
+            png = make()
+        except Exception as error:
+            # Whatever drawing stumbles over, such as a library that is not there, ends no training.
+            self._warn(f"warning: {name} is not drawn: {type(error).__name__}: {one_line(error)}")
+        else:
+            self._board.add_image(0, name, png)
 
     def _opened(self, folder: Path, first_step: int | None) -> TensorBoardWriter:
         self._board = self._board or TensorBoardWriter(folder, self._trouble, self._shown, first_step)

@@ -1,22 +1,19 @@
 """The plan's step against the measured one: what is drawn where, what the figures say, and what cannot be
 predicted."""
 
-import io
 import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
-from itertools import combinations
 
 import pytest
-from PIL import Image
+from matplotlib.colors import to_hex
 
-from meshwright.parallel.planner.plot.shapes import SCALE, Picture, Polygon, Text, text_width, to_png, to_svg
-from meshwright.parallel.planner.plot.timeline import COLORS, LEFT, MARK, RIGHT, WIDTH
 from meshwright.parallel.planner.timeline import MicroBatchTimeline, Timeline, TimelineEvent
+from meshwright.parallel.planner.timeline_plot import COLORS, LANES_WIDTH, MARK, to_png, to_svg
 from meshwright.tools.trace.plan_comparison import LaneRow, compare_lanes, draw_against, predict_run
 from meshwright.train.errors import DataError
+from tests.support.pictures import assert_readable, spans_of, texts_of, words_of
 
-LANES_PX = WIDTH - LEFT - RIGHT
 UNITS = [f"layers.{i}" for i in range(8)]
 
 
@@ -82,90 +79,73 @@ def tiny() -> Timeline:
     return timeline([bar("compute", "forward", "layers.0", 0, 0.001, "forward")], 0.001)
 
 
-def panels(picture: Picture, kind: str) -> list[list[Polygon]]:
-    """The bars of a colour, without the legend's, by the lane that they are in, from the top."""
-    found: dict[float, list[Polygon]] = {}
-    for shape in picture.shapes:
-        if isinstance(shape, Polygon) and shape.color == COLORS[kind] and shape.corners[0][1] > 70:
-            found.setdefault(shape.corners[0][1], []).append(shape)
-    return [found[top] for top in sorted(found)]
-
-
-def left(shape: Polygon) -> float:
-    return shape.corners[0][0]
-
-
-def width(shape: Polygon) -> float:
-    return shape.corners[1][0] - shape.corners[0][0]
-
-
-def words(picture: Picture) -> list[str]:
-    return [shape.words for shape in picture.shapes if isinstance(shape, Text)]
-
-
-def box(text: Text) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom."""
-    wide = text_width(text.words, text.size)
-    start = text.x - {"start": 0, "middle": wide / 2, "end": wide}[text.anchor]
-    return start, text.y - 0.75 * text.size, start + wide, text.y + 0.2 * text.size
-
-
-def test_both_steps_begin_at_0_and_have_one_scale():
-    picture = draw_against(step(), step(slower=1.5), "a title")
-    predicted, measured = panels(picture, "forward")
-    assert left(predicted[0]) == left(measured[0]) == LEFT
-    assert (len(predicted), len(measured)) == (8, 8)
-    assert left(measured[7]) - LEFT == pytest.approx(1.5 * (left(predicted[7]) - LEFT))
-    assert left(measured[7]) - LEFT == pytest.approx(LANES_PX * 70 / 266)
-    last = max(left(shape) + width(shape) for shape in panels(picture, "optimizer")[0])
-    assert last == pytest.approx(LEFT + LANES_PX / 1.5, abs=1), "the shorter step ends where it ends"
-    assert words(picture).count("step ends") == 1
-
-
-def test_the_part_shown_below_is_marked_within_its_step():
-    # so much that the window below is longer than the predicted step
-    picture = draw_against(step(), step(slower=6.0), "")
-    predicted, measured = (
-        shape for shape in picture.shapes if isinstance(shape, Polygon) and shape.color == MARK
+def test_both_steps_begin_at_0_and_have_one_scale() -> None:
+    figure = draw_against(step(), step(slower=1.5), "a title")
+    predicted, measured = figure.axes[:2]
+    assert predicted.get_xlim() == measured.get_xlim() == pytest.approx((0, 399))
+    for axes, scale in ((predicted, 1.0), (measured, 1.5)):
+        assert [start for start, _ in spans_of(axes, COLORS["forward"])] == pytest.approx(
+            [10 * scale * unit for unit in range(8)]
+        )
+    ((_, last),) = spans_of(predicted, COLORS["optimizer"])
+    assert last == pytest.approx(266, abs=1), "the shorter step ends where it ends"
+    (end,) = [text for text in texts_of(figure) if text.get_text() == "step ends"]
+    assert predicted.transData.inverted().transform(end.get_window_extent().p0)[0] == pytest.approx(
+        268, abs=2
     )
-    assert left(predicted) + width(predicted) == pytest.approx(LEFT + LANES_PX / 6)
-    assert left(measured) > LEFT
-    assert left(measured) + width(measured) < LEFT + LANES_PX
 
 
-def test_exposed_time_shows_in_both_as_long_as_it_is():
-    picture = draw_against(step(), step(slower=1.5), "")
-    lanes = panels(picture, "exposed")
-    assert len(lanes) == 4, "two steps, two backwards"
+def test_the_part_shown_below_is_marked_within_its_step() -> None:
+    # so much that the window below is longer than the predicted step
+    figure = draw_against(step(), step(slower=6.0), "")
+    marks = [
+        (patch.get_x(), patch.get_x() + patch.get_width())
+        for axes in figure.axes
+        for patch in axes.patches
+        if to_hex(patch.get_facecolor()) == MARK
+    ]
+    (predicted, measured), step_ms = marks, 266
+    assert predicted[1] == pytest.approx(step_ms)
+    assert 0 < measured[0] < measured[1] < 6 * step_ms
+    assert measured == pytest.approx(figure.axes[3].get_xlim())
+
+
+def test_exposed_time_shows_in_both_as_long_as_it_is() -> None:
+    figure = draw_against(step(), step(slower=1.5), "")
+    lanes = [spans_of(axes, COLORS["exposed"]) for axes in figure.axes]
+    assert all(lanes), "two steps, two backwards"
     for lane, scale in zip(lanes[:2], (1.0, 1.5), strict=True):
         # less a white edge each
-        assert sum(map(width, lane)) == pytest.approx(LANES_PX * 16 * scale / (266 * 1.5), abs=8)
+        assert sum(end - start for start, end in lane) == pytest.approx(
+            16 * scale, abs=8.1 * 399 / LANES_WIDTH
+        )
 
 
-def test_the_same_units_are_enlarged_by_the_same_factor():
-    picture = draw_against(step(), step(slower=1.5), "")
-    said = words(picture)
+def test_the_same_units_are_enlarged_by_the_same_factor() -> None:
+    figure = draw_against(step(), step(slower=1.5), "")
+    said = words_of(figure)
     assert "Predicted backward of layers.5 to layers.2: 86.0 ms" in said  # 4 x 20 ms and 3 waits
     assert "Measured backward of layers.5 to layers.2: 129 ms (+50%)" in said
-    large = [
-        [shape for shape in lane if shape.about.startswith("backward layers.5")]
-        for lane in panels(picture, "backward")[2:]
-    ]
-    (predicted,), (measured,) = large
-    assert left(predicted) == pytest.approx(left(measured)), "both begin with the same unit"
-    assert (width(measured) + 1) == pytest.approx(1.5 * (width(predicted) + 1))
+    boxes = []
+    for axes, scale in zip(figure.axes[2:], (1.0, 1.5), strict=True):
+        start, end = spans_of(axes, COLORS["backward"])[1]  # of layers.5, behind what is seen of layers.6
+        assert end - start == pytest.approx(20 * scale, rel=0.02)
+        boxes.append([axes.transData.transform((ms, 0))[0] for ms in (start, end)])
+    (predicted, before), (measured, after) = boxes
+    assert predicted == pytest.approx(measured), "both begin with the same unit"
+    assert after - measured + 1 == pytest.approx(1.5 * (before - predicted + 1))
 
 
-def test_the_figures_say_the_difference():
-    said = words(draw_against(step(), step(slower=1.5), "a title"))
-    assert said[0] == "a title"
+def test_the_figures_say_the_difference() -> None:
+    said = words_of(draw_against(step(), step(slower=1.5), "a title"))
+    assert "a title" in said
     assert "Predicted: step 266 ms; computing 250 ms; exposed 16.0 ms, 6.0% of the step" in said
     assert (
         "Measured: step 399 ms (+50%); computing 375 ms (+50%); exposed 24.0 ms (+50%), 6.0% of the step"
         in said
     )
     idle = timeline([bar("compute", "forward", "head", 0, 100, "forward")], 200)
-    said = words(draw_against(step(), idle, ""))
+    said = words_of(draw_against(step(), idle, ""))
     assert (
         "Measured: step 200 ms (-25%); computing 100 ms (-60%); exposed 0.00 ms (-100%), 0.0% of the step; "
         "doing neither 100 ms"
@@ -186,36 +166,18 @@ def test_the_figures_say_the_difference():
     ],
 )
 @pytest.mark.parametrize("predicted", [step, everything, tiny])
-def test_nothing_overlaps_or_is_cut_off(predicted, measured, title):
-    picture = draw_against(predicted(), measured(), title)
-    for shape in picture.shapes:
-        if isinstance(shape, Polygon):
-            assert all(0 <= x <= picture.width and 0 <= y <= picture.height for x, y in shape.corners), shape
-    texts = [shape for shape in picture.shapes if isinstance(shape, Text) and shape.words]
-    for text in texts:
-        start, top, end, bottom = box(text)
-        assert min(start, top) >= 0, text
-        assert end <= picture.width, text
-        assert text.size >= 8.9, "still readable"
-        assert bottom <= picture.height, text
-    for one, other in combinations(texts, 2):
-        a, b = box(one), box(other)
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (
-            f"{one.words!r} over {other.words!r}"
-        )
+def test_nothing_overlaps_or_is_cut_off(predicted, measured, title) -> None:
+    assert_readable(draw_against(predicted(), measured(), title))
 
 
-def test_a_hundred_thousand_events_are_a_small_picture_that_is_half_full():
-    picture = draw_against(step(), crowded(100_000), "")
-    svg, png = to_svg(picture), to_png(picture)
+def test_a_hundred_thousand_events_are_a_small_picture_that_is_half_full() -> None:
+    figure = draw_against(step(), crowded(100_000), "")
+    svg = to_svg(figure)
     assert len(svg) < 1_500_000
-    painted = sum(map(width, panels(picture, "backward")[1]))
-    assert painted == pytest.approx(LANES_PX / 2, rel=0.02)
-    assert ElementTree.fromstring(svg).attrib["width"] == str(WIDTH)
-    assert Image.open(io.BytesIO(png)).size == (SCALE * WIDTH, SCALE * picture.height)
-    assert any("more" in shape.about for shape in picture.shapes if isinstance(shape, Polygon)), (
-        "a bar says for how many it is"
-    )
+    painted = sum(end - start for start, end in spans_of(figure.axes[1], COLORS["backward"]))
+    assert painted == pytest.approx(1000 / 2, rel=0.02)
+    ElementTree.fromstring(svg)
+    assert to_png(figure).startswith(b"\x89PNG")
 
 
 def test_lanes_are_compared():

@@ -27,6 +27,7 @@ from meshwright.train.metrics import log_file, writer
 from meshwright.train.metrics.collector import Metrics, Throughput
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 from meshwright.train.metrics.tensorboard import HParams, RunSummary, TensorBoardWriter
+from meshwright.train.metrics.writer import MetricsWriter
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_metrics, write_text
 
@@ -357,3 +358,17 @@ def test_a_run_whose_log_hangs_trains_and_saves_and_has_all_rows_when_it_hangs_n
     assert process.wait(60) == 0, output.read_text()
     assert "has not taken a row of metrics for 1 s" in output.read_text()
     assert sorted(read_metrics(folder)) == list(range(1, 7))
+
+
+def test_a_picture_that_cannot_be_drawn_is_said_in_a_line_and_ends_nothing(tmp_path: Path) -> None:
+    def draw() -> bytes:
+        raise ImportError("no\nlibrary")
+
+    said: list[str] = []
+    writer = MetricsWriter(tmp_path, tensorboard=True, warn=said.append)
+    writer.show(RunSummary(images={"predicted_step": draw}))
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 1.0}, {})
+    writer.close("finished")
+    assert said == ["warning: predicted_step is not drawn: ImportError: no library"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

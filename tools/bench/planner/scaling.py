@@ -14,8 +14,8 @@ from typing import Any
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.plot.shapes import to_svg
 from meshwright.parallel.planner.search import SearchResult
+from meshwright.parallel.planner.timeline_plot import to_svg
 from meshwright.tools.bench import harness
 from meshwright.tools.bench.case_record import CaseRecord
 from meshwright.tools.bench.harness import BenchResult, check_page, fill_page, markdown_table

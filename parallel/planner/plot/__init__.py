@@ -1,1 +1,0 @@
-"""A step as a picture."""

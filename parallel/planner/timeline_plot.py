@@ -1,0 +1,356 @@
+"""A simulated step as a picture: all of it in one strip of lanes, and a few units in the middle of the last
+backward large below. matplotlib draws it, imported with the first picture."""
+
+import io
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.parallel.errors import one_line
+from meshwright.parallel.planner.timeline import EXPOSED, Timeline, TimelineEvent, describe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Points, of which an inch has 72: a figure of 72 dots per inch has one pixel for each.
+WIDTH, LEFT, RIGHT = 1240, 118, 36
+LANES_WIDTH = WIDTH - LEFT - RIGHT
+HEAD, OVER, UNDER = 76, 54, 44  # title and legend; words over lanes; the axis under them
+LANE, BAR = 31, 26  # heights
+THIN = 0.5  # narrower bars would be lost
+LETTER = 0.57  # mean width of a letter of matplotlib's font, in font sizes
+PNG_SCALE = 2  # pixels for a point: sharp on dense screens
+SMALLEST, SMALL, BODY, LARGE = 9, 11, 12, 19  # font sizes
+INK, FAINT, GRID, PAPER, MARK = "#1a1a1a", "#595959", "#e3e3e3", "#f6f6f6", "#e6e6e6"
+# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; exposed time alone is
+# vermilion. In the order in which bars are painted: nothing hides exposed time.
+COLORS = {
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "copies": "#9a9a9a",
+    "optimizer": "#4d4d4d",
+    "tp": "#f0e442",
+    "all_gather": "#009e73",
+    "reduce_scatter": "#e69f00",
+    "all_reduce": "#cc79a7",
+    "offload": "#8c6d31",
+    EXPOSED: "#d55e00",
+}
+DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED})  # colours on which words are white
+LEGEND = {"copies": "copy in or out", "tp": "tensor parallel", EXPOSED: "exposed: computing waits"}
+ROWS = {  # lane -> row of the picture
+    "compute": "compute",
+    EXPOSED: "compute",
+    "tp": "tensor parallel",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "offload": "host memory",
+}
+Span = tuple[float, float]  # start, end
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lanes of a step between two times, in seconds, under a line of `words`.
+
+    Args:
+        stretches: words, start and end of what is named over the lanes
+        marked: what another panel shows larger
+        large: bars have their names
+    """
+
+    words: str
+    timeline: Timeline
+    window: Span
+    stretches: Sequence[tuple[str, float, float]]
+    marked: Span | None = None
+    large: bool = False
+
+    @property
+    def point_s(self) -> float:
+        """How long a point is."""
+        return (self.window[1] - self.window[0]) / LANES_WIDTH
+
+
+def draw_timeline(timeline: Timeline, title: str) -> "Figure":
+    """The step in two panels, the second with a few units of the first."""
+    start_s, end_s, units = zoom_window(timeline)
+    strip = Panel(facts(timeline), timeline, (0.0, timeline.step_s), list(phases(timeline)), (start_s, end_s))
+    large = Panel(f"Backward of {units}", timeline, (start_s, end_s), (), large=True)
+    figure = draw_panels(title, [strip, large])
+    from matplotlib.patches import ConnectionPatch
+
+    above, below = figure.axes
+    lanes = LANE * above.get_ylim()[0]
+    for time_s, side in ((start_s, 0), (end_s, 1)):
+        ends = (time_s * 1e3, -22 / lanes), (side, 1 + (OVER - 2) / lanes)
+        transforms = above.get_xaxis_transform(), below.transAxes
+        figure.add_artist(ConnectionPatch(*ends, *transforms, color=FAINT, lw=0.7, ls=":"))
+    return figure
+
+
+def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
+    """The panels below each other, under a title and the legend of their colours."""
+    assert all(panel.timeline.step_s > 0 for panel in panels), "a step that takes no time has no picture"
+    kinds = {kind_of(event) for panel in panels for event in panel.timeline.events}
+    used = {ROWS.get(kind, "compute") for kind in kinds}
+    rows = [row for row in dict.fromkeys(ROWS.values()) if row in used] or ["compute"]
+    lanes = LANE * len(rows)
+    height = HEAD + len(panels) * (OVER + lanes + UNDER)
+    figure = new_figure(WIDTH, height)
+    from matplotlib.patches import Patch
+
+    write_line(figure, 34, title, LARGE, bold=True)
+    names = {LEGEND.get(kind, ROWS.get(kind, kind)): COLORS[kind] for kind in COLORS if kind in kinds}
+    place: Any = {"loc": "upper left", "bbox_to_anchor": (LEFT / WIDTH, 1 - 50 / height), "borderaxespad": 0}
+    look: Any = {
+        "fontsize": SMALL,
+        "frameon": False,
+        "borderpad": 0,
+        "handlelength": 1.1,
+        "handleheight": 1.1,
+    }
+    signs = [Patch(color=color, label=name) for name, color in names.items()]
+    figure.legend(handles=signs, ncols=len(signs) or 1, columnspacing=1.1, handletextpad=0.5, **place, **look)
+    for number, panel in enumerate(panels):
+        top = HEAD + number * (OVER + lanes + UNDER)
+        write_line(figure, top + 16, panel.words, BODY + 1, bold=panel.large)
+        bottom = 1 - (top + OVER + lanes) / height
+        axes = figure.add_axes((LEFT / WIDTH, bottom, LANES_WIDTH / WIDTH, lanes / height))
+        _frame(axes, panel, rows)
+        _paint(axes, panel, rows)
+    return figure
+
+
+def _frame(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
+    """Lanes with their names, the time axis, what is marked, and over the lanes the names of stretches that
+    fit."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    start_ms, end_ms = (1e3 * time_s for time_s in panel.window)
+    last_ms = min(end_ms, 1e3 * panel.timeline.step_s)
+    middles = [row + BAR / LANE / 2 for row in range(len(rows))]
+    axes.set(xlim=(start_ms, end_ms), ylim=(len(rows), 0), facecolor="none", axisbelow=True)
+    axes.set_yticks(middles, rows)
+    axes.barh(middles, last_ms - start_ms, BAR / LANE, left=start_ms, color=PAPER, zorder=0)
+    axes.grid(axis="x", color=GRID, lw=1)
+    axes.spines[:].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    axes.tick_params("x", length=0, pad=5, labelsize=SMALL, labelcolor=FAINT)
+    axes.tick_params("y", length=0, pad=10, labelsize=BODY, labelcolor=INK)
+    words: Any = {"textcoords": "offset points", "fontsize": SMALL, "color": FAINT, "annotation_clip": False}
+    axes.annotate("ms", (start_ms, len(rows)), (-40, -14), ha="right", **words)
+    if panel.marked:
+        axes.axvspan(panel.marked[0] * 1e3, min(panel.marked[1] * 1e3, last_ms), color=MARK, zorder=0.5)
+    if last_ms < end_ms:
+        axes.axvline(last_ms, color=FAINT, lw=1.5)
+        if end_ms - last_ms > 66e3 * panel.point_s:
+            axes.annotate("step ends", (last_ms, 0), (6, -12), **words)
+    spans = [part[1:] for part in panel.stretches]
+    _draw_spans(axes, spans, -9 / LANE, 1.5, panel, color=FAINT, clip_on=False)
+    for name, start_s, end_s in panel.stretches:
+        if len(name) * LETTER * SMALL * panel.point_s < end_s - start_s:
+            middle = (500 * (start_s + end_s), 0)
+            axes.annotate(one_line(name), middle, (0, 14), ha="center", parse_math=False, **words)
+
+
+def _paint(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
+    """The bars, kind by kind. In the strip exposed time has a foot below its lane, so that slivers show."""
+    start_s, end_s = panel.window
+    inside = defaultdict[str, list[TimelineEvent]](list)
+    for event in panel.timeline.events:
+        if event.end_s > start_s and event.start_s < end_s:
+            inside[kind_of(event)].append(event)
+    for kind in (kind for kind in COLORS if kind in inside):
+        middle = rows.index(ROWS.get(kind, "compute")) + BAR / LANE / 2
+        foot = 0 if panel.large or kind != EXPOSED else LANE - BAR - 1
+        # Only in the compute lane would a widened bar hide another.
+        thinnest_s = THIN * panel.point_s if kind in ROWS else 0.0
+        bars = merged(inside[kind], panel.point_s / PNG_SCALE)
+        spans = [(left_s, max(right_s, left_s + thinnest_s)) for left_s, right_s in bars]
+        _draw_spans(axes, spans, middle + foot / LANE / 2, BAR + foot, panel, color=COLORS[kind])
+        style: Any = {"fontsize": SMALL, "color": "white" if kind in DARK else INK, "parse_math": False}
+        for event in inside[kind] if panel.large else ():
+            if name := _name(event, panel):
+                at = 500 * (max(event.start_s, start_s) + min(event.end_s, end_s)), middle
+                axes.text(*at, name, ha="center", va="center_baseline", **style)
+
+
+def _draw_spans(
+    axes: "Axes", spans: Sequence[Span], y: float, height: float, panel: Panel, **style: Any
+) -> None:
+    """Bars as one thick line with gaps: as a rectangle each they would be a large picture. Wide ones leave a
+    white edge to their neighbour."""
+    ends = np.array(spans).reshape(-1, 2).clip(*panel.window)
+    points = (ends[:, 1] - ends[:, 0]) / panel.point_s
+    ends[:, 1] -= panel.point_s * np.select([points >= 4, points >= 2], [1.0, 0.5], 0.0)
+    times = np.column_stack([ends, np.full(len(ends), np.nan)]).ravel()
+    axes.plot(1e3 * times, np.full(len(times), y), lw=height, solid_capstyle="butt", snap=False, **style)
+
+
+def merged(events: Iterable[TimelineEvent], cell_s: float) -> Iterator[Span]:
+    """Start and end of the bars of a kind. Events within one cell of time share a bar, as long as they are
+    together: a measured step of very many events makes no larger a picture, and what was busy half of the
+    time is half painted."""
+    start_s = end_s = -1.0
+    for event in events:
+        if start_s <= event.start_s and event.end_s < (start_s // cell_s + 1) * cell_s:
+            end_s = min(end_s + event.seconds, max(end_s, event.end_s))
+            continue
+        if start_s >= 0:
+            yield start_s, end_s
+        start_s, end_s = event.start_s, event.end_s
+    if start_s >= 0:
+        yield start_s, end_s
+
+
+def _name(event: TimelineEvent, panel: Panel) -> str:
+    """The longest name that fits into its bar, if one does: what it is; its module or unit; of that the last
+    part, or of a unit of several the first's and the last's."""
+    where = event.module or event.unit
+    parts = [name.rpartition(".")[2] for name in where.split("+")]
+    short = parts[0] if len(parts) == 1 else f"{parts[0]}-{parts[-1]}"
+    shown_s = min(event.end_s, panel.window[1]) - max(event.start_s, panel.window[0])
+    most = (shown_s / panel.point_s - 6) / (LETTER * SMALL)
+    return next((one_line(words) for words in (describe(event), where, short) if len(words) < most), "")
+
+
+def kind_of(event: TimelineEvent) -> str:
+    """The event's key of COLORS."""
+    if event.lane != "compute":
+        return event.lane
+    return "copies" if event.work.startswith("copy") else event.work
+
+
+def phases(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end of each forward, backward and optimizer, by what the compute stream does or waits
+    for: the end of a backward waits for its last reduction, which is in that phase too."""
+    many = len(timeline.rounds) > 2
+
+    def name(event: TimelineEvent) -> str:
+        return event.phase + (f" {event.micro_batch + 1}" if many and event.phase != "optimizer" else "")
+
+    busy = (event for event in timeline.events if event.lane in ("compute", EXPOSED, "tp"))
+    for words, same in groupby(busy, name):
+        first, *others = same
+        yield words, first.start_s, (others or [first])[-1].end_s
+
+
+def facts(timeline: Timeline) -> str:
+    """The step's numbers in one line."""
+    parts = [
+        f"{ROWS[lane]} {in_ms(seconds)}" for lane, seconds in timeline.exposed_by_lane.items() if seconds
+    ]
+    exposed = f"{in_ms(timeline.exposed_s)} exposed ({timeline.exposed_share:.1%})"
+    return f"step {in_ms(timeline.step_s)} = {in_ms(timeline.compute_s)} computing + {exposed}" + (
+        f": {', '.join(parts)}" if parts else ""
+    )
+
+
+def in_ms(seconds: float) -> str:
+    """As "1,234 ms" or "1.23 ms": three digits or more; "0.012 ms"."""
+    ms = seconds * 1000
+    return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 3 if 0 < ms < 0.1 else 2}f} ms"
+
+
+ZOOMED_UNITS = 4
+MARGIN = 0.08  # of the neighbours, so that waits before the first unit show
+
+
+def zoom_window(timeline: Timeline) -> tuple[float, float, str]:
+    """Start, end and names of a few units in the middle of the last backward; of all of it if it is short."""
+    spans = backward_spans(timeline)
+    if not spans:
+        return 0.0, timeline.step_s, "nothing"
+    shown = middle_units(list(spans))
+    start_s, end_s = join_spans(spans, shown)
+    margin_s = MARGIN * (end_s - start_s)
+    return max(start_s - margin_s, 0.0), min(end_s + margin_s, timeline.step_s), units_words(shown)
+
+
+def backward_spans(timeline: Timeline) -> dict[str, Span]:
+    """Of each unit, in order, from the start to the end of its backward in the last micro batch."""
+    backward = [event for event in timeline.events if event.lane == "compute" and event.work == "backward"]
+    spans: dict[str, Span] = {}
+    for event in backward:
+        if event.micro_batch == backward[-1].micro_batch:
+            start_s, end_s = spans.get(event.unit, (event.start_s, event.end_s))
+            spans[event.unit] = min(start_s, event.start_s), max(end_s, event.end_s)
+    return spans
+
+
+def middle_units(units: Sequence[str]) -> Sequence[str]:
+    """The few that are shown large."""
+    first = max((len(units) - ZOOMED_UNITS) // 2, 0)
+    return units[first : first + ZOOMED_UNITS]
+
+
+def units_words(units: Sequence[str]) -> str:
+    """As "layers.41 to layers.38"."""
+    return units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
+
+
+def join_spans(spans: Mapping[str, Span], units: Sequence[str]) -> Span:
+    """From the start of the first of these units to the end of the last one."""
+    return min(spans[unit][0] for unit in units), max(spans[unit][1] for unit in units)
+
+
+# What every picture needs
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty picture, of so many points. Without pyplot: there is no display and nothing to close."""
+    log = logging.getLogger("matplotlib")
+    level = log.level
+    # The first import may tell of the font cache that it makes, and of a home that it cannot write to.
+    log.setLevel(logging.ERROR)
+    try:
+        from matplotlib.figure import Figure
+    finally:
+        log.setLevel(level)
+    # A run's name may have letters that matplotlib's font lacks; in an SVG the viewer's fonts have them.
+    warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)
+    return Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="white")
+
+
+def to_svg(figure: "Figure") -> str:
+    """An SVG document, the same for the same figure, that can stand in an HTML page too. Its words are text,
+    in the fonts of whoever looks at it."""
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "meshwright"}):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    _, start, document = file.getvalue().partition("<svg ")
+    return start + document
+
+
+def picture_bytes(figure: "Figure", suffix: str) -> bytes:
+    """The content of a file whose name ends in .svg or .png."""
+    return to_svg(figure).encode() if suffix == ".svg" else to_png(figure)
+
+
+def to_png(figure: "Figure") -> bytes:
+    """A PNG file, of PNG_SCALE pixels for each point."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=72 * PNG_SCALE, metadata={"Software": None})
+    return file.getvalue()
+
+
+def write_line(figure: "Figure", y: float, words: str, size: float, bold: bool = False) -> None:
+    """Words over the lanes, y points from the top, as small as they must be to fit; where that is too small,
+    without their middle."""
+    letter = LETTER * (1.12 if bold else 1.0)
+    words = one_line(words, int(LANES_WIDTH / (SMALLEST * letter)))
+    size = min(size, LANES_WIDTH / (letter * max(len(words), 1)))
+    style: Any = {"fontsize": size, "weight": "bold" if bold else "normal", "color": INK, "parse_math": False}
+    figure.text(LEFT / WIDTH, 1 - y / (72 * figure.get_figheight()), words, **style)

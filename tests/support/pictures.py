@@ -1,0 +1,85 @@
+"""What stands in a picture of matplotlib's, for tests."""
+
+import re
+from collections.abc import Sequence
+from itertools import combinations
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+
+
+def texts_of(figure: Figure) -> list[Text]:
+    """All that is written in it and can be seen, figures beside axes included."""
+    figure.draw_without_rendering()
+    found = figure.findobj(lambda one: isinstance(one, Text) and one.get_visible() and bool(one.get_text()))
+    hidden = {text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in _hidden(axis)}
+    return [text for text in found if text not in hidden]  # type: ignore[misc]
+
+
+def _hidden(axis: object) -> Sequence[Text]:
+    """Ticks beyond the limits, which matplotlib keeps and does not paint."""
+    low, high = sorted(axis.get_view_interval())  # type: ignore[attr-defined]
+    room = 1e-9 * (high - low)
+    ticks = axis.get_major_ticks()  # type: ignore[attr-defined]
+    shown = axis.get_visible() and axis.axes.axison  # type: ignore[attr-defined]
+    return [
+        label
+        for tick in ticks
+        for label in (tick.label1, tick.label2)
+        if not shown or not low - room <= tick.get_loc() <= high + room
+    ]
+
+
+def words_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in texts_of(figure)]
+
+
+def assert_readable(figure: Figure, smallest: float = 8.9) -> None:
+    """Nothing written is cut off by the picture's edge, lies over other words, or is too small."""
+    boxes = [(text.get_text(), text.get_window_extent(), text) for text in texts_of(figure)]
+    for words, box, text in boxes:
+        assert box.x0 >= 0, words
+        assert box.y0 >= 0, words
+        assert box.x1 <= figure.bbox.width, words
+        assert box.y1 <= figure.bbox.height, words
+        assert text.get_fontsize() >= smallest, words
+    for (one, a, _), (other, b, _) in combinations(boxes, 2):
+        apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1
+        assert apart, f"{one!r} over {other!r}"
+
+
+def lines_of(axes: Axes, color: str) -> list[Line2D]:
+    """Those of a colour that have a point."""
+    return [line for line in axes.lines if to_hex(line.get_color()) == color and len(line.get_xdata())]  # type: ignore[arg-type]
+
+
+def spans_of(axes: Axes, color: str) -> list[tuple[float, float]]:
+    """Start and end of the bars that are painted as one line with gaps."""
+    return [
+        (start, end)
+        for line in lines_of(axes, color)
+        for start, end, _ in np.asarray(line.get_xdata(), dtype=float).reshape(-1, 3).tolist()
+    ]
+
+
+def svg_words(svg: str) -> list[str]:
+    return [one.text or "" for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def assert_alike(kept: str, drawn: str) -> None:
+    """Two SVGs say the same and have the same paths, but for what versions of matplotlib place otherwise by
+    less than a point."""
+    assert svg_words(kept) == svg_words(drawn)
+    for one, other in zip(_paths(kept), _paths(drawn), strict=True):
+        assert one == pytest.approx(other, abs=1)
+
+
+def _paths(svg: str) -> list[list[float]]:
+    paths = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}path")
+    return [[float(number) for number in re.findall(r"-?\d+\.?\d*", path.get("d", ""))] for path in paths]
