@@ -6,9 +6,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from meshwright.tools.bench import train_run
+from meshwright.tools.bench import gpu, train_run
 from meshwright.tools.bench.calibrate import command as calibrate
-from meshwright.tools.bench.gpu import command as gpu
 from meshwright.tools.bench.harness import (
     BenchResult,
     Measurement,

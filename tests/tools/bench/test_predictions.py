@@ -11,10 +11,9 @@ from meshwright.tools.bench.planner.predictions import (
     PredictionRow,
     cpu_cases,
     find_kind,
-    gpu_cases,
     kendall_tau,
     make_row,
-    predict_case,
+    predict_run,
     predictions_text,
     regrets,
     step_seconds,
@@ -27,7 +26,7 @@ from meshwright.train.planning.resolve import plan_run
 
 
 def row(name: str, sweep: str, predicted_s: float, measured_s: float, choice: bool = True) -> PredictionRow:
-    return PredictionRow(name, sweep, choice, predicted_s, measured_s, predicted_s / measured_s - 1, 1.0, 2.0)
+    return PredictionRow(name, sweep, choice, predicted_s, measured_s, predicted_s / measured_s - 1)
 
 
 def run_of(*step_times_s: float) -> RunFigures:
@@ -68,9 +67,8 @@ def test_the_warm_up_does_not_count() -> None:
 
 def test_errors_are_relative_to_what_was_measured() -> None:
     case = PredictionCase("a", "m", 2, ())
-    made = make_row(case, Predicted(1.1, 0.4, 0.9), [run_of(1.0, 1.0)])
+    made = make_row(case, Predicted(1.1, 0.4), [run_of(1.0, 1.0)])
     assert made.error == pytest.approx(0.1)
-    assert (made.predicted_gib, made.measured_gib) == (0.4, 0.5)
     figures = summarise([made, row("b", "m", 1.4, 2.0)])
     assert figures["mean_error"] == pytest.approx(0.2)
     assert figures["worst_error"] == pytest.approx(0.3)
@@ -78,21 +76,20 @@ def test_errors_are_relative_to_what_was_measured() -> None:
 
 def test_the_text_shows_every_run_and_what_is_asked_for() -> None:
     rows = [row("first", "x", 1.0, 2.0), row("second", "x", 2.0, 1.0)]
-    text = predictions_text(rows, on_gpu=False)
+    text = predictions_text(rows)
     assert "first   1,000         2,000        -50.0%" in text
     assert "mean error 75.0% (asked: 15%), worst 100.0%; Kendall's tau -1.00 (asked: 0.8)" in text
     assert "chosen for x: 100.0% slower" in text
-    assert "measured GiB" in predictions_text(rows, on_gpu=True)
 
 
 def test_no_file_no_prediction() -> None:
     with pytest.raises(BenchError, match=r"no configs/hardware/mine\.yaml.*calibrate.*h200"):
-        find_kind("mine", on_gpu=False)
-    assert find_kind(None, on_gpu=False).name == "cpu"
+        find_kind("mine")
+    assert find_kind("cpu").name == "cpu"
 
 
-@pytest.mark.parametrize("cases", [cpu_cases(), gpu_cases()], ids=["cpu", "gpu"])
-def test_every_run_has_a_legal_plan_of_its_own(cases: list[PredictionCase]) -> None:
+def test_every_run_has_a_legal_plan_of_its_own() -> None:
+    cases = cpu_cases()
     assert len({case.name for case in cases}) == len(cases) >= 12
     plans = []
     for case in cases:
@@ -122,9 +119,8 @@ def test_predictions_follow_the_plan() -> None:
     hardware = load_hardware()["cpu"]
 
     def predicted(name: str) -> Predicted:
-        return predict_case(
-            cases[name], parse_config(list(cases[name].keys), "test").job, hardware, threads=1
-        )
+        job = parse_config(list(cases[name].keys), "test").job
+        return predict_run(job, cases[name].processes, threads=1, hardware=hardware)
 
     plain, full = predicted("small 1x2x1 none"), predicted("small 1x2x1 full")
     assert full.step_s > plain.step_s

@@ -1,5 +1,5 @@
-"""Predicted against measured: real runs (small models on a CPU with gloo, parts of Llama 8B on one GPU), and
-what the planner said of them with the calibrated hardware file."""
+"""Predicted against measured: real runs of small models on a CPU with gloo, and what the planner said of them
+with the calibrated hardware file."""
 
 import argparse
 import dataclasses
@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
+from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.tools.bench.train_run import (
     WARM_UP_STEPS,
     RunFigures,
@@ -29,7 +27,13 @@ from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
 
-COMMON = ("--data.source=stdlib", "--checkpoint.every=0", "--train.eval_every=0", "--parallel.plan=manual")
+COMMON = (
+    "--data.source=stdlib",
+    "--checkpoint.every=0",
+    "--train.eval_every=0",
+    "--parallel.plan=manual",
+    "--run.device=cpu",
+)
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,6 @@ MODELS = {
     ),
 }
 BATCH = {"small": 8, "large": 4}
-LLAMA_8B = (
-    "--model.dim=4096",
-    "--model.n_heads=32",
-    "--model.n_kv_heads=8",
-    "--model.ffn_dim=14336",
-    "--model.vocab_size=128256",
-    "--model.max_seq_len=8192",
-    "--parallel.param_dtype=bfloat16",
-)
 
 
 def cpu_cases() -> list[PredictionCase]:
@@ -106,26 +101,6 @@ def cpu_cases() -> list[PredictionCase]:
     ]
 
 
-def gpu_cases() -> list[PredictionCase]:
-    """One GPU: blocks of the 8B, more or fewer, sequences of 2048 to 8192, every checkpointing mode, one
-    micro batch or several. Whether a device has the memory for them, whoever runs them looks."""
-    rows = [
-        (4, 8192, 1, 1, "none"),
-        (4, 8192, 2, 1, "none"),
-        (4, 2048, 4, 1, "none"),
-        (4, 8192, 1, 4, "none"),
-        (8, 4096, 1, 1, "none"),
-        (8, 4096, 2, 1, "selective"),
-        (8, 8192, 1, 1, "selective"),
-        (8, 8192, 1, 2, "full"),
-        (12, 4096, 1, 1, "full"),
-        (16, 8192, 1, 1, "full"),
-        (16, 2048, 2, 1, "selective"),
-        (32, 2048, 1, 1, "full"),
-    ]
-    return [_gpu_case(*row) for row in rows]
-
-
 def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool = True) -> PredictionCase:
     """`degrees` of dp_replicate, dp_shard, tp; the global batch in one micro batch."""
     replicate, shard, tp = degrees
@@ -141,48 +116,30 @@ def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool =
     return PredictionCase(name, model, replicate * shard * tp, (*COMMON, *MODELS[model], *keys), compiled)
 
 
-def _gpu_case(
-    layers: int, seq_len: int, micro_batch_size: int, accumulation: int, mode: str
-) -> PredictionCase:
-    keys = (
-        f"--model.n_layers={layers}",
-        f"--train.seq_len={seq_len}",
-        f"--train.micro_batch_size={micro_batch_size}",
-        f"--train.global_batch_size={micro_batch_size * accumulation}",
-        f"--parallel.activation_checkpoint={mode}",
-    )
-    name = f"{layers} layers, {accumulation} x {micro_batch_size} x {seq_len}, {mode}"
-    return PredictionCase(name, f"{layers} layers, {seq_len}", 1, (*COMMON, *LLAMA_8B, *keys), choice=False)
-
-
 SUMMARY = "the planner's predictions against real runs"
 DESCRIPTION = (
-    "Run configurations of 1 to 4 ranks on this CPU, or of one GPU, in turn, and compare each one's step "
-    "time (on a GPU also its peak memory) with what the planner says of it. Prints every error, their mean, "
-    "Kendall's tau of the order, and how much slower than the best the plan is that the planner would "
-    "choose. Calibrate first, on a machine where nothing else runs."
+    "Run configurations of 1 to 4 ranks on this CPU in turn, and compare each one's step time with what the "
+    "planner says of it. Prints every error, their mean, Kendall's tau of the order, and how much slower "
+    "than the best the plan is that the planner would choose. Calibrate first, on a machine where nothing "
+    "else runs. `gpu` does the same on a GPU."
 )
 EPILOG = (
     "Config keys of train.main are accepted too, as --section.key=value, and win over those of every run."
 )
 MEAN_ERROR, TAU, REGRET = 0.15, 0.8, 0.05  # what the project asks for of a CPU
-GPU_MEAN_ERROR, GPU_WORST_ERROR = 0.05, 0.10  # of one GPU's step time
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of one rank: a step's seconds, the peak of what it allocates, and with what allocator and process take
-    besides."""
+    """Of one rank: a step's seconds, and the peak of what it allocates."""
 
     step_s: float
     peak_gib: float
-    reserved_gib: float
 
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """One run. `error`: predicted / measured - 1. `peak_...`: of allocated memory; on a CPU the planner does
-    not know what the process has besides."""
+    """One run. `error`: predicted / measured - 1."""
 
     name: str
     sweep: str
@@ -190,8 +147,6 @@ class PredictionRow:
     predicted_s: float
     measured_s: float
     error: float
-    predicted_gib: float
-    measured_gib: float
 
 
 def add_predictions_options(parser: argparse.ArgumentParser) -> None:
@@ -199,7 +154,8 @@ def add_predictions_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         metavar="KIND",
-        help="hardware file to predict with (default: cpu, or the kind that this GPU is)",
+        default="cpu",
+        help="hardware file to predict with (default cpu)",
     )
     parser.add_argument(
         "--steps",
@@ -218,17 +174,13 @@ def compare_predictions(
     options: argparse.Namespace, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Configs by name, figures, and a text. Raises BenchError, and what a run's config may raise."""
-    on_gpu = torch.cuda.is_available()
-    hardware = find_kind(options.hardware, on_gpu)
+    hardware = find_kind(options.hardware)
     keys = [f"--train.steps={options.steps}", *overrides]
-    all_cases = gpu_cases() if on_gpu else cpu_cases()
-    cases = {case: Setup(case.processes, options.threads, [*case.keys, *keys]) for case in all_cases}
+    cases = {case: Setup(case.processes, options.threads, [*case.keys, *keys]) for case in cpu_cases()}
     configs = {case: resolve(setup) for case, setup in cases.items()}
-    predicted = {case: predict_case(case, configs[case].job, hardware, options.threads) for case in cases}
-    if on_gpu:
-        cases = {
-            case: setup for case, setup in cases.items() if predicted[case].reserved_gib < hardware.memory_gib
-        }
+    predicted = {
+        case: predict_run(configs[case].job, case.processes, options.threads, hardware) for case in cases
+    }
     runs = run_in_turn(cases, options.rounds)
     rows = [make_row(case, predicted[case], runs[case]) for case in cases]
     figures = {
@@ -240,33 +192,27 @@ def compare_predictions(
     return (
         {case.name: config_to_record(configs[case]) for case in cases},
         figures,
-        predictions_text(rows, on_gpu),
+        predictions_text(rows),
     )
 
 
-def find_kind(name: str | None, on_gpu: bool) -> Hardware:
+def find_kind(name: str) -> Hardware:
     """The hardware file to predict with. Raises BenchError."""
     kinds = load_hardware()
-    kind = (
-        find_hardware(torch.cuda.get_device_name(0)) if name is None and on_gpu else kinds.get(name or "cpu")
-    )
-    if kind is None:
-        which = f"configs/hardware/{name}.yaml" if name else "hardware file for this machine"
+    if name not in kinds:
         raise BenchError(
-            f"there is no {which}. Make one with `python -m tools.bench calibrate`, or name one with "
-            f"--hardware: {', '.join(kinds)}"
+            f"there is no configs/hardware/{name}.yaml. Make one with `python -m tools.bench calibrate`, or "
+            f"name one with --hardware: {', '.join(kinds)}"
         )
-    return kind
+    return kinds[name]
 
 
-def predict_case(case: PredictionCase, job: TrainingJob, hardware: Hardware, threads: int) -> Predicted:
-    """What the planner says, with as many of the cores as the run uses."""
-    cores = min(hardware.cores, case.processes * threads)
-    plan = plan_run(job, case.processes, attention=best_attention(job, hardware))
-    prediction = predict(job, plan, dataclasses.replace(hardware, cores=cores), case.processes)
-    return Predicted(
-        prediction.timeline.step_s, prediction.memory.peak_bytes / GIB, prediction.reserved_bytes / GIB
-    )
+def predict_run(job: TrainingJob, processes: int, threads: int, hardware: Hardware) -> Predicted:
+    """What the planner says; of a CPU with as many of its cores as the run uses."""
+    hardware = dataclasses.replace(hardware, cores=min(hardware.cores, processes * threads))
+    plan = plan_run(job, processes, attention=best_attention(job, hardware))
+    prediction = predict(job, plan, hardware, processes)
+    return Predicted(prediction.timeline.step_s, prediction.memory.peak_bytes / GIB)
 
 
 def run_in_turn(cases: Mapping[PredictionCase, Setup], rounds: int) -> dict[PredictionCase, list[RunFigures]]:
@@ -293,17 +239,8 @@ def step_seconds(runs: Sequence[RunFigures]) -> float:
 def make_row(case: PredictionCase, predicted: Predicted, runs: Sequence[RunFigures]) -> PredictionRow:
     """One run's prediction and figures."""
     measured_s = step_seconds(runs)
-    peak_gib = max(run.peak_memory_gib for run in runs)
-    return PredictionRow(
-        case.name,
-        case.sweep,
-        case.choice,
-        predicted.step_s,
-        measured_s,
-        predicted.step_s / measured_s - 1,
-        predicted.peak_gib,
-        peak_gib,
-    )
+    error = predicted.step_s / measured_s - 1
+    return PredictionRow(case.name, case.sweep, case.choice, predicted.step_s, measured_s, error)
 
 
 def summarise(rows: Sequence[PredictionRow]) -> dict[str, Any]:
@@ -336,44 +273,21 @@ def regrets(rows: Sequence[PredictionRow]) -> dict[str, float]:
     return found
 
 
-def predictions_text(rows: Sequence[PredictionRow], on_gpu: bool) -> str:
+def predictions_text(rows: Sequence[PredictionRow]) -> str:
     """The table, and what it comes to, beside what is asked for."""
-    head = [
-        "run",
-        "predicted ms",
-        "measured ms",
-        "error",
-        *(["predicted GiB", "measured GiB", "error"] if on_gpu else []),
-    ]
     cells = [
-        [
-            row.name,
-            f"{1e3 * row.predicted_s:,.0f}",
-            f"{1e3 * row.measured_s:,.0f}",
-            f"{row.error:+.1%}",
-            *(_memory_cells(row) if on_gpu else []),
-        ]
+        (row.name, f"{1e3 * row.predicted_s:,.0f}", f"{1e3 * row.measured_s:,.0f}", f"{row.error:+.1%}")
         for row in rows
     ]
     figures = summarise(rows)
-    mean, worst = (f"mean error {figures['mean_error']:.1%}", f"worst {figures['worst_error']:.1%}")
-    if on_gpu:
-        return (
-            f"{format_table(head, cells)}\n\n{mean} (asked: {GPU_MEAN_ERROR:.0%}), {worst} (asked: "
-            f"{GPU_WORST_ERROR:.0%})"
-        )
-    lines = [f"{mean} (asked: {MEAN_ERROR:.0%}), {worst}; Kendall's tau {figures['tau']:.2f} (asked: {TAU})"]
-    lines += [
-        f"the plan chosen for {sweep}: {regret:.1%} slower than the best (asked: {REGRET:.0%})"
-        for sweep, regret in figures["regret"].items()
+    lines = [
+        "run: model, dp_replicate x dp_shard x tp, activation checkpointing",
+        f"mean error {figures['mean_error']:.1%} (asked: {MEAN_ERROR:.0%}), worst "
+        f"{figures['worst_error']:.1%}; Kendall's tau {figures['tau']:.2f} (asked: {TAU})",
+        *(
+            f"the plan chosen for {sweep}: {regret:.1%} slower than the best (asked: {REGRET:.0%})"
+            for sweep, regret in figures["regret"].items()
+        ),
     ]
-    legend = "run: model, dp_replicate x dp_shard x tp, activation checkpointing"
-    return "\n".join([format_table(head, cells), "", legend, *lines])
-
-
-def _memory_cells(row: PredictionRow) -> list[str]:
-    return [
-        f"{row.predicted_gib:.2f}",
-        f"{row.measured_gib:.2f}",
-        f"{row.predicted_gib / row.measured_gib - 1:+.1%}",
-    ]
+    table = format_table(("run", "predicted ms", "measured ms", "error"), cells)
+    return "\n".join([table, "", *lines])

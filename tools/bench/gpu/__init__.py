@@ -1,1 +1,0 @@
-"""`bench gpu`: one GPU, end to end, by parts, and beside its peers."""
