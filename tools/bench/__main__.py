@@ -18,7 +18,7 @@ from meshwright.tools.bench.harness import (
     without_config,
     write_record,
 )
-from meshwright.tools.bench.planner import exposed, memory, overlap, predictions, published, scaling
+from meshwright.tools.bench.planner import memory, predictions, published, scaling
 from meshwright.tools.bench.speed import attention, cpu, data, peers, variants
 from meshwright.tools.bench.speed import compile as compile_time
 from meshwright.tools.bench.train_run import PROG
@@ -51,23 +51,6 @@ MEASUREMENTS = (
         scaling.EPILOG,
         scaling.add_scale_options,
         scaling.measure_scale,
-        keeps_record=True,
-    ),
-    Measurement(
-        "overlap",
-        overlap.SUMMARY,
-        overlap.DESCRIPTION,
-        overlap.EPILOG,
-        overlap.add_overlap_options,
-        overlap.measure_overlap,
-    ),
-    Measurement(
-        "exposed",
-        exposed.SUMMARY,
-        exposed.DESCRIPTION,
-        exposed.EPILOG,
-        exposed.add_exposed_options,
-        with_config(exposed.measure_exposed),
     ),
     Measurement(
         "train",

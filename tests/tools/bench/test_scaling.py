@@ -1,5 +1,4 @@
-"""tools.bench scale: every case by the planner's own words, a record that is gone on with, and the page that
-is made of it."""
+"""tools.bench scale: every case by the planner's own words, and the page that is made of them."""
 
 import json
 from pathlib import Path
@@ -8,17 +7,23 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.planner.timeline_plot import to_svg
-from meshwright.tools.bench import harness
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.harness import marks
-from meshwright.tools.bench.planner.scaling import page_part, pairs, recomputed
+from meshwright.tools.bench.planner.scaling import (
+    BEGIN,
+    END,
+    choices_of,
+    page_part,
+    pairs,
+    recomputed,
+    tables,
+)
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.plan.__main__ import main as plan_tool
-from meshwright.tools.processes import BenchError
 from meshwright.train.errors import ConfigError
 from tests.support.forks import ROOT
 from tests.support.launch import TINY
 from tests.support.pictures import assert_alike, assert_readable, svg_words
+from tests.support.plans import make_model, plan_of
 
 Output = pytest.CaptureFixture[str]
 KEYS = [
@@ -29,12 +34,6 @@ KEYS = [
     "--train.seq_len=64",
 ]
 SCALE = ["scale", "--config", "llama_debug", "--gpus=8..16", "--gpu", "h200", "--sequences-per-gpu=2", *KEYS]
-
-
-@pytest.fixture
-def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(harness, "RECORDS", tmp_path / "records")
-    return tmp_path / "records"
 
 
 def figures_of(capsys: Output, *arguments: str) -> dict[str, Any]:
@@ -90,42 +89,22 @@ def test_a_case_is_what_tools_plan_says(capsys: Output) -> None:
 def test_what_fits_nowhere_has_its_reason(capsys: Output) -> None:
     main([*SCALE, "--train.micro_batch_size=3"])
     out = capsys.readouterr().out
-    assert "8 GPUs, planner: train.global_batch_size=16 must be a multiple" in out
-    assert "16 GPUs, fsdp: train.global_batch_size=32 must be a multiple" in out
-
-
-def test_a_record_is_gone_on_with(records: Path, capsys: Output) -> None:
-    main([*SCALE, "--gpus=8..8", "--record"])
-    (path,) = records.glob("*.json")
-    document = json.loads(path.read_text())
-    assert list(document["figures"]["cases"]) == ["llama_debug h200 8 planner", "llama_debug h200 8 fsdp"]
-    document["figures"]["cases"]["llama_debug h200 8 fsdp"]["mfu"] = 0.125  # it would be predicted otherwise
-    path.write_text(json.dumps(document))
-    capsys.readouterr()
-    main([*SCALE, "--record"])
-    output = capsys.readouterr()
-    assert "12.5%" in output.out
-    assert [line.partition(":")[0] for line in output.err.splitlines()] == [
-        "llama_debug h200 16 planner",
-        "llama_debug h200 16 fsdp",
-        "recorded",
-    ]
-    assert len(json.loads(path.read_text())["figures"]["cases"]) == 4
-    with pytest.raises(BenchError, match=r"made with .*sequences_per_gpu"):
-        main([*SCALE, "--sequences-per-gpu=4", "--record"])
-    main([*SCALE, "--record", "--again"])
-    assert "12.5%" not in capsys.readouterr().out
+    assert "llama_debug, 8 h200, planner: train.global_batch_size=16 must be a multiple" in out
+    assert "llama_debug, 16 h200, fsdp: train.global_batch_size=32 must be a multiple" in out
 
 
 def test_tables_and_plot_go_into_a_page(tmp_path: Path, capsys: Output) -> None:
-    page, (begin, end) = tmp_path / "page.md", marks("scale")
-    page.write_text(f"# before\n{begin}\nold\n{end}\nafter\n")
+    page = tmp_path / "page.md"
+    page.write_text(f"# before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):  # the second time nothing changes
         figures = figures_of(capsys, f"--page={page}")
         text = page.read_text()
-        assert text == f"# before\n{begin}\n\n{page_part(figures, 'page.svg')}\n\n{end}\nafter\n"
+        part = page_part(list(figures["cases"].values()), "page.svg")
+        assert text == f"# before\n{BEGIN}\n\n{part}\n\n{END}\nafter\n"
     rows = [line for line in text.splitlines() if line.startswith("| h200 | ")]
     assert len(rows) == 1  # of 8 and 16, the page shows the fewest and its own numbers
+    (on_screen,) = tables(list(figures["cases"].values()))
+    assert [line.split(" | ")[1] for line in on_screen.splitlines()[-2:]] == ["8", "16"]
     cell = figures["cases"]["llama_debug h200 8 fsdp"]
     assert f"{cell['tokens_per_s_per_gpu']:,.0f} | {cell['mfu']:.1%} | {cell['exposed_share']:.1%}" in rows[0]
     drawn = (tmp_path / "page.svg").read_text()
@@ -151,6 +130,12 @@ def test_blocks_are_named_where_not_all_are_checkpointed() -> None:
         == "selective"
     )
     assert recomputed({"activation_checkpoint": "full"}, 32) == "full"
+    plan = plan_of(
+        4, 1, 8, model=make_model(4), tp=2, activation_checkpoint="full", activation_checkpoint_blocks=1
+    )
+    assert recomputed(choices_of(plan), 4) == "full, 1 of 4"
+    assert [choices_of(plan)[axis] for axis in ("tp", "dp_replicate", "dp_shard")] == [2, 1, 2]
+    assert choices_of(plan)["micro_batch_size"] * choices_of(plan)["accumulation"] == 4
     assert recomputed({"activation_checkpoint": "none", "activation_checkpoint_blocks": 0}, 32) == "none"
 
 
@@ -158,8 +143,8 @@ def test_the_docs_are_what_the_newest_record_says() -> None:
     newest = sorted((ROOT / "tools" / "bench" / "records").glob("????-??-??-scale.json"))[-1]
     figures = json.loads(newest.read_text())["figures"]
     text = (ROOT / "docs" / "scaling.md").read_text()
-    assert page_part(figures, "scaling.svg") in text
     cells = list(figures["cases"].values())
+    assert page_part(cells, "scaling.svg") in text
     assert {cell["config"] for cell in cells} == {"llama_8b", "llama_70b", "llama_405b"}
     figure = draw_scaling(list(pairs(cells)))
     assert_readable(figure)
