@@ -186,23 +186,6 @@ def _family(roots: Iterable["psutil.Process"]) -> list["psutil.Process"]:
     return list(dict.fromkeys(found))
 
 
-def descendant_age_s(words: bytes, not_words: bytes) -> float | None:
-    """Seconds since the first of this process's descendants started that has `words` in its command line and
-    not `not_words`; None while there is none, and on a system without /proc."""
-    import psutil
-
-    ages = []
-    for process in psutil.Process().children(recursive=True):
-        folder = Path(f"/proc/{process.pid}")
-        with contextlib.suppress(OSError):  # it has just ended
-            command = (folder / "cmdline").read_bytes()
-            # field 22 of proc(5): psutil's time of creation is off by up to a second
-            ticks = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[19])
-            if words in command and not_words not in command:
-                ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    return max(ages, default=None)
-
-
 def children(pid: int) -> list[int]:
     """Process ids of a process's children, whichever of its threads has started them; [] if it has ended."""
     found = list[int]()

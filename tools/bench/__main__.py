@@ -19,7 +19,7 @@ from meshwright.tools.bench.harness import (
     write_record,
 )
 from meshwright.tools.bench.planner import memory, predictions, published, scaling
-from meshwright.tools.bench.speed import attention, cpu, data, peers, variants
+from meshwright.tools.bench.speed import attention, cpu, data, peers
 from meshwright.tools.bench.speed import compile as compile_time
 from meshwright.tools.bench.train_run import PROG
 from meshwright.tools.cli import run_tool
@@ -59,14 +59,6 @@ MEASUREMENTS = (
         train_run.EPILOG,
         train_run.add_run_options,
         train_run.measure_train,
-    ),
-    Measurement(
-        "variants",
-        variants.SUMMARY,
-        variants.DESCRIPTION,
-        variants.EPILOG,
-        variants.add_variants_options,
-        variants.measure_variants,
     ),
     Measurement(
         "peers", peers.SUMMARY, peers.DESCRIPTION, peers.EPILOG, peers.add_peers_options, peers.measure_peers

@@ -17,8 +17,8 @@ import torch
 
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.harness import make_document, without_names, write_record
-from meshwright.tools.bench.speed.attention import compare, parse_shape
-from meshwright.tools.bench.speed.compile import Compilation, median_ratio
+from meshwright.tools.bench.speed import attention
+from meshwright.tools.bench.speed.compile import compile_seconds, depth_figures, depth_text
 from meshwright.tools.bench.speed.peers import (
     OURS,
     Contender,
@@ -29,11 +29,11 @@ from meshwright.tools.bench.speed.peers import (
     parse_peers,
     run_rounds,
 )
-from meshwright.tools.bench.speed.variants import parse_variants, variant_figures, variant_rows
+from meshwright.tools.bench.timing import AttentionShape
 from meshwright.tools.bench.train_run import Setup, make_figures, read_rows, resolve
 from meshwright.tools.processes import BenchError, find_running, run_to_end
 from meshwright.train.errors import ConfigError
-from tests.support.launch import TINY
+from tests.support.launch import EAGER, TINY, write_text
 from tests.support.nested import run_nested
 
 Output = pytest.CaptureFixture[str]
@@ -198,10 +198,8 @@ def test_mistakes_are_found_before_anything_starts() -> None:
         ["train", "--run.dir=x"],
         ["train", "--parallel.dp_shard=3"],
         ["peers", "--peer=x"],
-        ["attention", "--shapes=1x2"],
-        ["attention", "--shapes=1x4x3x8x8"],
     ):
-        with pytest.raises(ValueError, match=r"model\.dim|run\.dir|dp_shard|--peer|--shapes"):
+        with pytest.raises(ValueError, match=r"model\.dim|run\.dir|dp_shard|--peer"):
             main(arguments)
     with pytest.raises(SystemExit):
         main(["attention", "--model.dim=3"])
@@ -268,26 +266,42 @@ def test_rates_are_of_the_steps_after_the_fourth() -> None:
     assert figures.peak_memory_gib == pytest.approx(0.7)
 
 
-def test_attention_is_timed_and_exact() -> None:
-    row = compare(parse_shape("2x4x2x8x96"), torch.float32, repeats=2)
-    assert row.shape == "2x4x2x8x96"
-    assert min(row.ours_s, row.torch_s, row.ratio) > 0
-    assert max(row.ours_error, row.torch_error) < 1e-5
+def test_attention_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """Seconds of each way: a kernel that does its work twice takes longer than torch's."""
 
+    def twice(*inputs: torch.Tensor) -> torch.Tensor:
+        return attention.torch_attention(*inputs) + attention.torch_attention(*inputs)
 
-def test_attention_as_json(capsys: Output) -> None:
-    main(["attention", "--shapes", "1x2x2x8x64", "--dtypes=bfloat16", "--repeats=1", "--json"])
+    monkeypatch.setattr(attention, "SHAPES", (AttentionShape(2, 4, 2, 16, 256),))
+    threads = torch.get_num_threads()
+    main(["attention", "--rounds=1", "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["config"] is None
-    assert [row["dtype"] for row in document["figures"]["rows"]] == ["bfloat16"]
+    assert [row["dtype"] for row in document["figures"]["rows"]] == ["float32", "bfloat16"]
+    for row in document["figures"]["rows"]:
+        assert row["shape"] == "2x4x2x16x256"
+        assert row["ratio"] == row["ours_s"] / row["torch_s"] > 0
+    assert torch.get_num_threads() == threads
+    monkeypatch.setattr(attention, "our_attention", twice)
+    assert attention.compare(attention.SHAPES[0], "float32", rounds=2)["ratio"] > 1.2
+
+
+@pytest.mark.usefixtures("forked_commands")
+def test_compile_measures_every_depth_once_a_round(tmp_path: Path, capsys: Output) -> None:
+    main(["compile", "--layers", "1", "2", "--rounds=1", *EAGER, *write_text(tmp_path), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    (seconds,) = document["figures"]["rounds"]
+    assert document["figures"]["median_compile_s"] == seconds
+    assert list(seconds) == ["1", "2"]
+    assert [config["model"]["n_layers"] for config in document["config"].values()] == [1, 2]
 
 
 def test_depth_ratio_is_the_median_over_rounds() -> None:
-    def compilation(layers: int, seconds: float) -> Compilation:
-        return Compilation(layers, seconds, seconds + 1.0, 1.0, seconds + 9.0)
-
-    rounds = [{16: compilation(16, deep), 4: compilation(4, 2.0)} for deep in (2.2, 9.0, 2.0)]
-    assert median_ratio(rounds) == pytest.approx(1.1)
+    figures = depth_figures([{16: deep, 4: 2.0} for deep in (2.2, 9.0, 2.0)])
+    assert figures["deepest_over_shallowest"] == pytest.approx(1.1)
+    assert figures["median_compile_s"] == {16: 2.2, 4: 2.0}
+    assert "16 layers / 4 layers: 1.10 (median of 3 rounds)" in depth_text(figures)
+    assert compile_seconds([5.0, 1.0, 3.0, 2.0]) == 3.0
 
 
 def test_make_document_has_no_config_to_invent() -> None:
@@ -297,33 +311,3 @@ def test_make_document_has_no_config_to_invent() -> None:
         "tools.bench",
         "attention",
     ]
-
-
-def test_variants_are_keys_under_names() -> None:
-    variants = parse_variants(
-        ["plain=", "full=--parallel.activation_checkpoint=full --train.steps=3"], Setup(2, 1, ["--a=1"])
-    )
-    assert [setup.arguments for setup in variants.values()] == [
-        ["--a=1"],
-        ["--a=1", "--parallel.activation_checkpoint=full", "--train.steps=3"],
-    ]
-
-
-@pytest.mark.parametrize(
-    "texts", [["plain="], ["plain", "b="], ["a=x", "b="], ["a=", "a=--b=1"], ["=--a=1", "b="]], ids=str
-)
-def test_variants_that_are_not_names_and_keys(texts: list[str]) -> None:
-    with pytest.raises(BenchError, match="--variant"):
-        parse_variants(texts, Setup(2, 1, []))
-
-
-def test_variants_are_compared_with_the_first_within_rounds() -> None:
-    slow = {figure: 2 * value for figure, value in FIGURES.items()}
-    slower = {figure: 3 * value for figure, value in FIGURES.items()}
-    rounds = [
-        {"plain": FIGURES, "full": slow},
-        {"plain": slow, "full": slower},
-        {"plain": FIGURES, "full": FIGURES},
-    ]
-    assert variant_figures(rounds)["over_plain"]["full"]["startup_s"] == 1.5
-    assert variant_rows(rounds)[1][1][-1] == "1.500"

@@ -1,10 +1,7 @@
-"""tools.bench cpu and compile, each at a tiny size, and the arithmetic of their figures."""
+"""tools.bench cpu at a tiny size, and the arithmetic of its figures."""
 
 import json
-import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +9,15 @@ import torch
 from meshwright.models.cost import matmul_parameters
 from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.speed.compile import split_start, start_figures
 from meshwright.tools.bench.speed.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
 from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, measure_here, step_products
 from meshwright.tools.bench.speed.peers import OURS, Contender, make_spreads, run_what_runs
 from meshwright.tools.bench.timing import AttentionShape
-from meshwright.tools.processes import BenchError, descendant_age_s
+from meshwright.tools.processes import BenchError
 from meshwright.train.config_parser import parse_config
 from tests.support.launch import EAGER, TINY, write_text
 
 Output = pytest.CaptureFixture[str]
-TICK_S = 0.02  # to which the system tells when a process began
 LINES = "echo BENCH startup_to_first_step_s=5; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
 
 
@@ -123,84 +118,3 @@ def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_needed() 
     calls.clear()
     with pytest.raises(BenchError):
         run_what_runs([Contender(OURS, fails_at_second)], 3, "keep")
-
-
-@pytest.mark.parametrize(
-    "started", ["forked", pytest.param("afresh", marks=[pytest.mark.slow, pytest.mark.sampled(10)])]
-)
-def test_compile_splits_a_start(
-    started: str,
-    tmp_path: Path,
-    capsys: Output,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if started == "forked":  # a fork has its server's command line, by which it cannot be found
-        request.getfixturevalue("forked_commands")
-        monkeypatch.setattr(
-            "meshwright.tools.bench.speed.compile.descendant_age_s", lambda words, not_words: 0.0
-        )
-    keys = [*TINY, *EAGER, *write_text(tmp_path)]
-    main(
-        [
-            "compile",
-            "--processes=1",
-            "--rounds=1",
-            "--depth-rounds=0",
-            f"--peer=slow={LINES}",
-            *keys,
-            "--json",
-        ]
-    )
-    figures = json.loads(capsys.readouterr().out)["figures"]
-    for mode in ("cold", "warm"):
-        ours = figures[mode]["median"][OURS]
-        parts = {part: s for part, s in ours.items() if part != "total_s"}
-        assert set(parts) == {"launcher_s", "imports_s", "setup_s", "compile_s", "step_s"}
-        assert sum(parts.values()) == pytest.approx(ours["total_s"])
-        assert min(parts["launcher_s"], parts["setup_s"], parts["step_s"]) >= 0
-        assert ours["imports_s"] > (0 if started == "forked" else 0.3)
-        # there is none: the run is the command itself
-        assert ours["launcher_s"] < ours["imports_s"] or started == "forked"
-        assert figures[mode]["ours_over_peer"]["slow"] == pytest.approx(ours["total_s"] / 5)
-    assert "depth" not in figures
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_a_descendant_is_found_by_its_words_with_its_age() -> None:
-    began_s = time.monotonic()
-    parent = subprocess.Popen(["sh", "-c", "sleep 60.25; true"])
-    try:
-        # the shell's own words have both
-        while (age_s := descendant_age_s(b"60.25", b"true")) is None or age_s < 0.2:
-            assert time.monotonic() - began_s < 60
-            time.sleep(0.02)
-        assert age_s < time.monotonic() - began_s + TICK_S
-        assert descendant_age_s(b"no such command", b"true") is None
-    finally:
-        subprocess.run(["pkill", "-P", str(parent.pid)], check=False)
-        parent.wait()
-
-
-def test_a_start_is_split_by_what_was_seen() -> None:
-    start = split_start(total_s=10.0, worker_s=1.5, spoke_s=4.0, first_s=5.0, later_s=1.0)
-    assert (start.launcher_s, start.imports_s, start.setup_s, start.compile_s, start.step_s) == (
-        1.5,
-        2.5,
-        1.0,
-        4.0,
-        1.0,
-    )
-    unseen = split_start(10.0, None, None, 5.0, 1.0)
-    assert (unseen.launcher_s, unseen.imports_s, unseen.setup_s, unseen.compile_s) == (None, None, None, 4.0)
-
-
-def test_starts_are_compared_within_rounds() -> None:
-    def result(ours_s: float, theirs_s: float) -> dict[str, Any]:
-        one = {OURS: {"launcher_s": None, "total_s": ours_s}, "a": {"total_s": theirs_s}}
-        return {"cold": one, "warm": one}
-
-    cold = start_figures([result(4.0, 8.0), result(10.0, 10.0), result(5.0, 8.0)])["cold"]
-    assert cold["ours_over_peer"]["a"] == 0.625
-    assert cold["median"][OURS] == {"launcher_s": None, "total_s": 5.0}
-    assert cold["spread_s"] == {OURS: 6.0, "a": 2.0}
