@@ -81,10 +81,8 @@ def run_to_end(
     environment: dict[str, str],
     log: Path,
     while_running: Callable[[], None],
-    folder: Path | None = None,
 ) -> None:
-    """Run a command (a string: in a shell), in `folder` if given, with its output in `log`, calling
-    `while_running` every POLL_S.
+    """Run a command (a string: in a shell) with its output in `log`, calling `while_running` every POLL_S.
 
     Whatever ends this function early ends the command and its descendants. Raises BenchError if the command
     fails.
@@ -95,7 +93,6 @@ def run_to_end(
             shell=isinstance(command, str),
             env=environment,
             stdin=subprocess.DEVNULL,
-            cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

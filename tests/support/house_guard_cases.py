@@ -21,8 +21,8 @@ HELP = """
 train, plan, plan diff, simulate, trace, bench, sweep, compare, doctor, checkpoint, checkpoint ls,
 checkpoint verify, checkpoint show, checkpoint diff, checkpoint consolidate, convert_hf, convert_hf import,
 convert_hf export, prepare_data, eval, generate, import_accelerate, bench gpu, bench cpu, bench compile,
-bench scale, bench train, bench peers, bench attention,
-bench data, bench calibrate, bench predictions, bench memory, bench published
+bench scale, bench train, bench attention, bench data, bench calibrate, bench predictions, bench memory,
+bench published
 """
 
 PLANS = """

@@ -13,106 +13,18 @@ from meshwright.tools.bench.harness import (
     Measurement,
     add_measurement,
     make_document,
-    no_options,
-    with_config,
-    without_config,
     write_record,
 )
 from meshwright.tools.bench.planner import memory, predictions, published, scaling
-from meshwright.tools.bench.speed import attention, cpu, data, peers
+from meshwright.tools.bench.speed import attention, cpu, data
 from meshwright.tools.bench.speed import compile as compile_time
 from meshwright.tools.bench.train_run import PROG
 from meshwright.tools.cli import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
-MEASUREMENTS = (
-    Measurement(
-        "gpu",
-        gpu.SUMMARY,
-        gpu.DESCRIPTION,
-        gpu.EPILOG,
-        gpu.add_gpu_options,
-        gpu.measure_gpu,
-        keeps_record=True,
-    ),
-    Measurement("cpu", cpu.SUMMARY, cpu.DESCRIPTION, cpu.EPILOG, cpu.add_cpu_options, cpu.measure_cpu),
-    Measurement(
-        "compile",
-        compile_time.SUMMARY,
-        compile_time.DESCRIPTION,
-        compile_time.EPILOG,
-        compile_time.add_compile_options,
-        compile_time.measure_compile,
-    ),
-    Measurement(
-        "scale",
-        scaling.SUMMARY,
-        scaling.DESCRIPTION,
-        scaling.EPILOG,
-        scaling.add_scale_options,
-        scaling.measure_scale,
-    ),
-    Measurement(
-        "train",
-        train_run.SUMMARY,
-        train_run.DESCRIPTION,
-        train_run.EPILOG,
-        train_run.add_run_options,
-        train_run.measure_train,
-    ),
-    Measurement(
-        "peers", peers.SUMMARY, peers.DESCRIPTION, peers.EPILOG, peers.add_peers_options, peers.measure_peers
-    ),
-    Measurement(
-        "attention",
-        attention.SUMMARY,
-        attention.DESCRIPTION,
-        "",
-        attention.add_attention_options,
-        attention.measure_attention,
-        takes_keys=False,
-    ),
-    Measurement(
-        "data",
-        data.SUMMARY,
-        data.DESCRIPTION,
-        "",
-        data.add_data_options,
-        without_config(lambda options, overrides: data.measure_data(options)),
-        takes_keys=False,
-    ),
-    Measurement(
-        "calibrate",
-        calibrate.SUMMARY,
-        calibrate.DESCRIPTION,
-        "",
-        calibrate.add_calibrate_options,
-        without_config(calibrate.calibrate),
-    ),
-    Measurement(
-        "predictions",
-        predictions.SUMMARY,
-        predictions.DESCRIPTION,
-        predictions.EPILOG,
-        predictions.add_predictions_options,
-        with_config(predictions.compare_predictions),
-    ),
-    Measurement(
-        "memory",
-        memory.SUMMARY,
-        memory.DESCRIPTION,
-        memory.EPILOG,
-        memory.add_memory_options,
-        without_config(memory.compare_memory),
-    ),
-    Measurement(
-        "published",
-        published.SUMMARY,
-        published.DESCRIPTION,
-        "",
-        no_options,
-        without_config(lambda options, overrides: published.check_published(overrides)),
-    ),
+MODULES = (
+    *(gpu, cpu, train_run, compile_time, attention, data),
+    *(calibrate, predictions, memory, published, scaling),
 )
 
 
@@ -141,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    for measurement in MEASUREMENTS:
-        add_measurement(subparsers, measurement)
+    for module in MODULES:
+        add_measurement(subparsers, module.MEASUREMENT)
     return parser
 
 

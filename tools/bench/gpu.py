@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import torch
 
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from meshwright.tools.bench import harness
-from meshwright.tools.bench.harness import KEYS, BenchResult
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.planner.predictions import predict_run
 from meshwright.tools.bench.speed.cpu import shape_variables, tell
-from meshwright.tools.bench.speed.peers import PEER_HELP, parse_peers
+from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, parse_peers
 from meshwright.tools.bench.train_run import MFUS, Setup, config_to_record, measure_run, resolve, spread
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
@@ -99,14 +100,6 @@ CASES = (
     GpuCase("tp", "parallel.tp=2", gpus=2),
     GpuCase("tp, async", "parallel.tp=2 parallel.async_tp=true", gpus=2),
 )
-SUMMARY = "one GPU, or two, at Llama 8B's shape, key by key"
-DESCRIPTION = (
-    "Run train.main at Llama 8B's shape, 8 layers unless a case says otherwise, one sequence of 8,192 tokens "
-    "for each GPU, with one thing changed at a time, and print tokens per second, both MFUs and memory "
-    "beside what the planner predicted. With --record every finished case is in the file at once; the same "
-    "command again goes on with those that are missing."
-)
-EPILOG = f"Cases: {'; '.join(case.name for case in CASES)}. {KEYS}"
 MEAN_ERROR, WORST_ERROR = 0.05, 0.10  # what the project asks for of the predicted step time
 MOST_THREADS = 8  # of the CPU: what feeds a GPU needs no more
 # in one record
@@ -148,11 +141,11 @@ def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchR
     peers = [tell(peer, variables) for peer in parse_peers(options.peer, threads)]
     hardware = find_hardware(torch.cuda.get_device_name(0)) if gpus else load_hardware()["cpu"]
     runs: dict[str, Callable[[], dict[str, Any]]] = {
-        case.name: lambda setup=setups[case.name]: run_ours(setup, hardware)  # type: ignore[misc]
+        case.name: partial(run_ours, setups[case.name], hardware)
         for case in cases
         if case.gpus <= (gpus or 2)
     }
-    runs |= {f"peer {peer.name}": lambda peer=peer: {"run": peer.run({})} for peer in peers}  # type: ignore[misc]
+    runs |= {f"peer {peer.name}": partial(run_peer, peer) for peer in peers}
     path, document = open_record(options)
     run_cases(runs, options, path, document)
     return BenchResult(None, document["figures"], gpu_text(document["figures"], [*setups, *runs]))
@@ -186,10 +179,15 @@ def run_ours(setup: Setup, hardware: Hardware | None) -> dict[str, Any]:
     }
 
 
+def run_peer(peer: Contender) -> dict[str, Any]:
+    """Its figures, without config and prediction. Raises BenchError where it fails."""
+    return {"run": peer.run({})}
+
+
 def open_record(options: argparse.Namespace) -> tuple[Path | None, dict[str, Any]]:
     """The newest record of the name that was given, else a new one; without a name one that is not kept.
     Raises BenchError where the newest is of another machine, torch or shape."""
-    figures = {"shape": "tiny" if options.tiny else "8b", "cases": {}}
+    figures: dict[str, Any] = {"shape": "tiny" if options.tiny else "8b", "cases": {}}
     document = harness.make_document("gpu", options.command, None, figures)
     if options.record is None:
         return None, document
@@ -319,3 +317,19 @@ def _missing(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def _cell(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+MEASUREMENT = Measurement(
+    "gpu",
+    add_gpu_options,
+    measure_gpu,
+    summary="one GPU, or two, at Llama 8B's shape, key by key",
+    description=(
+        "Run train.main at Llama 8B's shape, 8 layers unless a case says otherwise, one sequence of 8,192 "
+        "tokens for each GPU, with one thing changed at a time, and print tokens per second, both MFUs and "
+        "memory beside what the planner predicted. With --record every finished case is in the file at once; "
+        "the same command again goes on with those that are missing."
+    ),
+    epilog=f"Cases: {'; '.join(case.name for case in CASES)}.",
+    keeps_record=True,
+)

@@ -22,10 +22,7 @@ import torch
 from meshwright import __version__
 from meshwright.tools.processes import BenchError
 
-KEYS = (
-    "Config keys of train.main are accepted too, as --section.key=value, and win over the shape "
-    "measured here."
-)
+KEYS = "Config keys of train.main are accepted too, as --section.key=value, and win over what is set here."
 
 
 @dataclass(frozen=True)
@@ -44,19 +41,19 @@ class Measurement:
 
     Args:
         name: on the command line
-        summary, description, epilog: of its help
         add_options: adds its options to a parser
         measure: takes them and the config keys that follow. Raises what train.config.USER_ERRORS lists
+        summary, description, epilog: of its help
         takes_keys: whether config keys of train.main may follow
         keeps_record: it writes its record itself, case by case
     """
 
     name: str
-    summary: str
-    description: str
-    epilog: str
     add_options: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace, Sequence[str]], BenchResult]
+    summary: str
+    description: str
+    epilog: str = ""
     takes_keys: bool = True
     keeps_record: bool = False
 
@@ -67,7 +64,7 @@ def add_measurement(subparsers: Any, measurement: Measurement) -> None:
         measurement.name,
         help=measurement.summary,
         description=measurement.description,
-        epilog=measurement.epilog,
+        epilog=f"{measurement.epilog} {KEYS}" if measurement.takes_keys else measurement.epilog,
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document: what --record writes")
@@ -80,22 +77,6 @@ def add_measurement(subparsers: Any, measurement: Measurement) -> None:
     parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=words + again)
     measurement.add_options(parser)
     parser.set_defaults(measurement=measurement)
-
-
-def no_options(parser: argparse.ArgumentParser) -> None:
-    """Of a subcommand that has none."""
-
-
-def without_config(measure: Callable[..., tuple[dict[str, Any], str]]) -> Callable[..., BenchResult]:
-    """A measurement that is of no one run: figures and text."""
-    return lambda options, overrides: BenchResult(None, *measure(options, overrides))
-
-
-def with_config(
-    measure: Callable[..., tuple[dict[str, Any], dict[str, Any], str]],
-) -> Callable[..., BenchResult]:
-    """A measurement of runs: config, figures and text."""
-    return lambda options, overrides: BenchResult(*measure(options, overrides))
 
 
 RECORDS = Path(__file__).parent / "records"

@@ -1,5 +1,4 @@
-"""Seconds that a function takes on a device, after a warm-up, with their spread; and inputs that no cache
-holds.
+"""Seconds that a function takes on a device, after a warm-up; and inputs that no cache holds.
 
 What is timed is what a training step runs: the three products of a linear layer, attention through autograd.
 Inputs are random (constant ones draw less power and so run faster on a GPU). Shapes: B batch, T tokens, N
@@ -45,16 +44,6 @@ Run = Callable[[], Any]
 Products = tuple[int, int, int]  # tokens, inputs, outputs of a linear layer
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one run: median and best of `runs`; `spread`: (slowest - best) / median."""
-
-    median_s: float
-    best_s: float
-    spread: float
-    runs: int
-
-
 class Timer:
     """Seconds that a function takes on a device: of as many runs as fit into `budget_s`, after a warm-up.
 
@@ -67,18 +56,19 @@ class Timer:
 
     def seconds(self, runs: Sequence[Run]) -> float:
         """The median of one run; `runs` do the same on inputs of their own, and are taken in turn."""
-        return self.timing(runs).median_s
+        return statistics.median(self._times(runs))
 
-    def timing(self, runs: Sequence[Run]) -> Timing:
-        """The same with the best and the spread."""
+    def best_seconds(self, runs: Sequence[Run]) -> float:
+        """The fastest run."""
+        return min(self._times(runs))
+
+    def _times(self, runs: Sequence[Run]) -> list[float]:
         turns = itertools.cycle(runs)
         for _ in range(WARM_UP_RUNS):
             next(turns)()
         timed = self._timed_on_gpu if self.device.type == "cuda" else self._timed_on_cpu
         first_s = statistics.median(timed(turns, 3))
-        times = timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s))))
-        median_s = statistics.median(times)
-        return Timing(median_s, min(times), (max(times) - min(times)) / median_s, len(times))
+        return timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s))))
 
     def _timed_on_cpu(self, turns: Iterator[Run], count: int) -> list[float]:
         times = []

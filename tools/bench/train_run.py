@@ -1,5 +1,5 @@
 """One run of the real `train.main`, and its figures from outside and from its metrics.jsonl; `bench train`,
-on the standard shape; and the options of all subcommands that run that shape."""
+on the standard shape; and the options of all subcommands that start runs."""
 
 import argparse
 import dataclasses
@@ -8,12 +8,12 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, BenchResult
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import (
     CACHE_MODES,
@@ -41,6 +41,7 @@ STANDARD_SHAPE = (
     "--model.max_seq_len=512",
     "--train.seq_len=512",
     "--train.micro_batch_size=4",
+    "--train.steps=24",
     "--data.source=stdlib",
     "--checkpoint.every=0",
     "--train.eval_every=0",
@@ -110,30 +111,25 @@ def config_to_record(config: Config) -> dict[str, Any]:
 def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
     """Start train.main in a temporary folder, wait for its end and read its figures. Raises BenchError if it
     fails."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
-        return measure_run_in(Path(name), setup, cache)
-
-
-def measure_run_in(
-    folder: Path, setup: Setup, cache: dict[str, str], while_running: Callable[[], None] = lambda: None
-) -> RunFigures:
-    """The same in a folder that stays: FOLDER/run is the run's, FOLDER/log what it printed. `while_running`
-    is called all the time; what it raises ends the run."""
-    metrics, log = folder / "run" / "metrics.jsonl", folder / "log"
     first_report_at = 0.0
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
+        folder = Path(name)
+        metrics, log = folder / "run" / "metrics.jsonl", folder / "log"
 
-    def watch() -> None:
-        nonlocal first_report_at
-        if not first_report_at and read_rows(metrics):
-            first_report_at = time.perf_counter()
-        while_running()
+        def watch() -> None:
+            nonlocal first_report_at
+            if not first_report_at and read_rows(metrics):
+                first_report_at = time.perf_counter()
 
-    arguments = [*setup.command_line(), f"--run.dir={folder / 'run'}"]
-    command = [*python_command("meshwright.train.main", setup.processes, folder / "torchrun"), *arguments]
-    started_at = time.perf_counter()
-    run_to_end(command, make_environment(setup.threads, cache), log, watch)
-    watch()
-    return make_figures(read_rows(metrics), first_report_at - started_at, _device(log))
+        arguments = [*setup.command_line(), f"--run.dir={folder / 'run'}"]
+        command = [
+            *python_command("meshwright.train.main", setup.processes, folder / "torchrun"),
+            *arguments,
+        ]
+        started_at = time.perf_counter()
+        run_to_end(command, make_environment(setup.threads, cache), log, watch)
+        watch()
+        return make_figures(read_rows(metrics), first_report_at - started_at, _device(log))
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
@@ -186,55 +182,18 @@ SHAPE = (
     "dim 256, 6 layers, 16 heads and kv heads, ffn 768, vocabulary 2048, sequences of 512, 4 of them per "
     "process and step, data.source=stdlib, no evaluation, no checkpoint"
 )
-SUMMARY = "one run: speed, memory, start-up"
-DESCRIPTION = (
-    f"Run train.main on the standard shape ({SHAPE}) and report tokens per second of a rank (median and best "
-    f"of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the first step, "
-    "peak memory, recompiles, and the share of time spent waiting for data."
-)
-EPILOG = KEYS
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """How the standard shape is run."""
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        default=2,
-        metavar="N",
-        help="processes of the run (default 2); it takes GPUs where it has one for each",
+    """How a run is started."""
+    add = parser.add_argument
+    add("--processes", type=positive, default=2, metavar="N", help="processes of a run (default 2)")
+    add("--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)")
+    words = (
+        "compile cache: as it is (keep, the default), empty for every run (cold), or filled by one more run "
+        "that does not count (warm)"
     )
-    parser.add_argument(
-        "--steps", type=positive, default=24, metavar="N", help="optimizer steps (default 24)"
-    )
-    parser.add_argument(
-        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
-    )
-    parser.add_argument("--compile", choices=("true", "false"), default="true", help="default true")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of parameters and computation (default float32); gradients are reduced in float32",
-    )
-    parser.add_argument(
-        "--cache",
-        choices=CACHE_MODES,
-        default="keep",
-        help="compile cache: as it is (keep, the default), empty for every run (cold), or filled by one "
-        "more run "
-        "that does not count (warm)",
-    )
-
-
-def standard_setup(options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
-    """The standard shape with the options, then the user's keys."""
-    keys = [
-        f"--train.steps={options.steps}",
-        f"--parallel.compile.enabled={options.compile}",
-        f"--parallel.param_dtype={options.dtype}",
-    ]
-    return Setup(options.processes, options.threads, [*STANDARD_SHAPE, *keys, *overrides])
+    add("--cache", choices=CACHE_MODES, default="keep", help=words)
 
 
 def with_setup(options: argparse.Namespace, figures: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +203,7 @@ def with_setup(options: argparse.Namespace, figures: dict[str, Any]) -> dict[str
 
 def measure_train(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """One run on the standard shape."""
-    setup = standard_setup(options, overrides)
+    setup = Setup(options.processes, options.threads, [*STANDARD_SHAPE, *overrides])
     config = resolve(setup)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
         cache = cache_environment(options.cache, Path(name), "train", 0)
@@ -271,3 +230,16 @@ def train_text(figures: RunFigures) -> str:
     if figures.mfu is not None and figures.mfu_causal is not None:
         rows.append(("MFU, attention in full / causal", f"{figures.mfu:.1%} / {figures.mfu_causal:.1%}"))
     return format_table(("figure", "value"), rows)
+
+
+MEASUREMENT = Measurement(
+    "train",
+    add_run_options,
+    measure_train,
+    summary="one run: speed, memory, start-up",
+    description=(
+        f"Run train.main on the standard shape ({SHAPE}) and report tokens per second of a rank (median and "
+        f"best of the steps after the first {WARM_UP_STEPS}), seconds from the command to the end of the "
+        "first step, peak memory, recompiles, and the share of time spent waiting for data."
+    ),
+)

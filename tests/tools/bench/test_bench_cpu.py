@@ -11,7 +11,7 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.speed.cpu import DTYPES, SHAPES, VARIABLES, share_of_allowed
 from meshwright.tools.bench.speed.cpu_limits import Allowed, add_up, measure_here, step_products
-from meshwright.tools.bench.speed.peers import OURS, Contender, make_spreads, run_what_runs
+from meshwright.tools.bench.speed.peers import OURS, Contender, make_spreads, run_rounds
 from meshwright.tools.bench.timing import AttentionShape
 from meshwright.tools.processes import BenchError
 from meshwright.train.config_parser import parse_config
@@ -110,11 +110,11 @@ def test_a_contender_that_fails_is_left_out_of_all_rounds_unless_it_is_needed() 
     fine = Contender(
         OURS, lambda cache: {"tokens_per_s_per_rank": 2.0, "peak_memory_gib": 1.0, "startup_s": 1.0}
     )
-    rounds, left_out = run_what_runs([fine, Contender("a", fails_at_second)], 3, "keep")
+    rounds, left_out = run_rounds([fine, Contender("a", fails_at_second)], 3, "keep")
     assert [set(r) for r in rounds] == [{OURS}] * 3
     assert left_out == {"a": "no"}
     assert len(calls) == 2
     assert make_spreads(rounds)[OURS]["tokens_per_s_per_rank"] == 0
     calls.clear()
     with pytest.raises(BenchError):
-        run_what_runs([Contender(OURS, fails_at_second)], 3, "keep")
+        run_rounds([Contender(OURS, fails_at_second)], 3, "keep")

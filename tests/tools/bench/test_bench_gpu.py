@@ -112,7 +112,7 @@ def test_mistakes_end_before_anything_runs() -> None:
     with pytest.raises(ValueError, match=r"model\.dmi"):
         main(["gpu", "--tiny", "--model.dmi=3"])
     with pytest.raises(BenchError, match=r"needs a GPU, and here is none.*--tiny"):
-        main(["gpu"])
+        main(["gpu", "--model.dmi=3"])  # said before the second mistake
 
 
 def test_the_help_names_every_case(capsys: Output) -> None:

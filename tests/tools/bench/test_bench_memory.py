@@ -103,12 +103,13 @@ def test_what_is_asked_is_a_mean_a_worst_and_an_exact_error(rows: list[MemoryRow
 
 
 def test_the_benchmark_gives_every_row_and_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    figures, text = compare_memory(argparse.Namespace(cases=FAST[4:5]), ["--model.n_layers=1"])
+    result = compare_memory(argparse.Namespace(cases=FAST[4:5]), ["--model.n_layers=1"])
+    figures = result.figures
     (row,) = figures["rows"]
     assert row["keys"] == FAST[4].keys
     assert row["predicted_peak_gib"] == pytest.approx(row["simulated_peak_gib"], rel=MEAN_ERROR)
     assert sum(row["predicted"]["at_peak"].values()) == pytest.approx(row["predicted_peak_gib"])
     assert figures["mean_error"] == abs(row["peak_error"])
-    assert "1 plans; peak: mean error" in text
+    assert "1 plans; peak: mean error" in result.text
     assert dataclasses.asdict(FAST[4]).items() <= row.items()
     assert "llama_8b 8" in capsys.readouterr().err

@@ -29,16 +29,10 @@ from meshwright.tools.bench.calibrate.hardware_file import (
     product_curves,
 )
 from meshwright.tools.bench.calibrate.measure import CollectiveTiming
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 
-SUMMARY = "measure this machine, for the planner"
-DESCRIPTION = (
-    "Measure products by size and dtype, attention, memory bandwidth, the cost of an operation, and "
-    "collectives between 2 and 4 processes (gloo) or this node's GPUs (NCCL), and write a hardware file for "
-    "the planner. A CPU's rates are those of one process while as many run as there are cores. Takes about "
-    "two minutes; nothing else should run meanwhile."
-)
 WORKER = "meshwright.tools.bench.calibrate.worker"
 CPU_RANKS = (2, 4)
 MOST_LOADED = 4  # processes that measure a CPU at once: more share nothing but memory bandwidth, which 4 fill
@@ -67,11 +61,8 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: to try it out")
 
 
-def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Measure, write the file, and return figures and a text. Raises BenchError before anything is
-    measured."""
-    if overrides:
-        raise BenchError(f"calibrate takes no config keys: {' '.join(overrides)}")
+def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
+    """Measure, and write the file. Raises BenchError before anything is measured."""
     path = options.out.resolve() if options.out else HARDWARE_FOLDER / f"{options.name}.yaml"
     check_path(path, options.overwrite)
     machine = find_machine(options.threads, options.quick)
@@ -92,7 +83,7 @@ def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
         "compute": list(found.compute),
         "timings": [vars(timing) for timing in found.timings],
     }
-    return figures, f"{summary(values, found)}\n\nwritten: {path}"
+    return BenchResult(None, figures, f"{summary(values, found)}\n\nwritten: {path}")
 
 
 def check_path(path: Path, overwrite: bool) -> None:
@@ -183,3 +174,18 @@ def summary(values: Mapping[str, Noted], found: Found) -> str:
         ("node, latency of a hop, us", f"{1e6 * node.latency_s:.1f}"),
     ]
     return format_table(("figure", "value"), rows)
+
+
+MEASUREMENT = Measurement(
+    "calibrate",
+    add_calibrate_options,
+    calibrate,
+    summary="measure this machine, for the planner",
+    description=(
+        "Measure products by size and dtype, attention, memory bandwidth, the cost of an operation, and "
+        "collectives between 2 and 4 processes (gloo) or this node's GPUs (NCCL), and write a hardware file "
+        "for the planner. A CPU's rates are those of one process while as many run as there are cores. Takes "
+        "about two minutes; nothing else should run meanwhile."
+    ),
+    takes_keys=False,
+)

@@ -1,22 +1,17 @@
 """`python -m meshwright.tools.bench.calibrate.worker`: one process of a calibration, which
-`calibrate` starts and reads. It also names the kernels that a GPU ran: two machines of one kind differ by the
-libraries that they have."""
+`calibrate` starts and reads."""
 
 import argparse
 import dataclasses
 import json
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch._C._autograd import DeviceType
 
-from meshwright.models.attention import CausalAttention
 from meshwright.tools.bench.calibrate.measure import (
     CPU_SCALE,
     CPU_SIZES_BYTES,
@@ -31,37 +26,6 @@ from meshwright.train.config import RunConfig
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import choose_device, read_rank_info
-
-TOKENS, WIDTH, HEADS, HEAD_DIM = 4096, 4096, 32, 128  # a layer of Llama 8B
-
-
-def find_kernels(device: torch.device) -> dict[str, list[str]]:
-    """Names by what was asked for, in bfloat16; none on a CPU."""
-    if device.type != "cuda":
-        return {}
-    x, w = (torch.randn(size, WIDTH, device=device, dtype=torch.bfloat16) for size in (TOKENS, WIDTH))
-    q, k, v = (
-        torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16).requires_grad_()
-        for _ in range(3)
-    )
-    attention = CausalAttention()
-    return {
-        "matmul": kernel_names(lambda: F.linear(x, w), device),
-        "attention_forward": kernel_names(lambda: attention(q, k, v), device),
-        "attention_forward_and_backward": kernel_names(lambda: attention(q, k, v).sum().backward(), device),
-    }
-
-
-def kernel_names(run: Callable[[], Any], device: torch.device) -> list[str]:
-    """Of the GPU kernels that `run` starts; none on a CPU."""
-    if device.type != "cuda":
-        return []
-    run()  # choosing an algorithm may run others
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return sorted({event.name for event in profile.events() if event.device_type == DeviceType.CUDA})
-
 
 GIB = 2**30
 
@@ -92,8 +56,7 @@ def compute(device: torch.device, quick: bool) -> dict[str, Any]:
     scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
     found = {"taken_gib": taken_gib(device)}  # first: before anything else is in memory
     dist.barrier()
-    found |= measure_compute(device, quicker(scale) if quick else scale)
-    return {**found, "kernels": find_kernels(device)}
+    return found | measure_compute(device, quicker(scale) if quick else scale)
 
 
 def collectives(device: torch.device, quick: bool) -> dict[str, Any]:

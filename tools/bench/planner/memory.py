@@ -10,22 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
 
-SUMMARY = "the planner's memory against the real code on fake tensors"
-DESCRIPTION = (
-    "Predict the memory of plans for 8B, 70B and 405B models on 1 to 4,096 ranks, and compare it with what "
-    "tools.simulate counts while the real model, optimizer and training step run on fake tensors. A "
-    "simulation is eager, so the plans are too. Needs no GPU and starts no processes; it takes several "
-    "minutes."
-)
-EPILOG = (
-    "Config keys of train.main are accepted too, as --section.key=value, and win over those of every plan."
-)
 EXACT_KINDS = ("params", "grads", "optimizer")  # exact by nature
 EXACT_ERROR, MEAN_ERROR, WORST_ERROR = 0.01, 0.03, 0.08  # asked of those kinds, and of the peak
 GPUS_PER_NODE = 8
@@ -181,7 +172,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(cases=CASES)
 
 
-def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Figures and a text. Raises ConfigError and PlanError."""
     rows = []
     for case in options.cases:
@@ -190,7 +181,7 @@ def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> tup
             f"{case.config} {case.ranks} {case.name}: {rows[-1].peak_error:+.2%}", file=sys.stderr, flush=True
         )
     figures = {**summarise(rows), "rows": [_row_figures(row) for row in rows]}
-    return figures, memory_text(rows)
+    return BenchResult(None, figures, memory_text(rows))
 
 
 def compare_case(case: PlanCase, overrides: Sequence[str] = ()) -> MemoryRow:
@@ -263,3 +254,17 @@ def _row_figures(row: MemoryRow) -> dict[str, Any]:
 def _by_kind(memory: StepMemory) -> dict[str, dict[str, float]]:
     """The most of each kind, and each kind at the peak, in GiB."""
     return {"most": memory.memory.gib(), "at_peak": memory.at_peak.gib()}
+
+
+MEASUREMENT = Measurement(
+    "memory",
+    add_memory_options,
+    compare_memory,
+    summary="the planner's memory against the real code on fake tensors",
+    description=(
+        "Predict the memory of plans for 8B, 70B and 405B models on 1 to 4,096 ranks, and compare it with "
+        "what tools.simulate counts while the real model, optimizer and training step run on fake tensors. A "
+        "simulation is eager, so the plans are too. Needs no GPU and starts no processes; it takes several "
+        "minutes."
+    ),
+)

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.train_run import (
     WARM_UP_STEPS,
     RunFigures,
@@ -116,16 +117,6 @@ def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool =
     return PredictionCase(name, model, replicate * shard * tp, (*COMMON, *MODELS[model], *keys), compiled)
 
 
-SUMMARY = "the planner's predictions against real runs"
-DESCRIPTION = (
-    "Run configurations of 1 to 4 ranks on this CPU in turn, and compare each one's step time with what the "
-    "planner says of it. Prints every error, their mean, Kendall's tau of the order, and how much slower "
-    "than the best the plan is that the planner would choose. Calibrate first, on a machine where nothing "
-    "else runs. `gpu` does the same on a GPU."
-)
-EPILOG = (
-    "Config keys of train.main are accepted too, as --section.key=value, and win over those of every run."
-)
 MEAN_ERROR, TAU, REGRET = 0.15, 0.8, 0.05  # what the project asks for of a CPU
 
 
@@ -170,9 +161,7 @@ def add_predictions_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def compare_predictions(
-    options: argparse.Namespace, overrides: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any], str]:
+def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Configs by name, figures, and a text. Raises BenchError, and what a run's config may raise."""
     hardware = find_kind(options.hardware)
     keys = [f"--train.steps={options.steps}", *overrides]
@@ -189,11 +178,8 @@ def compare_predictions(
         "rows": [dataclasses.asdict(row) for row in rows],
         "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases},
     }
-    return (
-        {case.name: config_to_record(configs[case]) for case in cases},
-        figures,
-        predictions_text(rows),
-    )
+    recorded = {case.name: config_to_record(config) for case, config in configs.items()}
+    return BenchResult(recorded, figures, predictions_text(rows))
 
 
 def find_kind(name: str) -> Hardware:
@@ -291,3 +277,17 @@ def predictions_text(rows: Sequence[PredictionRow]) -> str:
     ]
     table = format_table(("run", "predicted ms", "measured ms", "error"), cells)
     return "\n".join([table, "", *lines])
+
+
+MEASUREMENT = Measurement(
+    "predictions",
+    add_predictions_options,
+    compare_predictions,
+    summary="the planner's predictions against real runs",
+    description=(
+        "Run configurations of 1 to 4 ranks on this CPU in turn, and compare each one's step time with what "
+        "the planner says of it. Prints every error, their mean, Kendall's tau of the order, and how much "
+        "slower than the best the plan is that the planner would choose. Calibrate first, on a machine where "
+        "nothing else runs. `gpu` does the same on a GPU."
+    ),
+)

@@ -1,6 +1,7 @@
 """The planner against published training runs: predicted and measured tokens per second and memory, row by
 row."""
 
+import argparse
 import csv
 import dataclasses
 import itertools
@@ -17,8 +18,8 @@ from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.cli import format_table
-from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
@@ -41,11 +42,6 @@ CONFIGS = {
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 # the source states the dtypes of what it keeps, and that it reports reserved memory
 MEMORY_OF = frozenset({"torchtitan"})
-SUMMARY = "the planner against published runs"
-DESCRIPTION = (
-    "Predict published training runs with the planner, on the machines and with the losses of their "
-    "frameworks (configs/hardware), and compare tokens per second and reserved memory with what was measured."
-)
 ORDERED_APART = 1.10  # rows of one source that differ by more must be predicted in the right order
 
 
@@ -218,12 +214,10 @@ def compiled(rows: Iterable[ComparedRun]) -> list[ComparedRun]:
     return [row for row in rows if row.run.compile]
 
 
-def check_published(overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Figures and a text of all runs. Raises BenchError."""
-    if overrides:
-        raise BenchError(f"published takes no config keys: {' '.join(overrides)}")
+def check_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
+    """All runs."""
     comparison = compare_published(published_rows())
-    return published_figures(comparison), published_text(comparison)
+    return BenchResult(None, published_figures(comparison), published_text(comparison))
 
 
 def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
@@ -282,3 +276,17 @@ def _table(title: str, rows: Sequence[ComparedRun], number: str) -> str:
 
 def _summary(what: str, rows: Sequence[ComparedRun]) -> str:
     return f"{what}: mean error {mean_error(rows):.1%}, worst {worst_error(rows):.1%} of {len(rows)} runs"
+
+
+MEASUREMENT = Measurement(
+    "published",
+    lambda parser: None,
+    check_published,
+    summary="the planner against published runs",
+    description=(
+        "Predict published training runs with the planner, on the machines and with the losses of their "
+        "frameworks (configs/hardware), and compare tokens per second and reserved memory with what was "
+        "measured."
+    ),
+    takes_keys=False,
+)

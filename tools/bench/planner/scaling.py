@@ -14,7 +14,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.timeline_plot import to_svg
-from meshwright.tools.bench.harness import BenchResult
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import positive
@@ -24,16 +24,6 @@ from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 
-SUMMARY = "predicted speed and memory on 8 to 4,096 GPUs"
-DESCRIPTION = (
-    "Plan configs for kinds and numbers of GPUs, twice: with the degrees that the planner chooses, and with "
-    "FSDP alone (dp_replicate and tp 1; the rest is chosen). The global batch grows with the GPUs. Says what "
-    "is predicted of each: tokens per second and GPU, MFU, the share of a step that waits for communication, "
-    "memory, degrees. Nothing runs; all is prediction."
-)
-EPILOG = (
-    "Config keys of train.main are accepted too, as --section.key=value, and win over those of the configs."
-)
 WAYS = {"planner": (), "fsdp": ("--parallel.dp_replicate=1", "--parallel.tp=1")}
 BEGIN, END = (f"<!-- written by tools.bench scale: {end} -->" for end in ("begin", "end"))
 SHOWN = (8, 1024, 4096)  # numbers of GPUs in the page; the record has all
@@ -254,3 +244,17 @@ def write_page(page: Path, around: tuple[str, str], cells: Sequence[Cell]) -> No
     part = page_part(cells, picture.name)
     page.write_text(f"{around[0]}{BEGIN}\n\n{part}\n\n{END}{around[1]}", encoding="utf-8")
     picture.write_text(to_svg(draw_scaling(list(pairs(cells)))), encoding="utf-8")
+
+
+MEASUREMENT = Measurement(
+    "scale",
+    add_scale_options,
+    measure_scale,
+    summary="predicted speed and memory on 8 to 4,096 GPUs",
+    description=(
+        "Plan configs for kinds and numbers of GPUs, twice: with the degrees that the planner chooses, and "
+        "with FSDP alone (dp_replicate and tp 1; the rest is chosen). The global batch grows with the GPUs. "
+        "Says what is predicted of each: tokens per second and GPU, MFU, the share of a step that waits for "
+        "communication, memory, degrees. Nothing runs; all is prediction."
+    ),
+)

@@ -13,15 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.models.kernels.cpu_attention import causal_attention
-from meshwright.tools.bench.harness import BenchResult
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.timing import AttentionShape, Timer, attention_runs
 from meshwright.tools.cli import format_table, positive
 
-SUMMARY = "our CPU attention kernel against torch's"
-DESCRIPTION = (
-    "Time forward and backward of the CPU attention kernel and of torch's scaled_dot_product_attention, one "
-    "thread, the best of several in turn."
-)
 SHAPES = (
     AttentionShape(4, 16, 16, 16, 512),  # of `bench train`
     AttentionShape(8, 8, 4, 24, 256),  # of llama_debug.yaml
@@ -60,7 +55,7 @@ def compare(shape: AttentionShape, dtype: str, rounds: int) -> dict[str, Any]:
     kernels = {"ours_s": our_attention, "torch_s": torch_attention}
     runs = {name: attention_runs(kernel, shape, dtype, cpu, 0)[1] for name, kernel in kernels.items()}
     clock = Timer(cpu, BUDGET_S)
-    times = [{name: clock.timing(runs[name]).best_s for name in kernels} for _ in range(rounds)]
+    times = [{name: clock.best_seconds(runs[name]) for name in kernels} for _ in range(rounds)]
     best = {name: min(found[name] for found in times) for name in kernels}
     return {"shape": str(shape), "dtype": dtype, **best, "ratio": best["ours_s"] / best["torch_s"]}
 
@@ -75,3 +70,16 @@ def torch_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
+
+
+MEASUREMENT = Measurement(
+    "attention",
+    add_attention_options,
+    measure_attention,
+    summary="our CPU attention kernel against torch's",
+    description=(
+        "Time forward and backward of the CPU attention kernel and of torch's scaled_dot_product_attention, "
+        "one thread, the best of several in turn."
+    ),
+    takes_keys=False,
+)

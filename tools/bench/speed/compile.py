@@ -8,19 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, BenchResult
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.train_run import Setup, config_to_record, measure_run, resolve
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import cache_environment
 
-SUMMARY = "compile time against depth"
-DESCRIPTION = (
-    "Compile models of several depths and a tiny width (dim 64, 4 heads, sequences of 64), one process, each "
-    "with an empty cache: compile time is the first step's beyond a later one's. What a start costs with an "
-    "empty or a filled cache says `train --cache cold` or `warm`; what each graph costs, the compile.json of "
-    "a profile."
-)
-EPILOG = KEYS
 TINY_WIDTH = (
     "--model.dim=64",
     "--model.n_heads=4",
@@ -87,3 +79,17 @@ def depth_text(figures: Mapping[str, Any]) -> str:
     table = format_table(("layers", "compile s"), [(str(n), f"{s:.2f}") for n, s in seconds.items()])
     ratio = f"{max(seconds)} layers / {min(seconds)} layers: {figures['deepest_over_shallowest']:.2f}"
     return f"{table}\n\n{ratio} (median of {len(figures['rounds'])} rounds)"
+
+
+MEASUREMENT = Measurement(
+    "compile",
+    add_compile_options,
+    measure_compile,
+    summary="compile time against depth",
+    description=(
+        "Compile models of several depths and a tiny width (dim 64, 4 heads, sequences of 64), one process, "
+        "each with an empty cache: compile time is the first step's beyond a later one's. What a start costs "
+        "with an empty or a filled cache says `train --cache cold` or `warm`; what each graph costs, the "
+        "compile.json of a profile."
+    ),
+)

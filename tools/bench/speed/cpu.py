@@ -8,36 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, BenchResult
+from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.speed.cpu_limits import Allowed, measure_allowed
-from meshwright.tools.bench.speed.peers import (
-    OURS,
-    PEER_HELP,
-    Contender,
-    contender_of,
-    parse_peers,
-    run_what_runs,
-    to_figures,
-)
+from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, ours, parse_peers, run_rounds, to_figures
 from meshwright.tools.bench.train_run import (
     STANDARD_SHAPE,
     WARM_UP_STEPS,
     Setup,
+    add_run_options,
     config_to_record,
     resolve,
     with_setup,
 )
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.processes import CACHE_MODES, BenchError
+from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 
-SUMMARY = "ours against other trainers on a CPU, and against the machine's own rates"
-DESCRIPTION = (
-    "Run ours and other trainers in turn, compiled, on CPUs with gloo: two shapes (head dim 16: the standard "
-    "one of `train`; head dim 64: dim 512, 8 heads) in float32 and bfloat16. Prints tokens per second and "
-    "memory of each rank, ours / peer, and the share of what matrix products and attention alone allow, from "
-    "this machine's own rates at exactly that shape, measured in as many processes at once."
-)
 VARIABLES = (
     "BENCH_DIM",
     "BENCH_LAYERS",
@@ -51,12 +37,6 @@ VARIABLES = (
     "BENCH_PROCESSES",
     "BENCH_DTYPE",
     "BENCH_COMPILE",
-)
-EPILOG = (
-    "A peer's command is told what to run by environment variables, which it must pass on: "
-    f"{', '.join(VARIABLES)} (a dtype is float32 or bfloat16, BENCH_COMPILE 1). As titan='TT_DIM=$BENCH_DIM "
-    "... bash run.sh $BENCH_PROCESSES'. One that does not name BENCH_DIM, or fails, is left out of that "
-    "shape, and said to be. It prints `BENCH` lines as in `peers`. " + KEYS
 )
 HEAD_DIM_64 = ("--model.dim=512", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1536")
 SHAPES: Mapping[str, Sequence[str]] = {
@@ -88,21 +68,13 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each (default 3)")
     parser.add_argument(
-        "--processes", type=positive, default=2, metavar="N", help="processes of a run (default 2)"
-    )
-    parser.add_argument(
-        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
-    )
-    parser.add_argument(
         "--steps",
         type=positive,
         default=20,
         metavar="N",
         help=f"optimizer steps (default 20; the first {WARM_UP_STEPS} do not count)",
     )
-    parser.add_argument(
-        "--cache", choices=CACHE_MODES, default="keep", help="compile cache, as in `train` (default keep)"
-    )
+    add_run_options(parser)
 
 
 def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
@@ -141,7 +113,7 @@ def measure_cell(
     deaf = {text.partition("=")[0].strip() for text in options.peer if "BENCH_DIM" not in text}
     skipped = deaf if cell != CpuCell(STANDARD, "float32") else set()
     told = [tell(peer, variables) for peer in peers if peer.name not in skipped]
-    rounds, failed = run_what_runs([contender_of(OURS, setup), *told], options.rounds, options.cache)
+    rounds, failed = run_rounds([ours(setup), *told], options.rounds, options.cache)
     left_out = (
         dict.fromkeys(sorted(skipped), "its command does not use BENCH_DIM: it would run something else")
         | failed
@@ -237,3 +209,26 @@ def _cells(name: str, cell: Mapping[str, Any], who: str) -> list[str]:
         f"{cell['share_of_allowed'][who]:.1%}",
         *ratios,
     ]
+
+
+MEASUREMENT = Measurement(
+    "cpu",
+    add_cpu_options,
+    measure_cpu,
+    summary="ours against other trainers on a CPU, and against the machine's own rates",
+    description=(
+        "Run ours and other trainers in turn, compiled, on CPUs with gloo: two shapes (head dim 16: the "
+        "standard one of `train`; head dim 64: dim 512, 8 heads) in float32 and bfloat16. Prints tokens per "
+        "second and memory of each rank, ours / peer, and the share of what matrix products and attention "
+        "alone allow, from this machine's own rates at exactly that shape, measured in as many processes at "
+        "once."
+    ),
+    epilog=(
+        "A peer's command is told what to run by environment variables, which it must pass on: "
+        f"{', '.join(VARIABLES)} (a dtype is float32 or bfloat16, BENCH_COMPILE 1). As "
+        "titan='TT_DIM=$BENCH_DIM ... bash run.sh $BENCH_PROCESSES'. One that does not name BENCH_DIM, or "
+        "fails, is left out of that shape, and said to be. It prints, from one rank or all, `BENCH "
+        "startup_to_first_step_s=26.5` and `BENCH tok/s/rank median=1399 peak_rss_GiB=0.92` (or another "
+        "peak_..._GiB)."
+    ),
+)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.tools.bench.harness import check_room, spread
-from meshwright.tools.bench.planner.published import published_rows
+from meshwright.tools.bench.harness import BenchResult, Measurement, check_room, spread
 from meshwright.tools.cli import format_table
 from meshwright.train.config import DataConfig
 from meshwright.train.data.loader import BatchShape, TrainLoader
@@ -39,18 +38,10 @@ from meshwright.train.data.token_store import (
 )
 from meshwright.train.data.tokenizer import TokenizerInfo
 
-SUMMARY = "tokenising, checking shards, shuffled reading, and what a step waits for data"
-# of the pretend step: a node, and torchtitan's 8B of 8,192 tokens (tools/bench/planner/published_runs.csv)
+# of the pretend step: a node, and torchtitan's 8B of 8,192 tokens
 NODE_GPUS, MICRO_BATCH = 8, 2
-DESCRIPTION = (
-    "Tokenise text with a byte-level BPE against the tokenizers library alone. Then, on a prepared folder of "
-    "random ids (--gb; made on disk and deleted at the end): check its checksums, read sequences in shuffled "
-    "order, let the loader deliver as fast as it can, and count what a pretend step waits for it. That step "
-    f"takes as long as {NODE_GPUS} GPUs need for {MICRO_BATCH} sequences each at the fastest rate published "
-    "for an 8B (tools/bench/planner/published_runs.csv), and one loader, a thread of one process, reads for "
-    "all of them, where a run has one for each GPU. cold: the files are not in the page cache. Takes about "
-    "ten minutes at full size."
-)
+# the most tokens/s of a GPU that was published for an 8B (tools/bench/planner/published_runs.csv)
+PUBLISHED_TOKENS_S = 10_471
 # tools.prepare_data makes a shard of 64 MiB of text, at 4 bytes a token
 SHARD_TOKENS, BYTES_PER_TOKEN = 16 * 2**20, 4
 MEAN_DOCUMENT = 1000  # tokens
@@ -95,7 +86,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_data(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def measure_data(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Figures and a text. Raises BenchError where the disk has no room."""
     given = {"store_gb": options.gb, "text_mb": options.text_mb}
     size = Size(
@@ -118,7 +109,7 @@ def measure_data(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             "loader_tokens_s": {cache: time_loaders(folder, cache, size) for cache in CACHES},
             "data_wait": measure_waits(folder, size),
         }
-    return figures, data_text(figures)
+    return BenchResult(None, figures, data_text(figures))
 
 
 def write_store(folder: Path, size_bytes: int) -> TokenStoreManifest:
@@ -208,7 +199,7 @@ def loader_tokens_s(folder: Path, cache: str, size: Size, document_mask: bool, t
 def measure_waits(folder: Path, size: Size) -> dict[str, Any]:
     """The share of the step time spent waiting, while the process sleeps through a step, as one that waits
     for its GPU, and while it holds the interpreter all the time; cold cache, after the first step."""
-    rate = published_tokens_s()
+    rate = NODE_GPUS * PUBLISHED_TOKENS_S
     step_s = node_batch().global_batch_size * size.seq_len / rate
     waits = {
         "sleeping": measure_wait(folder, size, time.sleep, step_s),
@@ -249,12 +240,6 @@ def spin(seconds: float) -> None:
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:
         pass
-
-
-def published_tokens_s() -> float:
-    """The most tokens/s that a node of 8B training has been published to need: the best rate of a GPU, times
-    its GPUs."""
-    return NODE_GPUS * max(run.tokens_per_s_per_gpu for run in published_rows() if run.model == "llama3-8b")
 
 
 def node_batch() -> BatchShape:
@@ -414,3 +399,21 @@ def _cpu_s() -> float:
     """Seconds of a core that this process and those it has waited for have used."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+MEASUREMENT = Measurement(
+    "data",
+    add_data_options,
+    measure_data,
+    summary="tokenising, checking shards, shuffled reading, and what a step waits for data",
+    description=(
+        "Tokenise text with a byte-level BPE against the tokenizers library alone. Then, on a prepared "
+        "folder of random ids (--gb; made on disk and deleted at the end): check its checksums, read "
+        "sequences in shuffled order, let the loader deliver as fast as it can, and count what a pretend "
+        f"step waits for it. That step takes as long as {NODE_GPUS} GPUs need for {MICRO_BATCH} sequences "
+        "each at the fastest rate published for an 8B (tools/bench/planner/published_runs.csv), and one "
+        "loader, a thread of one process, reads for all of them, where a run has one for each GPU. cold: the "
+        "files are not in the page cache. Takes about ten minutes at full size."
+    ),
+    takes_keys=False,
+)

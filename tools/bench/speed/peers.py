@@ -1,6 +1,5 @@
 """A run of ours against other trainers, interleaved: A B C A B C ..."""
 
-import argparse
 import re
 import statistics
 import sys
@@ -10,32 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import KEYS, BenchResult
-from meshwright.tools.bench.train_run import (
-    SHAPE,
-    Setup,
-    add_run_options,
-    config_to_record,
-    measure_run,
-    resolve,
-    spread,
-    standard_setup,
-    with_setup,
-)
-from meshwright.tools.cli import format_table, positive
+from meshwright.tools.bench.train_run import Setup, measure_run, spread
 from meshwright.tools.processes import BenchError, cache_environment, make_environment, run_to_end
 
 OURS = "meshwright"
-SUMMARY = "ours against other trainers, interleaved"
-DESCRIPTION = (
-    f"Run ours on the standard shape ({SHAPE}) and other trainers in turn, and print the ratios ours / peer. "
-    "A peer prints, from one rank or all, `BENCH startup_to_first_step_s=26.5` and `BENCH tok/s/rank "
-    "median=1399 peak_rss_GiB=0.92` (or another peak_..._GiB)."
-)
-EPILOG = (
-    f"{KEYS} They, --dtype, --compile and --processes are for ours: say the same to a peer in its command. "
-    "OMP_NUM_THREADS and the cache are set for all alike; the rest of the environment passes through."
-)
 PEER_HELP = "a shell command line, as titan='TT_COMPILE=1 bash run.sh'; may be given several times"
 # which of them is better
 FIGURES = {"tokens_per_s_per_rank": "more", "peak_memory_gib": "less", "startup_s": "less"}
@@ -57,34 +34,14 @@ class Contender:
     run: Callable[[dict[str, str]], Figures]
 
 
-def add_peers_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `peers`."""
-    parser.add_argument("--peer", action="append", required=True, metavar="NAME=COMMAND", help=PEER_HELP)
-    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
-    add_run_options(parser)
-
-
-def measure_peers(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
-    """Ours and the peers, in turn."""
-    setup = standard_setup(options, overrides)
-    peers = parse_peers(options.peer, options.threads)
-    config = resolve(setup)
-    figures = to_figures(run_rounds([contender_of(OURS, setup), *peers], options.rounds, options.cache))
-    ratios = figures["ours_over_peer"]
-    table = format_table(*comparison_rows(figures["median"], ratios, best_peers(ratios)))
-    last = f"ours / peer: the median of {options.rounds} rounds; * the peer that we look worst against"
-    text = f"{table}\n\n{spread_text(figures['spread'], options.rounds)}\n{last}"
-    return BenchResult(config_to_record(config), with_setup(options, figures), text)
-
-
-def contender_of(name: str, setup: Setup) -> Contender:
+def ours(setup: Setup) -> Contender:
     """A run of train.main."""
 
     def run(cache: dict[str, str]) -> Figures:
         figures = measure_run(setup, cache)
         return {name: getattr(figures, name) for name in FIGURES}
 
-    return Contender(name, run)
+    return Contender(OURS, run)
 
 
 def parse_peers(texts: Sequence[str], threads: int) -> list[Contender]:
@@ -120,17 +77,12 @@ def parse_bench_lines(text: str) -> Figures:
     }
 
 
-def run_rounds(contenders: Sequence[Contender], rounds: int, cache: str) -> list[dict[str, Figures]]:
-    """Figures of every round by contender; each gets one run that does not count where the cache is to be
-    warm."""
-    return run_what_runs(contenders, rounds, cache, frozenset(contender.name for contender in contenders))[0]
-
-
-def run_what_runs(
-    contenders: Sequence[Contender], rounds: int, cache: str, needed: frozenset[str] = frozenset({OURS})
+def run_rounds(
+    contenders: Sequence[Contender], rounds: int, cache: str
 ) -> tuple[list[dict[str, Figures]], dict[str, str]]:
     """Figures of every round by contender, and the contenders that failed with what they said: they are left
-    out of all rounds. Raises BenchError where one that is `needed` fails."""
+    out of all rounds. Each gets one run that does not count where the cache is to be warm. Raises BenchError
+    where ours fails."""
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
         folder, results = Path(name), []
@@ -145,7 +97,7 @@ def run_what_runs(
                     )
                     _say(turn, contender.name, result[contender.name])
                 except BenchError as error:
-                    if contender.name in needed:
+                    if contender.name == OURS:
                         raise
                     left_out[contender.name] = str(error)
             if turn:
@@ -170,12 +122,6 @@ def make_spreads(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
     }
 
 
-def spread_text(spreads: dict[str, Figures], rounds: int) -> str:
-    """How far the rounds were apart in speed, a line."""
-    words = (f"{name} {figures['tokens_per_s_per_rank']:.1%}" for name, figures in spreads.items())
-    return f"spread of the speed over the rounds: {', '.join(words) if rounds > 1 else 'one round has none'}"
-
-
 def make_ratios(rounds: Sequence[dict[str, Figures]]) -> Ratios:
     """Ours / peer's: the median of the ratios within each round, so that a machine that drifts hurts
     neither."""
@@ -184,29 +130,6 @@ def make_ratios(rounds: Sequence[dict[str, Figures]]) -> Ratios:
         figure: {peer: statistics.median(r[OURS][figure] / r[peer][figure] for r in rounds) for peer in peers}
         for figure in FIGURES
     }
-
-
-def best_peers(ratios: Ratios) -> dict[str, str]:
-    """By figure, the peer that we look worst against; nothing where there is no peer."""
-    return {
-        figure: (min if FIGURES[figure] == "more" else max)(by_peer, key=lambda peer: by_peer[peer])
-        for figure, by_peer in ratios.items()
-        if by_peer
-    }
-
-
-def comparison_rows(
-    medians: dict[str, Figures], ratios: Ratios, best: dict[str, str]
-) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: figures of each, then ours / each; a star marks the best peer."""
-    peers = [name for name in medians if name != OURS]
-    head = ["median", "better", *medians, *(f"ours / {peer}" for peer in peers)]
-    rows = []
-    for figure, better in FIGURES.items():
-        figures = [f"{medians[name][figure]:,.2f}" for name in medians]
-        against = [f"{ratios[figure][peer]:.3f}{' *' if best[figure] == peer else ''}" for peer in peers]
-        rows.append([figure, better, *figures, *against])
-    return head, rows
 
 
 def _peer(name: str, command: str, threads: int) -> Contender:
@@ -241,14 +164,9 @@ def _say(turn: int, name: str, figures: Figures) -> None:
 
 def to_figures(rounds: Sequence[dict[str, Figures]]) -> dict[str, Any]:
     """Everything of a comparison as plain data."""
-    ratios = make_ratios(rounds)
-    best = best_peers(ratios)
     return {
         "median": make_medians(rounds),
         "spread": make_spreads(rounds),
-        "ours_over_peer": ratios,
-        "ours_over_best_peer": {
-            figure: {"peer": peer, "ratio": ratios[figure][peer]} for figure, peer in best.items()
-        },
+        "ours_over_peer": make_ratios(rounds),
         "rounds": list(rounds),
     }
