@@ -2,8 +2,9 @@
 they lie."""
 
 import math
+import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.planner.timeline_plot import INK, LETTER, SMALL, new_figure
@@ -29,13 +30,16 @@ def draw_comparisons(comparisons: Sequence[RunComparison]) -> "Figure":
     same = sum(each.same for each in comparisons)
     count = f"{same} of {len(comparisons)} runs are the same training as the first"
     verdict = comparisons[0].verdict if len(comparisons) == 1 else count
-    width, top = 2 * WIDTH, HEAD + len(runs) * ROW
+    words = textwrap.wrap(verdict, int(LETTERS * 0.85))
+    head = HEAD + ROW * (len(words) - 1)
+    width, top = 2 * WIDTH, head + len(runs) * ROW
     height = top + 2 * HEIGHT
     figure = new_figure(width, height)
-    words = one_line(verdict, int(LETTERS * 0.85))
-    figure.text(8 / width, 1 - 24 / height, words, fontsize=SMALL + 1, weight="bold", color=INK)
+    style_of_words: Any = {"fontsize": SMALL + 1, "weight": "bold", "color": INK, "parse_math": False}
+    for row, line in enumerate(words):
+        figure.text(8 / width, 1 - (24 + row * ROW) / height, line, **style_of_words)
     for row, (run, style) in enumerate(runs):
-        axes = figure.add_axes((0, 1 - (HEAD + row * ROW) / height, 1, ROW / height), xlim=(0, width))
+        axes = figure.add_axes((0, 1 - (head + row * ROW) / height, 1, ROW / height), xlim=(0, width))
         axes.set_axis_off()
         axes.plot(14, 0.5, color=style.color, marker=style.marker, ms=7, mew=0)
         axes.text(26, 0.5, one_line(run.folder, LETTERS), va="center", fontsize=SMALL, parse_math=False)
