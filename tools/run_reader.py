@@ -247,6 +247,11 @@ class Figures:
         return self.predicted[name] / measured - 1 if name in self.predicted and measured else None
 
 
+def number_words(value: float | None, form: str) -> str:
+    """As `format` has it; "" where there is none."""
+    return "" if value is None else format(value, form) if math.isfinite(value) else "not finite"
+
+
 def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> Figures:
     """Of a run's rows. `predicted`: where its own rows say nothing of that."""
     counted = warmed_up(run.rows)

@@ -19,7 +19,7 @@ from meshwright.tools.compare.comparison import (
 )
 from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.plan.export import check_target, write_whole
-from meshwright.tools.run_reader import Figures, Rate, read_run
+from meshwright.tools.run_reader import Figures, Rate, number_words, read_run
 from meshwright.train.errors import ConfigError
 
 EXIT_DIFFERENT = 1  # as of the diff command
@@ -189,11 +189,7 @@ def _beside(words: str, a: float | None, b: float | None, form: str) -> tuple[st
         if a and b is not None and math.isfinite(a) and math.isfinite(b) and words != "last step"
         else ""
     )
-    return words, _number(a, form), _number(b, form), ratio
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form) if math.isfinite(value) else "not finite"
+    return words, number_words(a, form), number_words(b, form), ratio
 
 
 def _median(rate: Rate | None) -> float | None:

@@ -19,8 +19,10 @@ from meshwright.tools.charts import (
     short_number,
     style_of,
 )
-from meshwright.tools.run_reader import figures_of, read_run, training_s
+from meshwright.tools.run_reader import Figures, Rate, figures_of, read_run, training_s
 from meshwright.tools.sweep.__main__ import main
+from meshwright.tools.sweep.html_report import make_page
+from meshwright.tools.sweep.results import ReportRow, SweepReport
 from tests.support.pictures import assert_readable, lines_of, words_of
 from tests.support.sweeps import Page, row, write_run, write_spec
 
@@ -79,14 +81,30 @@ def test_every_kind_of_run_is_a_row_with_its_state_and_reason(
     }
     assert document["varied"] == ["optim.lr"]
     assert page.rows[0][:4] == ["run", "optim.lr", "state", "step"]
-    cells = {cells[0]: cells for cells in page.rows[1:]}
-    assert cells["nan"][1:6] == ["0.2", "failed", "8/20", "not finite", ""]
-    assert cells["going"][2:4] == ["running", "3/20"]
-    assert cells["rowless"][3:] == ["0/20", "", "", "", "", ""]
+    cells = {cells[0]: dict(zip(page.rows[0], cells, strict=True)) for cells in page.rows[1:]}
+    nan, rowless = cells["nan"], cells["rowless"]
+    assert [nan[key] for key in ("optim.lr", "state", "loss", "eval loss")] == [
+        "0.2",
+        "failed",
+        "not finite",
+        "",
+    ]
+    assert (nan["step"], cells["going"]["state"], cells["going"]["step"]) == ("8/20", "running", "3/20")
+    assert {key: words for key, words in rowless.items() if words} == {
+        "run": "rowless",
+        "optim.lr": "0.3",
+        "state": "failed",
+        "step": "0/20",
+    }
+    assert "exposed" not in page.rows[0], "nothing was profiled"
     text = "".join(page.words)
-    assert "NonFiniteError: <b>layers.1</b> & more" in text, "as it was said, not as HTML"
     assert "5 runs of llama_debug.yaml: 1 finished, 2 failed, 1 running, 1 waiting" in text
     assert "Devices: CPU (no GPU)." in text
+    assert "nan failed: NonFiniteError: <b>layers.1</b> & more" in text, "as it was said, not as HTML"
+    assert "rowless failed: DataError: no text" in text
+    marks = [attrs["class"] for tag, attrs in page.elements if tag == "th" and attrs.get("scope") == "row"]
+    assert marks == ["run1", "run2", "run3", "run4", "run5"]
+    assert f'.run2::before {{ content: "●\\a0"; color: {COLORS[1]}; }}' in text
 
 
 def test_figures_are_medians_after_the_warm_up_beside_predictions(
@@ -98,14 +116,10 @@ def test_figures_are_medians_after_the_warm_up_beside_predictions(
     assert (good["loss"], good["eval_loss"], good["peak_memory_gib"]) == (2.0, 2.5, 0.5)
     assert good["predicted"]["step_time_s"] == {"value": 0.192, "error": pytest.approx(-0.25)}
     assert good["predicted"]["peak_memory_gib"]["error"] == pytest.approx(0.1)
-    cells = page.rows[1]
-    assert cells[4:] == [
-        "2.0000",
-        "2.5000",
-        "1,000 ± 10%",
-        "0.256 ± 0%predicted 0.192 (-25%)",
-        "0.50predicted 0.55 (+10%)",
-    ]
+    good = dict(zip(page.rows[0], page.rows[1], strict=True))
+    assert (good["loss"], good["eval loss"], good["tokens/s"]) == ("2.0000", "2.5000", "1,000 ± 10%")
+    assert (good["step time, s"], good["predicted step time"]) == ("0.256 ± 0%", "0.192 (-25%)")
+    assert (good["peak memory, GiB"], good["predicted memory"]) == ("0.50", "0.55 (+10%)")
     assert document["runs"][1]["loss"] is None
 
 
@@ -114,7 +128,7 @@ def test_the_page_has_its_charts_and_nothing_from_elsewhere(
 ) -> None:
     page, _ = report_of(tmp_path, capsys, **five)  # the parser fails on scripts, links and what is not closed
     labels = [
-        attrs["aria-label"] for tag, attrs in page.elements if tag == "svg" and attrs.get("role") == "img"
+        attrs["aria-label"] for tag, attrs in page.elements if tag == "figure" and attrs.get("role") == "img"
     ]
     assert labels == [
         "Loss against tokens",
@@ -125,7 +139,7 @@ def test_the_page_has_its_charts_and_nothing_from_elsewhere(
     ]
     text = "".join(page.words)
     assert "http" not in text
-    scrolling = [attrs for _, attrs in page.elements if attrs.get("class") == "card scroll"]
+    scrolling = [attrs for _, attrs in page.elements if attrs.get("class") == "table"]
     assert [(attrs["tabindex"], attrs["role"]) for attrs in scrolling] == [("0", "region")], (
         "the keyboard can scroll the table"
     )
@@ -141,6 +155,17 @@ def test_thirty_runs_have_thirty_signs_and_a_page_of_bounded_size(tmp_path: Path
     _, document = report_of(tmp_path, capsys, grid={"optim.lr": list(range(1, 31))})
     assert len(document["runs"]) == 30
     assert (tmp_path / "study" / "report.html").stat().st_size < 2.5e6
+
+
+def test_names_that_are_html_or_mathematics_are_shown_as_they_are() -> None:
+    name = "<script>alert('$x^2$')</script> _\"&"
+    found = Figures(1, 2.0, None, Rate(9.0, 8.0, 10.0, 3), None, 0.5, None, {"peak_memory_gib": 0.6})
+    row = ReportRow(name, {name: name}, "failed", name, 1, None, found, 0.5, name, 0)
+    text = make_page(SweepReport(name, name, "", (name,), (row,)))
+    page = Page(text)
+    assert page.rows[0][1] == page.rows[1][0] == page.rows[1][1] == name
+    assert "".join(page.words).count(name) >= 9, "title, heading, config, key, device, table and charts"
+    assert "<script" not in text
 
 
 def test_a_sweep_that_has_not_begun_has_a_page_too(tmp_path: Path, capsys: Any) -> None:
@@ -183,9 +208,11 @@ def test_a_curve_leaves_gaps_and_spikes_and_says_what_is_not_finite() -> None:
 
 def test_bars_are_as_long_as_their_values() -> None:
     figure = draw_bars(
-        "t", [Bar("a", 2.0, "2", BLUE), Bar("b", 1.0, "1", BLUE), Bar("c", None, "no figure", BLUE)]
+        "t", [Bar("a", 2.0, "2", BLUE, 1.5, 3.0), Bar("b", 1.0, "1", BLUE), Bar("c", None, "no figure", BLUE)]
     )
     assert [bar.get_width() for bar in figure.axes[0].patches] == [2.0, 1.0, 0.0]
+    (spreads,) = figure.axes[0].collections
+    assert [list(ends[:, 0]) for ends in spreads.get_segments()] == [[1.5, 3.0], [1.0, 1.0], [0.0, 0.0]]
     assert {"t", "a", "b", "c", "2", "no figure"} <= set(words_of(figure))
     assert_readable(figure)
 
