@@ -28,7 +28,13 @@ PACKAGE = "meshwright"
 GROUND = {
     "parallel/config.py": (),
     "parallel/errors.py": (),
-    "parallel/plan": ("parallel.plan", "parallel.config", "parallel.errors", "parallel.yaml_io"),
+    "parallel/plan": (
+        "parallel.plan",
+        "parallel.config",
+        "parallel.errors",
+        "parallel.structure",
+        "parallel.yaml_io",
+    ),
     "train/config.py": ("models.llama", "parallel.config"),
     "train/errors.py": ("parallel.errors",),
 }

@@ -1,7 +1,6 @@
 """A run's folder as it lies on disk, also while the run is still going: its rows, state, config and plan, and
 what they come to in a few figures."""
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +67,7 @@ def read_rows(path: Path) -> tuple[dict[int, Row], dict[int, Row], int]:
     """Rows by step, the rows before of steps that were written again, and how many lines are no rows."""
     rows, redone, unreadable = dict[int, Row](), dict[int, Row](), 0
     for line in _lines(path):
-        row = _parse(line)
+        row = parse_row(line)
         if row is None:
             unreadable += 1
             continue
@@ -183,10 +182,11 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def _parse(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
+    """The row that a line of metrics.jsonl holds; None if it is none, such as one that is being written."""
     try:
         row = parse_mapping(line.decode("utf-8"))
-    except (ValueError, json.JSONDecodeError):
+    except ValueError:
         return None
     step = row.get("step")
     return row if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None

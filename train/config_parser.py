@@ -314,15 +314,21 @@ def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def _check_key(key: str, place: str) -> None:
     """ConfigError naming the nearest valid key, unless `key` (dotted) is one, or a section."""
+    if not is_config_key(key):
+        raise ConfigError(f"unknown key {one_line(key, 80)} in {place}. {near_key(key)}")
+
+
+def is_config_key(key: str) -> bool:
+    """Whether a config has this dotted key, or a section of this name."""
+    return any(known == key or known.startswith(f"{key}.") for known in known_keys())
+
+
+def near_key(key: str) -> str:
+    """What to say of a key that no config has: the one that was meant, or where they all are."""
     known = known_keys()
-    if key in known or any(k.startswith(f"{key}.") for k in known):
-        return
-    same_end = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    raise ConfigError(
-        f"unknown key {one_line(key, 80)} in {place}. "
-        f"{f'Did you mean {near[0]}?' if near else 'See -h for all.'}"
-    )
+    return f"Did you mean {near[0]}?" if near else "See train.main -h for all."
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.parallel.config import CompileConfig
+from meshwright.parallel.structure import Count
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbours in tp are neighbours in rank
 DTYPES = ("float32", "bfloat16")
@@ -120,8 +121,8 @@ class Plan:
     """
 
     mesh: MeshPlan
-    micro_batch_size: int
-    accumulation: int
+    micro_batch_size: Count
+    accumulation: Count
     tensor: TensorPlan
     cpu_offload: bool
     storage_dtype: str

@@ -7,28 +7,17 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any
 
 import yaml
 
-from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError, one_line
-from meshwright.parallel.plan.schema import AXES, Float8Plan, MeshPlan, Plan, TensorPlan, UnitPlan
+from meshwright.parallel.plan.schema import AXES, Plan, UnitPlan
+from meshwright.parallel.structure import structure
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 _RANGE = re.compile(r"(.*)\[(\d{1,9})-(\d{1,9})\](.*)")
 _NUMBER = re.compile(r"(.*?)(\d+)([^\d]*)")
-_TYPE_WORDS = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a word",
-    NoneType: "null",
-    tuple: "a list of names",
-    dict: "a mapping of names to styles",
-}
-T = TypeVar("T", str, UnitPlan)
 MAX_RANGE = 10_000  # units of all entries; the deepest published Llama has 126
 
 
@@ -61,40 +50,28 @@ def load_plan(path: Path) -> Plan:
     """Read a plan file; raises PlanError with file, key and value for anything that is not a plan."""
     try:
         data = load_mapping(path)
-        _check_keys(data, [field.name for field in dataclasses.fields(Plan)], "the plan")
-        for key in ("modules", "units"):
-            if not isinstance(data[key], list):
-                raise PlanError(f"{key} must be a list")
-        return Plan(
-            mesh=_read(MeshPlan, data["mesh"], "mesh"),
-            micro_batch_size=_read_count(data, "micro_batch_size"),
-            accumulation=_read_count(data, "accumulation"),
-            tensor=_read(TensorPlan, data["tensor"], "tensor"),
-            cpu_offload=_value(bool, data["cpu_offload"], "cpu_offload"),
-            storage_dtype=_value(str, data["storage_dtype"], "storage_dtype"),
-            attention=_value(str, data["attention"], "attention"),
-            loss_chunk_tokens=_value(int, data["loss_chunk_tokens"], "loss_chunk_tokens"),
-            fused_projections=_value(bool, data["fused_projections"], "fused_projections"),
-            async_tp=_value(bool, data["async_tp"], "async_tp"),
-            float8=_read(Float8Plan, _without_tokens(data["float8"]), "float8"),
-            compile=_read(CompileConfig, data["compile"], "compile"),
-            modules=_read_all(data["modules"], lambda entry: _names(entry, "modules"), "modules"),
-            units=_read_all(data["units"], _read_units, "units"),
-        )
     except YamlError as error:
         raise PlanError(f"plan file {error}") from None
-    except PlanError as error:
-        raise PlanError(one_line(f"plan file {path}: {error}")) from None
+    place = f"plan file {path}"
+    try:
+        for key, expand in (("modules", _names), ("units", _read_units)):
+            if isinstance(data.get(key), list):
+                data[key] = _expand_all(data[key], expand, f"{place}: {key}")
+        if "float8" in data:
+            data["float8"] = _without_tokens(data["float8"], place)
+        return structure(Plan, data, place)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
-def _without_tokens(float8: Any) -> Any:
+def _without_tokens(float8: Any, place: str) -> Any:
     """The section without `tokens`, a key of older plan files, which says nothing if it is empty."""
     if not isinstance(float8, dict) or "tokens" not in float8:
         return float8
     if tokens := float8["tokens"]:
         raise PlanError(
-            f"float8: tokens={tokens!r}: tensor parallelism no longer gathers tokens in float8, only in "
-            "param_dtype: leave the key out"
+            f"{place}: float8.tokens={tokens!r}: tensor parallelism no longer gathers tokens in float8, "
+            "only in param_dtype: leave the key out"
         )
     return {key: value for key, value in float8.items() if key != "tokens"}
 
@@ -153,94 +130,42 @@ def _lists(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _read_units(entry: Any) -> list[UnitPlan]:
+def _expand_all(entries: list[Any], expand: Callable[[Any, str], list[Any]], place: str) -> list[Any]:
+    """What all entries stand for; each may be a range, so that a short file could mean any number."""
+    found: list[Any] = []
+    for entry in entries:
+        found += expand(entry, place)
+        if len(found) > MAX_RANGE:
+            raise ValueError(f"{place} are more than {MAX_RANGE}")
+    return found
+
+
+def _read_units(entry: Any, place: str) -> list[UnitPlan]:
+    """The units that an entry stands for, all of them treated as it says."""
     if not isinstance(entry, dict) or not isinstance(entry.get("unit"), str):
-        raise PlanError(f"units: each entry needs a key 'unit' with a name, got {entry!r}")
+        raise ValueError(
+            f"{place}: each entry needs a key 'unit' with a name, got {one_line(repr(entry), 200)}"
+        )
     name = entry["unit"]
     if "modules" in entry:
-        raise PlanError(f"unit {name} has unknown key modules: its name says them, as in first+second")
+        raise ValueError(
+            f"{place}: unit {name} has unknown key modules: its name says them, as in first+second"
+        )
+    names = _names(name, place)
     treatment = {key: value for key, value in entry.items() if key != "unit"}
-    return [
-        _read(UnitPlan, {"modules": n.split("+"), **treatment}, f"unit {name}")
-        for n in _names(name, f"unit {name}")
-    ]
+    first = structure(UnitPlan, {"modules": [], **treatment}, f"{place}: unit {name}")
+    return [dataclasses.replace(first, modules=tuple(each.split("+"))) for each in names]
 
 
-def _read_all(entries: list[Any], read: Callable[[Any], list[T]], place: str) -> tuple[T, ...]:
-    """What all entries stand for; each may be a range, so that a short file could mean any number."""
-    found: list[T] = []
-    for entry in entries:
-        found += read(entry)
-        if len(found) > MAX_RANGE:
-            raise PlanError(f"{place} are more than {MAX_RANGE}")
-    return tuple(found)
-
-
-def _names(name: Any, place: str) -> list[str]:
+def _names(name: Any, place: str) -> list[Any]:
     """The names that an entry such as layers.[0-31] stands for."""
-    match = _RANGE.fullmatch(_value(str, name, place))
+    match = _RANGE.fullmatch(name) if isinstance(name, str) else None
     if not match:
         return [name]
     before, low, high, after = match.groups()
     if int(high) < int(low) or int(high) - int(low) >= MAX_RANGE:
-        raise PlanError(f"{place}: {name} must be a range of 1 to {MAX_RANGE} units, low to high")
+        raise ValueError(f"{place}: {name} must be a range of 1 to {MAX_RANGE} units, low to high")
     return [f"{before}{i}{after}" for i in range(int(low), int(high) + 1)]
-
-
-def _read(cls: type, data: Any, place: str) -> Any:
-    """Build a frozen dataclass from a mapping, every key present and of the field's type."""
-    if not isinstance(data, dict):
-        raise PlanError(f"{place} must be a mapping, got {data!r}")
-    fields = {field.name: field.type for field in dataclasses.fields(cls)}
-    _check_keys(data, tuple(fields), place)
-    return cls(**{key: _value(fields[key], value, f"{place}: {key}") for key, value in data.items()})
-
-
-def _value(wanted: Any, value: Any, place: str) -> Any:
-    """`value` as the declared type: what YAML reads, and lists of names for tuples. A bool is not an int
-    here."""
-    for choice in get_args(wanted) if isinstance(wanted, UnionType) else (wanted,):
-        kind, arguments = get_origin(choice) or choice, get_args(choice)
-        if kind is Literal and value in arguments:
-            return value
-        if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        if (
-            kind is dict
-            and isinstance(value, dict)
-            and all(isinstance(x, str) for item in value.items() for x in item)
-        ):
-            return value
-        if kind is float and type(value) in (int, float):
-            return float(value)
-        if kind in (bool, int, str, NoneType) and type(value) is kind:
-            return value
-    raise PlanError(f"{place}={value!r} must be {_type_words(wanted)}")
-
-
-def _type_words(wanted: Any) -> str:
-    if isinstance(wanted, UnionType):
-        return " or ".join(map(_type_words, get_args(wanted)))
-    if get_origin(wanted) is Literal:
-        return f"one of {', '.join(get_args(wanted))}"
-    return _TYPE_WORDS[get_origin(wanted) or wanted]
-
-
-def _read_count(data: dict[str, Any], key: str) -> int:
-    if type(data[key]) is not int or data[key] < 1:
-        raise PlanError(f"{key}={data[key]!r} must be a positive integer")
-    return int(data[key])
-
-
-def _check_keys(data: dict[str, Any], wanted: Sequence[str], place: str) -> None:
-    missing, unknown = set(wanted) - set(data), {str(key) for key in data} - set(wanted)
-    if missing or unknown:
-        parts = [
-            f"{word} {', '.join(sorted(keys))}"
-            for word, keys in (("lacks", missing), ("has unknown", unknown))
-            if keys
-        ]
-        raise PlanError(f"{place} {' and '.join(parts)}; its keys are {', '.join(wanted)}")
 
 
 def plan_to_table(plan: Plan) -> str:

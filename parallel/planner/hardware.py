@@ -4,24 +4,26 @@ A file has the keys of `Hardware` but its name, which is the file's. A curve is 
 that holds for every size.
 """
 
-import dataclasses
-import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from meshwright.parallel.errors import PlanError
+from meshwright.parallel.structure import Amount, Natural, Positive, report, structure, wrong_keys
 from meshwright.parallel.yaml_io import YamlError, load_mapping
 
 HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 MOST_FITTED = 4
-COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype
-Curve = tuple[tuple[float, float], ...]  # (size, share) in ascending order of size
+# (size, share) in ascending order of size; or one share for every size
+Curve = Annotated[tuple[tuple[Positive, Positive], ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Link:
             `network`)
     """
 
-    gb_s: float
-    latency_s: float
-    efficiency: Mapping[str, Curve]
+    gb_s: Positive
+    latency_s: Amount
+    efficiency: Mapping[str, Curve | Positive]
 
 
 @dataclass(frozen=True)
@@ -74,29 +76,31 @@ class Hardware:
 
     name: str
     device_names: tuple[str, ...]
-    memory_gib: float
-    memory_gb_s: float
-    peak_tflops: Mapping[str, float]
-    matmul: Mapping[str, Curve]
-    attention_forward: Mapping[str, float]
-    attention_backward: Mapping[str, float]
-    attention_kernels: Mapping[str, float]
-    memory_efficiency: float
-    operation_s: float
+    memory_gib: Positive
+    memory_gb_s: Positive
+    peak_tflops: Mapping[str, Positive]
+    matmul: Mapping[str, Curve | Positive]
+    attention_forward: Mapping[str, Positive]
+    attention_backward: Mapping[str, Positive]
+    attention_kernels: Mapping[str, Positive]
+    memory_efficiency: Positive
+    operation_s: Amount
     node: Link
     network: Link
-    host_gb_s: float
-    host_memory_gib: float
+    host_gb_s: Positive
+    host_memory_gib: Amount
     overlaps: bool
-    slowdown: float
-    reserved_share: float
-    reserved_gib: float
-    cores: int
-    fitted: tuple[str, ...]
+    slowdown: Amount
+    reserved_share: Amount
+    reserved_gib: Amount
+    cores: Natural
+    fitted: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_FITTED)]
 
 
-def share_at(curve: Curve, size: float) -> float:
+def share_at(curve: Curve | float, size: float) -> float:
     """The curve's share at a size, interpolated over the logarithm of the size, and its ends' beyond them."""
+    if isinstance(curve, float):
+        return curve
     if size <= curve[0][0]:
         return curve[0][1]
     for (low, share), (high, next_share) in pairwise(curve):
@@ -121,134 +125,31 @@ def find_hardware(device_name: str) -> Hardware | None:
 
 def read_hardware(path: Path) -> Hardware:
     """The kind that a file describes. Raises YamlError with all of its mistakes, each naming its key."""
-    reader = _Reader()
-    values = reader.keys(load_mapping(path), "", [item.name for item in dataclasses.fields(Hardware)][1:])
-    hardware = (
-        Hardware(name=path.stem, **{key: reader.value(key, value) for key, value in values.items()})
-        if values
-        else None
-    )
-    if hardware is None or reader.mistakes or reader.check(hardware):
-        raise YamlError("\n".join(f"{path}: {mistake}" for mistake in reader.mistakes))
+    data = load_mapping(path)
+    try:
+        hardware = structure(Hardware, {**data, "name": path.stem}, str(path))
+    except ValueError as error:
+        raise YamlError(str(error)) from None
+    if mistakes := list(_find_contradictions(hardware)):
+        raise YamlError(report(str(path), mistakes))
     return hardware
 
 
-class _Reader:
-    """Turns a file's values into those of Hardware, and keeps what is wrong with them."""
-
-    def __init__(self) -> None:
-        self.mistakes: list[str] = []
-
-    def keys(self, mapping: Any, place: str, wanted: list[str]) -> dict[str, Any]:
-        """The mapping, if it has exactly the wanted keys, else nothing."""
-        if not isinstance(mapping, dict):
-            self.mistakes.append(
-                f"{place} must be a mapping with the keys {', '.join(wanted)}, not {mapping!r}"
-            )
-            return {}
-        before = len(self.mistakes)
-        for key in mapping.keys() - set(wanted):
-            near = difflib.get_close_matches(str(key), wanted, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(wanted)}."
-            self.mistakes.append(f"unknown key {_join(place, key)}. {hint}")
-        self.mistakes += [f"{_join(place, key)} is missing" for key in wanted if key not in mapping]
-        return mapping if len(self.mistakes) == before else {}
-
-    def value(self, key: str, value: Any) -> Any:
-        """One top-level key's value."""
-        match key:
-            case "device_names" | "fitted":
-                return self.words(key, value)
-            case "node" | "network":
-                return self.link(key, value)
-            case "peak_tflops" | "attention_forward" | "attention_backward" | "attention_kernels":
-                return {
-                    dtype: self.number(_join(key, dtype), rate)
-                    for dtype, rate in self.mapping(key, value).items()
-                }
-            case "matmul":
-                return {
-                    dtype: self.curve(_join(key, dtype), shares)
-                    for dtype, shares in self.mapping(key, value).items()
-                }
-            case "overlaps":
-                return self.overlaps(value)
-            case _:
-                return self.number(key, value)
-
-    def number(self, place: str, value: Any) -> float:
-        """A number that is not negative."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            self.mistakes.append(f"{place} must be a number, 0 or more, not {value!r}")
-            return 0.0
-        return value if place == "cores" else float(value)
-
-    def overlaps(self, value: Any) -> bool:
-        if not isinstance(value, bool):
-            self.mistakes.append(f"overlaps must be true or false, not {value!r}")
-        return value is True
-
-    def words(self, place: str, value: Any) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            self.mistakes.append(f"{place} must be a list of words, not {value!r}")
-            return ()
-        return tuple(value)
-
-    def mapping(self, place: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            self.mistakes.append(f"{place} must be a mapping, not {value!r}")
-            return {}
-        return value
-
-    def link(self, place: str, value: Any) -> Link:
-        parts = self.keys(value, place, [item.name for item in dataclasses.fields(Link)])
-        if not parts:
-            return Link(0.0, 0.0, {})
-        gb_s, latency_s = (self.number(_join(place, key), parts[key]) for key in ("gb_s", "latency_s"))
-        shares = self.keys(parts["efficiency"], _join(place, "efficiency"), sorted(COLLECTIVES))
-        curves = {name: self.curve(f"{place}.efficiency.{name}", share) for name, share in shares.items()}
-        return Link(gb_s, latency_s, curves)
-
-    def curve(self, place: str, value: Any) -> Curve:
-        """Pairs in ascending order, each share above 0; one number is a pair for every size."""
-        pairs = value if isinstance(value, list) else [[1, value]]
-        if not pairs or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            self.mistakes.append(f"{place} must be a number or a list of pairs [size, share], not {value!r}")
-            return ((1.0, 1.0),)
-        curve = tuple((self.number(place, size), self.number(place, share)) for size, share in pairs)
-        sizes = [size for size, _ in curve]
-        if sizes[0] <= 0 or sizes != sorted(set(sizes)) or not all(share > 0 for _, share in curve):
-            self.mistakes.append(
-                f"{place}: sizes must be above 0 and ascend, and shares must be above 0: {value!r}"
-            )
-        return curve
-
-    def check(self, kind: Hardware) -> list[str]:
-        """What is wrong between keys, or with a value that must be above 0."""
-        for key in ("memory_gib", "memory_gb_s", "memory_efficiency", "host_gb_s"):
-            if not getattr(kind, key):
-                self.mistakes.append(f"{key} must be above 0")
-        self.mistakes += [
-            f"{place}.gb_s must be above 0" for place in ("node", "network") if not getattr(kind, place).gb_s
-        ]
-        for key in RATES:
-            shares = getattr(kind, key)
-            self.mistakes += [
-                f"{key}.{dtype}: peak_tflops has no such dtype" for dtype in shares.keys() - kind.peak_tflops
-            ]
-            self.mistakes += [
-                f"{key}.{dtype} is missing" for dtype in ("bfloat16", "float32") if not shares.get(dtype)
-            ]
-        if not kind.attention_kernels or not all(kind.attention_kernels.values()):
-            self.mistakes.append("attention_kernels must name a kernel, and each one's share must be above 0")
-        if not isinstance(kind.cores, int):
-            self.mistakes.append(f"cores must be a whole number, not {kind.cores!r}")
-        if len(kind.fitted) > MOST_FITTED:
-            self.mistakes.append(
-                f"fitted names {len(kind.fitted)} values: more than {MOST_FITTED} prove nothing"
-            )
-        return self.mistakes
-
-
-def _join(place: str, key: object) -> str:
-    return f"{place}.{key}" if place else str(key)
+def _find_contradictions(kind: Hardware) -> Iterator[str]:
+    """What is wrong between keys, and in curves."""
+    curves = {f"matmul.{dtype}": curve for dtype, curve in kind.matmul.items()}
+    for place, link in (("node", kind.node), ("network", kind.network)):
+        yield from wrong_keys(link.efficiency, COLLECTIVES, f"{place}.efficiency")
+        curves |= {f"{place}.efficiency.{name}": curve for name, curve in link.efficiency.items()}
+    for place, curve in curves.items():
+        sizes = [] if isinstance(curve, float) else [size for size, _ in curve]
+        if sizes != sorted(set(sizes)):
+            yield f"{place}: sizes must ascend: {sizes}"
+    for key in RATES:
+        shares = getattr(kind, key)
+        yield from (
+            f"{key}.{dtype}: peak_tflops has no such dtype" for dtype in shares.keys() - kind.peak_tflops
+        )
+        yield from (f"{key}.{dtype} is missing" for dtype in ("bfloat16", "float32") if dtype not in shares)
+    if not kind.attention_kernels:
+        yield "attention_kernels must name a kernel"

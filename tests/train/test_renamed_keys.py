@@ -202,7 +202,7 @@ def test_a_sweep_may_vary_a_key_by_its_old_name(tmp_path: Path, capfd: pytest.Ca
     keys = {"overrides": {"data.held_out": 0.1}, "grid": {"train.gc_every": [1, 2]}, "runs": runs}
     given = read_overrides(["--parallel.checkpointed_blocks=1"])
     spec = read_spec(write_spec(tmp_path, **keys), {}, given)
-    assert spec.grid == {"train.gc_every_steps": [1, 2]}
+    assert spec.grid == {"train.gc_every_steps": (1, 2)}
     assert spec.runs["b"] == {"parallel.tp_modules": ["attention"]}
     assert spec.overrides["data.eval_fraction"] == 0.1
     assert spec.overrides["parallel.activation_checkpoint_blocks"] == "1"

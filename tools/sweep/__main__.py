@@ -31,8 +31,8 @@ from meshwright.tools.sweep.runner import (
     state_of,
     write_attempt,
 )
-from meshwright.tools.sweep.spec import Spec, near_key, read_spec
-from meshwright.train.config_parser import RENAMED_KEYS, known_keys, rename_keys, warn_once
+from meshwright.tools.sweep.spec import Spec, read_spec
+from meshwright.train.config_parser import RENAMED_KEYS, known_keys, near_key, rename_keys, warn_once
 from meshwright.train.errors import ConfigError
 
 EXIT_NOT_ALL = 1  # not every run has finished

@@ -1,6 +1,5 @@
 """What a person sees of a sweep: a line for each run, and on a terminal a live one for the run at hand."""
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from meshwright.parallel.errors import one_line
-from meshwright.tools.run_reader import value_of
+from meshwright.tools.run_reader import parse_row, value_of
 from meshwright.tools.sweep.preflight import PlannedRun
 from meshwright.tools.sweep.runner import OUTPUT
 
@@ -112,10 +111,6 @@ def last_row(path: Path) -> Mapping[str, Any]:
     except OSError:
         return {}
     for line in reversed(lines[:-1]):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if row := parse_row(line):
             return row
     return {}

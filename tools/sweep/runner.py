@@ -10,10 +10,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast
+
+import msgspec
 
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.tools.plan.export import write_whole
@@ -67,13 +69,9 @@ class Attempt:
 def read_attempt(folder: Path) -> Attempt:
     """Of a run's folder; waiting where there is none, or nothing that can be understood."""
     try:
-        found = read_json(folder / NAME, LIMIT_BYTES)
-        known = {item.name for item in fields(Attempt)}
-        attempt = Attempt(**{key: value for key, value in found.items() if key in known})
-    except (OSError, ValueError, TypeError):
+        return msgspec.convert(read_json(folder / NAME, LIMIT_BYTES), Attempt)
+    except (OSError, ValueError):
         return Attempt()
-    sound = attempt.state in get_args(Ended) and isinstance(attempt.predicted, dict)
-    return attempt if sound else Attempt()
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> float:

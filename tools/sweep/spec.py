@@ -1,22 +1,26 @@
 """The file that describes a sweep, and the runs it comes to."""
 
-import difflib
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.yaml_io import YamlError, load_mapping
+from meshwright.parallel.structure import Count, report, structure
+from meshwright.parallel.yaml_io import load_mapping
 from meshwright.tools.run_reader import flatten
-from meshwright.train.config_parser import known_keys, rename_keys, warn_once
+from meshwright.train.config_parser import is_config_key, known_keys, near_key, rename_keys, warn_once
 from meshwright.train.errors import ConfigError
+from meshwright.train.files import user_path
 
-KEYS = ("config", "processes", "nodes", "overrides", "grid", "runs", "seeds", "repeat", "folder")
+# of the keys that a spec may leave out; without folder, which is called after spec and config
+DEFAULTS = {"processes": 1, "nodes": 1, "overrides": {}, "grid": {}, "runs": {}, "seeds": [], "repeat": 1}
 LAUNCH = ("processes", "nodes")  # keys of a run that are no keys of a config
 FIXED = ("run.dir", "config")  # what the sweep itself says
 MAX_RUNS = 1000  # of one sweep: more are a slip of the pen
@@ -40,13 +44,13 @@ class Spec:
     """
 
     config: str
-    processes: int
-    nodes: int
+    processes: Count
+    nodes: Count
     overrides: Mapping[str, Any]
-    grid: Mapping[str, Sequence[Any]]
+    grid: Mapping[str, Annotated[tuple[Any, ...], msgspec.Meta(min_length=1)]]
     runs: Mapping[str, Mapping[str, Any]]
-    seeds: Sequence[int]
-    repeat: int
+    seeds: tuple[int, ...]
+    repeat: Count
     folder: Path
 
 
@@ -64,49 +68,44 @@ class SweepRun:
 
 def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> Spec:
     """The file's sweep. `changes`: keys of the spec that the command line gives instead; `overrides`: config
-    keys likewise. Raises ConfigError with all mistakes of the file."""
+    keys likewise. Raises ConfigError with all mistakes of the file's form, else with all in what it says."""
     try:
-        data = load_mapping(path)
-    except YamlError as error:
+        written = load_mapping(path)
+        if problems := [
+            f"unknown key {key}: put it under overrides" for key in written if is_config_key(str(key))
+        ]:
+            raise ValueError(report(str(path), problems))
+        spec = structure(Spec, _complete(path, written, changes), str(path))
+    except ValueError as error:
         raise ConfigError(str(error)) from None
-    problems = list(_wrong_keys(data))
-    data = {**data, **changes}
-    maps = {key: data.get(key) or {} for key in ("overrides", "grid", "runs")}
-    problems += [
-        f"{key} must be a mapping of keys to values"
-        for key, value in maps.items()
-        if not isinstance(value, dict)
-    ]
-    if problems:
-        raise ConfigError(_report(path, problems))
-    maps["overrides"] = {**_flat(path, "overrides", maps["overrides"]), **overrides}
-    maps["grid"] = _flat(path, "grid", maps["grid"])
-    problems += _wrong_values(data, maps)
-    maps["runs"] = {
-        str(name): _flat(path, f"runs: {name}", keys or {})
-        for name, keys in maps["runs"].items()
-        if isinstance(keys, dict | None)
-    }
-    problems += _wrong_config_keys(maps, overrides, bool(data.get("seeds")))
-    if problems:
-        raise ConfigError(_report(path, problems))
+    spec = replace(spec, overrides={**spec.overrides, **overrides})
+    if problems := [*_wrong_values(spec), *_wrong_config_keys(spec, overrides)]:
+        raise ConfigError(report(str(path), problems))
+    return spec
+
+
+def _complete(path: Path, written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's mapping with every key of Spec, and config keys dotted, by their names of today."""
     given = str(changes.get("config", ""))
-    folder = data.get("folder") or Path("sweeps", "-".join(filter(None, (path.stem, Path(given).stem))))
-    return Spec(
-        data["config"],
-        data.get("processes", 1),
-        data.get("nodes", 1),
-        maps["overrides"],
-        maps["grid"],
-        maps["runs"],
-        tuple(data.get("seeds") or ()),
-        data.get("repeat", 1),
-        Path(folder).expanduser(),
-    )
+    folder = Path("sweeps", "-".join(filter(None, (path.stem, Path(given).stem))))
+    said = {key: value for key, value in written.items() if value is not None}
+    data = {**DEFAULTS, "folder": str(folder), **said, **changes}
+    if isinstance(data["folder"], str):
+        data["folder"] = user_path(data["folder"], f"{path}: folder", ConfigError)
+    for key in ("overrides", "grid"):
+        data[key] = _flat(path, key, data[key])
+    if isinstance(data["runs"], dict):
+        data["runs"] = {
+            str(name): _flat(path, f"runs: {name}", {} if keys is None else keys)
+            for name, keys in data["runs"].items()
+        }
+    return data
 
 
-def _flat(path: Path, place: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Config keys of one place of the spec, dotted, by their names of today."""
+def _flat(path: Path, place: str, keys: Any) -> Any:
+    """Config keys of one place of the spec, dotted, by their names of today; what is no mapping stays."""
+    if not isinstance(keys, dict):
+        return keys
     return rename_keys(flatten(keys, whole=known_keys()), f"{path}: {place}", warn_once)
 
 
@@ -153,14 +152,6 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value) if _is_plain(value) else str(value)
 
 
-def near_key(key: str) -> str:
-    """What to say of a key that no config has: the one that was meant, or where they all are."""
-    known = known_keys()
-    same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    near = same_end or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"Did you mean {near[0]}?" if near else "See train.main -h."
-
-
 def _is_plain(value: Any) -> bool:
     """Whether JSON has it; it has no dates, which YAML makes of 2024-01-31."""
     try:
@@ -170,64 +161,20 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _wrong_keys(data: Mapping[str, Any]) -> Iterator[str]:
-    for key in data:
-        if key not in KEYS:
-            near = difflib.get_close_matches(str(key), KEYS, n=1)
-            in_config = any(known == key or known.startswith(f"{key}.") for known in known_keys())
-            hint = (
-                "put it under overrides"
-                if in_config
-                else f"did you mean {near[0]}?"
-                if near
-                else f"known: {', '.join(KEYS)}"
-            )
-            yield f"unknown key {one_line(key, 80)}: {hint}"
-
-
-def _wrong_values(data: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Of the right keys."""
-    if not isinstance(data.get("config"), str):
-        yield "config must be the name or path of a config, such as llama_debug.yaml"
-    for key in (*LAUNCH, "repeat"):
-        if not _is_count(data.get(key, 1)):
-            yield f"{key}={one_line(data[key], 80)} must be a whole number of at least 1"
-    seeds = data.get("seeds") or []
-    if (
-        not isinstance(seeds, list)
-        or not all(type(seed) is int for seed in seeds)
-        or len(set(seeds)) < len(seeds)
-    ):
-        yield f"seeds={one_line(seeds, 80)} must be a list of different whole numbers"
-    for key, values in maps["grid"].items():
-        if not isinstance(values, list) or not values:
-            yield f"grid: {key} must be a list of the values to try, such as [0, 1, 2]"
-        elif len({value_text(value) for value in values}) < len(values):
+def _wrong_values(spec: Spec) -> Iterator[str]:
+    if len(set(spec.seeds)) < len(spec.seeds):
+        yield f"seeds={one_line(list(spec.seeds), 80)} must be a list of different whole numbers"
+    for key, values in spec.grid.items():
+        if len({value_text(value) for value in values}) < len(values):
             yield f"grid: {key} has a value twice: to run something several times, use repeat"
-    for name, keys in maps["runs"].items():
-        if not isinstance(keys, dict | None):
-            yield f"runs: {name} must be a mapping of keys to values, or {{}} for the config as it is"
-    yield from _wrong_folder(data.get("folder") or "")
 
 
-def _wrong_folder(folder: Any) -> Iterator[str]:
-    if not isinstance(folder, str):
-        yield "folder must be a path"
-        return
-    try:
-        Path(folder).expanduser()
-    except RuntimeError:
-        yield f"folder={one_line(folder, 80)}: there is no such user, so no home folder of theirs"
-
-
-def _wrong_config_keys(
-    maps: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], seeds: bool
-) -> Iterator[str]:
+def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
     """Keys that no config has, that the sweep says itself, that two places would say, counts that are none,
-    and values that no config can have. `given`: --override's; `seeds`: whether there are any."""
+    and values that no config can have. `given`: --override's."""
     known = known_keys()
-    runs = {f"runs: {name}": keys for name, keys in maps["runs"].items()}
-    places = {"overrides": maps["overrides"], "grid": maps["grid"], **runs}
+    runs = {f"runs: {name}": keys for name, keys in spec.runs.items()}
+    places = {"overrides": spec.overrides, "grid": spec.grid, **runs}
     for place, keys in places.items():
         for key, value in keys.items():
             varied = place != "overrides"
@@ -249,19 +196,19 @@ def _wrong_config_keys(
                     f"{place}: {key}={one_line(value, 80)} is a date to YAML, which no key takes: put it in "
                     "quotes"
                 )
-            elif key == "run.seed" and seeds:
+            elif key == "run.seed" and spec.seeds:
                 yield (
                     f"{'--override' if key in given else place}: run.seed is what seeds says. Leave one of "
                     "the two out"
                 )
             elif varied and key in given:
                 yield f"--override {key}: {place} varies this key. Leave one of the two out"
-            elif place.startswith("runs") and key in maps["grid"]:
+            elif place.startswith("runs") and key in spec.grid:
                 yield f"{place}: {key} is in the grid too. Leave one of the two out"
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return type(value) is int and value >= 1
 
 
 def _short(key: str, grid: Mapping[str, Any]) -> str:
@@ -289,11 +236,3 @@ def _with_own_names(cells: Sequence[SweepRun]) -> Iterator[SweepRun]:
         name = next(name for name in names if name not in taken)
         taken.add(name)
         yield SweepRun(name, cell.processes, cell.nodes, cell.overrides, cell.own)
-
-
-def _report(path: Path, problems: Sequence[str]) -> str:
-    return (
-        f"{path}: {problems[0]}"
-        if len(problems) == 1
-        else f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems)
-    )

@@ -16,20 +16,21 @@ import functools
 import hashlib
 import json
 import os
-import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.parallel.errors import one_line
+from meshwright.parallel.structure import Count, Natural, structure, wrong_keys
 from meshwright.train.data.tokenizer import TokenizerInfo
 from meshwright.train.errors import DataError
 from meshwright.train.files import open_files_limit, read_json, write_whole
@@ -177,8 +178,9 @@ FORMAT = 1  # raised when the files' layout changes
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**28  # more than a million source files with names of 150 letters
 SPLITS = ("train", "held_out")
-DTYPES = ("uint16", "uint32")
-T = TypeVar("T", TokenizerInfo, "ShardInfo", "SourceFile")
+ShardName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # which stays in the folder
+IdDtype = Annotated[str, msgspec.Meta(pattern=r"^(uint16|uint32)\Z")]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 @dataclass(frozen=True)
@@ -195,13 +197,13 @@ class ShardInfo:
         ends_sha256: of the .ends file
     """
 
-    name: str
-    tokens: int
-    documents: int
-    text_bytes: int
-    max_id: int
-    sha256: str
-    ends_sha256: str
+    name: ShardName
+    tokens: Count
+    documents: Count
+    text_bytes: Count
+    max_id: Natural
+    sha256: Sha256
+    ends_sha256: Sha256
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class SourceFile:
     size."""
 
     name: str
-    size_bytes: int
+    size_bytes: Natural
     fingerprint: str
 
 
@@ -219,7 +221,7 @@ class TokenStoreManifest:
     """What a folder holds."""
 
     tokenizer: TokenizerInfo
-    dtype: str
+    dtype: IdDtype
     sources: tuple[SourceFile, ...]
     splits: dict[str, tuple[ShardInfo, ...]]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -231,53 +233,26 @@ def read_manifest(folder: Path) -> TokenStoreManifest:
     path = folder / MANIFEST
     try:
         plain = read_json(path, MANIFEST_BYTES)
-        if repr(plain["format"]) != repr(FORMAT):
-            raise ValueError(f"format {plain['format']!r}, this version reads {FORMAT}")
-        if plain["dtype"] not in DTYPES:
-            raise ValueError(f"dtype {plain['dtype']!r} is not one of {', '.join(DTYPES)}")
-        splits = {
-            split: tuple(build(ShardInfo, shard) for shard in plain["splits"][split]) for split in SPLITS
-        }
-        if twice := [
-            name for name, n in Counter(s.name for split in SPLITS for s in splits[split]).items() if n > 1
-        ]:
-            raise ValueError(f"the shard {twice[0]} stands twice")
-        return TokenStoreManifest(
-            tokenizer=build(TokenizerInfo, plain["tokenizer"]),
-            dtype=plain["dtype"],
-            sources=tuple(build(SourceFile, source) for source in plain["sources"]),
-            splits=splits,
-            settings={**plain["settings"]},
-        )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        if repr(plain.get("format")) != repr(FORMAT):
+            raise ValueError(f"format {plain.get('format')!r}, this version reads {FORMAT}")
+        manifest = structure(TokenStoreManifest, plain, MANIFEST)
+        if mistakes := _find_contradictions(manifest):
+            raise ValueError("; ".join(mistakes))
+        return manifest
+    except (OSError, ValueError) as error:
         said = one_line(f"{type(error).__name__}: {error}", 400)
         raise DataError(f"{path} cannot be read ({said}): prepare the data again") from None
 
 
-def build(kind: type[T], plain: dict[str, Any]) -> T:
-    """One of the dataclasses above. TypeError or ValueError for a value that cannot be: of another type, a
-    count below 0, a name that leads out of the folder, BOS or EOS that is no id."""
-    built = kind(**plain)
-    for item in fields(kind):  # type: ignore[arg-type]
-        value, wanted = getattr(built, item.name), item.type
-        if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
-            raise TypeError(f"{item.name} is {one_line(repr(value), 80)}")
-        if isinstance(value, int) and not 0 <= value < 2**62:
-            raise ValueError(f"{item.name} is {value}")
-    if isinstance(built, ShardInfo) and not (
-        re.fullmatch(r"[\w-]{1,100}", built.name, re.ASCII)
-        and built.tokens
-        and built.documents
-        and built.text_bytes
-        and all(re.fullmatch(r"[0-9a-f]{64}", hash) for hash in (built.sha256, built.ends_sha256))
-    ):
-        raise ValueError(f"the shard {built.name} is described by impossible values")
-    if isinstance(built, TokenizerInfo) and not max(built.eos, built.bos or 0) < built.vocab_size:
-        raise ValueError(
-            f"the tokenizer's bos {built.bos} and eos {built.eos} are not below its vocab_size "
-            f"{built.vocab_size}"
-        )
-    return built
+def _find_contradictions(manifest: TokenStoreManifest) -> list[str]:
+    """What is wrong between values that are each right."""
+    mistakes = wrong_keys(manifest.splits, SPLITS, "splits")
+    names = Counter(shard.name for shards in manifest.splits.values() for shard in shards)
+    mistakes += [f"the shard {name} stands twice" for name, count in names.items() if count > 1]
+    bos, eos, size = manifest.tokenizer.bos, manifest.tokenizer.eos, manifest.tokenizer.vocab_size
+    if not max(eos, bos or 0) < size:
+        mistakes.append(f"the tokenizer's bos {bos} and eos {eos} are not below its vocab_size {size}")
+    return mistakes
 
 
 def manifest_to_json(manifest: TokenStoreManifest) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.parallel.errors import one_line
+from meshwright.parallel.structure import Natural
 from meshwright.parallel.yaml_io import read_bounded
 from meshwright.train.errors import DataError
 from meshwright.train.files import read_json, user_path
@@ -35,9 +36,9 @@ class TokenizerInfo:
 
     name: str
     sha256: str
-    vocab_size: int
-    bos: int | None
-    eos: int
+    vocab_size: Natural
+    bos: Natural | None
+    eos: Natural
 
     @property
     def start(self) -> int:

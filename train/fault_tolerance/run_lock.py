@@ -10,12 +10,14 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from meshwright.parallel.errors import one_line
+from meshwright.parallel.structure import Count
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import ConfigError, LockError
@@ -32,7 +34,7 @@ class Holder:
     process's, 0 where the system does not say (not on Linux)."""
 
     host: str
-    pid: int
+    pid: Count
     since: str
     started: int
 
@@ -130,12 +132,9 @@ def _say_taken(folder: Path, holder: Holder | None) -> str:
 def _read_holder(folder: Path) -> Holder | None:
     """Who says to hold the lock; None where the file is empty, or not as we write it."""
     try:
-        found = read_json(folder / ".lock", LIMIT_BYTES)
-        holder = Holder(**{field.name: found[field.name] for field in fields(Holder)})
-    except (OSError, ValueError, KeyError):
+        return msgspec.convert(read_json(folder / ".lock", LIMIT_BYTES), Holder)
+    except (OSError, ValueError):
         return None
-    sound = [type(value) for value in asdict(holder).values()] == [str, int, str, int] and holder.pid > 0
-    return holder if sound else None
 
 
 def _write_holder(file: int) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal
 
+import msgspec
+
+from meshwright.parallel.structure import Natural
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
@@ -25,20 +28,20 @@ class FailedStarts:
     """How many starts in a row, all from the same checkpoint, failed without getting further than step
     `step`."""
 
-    count: int = 0
-    step: int = 0
+    count: Natural = 0
+    step: Natural = 0
 
 
 @dataclass(frozen=True)
 class Status:
     """What status.json says. `resumed_from`: the step of the checkpoint it started from; None: from the
-    beginning."""
+    beginning. The defaults are for files of versions that did not write all of it."""
 
     state: State
-    step: int
-    resumed_from: int | None
-    reason: str
-    failed: FailedStarts
+    step: Natural = 0
+    resumed_from: Natural | None = None
+    reason: str = ""
+    failed: FailedStarts = FailedStarts()
 
 
 def write_status(
@@ -92,25 +95,10 @@ def read_status(folder: Path) -> Status | None:
     """What a run before this one left; None where there is none, or none that can be understood."""
     try:
         status = read_json(folder / "status.json", LIMIT_BYTES)
+        failed = {"count": status.get("failed_starts", 0), "step": status.get("failed_at_step", 0)}
+        return msgspec.convert({**status, "failed": failed}, Status)
     except (OSError, ValueError):
         return None
-    if status.get("state") not in get_args(State):
-        return None
-    resumed_from = _number(status, "resumed_from") if status.get("resumed_from") is not None else None
-    failed = FailedStarts(_number(status, "failed_starts"), _number(status, "failed_at_step"))
-    return Status(
-        cast(State, status["state"]),
-        _number(status, "step"),
-        resumed_from,
-        str(status.get("reason", "")),
-        failed,
-    )
-
-
-def _number(status: dict[str, Any], key: str) -> int:
-    """A count that may be missing (an older version's file) or anything at all: then 0."""
-    value = status.get(key)
-    return value if type(value) is int and value >= 0 else 0
 
 
 class RunStatus:

@@ -4,13 +4,12 @@ depends on its config, our code and torch, and takes seconds to find out."""
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 
 from meshwright.models.llama import Llama, LlamaConfig, block_linears
@@ -19,7 +18,7 @@ from meshwright.parallel.plan.float8_rules import count_float8
 from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.trace import apply_as_one_rank, module_workload
-from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
+from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block
@@ -158,32 +157,15 @@ def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) ->
     key = hashlib.sha256(f"{case!r} {torch.__version__} {_digest_of_code()}".encode()).hexdigest()
     path = folder / f"work-{key[:32]}.json"
     try:
-        return work_from(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError):
+        return msgspec.json.decode(path.read_bytes(), type=ModuleWorkload)
+    except (OSError, ValueError):
         work = trace()
     own = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
     with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have
         folder.mkdir(parents=True, exist_ok=True)
-        own.write_text(json.dumps(dataclasses.asdict(work)), encoding="utf-8")
+        own.write_bytes(msgspec.json.encode(work))
         own.replace(path)
     return work
-
-
-def work_from(values: dict[str, Any]) -> ModuleWorkload:
-    """What dataclasses.asdict has made of it, back."""
-    forward, backward = (_phase_from(values[name]) for name in ("forward", "backward"))
-    keeps, output = (Linear(**values[name]) for name in ("saved_bytes", "output"))
-    return ModuleWorkload(
-        values["parameters"], forward, backward, keeps, output, tuple(map(tuple, values["weights"]))
-    )
-
-
-def _phase_from(values: dict[str, Any]) -> Phase:
-    operations = (
-        Operation(one["kind"], one["name"], Linear(**one["flops"]), Linear(**one["bytes"]), one["dtype"])
-        for one in values["operations"]
-    )
-    return Phase(tuple(operations), tuple(Linear(**moment) for moment in values["live_bytes"]))
 
 
 @cache

@@ -66,18 +66,34 @@ def test_names_are_folders_and_each_has_its_own(tmp_path: Path) -> None:
     assert all(Path(name).name == name for name in names)
 
 
-def test_all_mistakes_of_a_spec_are_in_one_report(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_spec_s_form_are_in_one_report(tmp_path: Path) -> None:
+    path = write_spec(
+        tmp_path, grid={"parallel.tp": 2, "optim.lr": []}, runs={"a": 1}, processes=True, seeds=3, config=None
+    )
+    with pytest.raises(ConfigError) as raised:
+        read_spec(path, {}, {})
+    assert str(raised.value).splitlines() == [
+        f"{path}:",
+        "  config is missing",
+        "  processes=True must be an integer",
+        "  grid.parallel.tp=2 must be a list",
+        "  grid.optim.lr=[] must be a list of length >= 1",
+        "  runs.a=1 must be a mapping of keys to values",
+        "  seeds=3 must be a list",
+    ]
+
+
+def test_all_mistakes_of_what_a_spec_says_are_in_one_report(tmp_path: Path) -> None:
     path = write_spec(
         tmp_path,
         overrides={"run.dir": "x", "train.stepz": 1},
-        grid={"parallel.tp": 2, "optim.lr": [1, 1]},
+        grid={"optim.lr": [1, 1]},
         runs={"a": {"parallel.forward_prefetc": 1, "processes": 0}},
         seeds=[1, 1],
     )
     with pytest.raises(ConfigError) as raised:
         read_spec(path, {}, {})
     for words in (
-        "grid: parallel.tp must be a list",
         "grid: optim.lr has a value twice",
         "seeds=[1, 1]",
         "runs: a: processes=0",
@@ -91,9 +107,9 @@ def test_all_mistakes_of_a_spec_are_in_one_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("confg: llama_debug.yaml", "did you mean config?"),
+        ("confg: llama_debug.yaml", "unknown key confg. Did you mean config?"),
         ("config: llama_debug.yaml\nparallel.tp: 2", "put it under overrides"),
-        ("config: llama_debug.yaml\ngrid: [1]", "grid must be a mapping"),
+        ("config: llama_debug.yaml\ngrid: [1]", r"grid=\[1\] must be a mapping"),
         ("config: [1", "line"),
         (
             "config: llama_debug.yaml\ngrid: {data.source: [a, 2024-01-31]}",
@@ -103,8 +119,11 @@ def test_all_mistakes_of_a_spec_are_in_one_report(tmp_path: Path) -> None:
             "config: llama_debug.yaml\noverrides: {data.source: 2024-01-31}",
             r"overrides: data\.source=2024-01-31 is a date",
         ),
-        ("config: llama_debug.yaml\nfolder: ~nosuchuser/x", "folder=~nosuchuser/x: there is no such user"),
-        ("config: llama_debug.yaml\nseeds: [true]", "seeds=.*must be a list of different whole numbers"),
+        (
+            "config: llama_debug.yaml\nfolder: ~nosuchuser/x",
+            "folder='~nosuchuser/x' is no usable path .*: name another",
+        ),
+        ("config: llama_debug.yaml\nseeds: [true]", r"seeds\[0\]=True must be an integer"),
         ("config: llama_debug.yaml\nseeds: [1]\ngrid: {run.seed: [2]}", "grid: run.seed is what seeds says"),
         (
             "config: llama_debug.yaml\nseeds: [1]\nruns: {a: {run.seed: 2}}",

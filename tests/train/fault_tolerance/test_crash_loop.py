@@ -129,6 +129,10 @@ def test_a_huge_reason_does_not_make_the_file_unreadable(tmp_path: Path) -> None
         b"{}",
         b'{"state": "asleep"}',
         b'{"state": ["failed"]}',
+        b'{"state": "failed", "step": "9"}',
+        b'{"state": "failed", "step": true}',
+        b'{"state": "failed", "resumed_from": -1}',
+        b'{"state": "failed", "failed_starts": -1}',
         b"[" * 100_000,
         b'{"state": "failed", "reason": "' + b"x" * 2_000_000 + b'"}',
     ],
@@ -138,12 +142,9 @@ def test_a_broken_status_is_none(content: bytes, tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
 
 
-def test_of_odd_values_nothing_is_believed(tmp_path: Path) -> None:
-    """Such as those of a version that did not count yet."""
-    (tmp_path / "status.json").write_text(
-        '{"state": "failed", "step": "9", "resumed_from": null, "failed_starts": -1}'
-    )
-    assert read_status(tmp_path) == Status("failed", 0, None, "", NONE)
+def test_a_status_of_a_version_that_did_not_count_yet_is_read(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "failed", "step": 9, "how_to_go_on": "so"}')
+    assert read_status(tmp_path) == Status("failed", 9, None, "", NONE)
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_not_raised(tmp_path: Path) -> None:

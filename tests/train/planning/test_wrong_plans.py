@@ -265,10 +265,10 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
     # mesh and batch
     (at("mesh", "dp_shard", value=8), [], 8, ["mesh is for 16 processes, this run has 8"]),
     (at("mesh", "dp_shard", value=0), [], 8, ["mesh: dp_shard=0 must be at least 1"]),
-    (at("mesh", "dp_shard", value="four"), [], 8, ["mesh: dp_shard='four'", "an integer"]),
-    (at("mesh", "cp", value=2), [], 8, ["mesh has unknown cp", "dp_replicate, dp_shard, tp"]),
-    (at("micro_batch_size", value=0), [], 8, ["micro_batch_size=0", "positive"]),
-    (lambda data: data.pop("accumulation"), [], 8, ["the plan lacks accumulation"]),
+    (at("mesh", "dp_shard", value="four"), [], 8, ["mesh.dp_shard='four' must be an integer"]),
+    (at("mesh", "cp", value=2), [], 8, ["unknown key mesh.cp. Known: dp_replicate, dp_shard, tp"]),
+    (at("micro_batch_size", value=0), [], 8, ["micro_batch_size=0 must be an integer >= 1"]),
+    (lambda data: data.pop("accumulation"), [], 8, ["accumulation is missing"]),
     # units
     (
         cut("layers.2", unit="layers.22"),
@@ -290,7 +290,7 @@ PLAN_FILES: list[tuple[Edit, list[str], int, list[str]]] = [
         at(*BLOCKS, "shard", value=True),
         [],
         8,
-        ["unit layers.[0-5] has unknown shard", "reshard_after_forward"],
+        ["unit layers.[0-5]: unknown key shard.", "reshard_after_forward"],
     ),
     (
         at("modules", value=["tok_embeddings"]),
@@ -504,7 +504,7 @@ def test_a_wrong_plan_file_is_one_clear_line(tmp_path: Path) -> None:
 
 
 NO_PLANS: list[tuple[str, list[str]]] = [
-    ("", ["the plan lacks"]),
+    ("", ["mesh, micro_batch_size", "units are missing"]),
     ("- just\n- a list\n", ["top level must be a mapping"]),
     ("mesh: [1,\n", ["line 2"]),
     ("mesh: {}\nmesh: {}\n", ["'mesh' stands twice", "delete one"]),

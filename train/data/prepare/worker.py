@@ -23,14 +23,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.parallel.structure import Natural
 from meshwright.train.data.prepare.partition import Part, Piece, unit_hash
 from meshwright.train.data.prepare.readers import Document, read_part
 from meshwright.train.data.prepare.shard_writer import ShardWriter
 from meshwright.train.data.sources import TEXT
-from meshwright.train.data.token_store import SPLITS, ShardInfo, build
+from meshwright.train.data.token_store import SPLITS, ShardInfo
 from meshwright.train.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.train.errors import DataError
 from meshwright.train.files import read_json, write_whole
@@ -121,7 +123,7 @@ class TokenizedPiece:
 
     key: str
     shards: dict[str, ShardInfo | None]
-    empty: int
+    empty: Natural
     lowest: tuple[float, str]
     highest: tuple[float, str]
 
@@ -139,17 +141,11 @@ def result_path(job: TokenizeJob, piece: Piece) -> Path:
 
 
 def read_result(path: Path) -> TokenizedPiece:
-    """The opposite of json.dumps(asdict(result)). Raises OSError, ValueError, TypeError and KeyError."""
-    plain = read_json(path, RESULT_BYTES)
-    shards = {
-        split: shard and build(ShardInfo, shard) for split in SPLITS for shard in [plain["shards"][split]]
-    }
-    (low, first), (high, last) = plain["lowest"], plain["highest"]
-    if not (isinstance(plain["key"], str) and type(plain["empty"]) is int and plain["empty"] >= 0):
-        raise TypeError("a result has the wrong types")
-    return TokenizedPiece(
-        plain["key"], shards, plain["empty"], (float(low), str(first)), (float(high), str(last))
-    )
+    """The opposite of json.dumps(asdict(result)). Raises OSError and ValueError."""
+    result = msgspec.convert(read_json(path, RESULT_BYTES), TokenizedPiece)
+    if result.shards.keys() != set(SPLITS):
+        raise ValueError(f"{path} has not the splits {', '.join(SPLITS)}")
+    return result
 
 
 def piece_key(job: TokenizeJob, piece: Piece) -> str:
