@@ -86,7 +86,7 @@ def _make(wanted: Any, value: Any, place: str, mistakes: list[str]) -> Any:
         }
     try:
         return msgspec.convert(value, wanted)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # msgspec's own, and of text with half of a surrogate pair
         shown = one_line(repr(value), 80)
         mistakes.append(f"{f'{place}={shown}' if place else shown}{_rule(str(error), wanted)}")
         return None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ def check_bounds(section: str, config: Any) -> None:
         value = getattr(config, item.name)
         if is_dataclass(value):
             check_bounds(f"{section}.{item.name}", value)
-        elif low is not None and not (low <= value <= high and math.isfinite(value)):
+        elif low is not None and not (low <= value <= min(high, sys.float_info.max)):
             rule = f"be a number of at least {low}" if high == math.inf else f"lie between {low} and {high}"
             raise ValueError(f"{section}.{item.name}={value} must {rule}")
 

@@ -80,10 +80,11 @@ def _type_in_words(name: str) -> str:
 
 def explain(message: str, keys: Mapping[Path, Sequence[str]], overrides: Sequence[str]) -> str:
     """jsonargparse's report of a value of the wrong type, as one sentence that names the file it comes from,
-    if it is one of those with these `keys`."""
+    if it is one of those with these `keys`; of another mistake all of them, unless an override may be to
+    blame."""
     match = re.search(r'Parser key "([^"]+)":\s*(.*)', message, re.DOTALL)
     if not match:
-        return message
+        return message if overrides else ": ".join([*map(str, keys), message])
     key, rest = match.groups()
     overridden = any(override.startswith(f"--{key}") for override in overrides)
     files = [path for path, inside in keys.items() if any(k.startswith(key) for k in inside)]

@@ -225,6 +225,7 @@ OUT_OF_RANGE = [
     ("--optim.warmup_steps=-1", ["optim.warmup_steps=-1"]),
     ("--optim.decay_ratio=2", ["optim.decay_ratio=2", "between 0 and 1"]),
     ("--optim.lr=.inf", ["optim.lr=inf", "a number of at least 0"]),
+    (f"--train.steps={10**400}", ["train.steps=1000", "a number of at least 1"]),
     ("--train.epochs=.inf", ["train.epochs=inf", "a number of at least 0"]),
     ("--run.device=tpu", ["run.device=tpu", "auto, cpu or cuda"]),
     ("--run.grace_s=-1", ["run.grace_s=-1"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.parallel.errors import PlanError, one_line
+from meshwright.parallel.errors import PlanError, each_line, one_line
 from meshwright.tools.import_accelerate.rules import Item
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -38,7 +38,7 @@ def make_imported(source: str, items: Sequence[Item], config_name: str) -> Impor
     """Put the verdicts together and plan the result. Raises ConfigError with all refusals in one report."""
     if refusals := [item for item in items if item.verdict.kind == "refused"]:
         lines = [f"{source}: {_entry(item)}: {item.verdict.why}" for item in refusals]
-        raise ConfigError("\n".join(lines))
+        raise ConfigError(each_line("\n".join(lines)))
     settings = {key: value for item in items for key, value in item.verdict.settings.items()}
     options = {name: value for item in items for name, value in item.verdict.launch.items()}
     notes = [note for item in items for note in item.verdict.notes]

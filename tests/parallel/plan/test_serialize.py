@@ -243,7 +243,8 @@ MALFORMED = [
     (edit("compile", "cache_dir", value=1), ["compile.cache_dir=1 must be a word or null"]),
     (edit(1, value=2), ["unknown key 1. Known: mesh, "]),
     (edit("modules", value=["a.[0-9999]"] * 1000), ["modules", "more than 10000"]),
-    (edit("units", 1, "activation_budget", value=10**400), ["64 bits"]),
+    (edit("units", 1, "activation_budget", value=10**400), ["activation_budget=1000", "out of range"]),
+    (edit("accumulation", value=2**63), [f"accumulation={2**63} must be an integer <= {2**63 - 1}"]),
     (edit("units", 1, "activation_budget", value=True), ["activation_budget=True must be a number"]),
     (edit("units", 1, value=list(range(50_000))), ["units", "'unit'", " ... "]),
 ]

@@ -50,7 +50,7 @@ MENDED = (
     Fault(
         "infinite-bound",
         "infinity passes as a number of the config",
-        "(low <= value <= high and math.isfinite(value))",
+        "(low <= value <= min(high, sys.float_info.max))",
         "(low <= value <= high)",
         tests=("tests/train/test_config_parser.py", "tests/train/optim/test_optimizer.py"),
     ),

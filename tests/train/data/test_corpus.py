@@ -356,6 +356,10 @@ def test_much_raw_text_is_to_be_prepared_first(tmp_path: Path) -> None:
         ("splits.train.0.sha256", 5),
         ("splits.train.0.documents", 0),
         ("splits.train", {"a": 1}),
+        ("splits", {"train": []}),
+        ("splits.train.0.name", "held_out-00000"),
+        ("splits.train.0.token", 1),
+        ("tokenizer.eos", 10**6),
         ("format", "1"),
         ("sources", [1]),
         ("settings", 5),
@@ -369,7 +373,7 @@ def test_a_manifest_with_an_odd_value_is_refused(where: str, value: object, prep
         place = place[int(key)] if key.isdecimal() else place[key]
     place[last] = value
     manifest.write_text(json.dumps(plain))
-    with pytest.raises(DataError, match=str(manifest)):
+    with pytest.raises(DataError, match=f"{manifest} cannot be read"):
         load_corpus(with_cache(prepared))
 
 
