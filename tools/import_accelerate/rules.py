@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.yaml_io import MAX_INTEGER
 
 # as accelerate's str_to_bool
 TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
@@ -103,7 +102,7 @@ def as_int(value: Any, least: int = 1) -> int:
     """A whole number of at least `least`; digits in quotes are one too."""
     if isinstance(value, str) and value.lstrip("-").isdecimal():
         value = int(value)
-    if type(value) is not int or not least <= value <= MAX_INTEGER:
+    if type(value) is not int or value < least:
         raise ValueError(f"it must be a whole number of at least {least}")
     return value
 
