@@ -2,6 +2,7 @@
 user names, and how many files may be open. No torch."""
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -9,10 +10,13 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.yaml_io import read_bounded
 from meshwright.train.errors import DataError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 _SHOWN = 80  # letters of a name that a message repeats
 
@@ -84,6 +88,22 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+# what flock(2) answers on a network file system without locks; Lustre without its flock option ENOSYS
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+def make_lock(path: Path) -> "FileLock":
+    """A lock between processes (flock(2)), not taken yet, which the kernel lets go of when its process dies.
+
+    Forked processes do not keep it. Where there are no locks, taking it raises OSError with one of NO_LOCKS:
+    filelock's own way then, a file whose being there is the lock, would outlive a killed process on network
+    file systems.
+    """
+    from filelock import FileLock
+
+    return FileLock(path, thread_local=False, poll_interval=0.2, fallback_to_soft=False)
 
 
 # a socket to every peer of thousands, and all shards; programs that walk through all numbers stay quick

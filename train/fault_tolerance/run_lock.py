@@ -2,16 +2,15 @@
 however it dies."""
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch.distributed as dist
@@ -21,11 +20,13 @@ from meshwright.parallel.structure import Count
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo, broadcast_from_rank0
 from meshwright.train.errors import ConfigError, LockError
-from meshwright.train.files import read_json
+from meshwright.train.files import NO_LOCKS, make_lock, read_json, write_whole
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 LIMIT_BYTES = 4096
-# no link, whose target would be overwritten
-OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+NOTE = ".lock.json"  # beside .lock, which filelock empties when it takes it (3.31 to 4.1)
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,23 @@ class Holder:
 
 
 class Lock:
-    """A folder's lock, as lock_folder took it.
+    """A folder's lock, as lock_folder took it. warning: a sentence if the run before this one did not let go
+    of it, or if there is no lock because the folder takes none; else ""."""
 
-    stale: a sentence if the run before this one did not let go of it, else "". unprotected: a sentence if
-    there is no lock because the folder takes none, else "".
-    """
-
-    def __init__(self, file: int | None, stale: str = "", unprotected: str = "") -> None:
-        self._file, self.stale, self.unprotected = file, stale, unprotected
+    def __init__(self, folder: Path, lock: "FileLock | None", warning: str = "") -> None:
+        self._folder, self._lock, self.warning = folder, lock, warning
 
     def release(self) -> None:
-        """Empty the file, which is the mark of a clean end, and let go.
+        """Remove the note, which is the mark of a clean end, and let go.
 
-        The file stays: were it removed, a process that has it open already would lock a file that nobody else
-        sees.
+        .lock stays: were it removed, a process of an older version that has it open already would lock a file
+        that nobody else sees.
         """
-        if self._file is not None:
+        if self._lock is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, 0)
-            os.close(self._file)
-            self._file = None
+                (self._folder / NOTE).unlink(missing_ok=True)
+            self._lock.release()
+            self._lock = None
 
 
 def lock_folder(folder: Path, wait_s: float = 0.0) -> Lock:
@@ -74,53 +72,40 @@ def lock_folder(folder: Path, wait_s: float = 0.0) -> Lock:
     network file system keeps its locks to itself (NFS with local_lock or nolock), runs on two machines are
     not told apart.
     """
-    file, problem = _open(folder / ".lock")
-    if file is None:
-        return Lock(None, unprotected=f"{problem}: nothing keeps a second run out of this folder")
-    try:
-        before = _take(file, folder, time.monotonic() + wait_s)
-    except LockError:
-        os.close(file)
-        raise
-    _write_holder(file)
-    words = f"the run before this one here ({before}) ended without a word: killed, or its machine went down"
-    return Lock(file, stale=words if before else "")
+    from filelock import Timeout
 
-
-def _open(path: Path) -> tuple[int | None, str]:
-    """The open file, or None and why there is none."""
+    path = folder / ".lock"
+    without = "nothing keeps a second run out of this folder"
+    lock = make_lock(path)
     try:
-        file = os.open(path, OPEN, 0o644)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            return Lock(folder, None, f"{path} is not a file: {without}")
+        lock.acquire(timeout=wait_s)
+        before = _read_holder(folder)
+    except Timeout:
+        raise LockError(_say_taken(folder, _read_holder(folder))) from None
     except OSError as error:
-        return None, f"{path} cannot be opened ({error.strerror})"
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file, ""
-    os.close(file)
-    return None, f"{path} is not a file"
+        if error.errno not in NO_LOCKS:
+            return Lock(folder, None, f"{path} cannot be opened ({error.strerror}): {without}")
+        before = _wait_for_death(folder, time.monotonic() + wait_s)
+    _write_holder(folder)
+    words = f"the run before this one here ({before}) ended without a word: killed, or its machine went down"
+    return Lock(folder, lock, words if before else "")
 
 
-def _take(file: int, folder: Path, deadline_s: float) -> Holder | None:
-    """Lock the open file; the holder before, if it did not let go. Raises LockError."""
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return _read_holder(folder)
-        except BlockingIOError:
-            taken = _say_taken(folder, _read_holder(folder))
-        # this file system has no locks: ENOLCK, ENOTSUP, EOPNOTSUPP; Lustre without its flock option ENOSYS
-        except OSError:
-            holder = _read_holder(folder)
-            if holder is None or _is_dead(holder):
-                return holder
+def _wait_for_death(folder: Path, deadline_s: float) -> Holder | None:
+    """Where the file system has no locks: the holder before, if it is known to be dead. Raises LockError."""
+    while (holder := _read_holder(folder)) and not _is_dead(holder):
+        if time.monotonic() >= deadline_s:
             taken = _say_taken(folder, holder)
             if holder.host != socket.gethostname():
                 taken += (
                     ". This file system has no locks, so from here it cannot be told whether that run still "
-                    f"lives: if it does not, remove {folder}/.lock"
+                    f"lives: if it does not, remove {folder / NOTE}"
                 )
-        if time.monotonic() >= deadline_s:
             raise LockError(taken)
         time.sleep(0.2)
+    return holder
 
 
 def _say_taken(folder: Path, holder: Holder | None) -> str:
@@ -130,21 +115,20 @@ def _say_taken(folder: Path, holder: Holder | None) -> str:
 
 
 def _read_holder(folder: Path) -> Holder | None:
-    """Who says to hold the lock; None where the file is empty, or not as we write it."""
+    """Who says to hold the lock; None where there is no note, or not as we write it."""
     try:
-        return msgspec.convert(read_json(folder / ".lock", LIMIT_BYTES), Holder)
+        return msgspec.convert(read_json(folder / NOTE, LIMIT_BYTES), Holder)
     except (OSError, ValueError):
         return None
 
 
-def _write_holder(file: int) -> None:
+def _write_holder(folder: Path) -> None:
     """Say who holds the lock. On a full disk it holds all the same, only namelessly."""
-    holder = Holder(
-        socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"), _started(os.getpid())
-    )
+    pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z")
+    holder = Holder(socket.gethostname(), pid, since, _started(pid))
     with contextlib.suppress(OSError):
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
+        (folder / NOTE).unlink(missing_ok=True)
+        write_whole(folder / NOTE, json.dumps(asdict(holder)).encode())
 
 
 def _is_dead(holder: Holder) -> bool:
@@ -203,12 +187,12 @@ def take_folder(folder: Path, ranks: RankInfo, console: Console) -> Iterator[Non
     it."""
     held: list[Lock] = []
 
-    def take() -> list[str]:
+    def take() -> str:
         held.append(lock_folder(folder, ENDING_S if ranks.restarts else 0.0))
-        return [words for words in (held[0].stale, held[0].unprotected) if words]
+        return held[0].warning
 
-    for words in broadcast_from_rank0(ranks, take):
-        console.print(f"warning: {words}")
+    if warning := broadcast_from_rank0(ranks, take):
+        console.print(f"warning: {warning}")
     try:
         yield
     finally:

@@ -210,7 +210,7 @@ BROKEN = (
     Fault(
         "lock-not-taken",
         "the lock of a run's folder is written and not taken",
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "lock.acquire(timeout=wait_s)",
         "pass",
         tests=("tests/train/fault_tolerance/test_run_lock.py",),
     ),

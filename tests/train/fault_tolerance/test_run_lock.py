@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.errors import ConfigError, LockError
-from meshwright.train.fault_tolerance.run_lock import lock_folder, make_run_folder
+from meshwright.train.fault_tolerance.run_lock import NOTE, lock_folder, make_run_folder
 from tests.support.launch import ROOT
 from tests.support.worlds import run_ranks
 
@@ -26,11 +27,26 @@ from meshwright.train.fault_tolerance.run_lock import lock_folder
 sys.stdin.readline()
 try:
     lock = lock_folder(Path(sys.argv[1]))
-    print("have", lock.stale, flush=True)
+    print("have", lock.warning, flush=True)
 except LockError as error:
     print("LockError", error, flush=True)
+AND_THEN
 sys.stdin.readline()
 lock.release()
+"""
+
+# Once it has the lock: a child that lives on until SIGTERM, and then ends as any Python program does.
+FORKS = """
+import signal, threading, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+if child := os.fork():
+    def wait():
+        print("child ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    threading.Thread(target=wait, daemon=True).start()
+else:
+    print(os.getpid(), flush=True)  # from here on it hears signals
+    while True:
+        time.sleep(0.1)
 """
 
 # A filter of the kernel's (seccomp(2)) that answers flock with ENOLCK, as file systems without locks do.
@@ -54,9 +70,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a process that takes the lock of tmp_path when it reads a line, and lets go at the next."""
     everyone = []
 
-    def start_holder(before: str = "") -> subprocess.Popen:
+    def start_holder(before: str = "", and_then: str = "") -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-c", before + HOLDER, str(tmp_path)],
+            [sys.executable, "-c", before + HOLDER.replace("AND_THEN", and_then), str(tmp_path)],
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
@@ -90,7 +106,7 @@ def release(process: subprocess.Popen) -> None:
 
 
 def write_lock(folder: Path, **holder) -> None:
-    (folder / ".lock").write_text(json.dumps(holder))
+    (folder / NOTE).write_text(json.dumps(holder))
 
 
 def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: Start, tmp_path: Path) -> None:
@@ -107,10 +123,10 @@ def test_a_folder_in_use_is_refused_by_name_and_free_after_a_clean_end(start: St
         assert words in str(taken.value)
     release(holder)
     lock = lock_folder(tmp_path)
-    assert (lock.stale, lock.unprotected) == ("", "")
+    assert lock.warning == ""
     lock.release()
     lock.release()  # a second time does nothing
-    assert (tmp_path / ".lock").read_text() == ""
+    assert not (tmp_path / NOTE).exists()
 
 
 def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, tmp_path: Path) -> None:
@@ -119,11 +135,11 @@ def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, tmp_pa
     holder.kill()
     holder.wait()
     lock = lock_folder(tmp_path)
-    assert f"(process {holder.pid} on host {socket.gethostname()}, since 20" in lock.stale
-    assert "ended without a word" in lock.stale
+    assert f"(process {holder.pid} on host {socket.gethostname()}, since 20" in lock.warning
+    assert "ended without a word" in lock.warning
     lock.release()
     again = lock_folder(tmp_path)
-    assert again.stale == ""
+    assert again.warning == ""
     again.release()
 
 
@@ -157,16 +173,17 @@ def test_waiting_for_a_run_that_ends(start: Start, tmp_path: Path) -> None:
     ],
 )
 def test_a_file_with_anything_in_it_is_no_obstacle(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_bytes(content)
+    for name in (".lock", NOTE):
+        (tmp_path / name).write_bytes(content)
     lock = lock_folder(tmp_path)
-    assert lock.stale == ""
-    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert lock.warning == ""
+    assert json.loads((tmp_path / NOTE).read_text())["pid"] == os.getpid()
     lock.release()
 
 
 def test_a_folder_that_takes_no_file_is_said_to_be_unprotected(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
-    assert "cannot be opened" in lock_folder(tmp_path).unprotected
+    assert "cannot be opened" in lock_folder(tmp_path).warning
     lock_folder(tmp_path).release()
 
 
@@ -174,11 +191,59 @@ def test_a_link_or_a_pipe_in_the_file_s_place_is_left_alone(tmp_path: Path) -> N
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / ".lock").symlink_to(victim)
-    assert "cannot be opened" in lock_folder(tmp_path).unprotected
+    assert "cannot be opened" in lock_folder(tmp_path).warning
     assert victim.read_text() == "precious"
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
-    assert "is not a file" in lock_folder(tmp_path).unprotected
+    assert "is not a file" in lock_folder(tmp_path).warning
+
+
+def test_a_note_that_is_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / NOTE).symlink_to(victim)
+    lock_folder(tmp_path).release()
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_said_to_be_unprotected(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "cannot be opened (Permission denied)" in lock_folder(tmp_path).warning
+    tmp_path.chmod(0o700)
+
+
+class TestForks:
+    """A forked process has what its parent had open, and it may outlive it."""
+
+    def test_one_that_outlives_its_killed_parent_does_not_keep_the_lock(
+        self, start: Start, tmp_path: Path
+    ) -> None:
+        holder = start(and_then=FORKS)
+        assert take(holder) == "have"
+        child = int(holder.stdout.readline())
+        try:
+            with pytest.raises(LockError):
+                lock_folder(tmp_path)
+            holder.kill()
+            holder.wait()
+            lock = lock_folder(tmp_path)
+            assert f"process {holder.pid} on host" in lock.warning
+            os.kill(child, 0)  # it lives
+            lock.release()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+    def test_one_that_ends_does_not_let_go_for_its_parent(self, start: Start, tmp_path: Path) -> None:
+        holder = start(and_then=FORKS)
+        take(holder)
+        child = int(holder.stdout.readline())
+        os.kill(child, signal.SIGTERM)
+        assert holder.stdout.readline().strip() == "child ended 3"
+        with pytest.raises(LockError):
+            lock_folder(tmp_path)
+        release(holder)
+        assert lock_folder(tmp_path).warning == ""
 
 
 @pytest.mark.skipif(
@@ -211,7 +276,7 @@ class TestWithoutLocks:
         write_lock(tmp_path, host="elsewhere\n\x1b[2J", pid=7, since="2026-01-01", started=1)
         said = take(start(NO_FLOCK))
         assert "in use by process 7 on host elsewhere" in said
-        assert f"remove {tmp_path}/.lock" in said
+        assert f"remove {tmp_path}/{NOTE}" in said
         assert "\x1b" not in said
 
 
