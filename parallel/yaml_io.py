@@ -10,18 +10,6 @@ from meshwright.parallel.errors import one_line
 MAX_BYTES = 2**19  # of a file; a plan of 126 blocks with every unit written out has a third
 
 
-def read_bounded(path: Path, limit_bytes: int) -> bytes:
-    """A file's content. OSError if it cannot be read; ValueError for what is no regular file, which may never
-    end, and for one of more than `limit_bytes`."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
-    with open(path, "rb") as file:
-        content = file.read(limit_bytes + 1)
-    if len(content) > limit_bytes:
-        raise ValueError(f"larger than the {limit_bytes:,} bytes that are read")
-    return content
-
-
 class YamlError(ValueError):
     """The file is missing, is not YAML, or is YAML of a kind that hides mistakes."""
 
@@ -80,4 +68,8 @@ def load_mapping(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file that people write. OSError; ValueError for one that is too large, not regular, or
     not UTF-8."""
-    return read_bounded(path, MAX_BYTES).decode("utf-8")
+    if path.exists() and not path.is_file():  # which may never end
+        raise ValueError("it is no regular file")
+    if path.stat().st_size > MAX_BYTES:  # such as weights, named by mistake
+        raise ValueError(f"larger than the {MAX_BYTES:,} bytes that are read")
+    return path.read_text(encoding="utf-8")

@@ -266,7 +266,8 @@ def test_no_tracked_file_names_a_place_of_one_machine() -> None:
         ),
         # whoever trains by a plan of his own needs no planner but on rank 0
         ("train.main", tuple(f"{PACKAGE}.parallel.planner.{m}" for m in ("search", "workload", "timeline"))),
-        ("train.data.prepare.worker", ("torch",)),  # as many of them as cores are started
+        # as many of them as cores are started
+        ("train.data.prepare.worker_pool", ("torch", "yaml", "filelock", "pyarrow", "rich", "asyncio")),
     ],
 )
 def test_what_few_need_is_imported_late(module: str, absent: tuple[str, ...]) -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.parallel.yaml_io import read_bounded
 from meshwright.train.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,6 +47,18 @@ def flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """A file's content. OSError if it cannot be read; ValueError for what is no regular file, which may never
+    end, and for one of more than `limit_bytes`."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    with open(path, "rb") as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise ValueError(f"larger than the {limit_bytes:,} bytes that are read")
+    return content
 
 
 def read_json(path: Path, limit_bytes: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from meshwright.tools.processes import children
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.token_store import SPLITS, TokenStoreManifest, open_split
 
@@ -135,3 +136,8 @@ def processes_of(session: int) -> list[int]:
         if int(its_session) == session and state != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+def spawned_workers(parent: int) -> list[int]:
+    """The processes that Python's multiprocessing has started for a process, without its resource tracker."""
+    return [pid for pid in children(parent) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

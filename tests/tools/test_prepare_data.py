@@ -6,7 +6,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,8 @@ from meshwright.train.data.token_store import read_manifest
 from meshwright.train.errors import DataError
 from tests.support.forks import fork, run_module
 from tests.support.launch import LIMIT_S, Launch, kill, started
-from tests.support.nested import NESTED, fork_what_it_starts, run_nested
-from tests.support.texts import files_of, odd_texts, texts_of, train_bpe, write_jsonl
+from tests.support.nested import NESTED, run_nested
+from tests.support.texts import files_of, odd_texts, spawned_workers, texts_of, train_bpe, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +142,8 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
     preparing = Launch([process], tmp_path / "said")
     try:
         assert preparing.wait_until(lambda: list(results.glob("*.json"))), preparing.output()
-        workers = children(process.pid)
-        assert all(os.getpgid(worker) != process.pid for worker in workers), (
+        workers = spawned_workers(process.pid)
+        assert all(signal.SIGINT in blocked_signals(worker) for worker in workers), (
             "Ctrl-C reaches the one only that then ends them"
         )
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its group
@@ -165,22 +164,24 @@ def test_ctrl_c_ends_all_processes_at_once_and_the_next_start_goes_on(tmp_path: 
     assert files_of(out) == files_of(tmp_path / "afresh")
 
 
+def blocked_signals(pid: int) -> set[int]:
+    mask = int(re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 def prepare_with_a_worker_held(call: Sequence[str]) -> None:
     """The command, in a group of its own. The second of its two workers is stopped from the start, so it is
     not soon done."""
-    begin, processes = worker_pool._start, list[subprocess.Popen[str]]()
+    begin, started = worker_pool._Worker.start, []
 
-    def start() -> subprocess.Popen[str]:
-        processes.append(begin())
-        if len(processes) == 2:
-            while os.getpgid(processes[1].pid) == os.getpgid(0):  # a fork is there before it has its group
-                time.sleep(0.001)
-            processes[1].send_signal(signal.SIGSTOP)
-        return processes[-1]
+    def start(worker: worker_pool._Worker) -> None:
+        begin(worker)
+        started.append(worker.pid)
+        if len(started) == 2:
+            os.kill(worker.pid, signal.SIGSTOP)
 
     os.setpgid(0, 0)
-    worker_pool._start = start
-    fork_what_it_starts()
+    worker_pool._Worker.start = start
     run_module("tools.prepare_data", call)
 
 

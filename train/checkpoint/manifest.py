@@ -14,9 +14,8 @@ import torch
 
 from meshwright import __version__
 from meshwright.parallel.structure import Natural
-from meshwright.parallel.yaml_io import read_bounded
 from meshwright.train.errors import CheckpointError, UnreadableError
-from meshwright.train.files import parse_mapping
+from meshwright.train.files import parse_mapping, read_bounded
 
 MANIFEST, FORMAT = "manifest.json", "meshwright checkpoint 2"
 _TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]")

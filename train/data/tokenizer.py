@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.structure import Natural
-from meshwright.parallel.yaml_io import read_bounded
 from meshwright.train.errors import DataError
-from meshwright.train.files import read_json, user_path
+from meshwright.train.files import read_bounded, read_json, user_path
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")  # of Llama 3, Llama 2, Gemma
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")  # the same, and GPT-2

@@ -27,6 +27,7 @@ class RankInfo:
     under_torchrun: bool
     restarts: int = 0  # how often torchrun or Slurm has started the run again by itself
     torchrun_restarts: int = 0  # and of these torchrun alone
+    store_keeper: str = "rank 0"  # whose process keeps the store that the ranks meet at
 
     @property
     def is_main(self) -> bool:
@@ -45,6 +46,7 @@ def read_rank_info() -> RankInfo:
     torchrun, slurm = (
         int(env.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     )
+    by_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankInfo(
         rank=int(env.get("RANK", 0)),
         world_size=int(env.get("WORLD_SIZE", 1)),
@@ -53,6 +55,7 @@ def read_rank_info() -> RankInfo:
         under_torchrun="TORCHELASTIC_RUN_ID" in env,
         restarts=torchrun + slurm,
         torchrun_restarts=torchrun,
+        store_keeper="torchrun on the first node" if by_torchrun else "rank 0",
     )
 
 

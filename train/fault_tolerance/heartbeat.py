@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport, TimedOut
 
 ANSWERS_S = 2.5  # ranks ask themselves every second whether they are asked; who runs has answered by then
@@ -24,16 +24,16 @@ class Heartbeats:
 
     Args:
         store: a connection that nobody else uses
-        rank, world_size: of this process
+        ranks: this process among the others
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, ranks: RankInfo) -> None:
         self._store = PrefixStore("watchdog", store)
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size = ranks.rank, ranks.world_size
         # All ranks leave init_process_group at nearly the same time: a clock for them all, which needs no
         # host's clock
         self._joined_s = time.monotonic()
-        self.address, self.keeper = _find_address(store), _find_keeper()
+        self.address, self.keeper = _find_address(store), ranks.store_keeper
 
     def beat(self, report: RankReport) -> bool:
         """Leave a heartbeat; True if another rank asks for everybody's stacks."""
@@ -96,9 +96,3 @@ def _find_address(store: Store) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-
-
-def _find_keeper() -> str:
-    """Whose process keeps the store; torchrun sets the variable for its own."""
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return "torchrun on the first node" if by_torchrun else "rank 0"

@@ -44,8 +44,7 @@ class Supervision:
         self._status = status = RunStatus(ranks, console, named)
         self._watchdog = Watchdog(
             config.timeouts,
-            ranks.rank,
-            ranks.world_size,
+            ranks,
             lambda why: status.write("failed", why, for_all=True),
         )
         self._shutdown = GracefulShutdown(config, lambda why: status.write("stopped", why))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from meshwright.train.background import BackgroundThread
 from meshwright.train.config import TimeoutConfig
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport, TimedOut, diagnose, diagnose_alone
 from meshwright.train.fault_tolerance.heartbeat import Heartbeats
 from meshwright.train.fault_tolerance.stack_traces import (
@@ -70,7 +71,7 @@ class Watchdog:
 
     Args:
         timeouts: seconds per section
-        rank, world_size: of this process, as the launcher says (there may be no process group yet)
+        ranks: this process among the others, as the launcher says (there may be no process group yet)
         on_stuck: hears the message, in a thread, on each rank that prints one, just before its process ends:
             on one rank, or on every rank where they cannot agree on one because their store is gone
 
@@ -78,11 +79,10 @@ class Watchdog:
     heartbeat, and the others say so.
     """
 
-    def __init__(
-        self, timeouts: TimeoutConfig, rank: int, world_size: int, on_stuck: Callable[[str], None]
-    ) -> None:
+    def __init__(self, timeouts: TimeoutConfig, ranks: RankInfo, on_stuck: Callable[[str], None]) -> None:
         self._timeouts_s = {section: float(getattr(timeouts, key)) for section, key in KEYS.items()}
-        self._rank, self._world_size, self._on_stuck = rank, world_size, on_stuck
+        self._ranks, self._on_stuck = ranks, on_stuck
+        self._rank, self._world_size = ranks.rank, ranks.world_size
         self._folder: Path | None = None
         self._link: Heartbeats | None = None
         self._store_thread = BackgroundThread("watchdog-store")
@@ -98,7 +98,7 @@ class Watchdog:
         """The default process group exists: heartbeats go to its store from now on, over a connection of
         their own."""
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        link = Heartbeats(store, self._rank, self._world_size)
+        link = Heartbeats(store, self._ranks)
         link.beat(RankReport(self._rank, self._at.section, self._at.step))
         self._why_alone = ""
         self._link = link

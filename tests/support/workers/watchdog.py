@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.train.config import TimeoutConfig
+from meshwright.train.distributed.ranks import read_rank_info
 from meshwright.train.fault_tolerance.watchdog import Watchdog
 
 WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -65,7 +66,7 @@ def main() -> None:
     timeouts = TimeoutConfig(
         setup_s=3 if WAY == "alone" else 60, step_s=5.5 if WAY == "slow" else 3, evaluation_s=60
     )
-    watchdog = Watchdog(timeouts, RANK, WORLD_SIZE, note)
+    watchdog = Watchdog(timeouts, read_rank_info(), note)
     if WAY == "alone":
         print(f"stuck at {time.time()}", flush=True)
     if WORLD_SIZE > 1:

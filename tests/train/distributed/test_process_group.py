@@ -100,6 +100,18 @@ def test_restarts_are_counted_wherever_they_are_made(
     assert read_rank_info() == RankInfo(0, 1, 0, 1, False, restarts, torchrun_restarts)
 
 
+@pytest.mark.parametrize(
+    ("said", "keeper"), [(None, "rank 0"), ("False", "rank 0"), ("True", "torchrun on the first node")]
+)
+def test_whose_process_keeps_the_store_is_what_torchrun_says(
+    said: str | None, keeper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", said)
+    assert read_rank_info().store_keeper == keeper
+
+
 def allocator_settings() -> tuple[bool, str]:
     return use_expandable_segments(), torch._C._accelerator_getAllocatorSettings()
 

@@ -18,6 +18,7 @@ import pytest
 
 import meshwright.train.fault_tolerance.watchdog
 from meshwright.train.config import TimeoutConfig, bounded, check_bounds
+from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
 from meshwright.train.fault_tolerance.watchdog import KEYS, Section, Watchdog
 from tests.support.forks import run_module
@@ -289,7 +290,7 @@ def go_through_sections_without_a_time_out() -> tuple[list[str], list[str]]:
     """What is said, and which threads are left."""
     meshwright.train.fault_tolerance.watchdog.HEARTBEAT_S = 0.1
     said: list[str] = []
-    watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), 0, 1, said.append)
+    watchdog = Looking(TimeoutConfig(setup_s=60, step_s=0), RankInfo(0, 1, 0, 1, False), said.append)
     watchdog.connect()
     for section in ("data", "step"):  # for data there is none by default
         watchdog.enter(section)  # type: ignore[arg-type]
@@ -321,7 +322,7 @@ def go_on_while_looked_at() -> list[str]:
             looked.set()
             return super()._report()
 
-    watchdog = Late(TimeoutConfig(step_s=60), 0, 1, said.append)
+    watchdog = Late(TimeoutConfig(step_s=60), RankInfo(0, 1, 0, 1, False), said.append)
     watchdog.enter("step", 1)
     outlast(watchdog)
     assert looked.is_set()

@@ -18,6 +18,8 @@ from meshwright.train.errors import DataError
 HF = "hf"
 # a smaller source is cut finer, so that several processes have work
 _FEWEST_PIECES, _LEAST_BYTES = 64, 2 * 2**20
+# what a range counts; of other kinds bytes
+_UNITS = {"parquet": "row groups", "arrow": "record batches", HF: "rows"}
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ class Piece:
     @property
     def size_bytes(self) -> int:
         return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def place(self) -> str:
+        """Its first file and range, and the number of the other files, for a message."""
+        first, others = self.parts[0], len(self.parts) - 1
+        unit = _UNITS.get(first.kind, "bytes")
+        more = f" and {others:,} more file{'s' if others > 1 else ''}" if others else ""
+        return f"{first.path} ({unit} {first.first:,} to {first.last:,}){more}"
 
 
 def cut_source(

@@ -1,5 +1,4 @@
-"""Tokenises pieces of a source; as `-m meshwright.train.data.prepare.worker`, those that arrive on stdin, one
-JSON object a line.
+"""Tokenises pieces of a source, in this process or in a worker of worker_pool.py.
 
 Long documents are taken in parts: the tokenizers library would need some hundred bytes of memory for each
 byte of them. A tokenizer looks only a little around it when it decides how text falls into tokens; but what
@@ -9,16 +8,15 @@ whole.
 """
 
 import errno
+import functools
 import hashlib
 import json
+import multiprocessing
 import os
-import queue
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -235,7 +233,7 @@ class _PieceWork:
         """The ids of each text, those of a long one in parts."""
         encode = self._tokenizer.encode
         short = [text for text in texts if len(text) <= _LONG_BYTES]
-        long = partial(encode_in_parts, encode, dtype=self._dtype, on_part=self._say_part)
+        long = functools.partial(encode_in_parts, encode, dtype=self._dtype, on_part=self._say_part)
         try:
             encoded = iter(encode(short))
             return [[next(encoded)] if len(text) <= _LONG_BYTES else long(text) for text in texts]
@@ -287,40 +285,46 @@ def cut_place(text: bytes, share: float) -> int:
     return next(starts, place)  # what begins nowhere near is no UTF-8, and has no characters
 
 
-# As a process of its own
+# In a process of its own
+
+# of a table with a row for each piece, which the process that starts workers reads: the process that is at
+# the piece, or 0, and what of it is done
+COLUMNS = ("pid", "source bytes", "documents", "tokens")
+_table: NDArray[np.int64]
 
 
-def main() -> None:
-    """Serve pieces from stdin until it closes: the parent's end, however it came, is this process's."""
-    pieces: queue.Queue[Piece] = queue.Queue()
-    job = TokenizeJob(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=_receive, args=(pieces,), daemon=True).start()
-    try:
-        tokenizer = load_tokenizer(job.tokenizer, job.bos, job.eos)
-        if tokenizer.info.sha256 != job.tokenizer_sha256:
-            raise DataError(
-                f"data.tokenizer={job.tokenizer} changed while data was being prepared: start again"
-            )
-        while True:
-            piece = pieces.get()
-            tokenise_piece(piece, job, tokenizer, lambda *counts: _send({"batch": counts}))
-            _send({"finished": piece.index})
-    except DataError as error:
-        _send({"error": str(error)})
-    except NoSpace as error:
-        _send({"no_space": str(error)})
+def start_worker(shared: Any) -> None:
+    """Begin as a worker process, with the table in shared memory. It ends with the process that started it,
+    however that ends."""
+    global _table
+    _table = np.frombuffer(shared, np.int64).reshape(-1, len(COLUMNS))
+    # as many processes as cores are faster than threads of the tokenizers library
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _receive(pieces: queue.Queue[Piece]) -> None:
-    for line in sys.stdin:
-        plain = json.loads(line)
-        pieces.put(Piece(**plain | {"parts": tuple(Part(**part) for part in plain["parts"])}))
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
-def _send(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
+def tokenise_shared(row: int, piece: Piece, job: TokenizeJob) -> None:
+    """Tokenise a piece, and keep its row of the table. Raises as tokenise_piece."""
+    _table[row, 0] = os.getpid()
+    tokenise_piece(piece, job, _same_tokenizer(job), functools.partial(_add, row))
+    _table[row, 0] = 0
 
 
-if __name__ == "__main__":
-    main()
+def _add(row: int, *counts: int) -> None:
+    _table[row, 1:] += counts
+
+
+@functools.cache
+def _same_tokenizer(job: TokenizeJob) -> Tokenizer:
+    """The tokenizer that the preparation began with. Raises DataError."""
+    tokenizer = load_tokenizer(job.tokenizer, job.bos, job.eos)
+    if tokenizer.info.sha256 != job.tokenizer_sha256:
+        raise DataError(f"data.tokenizer={job.tokenizer} changed while data was being prepared: start again")
+    return tokenizer

@@ -1,120 +1,100 @@
-"""Pieces of a source over several processes, which import no torch and share nothing but the folder they
-write to."""
+"""Pieces of a source over several processes, which import neither torch nor the program that starts them."""
 
-import contextlib
-import json
-import os
-import queue
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.train.data.prepare.partition import Piece
-from meshwright.train.data.prepare.worker import NoSpace, OnBatch, TokenizeJob
+from meshwright.train.data.prepare.worker import COLUMNS, OnBatch, TokenizeJob, start_worker, tokenise_shared
 from meshwright.train.errors import DataError
 
-# what holds the package meshwright
-_ROOT = Path(__file__).parents[4]
+_POLL_S = 0.1
+
+
+class _Worker(SpawnProcess):
+    """A process that ends when the one that started it kills it or is gone. Signals that a terminal or Slurm
+    sends to both do not reach it."""
+
+    def start(self) -> None:
+        program = sys.modules["__main__"]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        # the new process would import the program that was started, and torch with it
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = program
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _WorkerContext(SpawnContext):
+    """Keeps the processes that a pool starts, because the pool does not tell which of them has died."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: list[_Worker] = []
+
+    def Process(self, *arguments: Any, **options: Any) -> _Worker:  # type: ignore[override]
+        self.workers.append(_Worker(*arguments, **options))
+        return self.workers[-1]
 
 
 def tokenise_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_batch: OnBatch) -> None:
-    """Have every piece tokenised by `workers` processes. Raises DataError and NoSpace; no process is left
+    """Have every piece tokenised by `workers` processes. Raises DataError and NoSpace; no worker is left
     behind."""
-    left: queue.Queue[Piece] = queue.Queue()
-    for piece in pieces:
-        left.put(piece)
-    messages: queue.Queue[dict[str, Any]] = queue.Queue()
-    processes = [_start() for _ in range(min(workers, len(pieces)))]
-    threads = [
-        threading.Thread(target=_drive, args=(process, job, left, messages), daemon=True)
-        for process in processes
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        running = len(threads)
-        while running:
-            message = messages.get()
-            if "batch" in message:
-                on_batch(*message["batch"])
-            elif "error" in message:
-                raise DataError(message["error"])
-            elif "no_space" in message:
-                raise NoSpace(message["no_space"])
-            running -= "over" in message
-    finally:
-        for process in processes:
-            process.kill()
-        for process, thread in zip(processes, threads, strict=True):
-            process.wait()
-            if thread.ident is not None:
-                thread.join()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):  # what was still to be sent to a process that is dead
-                        pipe.close()
+    if not pieces:
+        return
+    context = _WorkerContext()
+    shared = context.RawArray("q", len(pieces) * len(COLUMNS))
+    table = np.frombuffer(shared, np.int64).reshape(-1, len(COLUMNS))
+    with ProcessPoolExecutor(min(workers, len(pieces)), context, start_worker, (shared,)) as pool:
+        try:
+            jobs = {pool.submit(tokenise_shared, row, piece, job) for row, piece in enumerate(pieces)}
+            _follow(jobs, table, on_batch)
+        except BrokenProcessPool:
+            if (dead := _find_dead(context.workers)) is None:
+                raise
+            raise DataError(_how_it_ended(dead, table, pieces)) from None
+        finally:  # on Ctrl-C, and on an error in one piece, nobody waits for the others
+            for worker in context.workers:
+                worker.kill()
 
 
-def _start() -> subprocess.Popen[str]:
-    """A worker. Each uses one thread: as many processes as cores are faster than threads of the tokenizers
-    library.
-
-    In a process group of its own, Ctrl-C does not reach it: this process ends it then.
-    """
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_ROOT)]))
-    environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "meshwright.train.data.prepare.worker"]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, process_group=0
-    )
-
-
-def _drive(
-    process: subprocess.Popen[str],
-    job: TokenizeJob,
-    left: queue.Queue[Piece],
-    messages: queue.Queue[dict[str, Any]],
-) -> None:
-    """Give a process one piece after another, and pass on what it says, to the last message {"over":
-    true}."""
-    try:
-        _send(process, asdict(job))
-        while True:
-            _send(process, asdict(left.get_nowait()))
-            while "finished" not in (message := _receive(process)):
-                messages.put(message)
-    except queue.Empty:
-        messages.put({"over": True})
-    except (OSError, ValueError):  # its end of a pipe is closed
-        messages.put({"error": _how_it_ended(process)})
+def _follow(jobs: set[Future[None]], table: NDArray[np.int64], on_batch: OnBatch) -> None:
+    """Pass on the progress until all jobs are done. Raises what the first of them raises."""
+    told = table[:, 1:].sum(axis=0)
+    while jobs:
+        done, jobs = wait(jobs, _POLL_S, FIRST_EXCEPTION)
+        now = table[:, 1:].sum(axis=0)
+        if (now != told).any():
+            on_batch(*(now - told).tolist())
+        told = now
+        for job in done:
+            job.result()
 
 
-def _send(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(message) + "\n")
-    process.stdin.flush()
+def _find_dead(workers: Sequence[_Worker]) -> _Worker | None:
+    """The worker that broke the pool; the pool cannot end the others, which do not hear SIGTERM."""
+    dead = connection.wait([worker.sentinel for worker in workers], timeout=_POLL_S)
+    return next((worker for worker in workers if worker.sentinel in dead), None)
 
 
-def _receive(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    message: dict[str, Any] = json.loads(process.stdout.readline())
-    return message
-
-
-def _how_it_ended(process: subprocess.Popen[str]) -> str:
-    code = process.wait()
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}" + (
-            ", as when memory runs out" if code == -signal.SIGKILL else ""
-        )
-    else:
-        how = f"ended with exit code {code}"
+def _how_it_ended(worker: _Worker, table: NDArray[np.int64], pieces: Sequence[Piece]) -> str:
+    worker.join()
+    code = worker.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    memory = ", as when memory runs out," if code == -signal.SIGKILL else ""
+    at = [f" at {pieces[row].place}" for row in np.flatnonzero(table[:, 0] == worker.pid).tolist()]
     return (
-        f"a worker process of the preparation (pid {process.pid}) {how}: start again, and finished shards "
-        "are kept"
+        f"a worker process of the preparation (pid {worker.pid}) {how}{memory}{''.join(at)}: start again, "
+        "and finished shards are kept"
     )

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from meshwright.train.data.sources import find_files
 from meshwright.train.data.token_store import SPLITS, read_manifest
 from meshwright.train.data.tokenizer import load_tokenizer
 from tests.support.forks import environment, fork
+from tests.support.launch import ROOT
 from tests.support.texts import (
     documents_of,
     files_of,
@@ -388,3 +391,36 @@ def test_the_manifest_says_what_it_was_made_from(tmp_path: Path) -> None:
         ("b.txt", 1),
     ]
     assert manifest.settings == {"held_out": 0.1, "text_field": "text", "empty_documents": TEXTS.count("")}
+
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from meshwright.train.data.prepare.prepare import *
+from tests.support.texts import spawned_workers
+
+def look(_):
+    for pid in spawned_workers(os.getpid()):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        print("worker", "numpy" in maps, "libtorch" in maps, flush=True)
+
+print("program", __name__, flush=True)
+settings = PrepareSettings(0.0, "text", 5000, workers=2)
+prepare("a.jsonl", "bytes", "auto", "auto", Path("out"), settings, look)
+"""
+
+
+def test_workers_import_neither_the_program_nor_torch_and_have_its_path(tmp_path: Path) -> None:
+    """The program has no guard: a worker that imported it would start it again."""
+    write_jsonl(tmp_path / "a.jsonl", odd_texts(200, seed=5))
+    (tmp_path / "numpy.py").write_text("raise ImportError('from the folder one stands in')")
+    program = tmp_path / "elsewhere" / "program.py"
+    program.parent.mkdir()
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), str(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("program __main__") == 1
+    assert set(lines) - {"worker False False"} == {"program __main__", "worker True False"}

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.prepare import PrepareSettings, Progress, prepare
+from meshwright.train.data.prepare.worker import OnBatch
 from meshwright.train.data.token_store import TokenStoreManifest
 from meshwright.train.errors import DataError
 from tests.support.forks import Fork, fork
@@ -20,6 +23,7 @@ from tests.support.texts import (
     odd_texts,
     prepare_bytes,
     processes_of,
+    spawned_workers,
     texts_of,
     train_bpe,
     write_jsonl,
@@ -72,15 +76,33 @@ def run_preparation(
 
 
 def kill_self() -> None:
-    """The process that calls it, and its workers with it: they see that their pipes are closed."""
+    """The process that calls it, and its workers with it, which notice that it has ended."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_worker() -> None:
-    """One of the workers of the process that calls it, unless that was done."""
-    workers = [pid for pid in processes_of(os.getpid()) if pid != os.getpid()]
-    if len(workers) == 2:
-        os.kill(workers[0], signal.SIGKILL)
+def prepare_with_a_worker_killed(source: Path, tokenizer: Path, out: Path) -> None:
+    """Prepares with two workers. Once a shard is finished, one of them is killed amid a piece."""
+    follow = worker_pool._follow
+
+    def kill_and_follow(jobs: set, table: np.ndarray, on_batch: OnBatch) -> None:
+        wait_for(lambda: results(out))
+        wait_for(lambda: kill_amid_a_piece(table))
+        follow(jobs, table, on_batch)
+
+    worker_pool._follow = kill_and_follow
+    run_preparation(source, tokenizer, out, 2, 0, lambda: None)
+
+
+def kill_amid_a_piece(table: np.ndarray) -> bool:
+    """One of the workers; False if it had finished its piece when it was stopped."""
+    pid = int(table[:, 0].max())
+    if pid and pid in spawned_workers(os.getpid()):
+        os.kill(pid, signal.SIGSTOP)
+        if pid in table[:, 0]:
+            os.kill(pid, signal.SIGKILL)
+            return True
+        os.kill(pid, signal.SIGCONT)
+    return False
 
 
 def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
@@ -122,13 +144,16 @@ def test_a_dead_worker_is_an_error_that_says_so(
     source: Path, tokenizer: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = start(source, tokenizer, out, 2, 1, kill_worker)
+    process = fork(prepare_with_a_worker_killed, source, tokenizer, out, output=out.with_name("said"))
     assert process.wait(60) == 1
     said = (tmp_path / "said").read_text()
     assert re.search(
-        r"DataError: a worker process of the preparation \(pid \d+\) was killed by SIGKILL.*start again", said
+        r"DataError: a worker process of the preparation \(pid \d+\) was killed by SIGKILL, as when memory "
+        rf"runs out, at {source} \(bytes [\d,]+ to [\d,]+\): start again, and finished shards are kept$",
+        said,
+        re.MULTILINE,
     ), said
-    assert processes_of(process.pid) == []
+    wait_for(lambda: not processes_of(process.pid))
     assert results(out)
     prepare(str(source), str(tokenizer), "auto", "auto", out, SETTINGS)
     assert files_of(out) == whole
