@@ -1,13 +1,20 @@
 """Why a job is stuck: one message, made out of what every rank said about itself."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # as they follow in one step
 SECTION_ORDER = ("set-up", "first step", "step", "evaluation", "checkpoint", "ended")
-# of groups in a message and of ranges in a group, so that 1,000 ranks fit on a screen
-MOST_PLACES, MOST_RANGES = 8, 12
+# of groups in a message, of ranges in a group, and of groups and numbers of collectives, so that
+# 1,000 ranks fit on a screen
+MOST_PLACES, MOST_RANGES, MOST_COUNTS = 8, 12, 4
+# how a section and its step are written; of others "X at step N"
+_WHEN = {name: name for name in ("set-up", "data", "ended")} | {
+    "step": "step {}",
+    "first step": "first step ({})",
+}
 
 
 @dataclass(frozen=True)
@@ -55,16 +62,18 @@ class TimedOut:
 
 def diagnose(reports: Sequence[RankReport], fired: TimedOut) -> str:
     """The message, of a few lines: who is to blame and why, where everybody is, which time-out it was."""
-    headline, suspects = _judge(reports)
+    table = sorted(reports, key=lambda report: report.rank)
+    headline, suspects = _judge(table)
+    blamed = {report.rank for report in suspects}
     groups = sorted(
-        _groups(reports), key=lambda group: (group[0].rank not in suspects, len(group), group[0].rank)
+        _by(table, _situation), key=lambda group: (group[0].rank not in blamed, len(group), group[0].rank)
     )
     lines = [f"STUCK: {headline}", *(f"  {_describe(group)}" for group in groups[:MOST_PLACES])]
     if rest := groups[MOST_PLACES:]:
-        lines.append(f"  {_ranks(r.rank for group in rest for r in group)}: at {len(rest)} other places")
-    lines += [f"  {line}" for line in _uneven_collectives(reports)]
+        lines.append(f"  {_ranks([r for group in rest for r in group])}: at {len(rest)} other places")
+    lines += [f"  {line}" for line in _uneven_collectives(table)]
     first = groups[0][0]
-    if first.rank in suspects and len(first.path) > 1:
+    if first.rank in blamed and len(first.path) > 1:
         lines.append(f"  how rank {first.rank} came there: {' > '.join(first.path)}")
     return "\n".join([*lines, f"  {_outlasted(fired)}"])
 
@@ -93,145 +102,115 @@ def diagnose_alone(report: RankReport, world_size: int, fired: TimedOut | None, 
 
 def as_ranges(ranks: Iterable[int]) -> str:
     """Ranks as ranges, such as 0-2, 5; of many ranges the first ones and the number of ranks."""
-    ordered = sorted(set(ranks))
-    starts = [rank for i, rank in enumerate(ordered) if i == 0 or ordered[i - 1] != rank - 1]
-    ends = [rank for i, rank in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != rank + 1]
-    ranges = [
-        f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)
-    ]
-    if len(ranges) > MOST_RANGES:
-        return f"{', '.join(ranges[:MOST_RANGES])}, ... ({len(ordered)} in all)"
-    return ", ".join(ranges)
+    ranges = list[list[int]]()
+    for rank in (ordered := sorted(set(ranks))):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank])
+    texts = ["-".join(map(str, ends)) for ends in ranges]
+    if len(texts) > MOST_RANGES:
+        return f"{', '.join(texts[:MOST_RANGES])}, ... ({len(ordered)} in all)"
+    return ", ".join(texts)
 
 
-def _judge(reports: Sequence[RankReport]) -> tuple[str, set[int]]:
-    """Headline and the ranks it blames (none: no rank stands out). The first rule that fits is the
-    strongest."""
-    if silent := [report for report in reports if report.silent_s > 0]:
-        return _judge_silent(silent), _numbers(silent)
-    ended = [report for report in reports if report.section == "ended"]
-    if ended and len(ended) < len(reports):
-        have = "have" if len(ended) > 1 else "has"
-        return (
-            f"{_ranks(_numbers(ended))} {have} ended, while the others go on: they disagree on the last step",
-            _numbers(ended),
-        )
-    waiting = [report for report in reports if report.waits_in]
-    busy = [report for report in reports if not report.waits_in]
-    if waiting and busy:
-        return _judge_busy(busy, waiting), _numbers(busy)
-    return _judge_waiting(waiting) if waiting else _judge_all_busy(busy)
+# the headline, and the ranks it blames: none where none stands out
+_Verdict = tuple[str, Sequence[RankReport]]
+
+
+def _judge(table: Sequence[RankReport]) -> _Verdict:
+    """Who keeps the others waiting: the silent ranks, those that have left the loop, those that are in no
+    collective; else who is behind, or elsewhere. The first rule that fits is the strongest."""
+    if silent := [report for report in table if report.silent_s]:
+        return _judge_silent(silent), silent
+    ended = [report for report in table if report.section == "ended"]
+    if 0 < len(ended) < len(table):
+        who = _ranks(ended, "has", "have")
+        return f"{who} ended, while the others go on: they disagree on the last step", ended
+    busy = [report for report in table if not report.waits_in]
+    if 0 < len(busy) < len(table):
+        return _judge_busy(busy, [report for report in table if report.waits_in]), busy
+    return _judge_all_busy(table) if busy else _judge_all_waiting(table)
 
 
 def _judge_silent(silent: Sequence[RankReport]) -> str:
     never = [report for report in silent if math.isinf(report.silent_s)]
-    gone = [report for report in silent if not math.isinf(report.silent_s)]
-    said = []
+    gone = [report for report in silent if math.isfinite(report.silent_s)]
+    said = [f"{_ranks(never)} never gave a heartbeat"] if never else []
     if gone:
-        give, or_more, processes = (
-            ("give", " or more", "processes") if len(gone) > 1 else ("gives", "", "process")
-        )
-        silent_s = min(report.silent_s for report in gone)
-        said.append(
-            f"{_ranks(_numbers(gone))} {give} no answer, and no heartbeat for about {silent_s:.0f} "
-            f"s{or_more}: {processes} stopped or killed, or machine gone"
-        )
-    if never:
-        said.append(f"{_ranks(_numbers(never))} never gave a heartbeat")
+        about = f"about {min(report.silent_s for report in gone):.0f} s"
+        about, what = (f"{about} or more", "processes") if len(gone) > 1 else (about, "process")
+        no_answer = f"{_ranks(gone, 'gives', 'give')} no answer, and no heartbeat for {about}"
+        said.insert(0, f"{no_answer}: {what} stopped or killed, or machine gone")
     return "; ".join(said)
 
 
 def _judge_busy(busy: Sequence[RankReport], waiting: Sequence[RankReport]) -> str:
-    first, others = (
-        busy[0],
-        f"{_ranks(_numbers(waiting))} {'wait' if len(waiting) > 1 else 'waits'} in {waiting[0].waits_in}",
-    )
-    when = ""
-    if _order(first) < min(map(_order, waiting)):
-        when = f" behind, in {_when(first)}"
-    elif _order(first) > max(map(_order, waiting)):
-        when = f" ahead, in {_when(first)}"
-    more = "" if len({report.place for report in busy}) == 1 else " and elsewhere"
-    are = "are" if len(busy) > 1 else "is"
+    first, orders, when = busy[0], [_order(report) for report in waiting], ""
+    if not min(orders) <= _order(first) <= max(orders):
+        when = f" {'behind' if _order(first) < min(orders) else 'ahead'}, in {_when(first)},"
     place = first.place or first.inside or "no frame of its main thread"
-    return (
-        f"{_ranks(_numbers(busy))} {are}{when}{',' if when else ''} at {place}{more}, while {others} "
-        f"({waiting[0].place})"
-    )
+    more = "" if len(_by(busy, lambda report: report.place)) == 1 else " and elsewhere"
+    others = f"{_ranks(waiting, 'waits', 'wait')} in {_call(waiting[0])}"
+    return f"{_ranks(busy, 'is', 'are')}{when} at {place}{more}, while {others}"
 
 
-def _judge_waiting(waiting: Sequence[RankReport]) -> tuple[str, set[int]]:
+def _judge_all_waiting(table: Sequence[RankReport]) -> _Verdict:
     """All ranks wait in collectives: in different ones, or in one that does not end."""
-    calls: dict[tuple[str, str], list[int]] = {}
-    for report in waiting:
-        calls.setdefault((report.waits_in, report.place), []).append(report.rank)
-    if len(calls) > 1:
-        ordered = sorted(calls.items(), key=lambda item: (-len(item[1]), item[1]))
-        said = [
-            f"{name} called from {place} by {_ranks(ranks)}" for (name, place), ranks in ordered[:MOST_PLACES]
-        ]
-        fewest = ordered[-1][1]
-        return f"a desynchronised collective: {', '.join(said)}", set(fewest) if len(fewest) < len(
-            ordered[0][1]
-        ) else set()
-    name, place = next(iter(calls))
-    steps = {_order(report) for report in waiting}
-    if len(steps) > 1:
-        late = [report for report in waiting if _order(report) == min(steps)]
-        behind = f"{_ranks(_numbers(late))} in {_when(late[0])}, the others further on"
-        return f"a desynchronised collective: all wait in {name} ({place}), but {behind}", _numbers(late)
-    if len(waiting) == 1:
-        return f"rank {waiting[0].rank} waits in {name} ({place})", set()
-    return (
-        f"all {len(waiting)} ranks wait in the same {name} ({place}), which does not end: look at the "
-        "network",
-        set(),
-    )
+    groups = sorted(_by(table, _call), key=lambda group: (-len(group), group[0].rank))
+    if len(groups) > 1:
+        said = [f"{g[0].waits_in} called from {g[0].place} by {_ranks(g)}" for g in groups[:MOST_PLACES]]
+        odd = groups[-1] if len(groups[-1]) < len(groups[0]) else []
+        return f"a desynchronised collective: {', '.join(said)}", odd
+    call = _call(table[0])
+    if late := _late(table):
+        where = f"{_ranks(late)} in {_when(late[0])}, the others further on"
+        return f"a desynchronised collective: all wait in {call}, but {where}", late
+    if len(table) == 1:
+        return f"{_ranks(table)} waits in {call}", []
+    return f"all {len(table)} ranks wait in the same {call}, which does not end: look at the network", []
 
 
-def _judge_all_busy(busy: Sequence[RankReport]) -> tuple[str, set[int]]:
+def _judge_all_busy(table: Sequence[RankReport]) -> _Verdict:
     """No rank waits in a collective that its host could show (on GPUs the host runs ahead): the odd ones are
     named."""
-    if len(busy) == 1:
-        return f"rank {busy[0].rank} is at {busy[0].place or busy[0].inside}", {busy[0].rank}
-    steps = {_order(report) for report in busy}
-    if len(steps) > 1:
-        late = [report for report in busy if _order(report) == min(steps)]
-        are = "are" if len(late) > 1 else "is"
-        return (
-            f"{_ranks(_numbers(late))} {are} behind the others, in {_when(late[0])} at {late[0].place}",
-            _numbers(late),
-        )
-    places: dict[str, list[int]] = {}
-    for report in busy:
-        places.setdefault(report.place, []).append(report.rank)
-    if len(places) == 1:
-        return f"all {len(busy)} ranks are at {busy[0].place}, none is behind", set()
-    place, ranks = min(places.items(), key=lambda item: (len(item[1]), item[1]))
-    if 2 * len(ranks) >= len(busy):
-        return "the ranks are at different places, and none stands out", set()
-    return f"{_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} elsewhere than the others, at {place}", set(
-        ranks
-    )
+    if len(table) == 1:
+        return f"{_ranks(table)} is at {table[0].place or table[0].inside}", table
+    if late := _late(table):
+        where = f"in {_when(late[0])} at {late[0].place}"
+        return f"{_ranks(late, 'is', 'are')} behind the others, {where}", late
+    groups = _by(table, lambda report: report.place)
+    if len(groups) == 1:
+        return f"all {len(table)} ranks are at {table[0].place}, none is behind", []
+    odd = min(groups, key=lambda group: (len(group), group[0].rank))
+    if 2 * len(odd) >= len(table):
+        return "the ranks are at different places, and none stands out", []
+    return f"{_ranks(odd, 'is', 'are')} elsewhere than the others, at {odd[0].place}", odd
 
 
-def _groups(reports: Sequence[RankReport]) -> list[list[RankReport]]:
-    """Ranks that say the same, together."""
-    groups: dict[tuple[object, ...], list[RankReport]] = {}
-    for report in sorted(reports, key=lambda report: report.rank):
-        silence = (
-            round(report.silent_s / 10)
-            if report.silent_s and not math.isinf(report.silent_s)
-            else report.silent_s
-        )
-        key = (report.section, report.step, report.place, report.waits_in, bool(report.silent_s), silence)
-        groups.setdefault(key, []).append(report)
+def _by(table: Iterable[RankReport], key: Callable[[RankReport], Any]) -> list[list[RankReport]]:
+    """Ranks of which the key is the same, together."""
+    groups = dict[Any, list[RankReport]]()
+    for report in table:
+        groups.setdefault(key(report), []).append(report)
     return list(groups.values())
+
+
+def _late(table: Sequence[RankReport]) -> list[RankReport]:
+    """The ranks that are behind the others, or none."""
+    late = min(_by(table, _order), key=lambda group: _order(group[0]))
+    return late if len(late) < len(table) else []
+
+
+def _situation(report: RankReport) -> tuple[object, ...]:
+    """What ranks that share a line have in common; a silence only about."""
+    silence = report.silent_s > 0, round(min(report.silent_s, 1e9) / 10)  # round() takes no infinity
+    return report.section, report.step, report.place, report.waits_in, *silence
 
 
 def _describe(group: Sequence[RankReport]) -> str:
     """One line: ranks, when, where."""
-    first, who = group[0], _ranks(report.rank for report in group)
+    first, who = group[0], _ranks(group)
     if math.isinf(first.silent_s):
         return f"{who}: never gave a heartbeat"
     if first.silent_s:
@@ -245,17 +224,17 @@ def _describe(group: Sequence[RankReport]) -> str:
     return f"{who}: {since}, at {first.place or first.inside}{inside}"
 
 
-def _uneven_collectives(reports: Sequence[RankReport]) -> list[str]:
+def _uneven_collectives(table: Sequence[RankReport]) -> list[str]:
     """Lines for the process groups whose members have begun different numbers of collectives."""
-    begun: dict[str, dict[int, list[int]]] = {}
-    for report in reports:
+    begun = dict[str, dict[int, list[RankReport]]]()
+    for report in table:
         for name, number in report.collectives:
-            begun.setdefault(name, {}).setdefault(number, []).append(report.rank)
-    uneven = [(name, numbers) for name, numbers in begun.items() if len(numbers) > 1]
+            begun.setdefault(name, {}).setdefault(number, []).append(report)
+    uneven = [(name, sorted(numbers.items())) for name, numbers in begun.items() if len(numbers) > 1]
     return [
         f"collectives begun in {name}: "
-        + "; ".join(f"{n:,} by {_ranks(ranks)}" for n, ranks in sorted(numbers.items())[:4])
-        for name, numbers in uneven[:4]
+        + "; ".join(f"{n:,} by {_ranks(g)}" for n, g in numbers[:MOST_COUNTS])
+        for name, numbers in uneven[:MOST_COUNTS]
     ]
 
 
@@ -273,21 +252,15 @@ def _order(report: RankReport) -> tuple[int, int]:
 
 
 def _when(report: RankReport) -> str:
-    if report.section in ("set-up", "data", "ended"):
-        return report.section
-    if report.section == "step":
-        return f"step {report.step}"
-    return (
-        f"{report.section} ({report.step})"
-        if report.section == "first step"
-        else f"{report.section} at step {report.step}"
-    )
+    return _WHEN.get(report.section, f"{report.section} at step {{}}").format(report.step)
 
 
-def _numbers(reports: Iterable[RankReport]) -> set[int]:
-    return {report.rank for report in reports}
+def _call(report: RankReport) -> str:
+    return f"{report.waits_in} ({report.place})"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    ordered = sorted(set(ranks))
-    return f"{'ranks' if len(ordered) > 1 else 'rank'} {as_ranges(ordered)}"
+def _ranks(reports: Sequence[RankReport], one: str = "", more: str = "") -> str:
+    """The ranks, with the verb for one or for more of them."""
+    verb = more if len(reports) > 1 else one
+    noun = "ranks" if len(reports) > 1 else "rank"
+    return f"{noun} {as_ranges(report.rank for report in reports)} {verb}".rstrip()
