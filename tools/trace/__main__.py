@@ -15,7 +15,7 @@ from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.trace.advice import ms
 from meshwright.tools.trace.analysis import ProfileAnalysis, answer
 from meshwright.tools.trace.kernel_stats import KernelRow
-from meshwright.tools.trace.kernels import top_kernels
+from meshwright.tools.trace.kernels import KernelTable
 from meshwright.tools.trace.plan_comparison import (
     LaneRow,
     compare_lanes,
@@ -24,9 +24,8 @@ from meshwright.tools.trace.plan_comparison import (
     to_timeline,
 )
 from meshwright.tools.trace.reader import find_traces
-from meshwright.tools.trace.report import describe, make_document, printable
-from meshwright.tools.trace.roofline import Roof, find_roof
-from meshwright.train.config_parser import load_config
+from meshwright.tools.trace.report import describe, make_document
+from meshwright.tools.trace.roofline import find_roof
 from meshwright.train.errors import DataError
 
 EPILOG = """
@@ -56,16 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else None
     )
     traces = find_traces(Path(options.path), options.step)
-    found = answer(traces, next(iter(traces)) if options.rank is None else options.rank)
+    table = KernelTable()
+    found = answer(traces, next(iter(traces)) if options.rank is None else options.rank, table.add)
     measured = to_timeline(found.step)
-    kernels = top_kernels(found.trace, len(found.steps), _find_roof(found))
+    kernels = table.rows(len(found.steps), find_roof(str(found.facts.get("device_name", ""))))
     plan = compare_with_plan(found, measured)
     if picture is not None:
         draw(picture, found, measured, plan.predicted)
     if options.json:
         print(json.dumps(_document(found, kernels, plan), indent=2))
     else:
-        print(printable("\n\n".join([*describe(found), *_kernel_text(kernels), _plan_text(plan)])))
+        print("\n\n".join([*describe(found), *_kernel_text(kernels), _plan_text(plan)]))
     if picture is not None:
         print(f"picture: {picture}", file=sys.stderr)
 
@@ -122,14 +122,6 @@ def draw(path: Path, found: ProfileAnalysis, measured: Timeline, predicted: Time
     )
     drawn = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
     write_whole(path, picture_bytes(drawn, path.suffix))
-
-
-def _find_roof(found: ProfileAnalysis) -> Roof | None:
-    """Of the device that ran it, for what the run multiplies in."""
-    if found.run is None or not found.facts:
-        return find_roof(str(found.facts.get("device_name", "")), "bfloat16")
-    asked = load_config(found.run / "config.yaml").parallel.param_dtype
-    return find_roof(str(found.facts.get("device_name", "")), "bfloat16" if asked == "auto" else asked)
 
 
 def _document(found: ProfileAnalysis, kernels: Sequence[KernelRow], plan: AgainstPlan) -> dict[str, Any]:

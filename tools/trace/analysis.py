@@ -1,11 +1,10 @@
 """All that `tools.trace` finds out about a profile, as data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.trace.cpu import cpu_steps
 from meshwright.tools.trace.cuda import cuda_steps
 from meshwright.tools.trace.events import TraceEvents, load_store
@@ -60,64 +59,50 @@ class ProfileAnalysis:
     left_out: Sequence[str]
 
 
-@dataclass(frozen=True)
-class _Rank:
-    steps: Sequence[ProfiledStep]
-    clock: TraceClock
-    slow_units: Sequence[SlowUnit]
-
-
-def answer(traces: Mapping[int, Path], shown: int) -> ProfileAnalysis:
-    """Read the traces, one after the other, and judge; `shown` is the rank whose step is looked into. Raises
-    DataError."""
+def answer(
+    traces: Mapping[int, Path], shown: int, look: Callable[[dict[str, Any]], None] | None = None
+) -> ProfileAnalysis:
+    """Read the traces, one after the other, and judge; `shown` is the rank whose step is looked into, and
+    whose events `look` sees. Raises DataError."""
     if shown not in traces:
         raise DataError(f"--rank={shown} was not profiled: there are {', '.join(map(str, traces))}")
-    store = load_store(traces[shown])
-    steps, facts, device_type = find_steps(store), store.facts, store.device_type
+    path = traces[shown]
+    store = load_store(path, look)
+    own, facts, device_type = find_steps(store), store.facts, store.device_type
     rank = store.rank if len(traces) == 1 else shown
-    ranks, left_out = {shown: _of_rank(store, steps)}, list[str]()
-    for other, path in traces.items():
-        if other != shown:
-            store = load_store(path)  # in the place of the one before: one large trace at a time is in memory
-            if why := why_apart(store.facts, other, facts):
-                left_out.append(f"{path.name} ({why})")
-            else:
-                ranks[other] = _of_rank(store, find_steps(store))
-    ranks, step = dict(sorted(ranks.items())), median_step(steps)
-    mesh = find_mesh(traces[shown])
-    stragglers, clock = _compare(ranks, device_type != "cpu", mesh) if len(ranks) > 1 else ([], "")
-    slow = sorted(
-        (unit for each in ranks.values() for unit in each.slow_units),
-        key=lambda unit: unit.equals_ns - unit.ns,
-    )
+    steps, clocks, slow, left_out = {shown: own}, {shown: _clock(store)}, find_slow_units(own), list[str]()
+    for other in sorted(traces.keys() - {shown}):
+        store = load_store(traces[other])  # in the place of the one before: one large trace is in memory
+        if why := why_apart(store.facts, other, facts):
+            left_out.append(f"{traces[other].name} ({why})")
+            continue
+        found = find_steps(store)
+        clocks[other] = _clock(store)
+        slow += find_slow_units(found)
+        # what ranks are compared by; the rest of a large trace is let go
+        steps[other] = [replace(step, works=(), runs=(), needs=()) for step in found]
+    stragglers, clock = list[Straggler](), ""
+    if len(steps) > 1:
+        steps = dict(sorted(steps.items()))
+        stragglers, clock = find_stragglers(steps, clocks, device_type != "cpu", find_mesh(path))
+    step = median_step(own)
     return ProfileAnalysis(
-        traces[shown],
-        run_of(traces[shown]),
+        path,
+        run_of(path),
         facts,
         device_type,
         rank,
-        tuple(ranks),
-        steps,
+        tuple(steps),
+        own,
         step,
         split_step(step),
         sum_communication(step),
         judge_prefetch(step),
-        slow,
+        sorted(slow, key=lambda unit: (unit.equals_ns - unit.ns, unit.rank)),
         stragglers,
         clock,
         left_out,
     )
-
-
-def _of_rank(store: TraceEvents, steps: Sequence[ProfiledStep]) -> _Rank:
-    return _Rank([_sent_only(step) for step in steps], _clock(store), find_slow_units(steps))
-
-
-def _compare(
-    ranks: Mapping[int, _Rank], on_device: bool, mesh: MeshPlan | None
-) -> tuple[list[Straggler], str]:
-    steps = {rank: each.steps for rank, each in ranks.items()}
-    return find_stragglers(steps, {rank: each.clock for rank, each in ranks.items()}, on_device, mesh)
 
 
 def find_steps(store: TraceEvents) -> list[ProfiledStep]:
@@ -132,11 +117,6 @@ def find_steps(store: TraceEvents) -> list[ProfiledStep]:
                 "again"
             )
     return steps
-
-
-def _sent_only(step: ProfiledStep) -> ProfiledStep:
-    """What ranks are compared by; the rest of a large trace is let go."""
-    return replace(step, works=(), runs=(), needs=(), host=())
 
 
 def _clock(store: TraceEvents) -> TraceClock:

@@ -4,20 +4,21 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
+
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.events import Columns, Label, Launch, TraceEvents
+from meshwright.tools.trace.events import Label, Launch, TraceEvents
 from meshwright.tools.trace.phases import Places, find_axis, find_lane
 from meshwright.tools.trace.steps import (
     ComputeSpan,
-    Interval,
     ProfiledStep,
     Transfer,
     UnitDeadline,
     UnitRun,
     clip,
+    spans_of,
     subtract,
     union,
 )
@@ -30,8 +31,8 @@ def cpu_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[Profiled
     places = Places(store.steps, store.labels)
     works = sorted(_works(store, places), key=lambda work: work.start_ns)
     transfers = sorted(_transfers(store, places, mesh), key=lambda transfer: transfer.start_ns)
-    runs, needs = list(unit_runs(store.labels, places)), list(_needs(store.labels, places))
-    launching = union((launch.start_ns, launch.end_ns) for launch in store.launches)
+    runs, needs = list(_unit_runs(store.labels, places)), list(_needs(store.labels, places))
+    launching = union(spans_of(store.launches))
     return [
         _with_host(
             ProfiledStep(
@@ -43,8 +44,7 @@ def cpu_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[Profiled
                 _within(transfers, start_ns, end_ns),
                 _within(runs, start_ns, end_ns),
                 [need for need in needs if start_ns <= need.needed_ns < end_ns],
-                (),
-                clip(launching, start_ns, end_ns),
+                launching=clip(launching, start_ns, end_ns),
             )
         )
         for number, start_ns, end_ns in store.steps
@@ -54,9 +54,8 @@ def cpu_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[Profiled
 def _with_host(step: ProfiledStep) -> ProfiledStep:
     """The device is the host: what neither computes nor waits for something that was launched is Python
     between operators."""
-    queued = union((t.issued_ns, t.start_ns) for t in step.transfers)
-    rest = subtract(subtract([(step.start_ns, step.end_ns)], step.computing), step.in_flight)
-    return replace(step, host=subtract(rest, queued))
+    queued = union(spans_of(step.transfers, "issued_ns", "start_ns"))
+    return replace(step, host=subtract(step.quiet, queued))
 
 
 def _within(items: Sequence[Timed], start_ns: int, end_ns: int) -> list[Timed]:
@@ -68,22 +67,14 @@ def _within(items: Sequence[Timed], start_ns: int, end_ns: int) -> list[Timed]:
 def _works(store: TraceEvents, places: Places) -> Iterator[ComputeSpan]:
     """Each operator once, without what it waits in it, nor what gloo does when something is launched."""
     for thread in (places.threads | store.step_threads) & set(store.operators):
-        launching = ((launch.start_ns, launch.end_ns) for launch in store.launches if launch.thread == thread)
-        waits = union([*store.waits.get(thread, Columns()).intervals(), *launching])
-        done_ns = 0
-        for start_ns, end_ns in sorted(store.operators[thread].intervals()):
-            for piece in _without([(max(start_ns, done_ns), end_ns)], waits):
-                place = places.at(thread, piece[0])
-                yield ComputeSpan(*piece, place.work, place.unit, place.phase, place.micro_batch)
-            done_ns = max(done_ns, end_ns)
-
-
-def _without(pieces: list[Interval], waits: Sequence[Interval]) -> list[Interval]:
-    (start_ns, end_ns), *_ = pieces
-    if start_ns >= end_ns:
-        return []
-    first = max(bisect_right(waits, (start_ns, start_ns)) - 1, 0)
-    return subtract(pieces, waits[first : bisect_left(waits, (end_ns, end_ns))]) if waits else pieces
+        launching = spans_of(launch for launch in store.launches if launch.thread == thread)
+        waits = union(np.concatenate([store.waits[thread].spans, launching]))
+        spans = store.operators[thread].spans
+        spans = spans[np.lexsort((spans[:, 1], spans[:, 0]))]
+        done_ns = np.maximum.accumulate(spans[:, 1])
+        spans[1:, 0] = np.maximum(spans[1:, 0], done_ns[:-1])
+        for start_ns, end_ns in subtract(spans[spans[:, 0] < spans[:, 1]], waits).tolist():
+            yield ComputeSpan(start_ns, end_ns, *places.at(thread, start_ns)[1:])
 
 
 def _transfers(store: TraceEvents, places: Places, mesh: MeshPlan | None) -> Iterator[Transfer]:
@@ -93,10 +84,9 @@ def _transfers(store: TraceEvents, places: Places, mesh: MeshPlan | None) -> Ite
     for launch, carried in match_launches(store.launches, store.carried):
         place = places.at(launch.thread, launch.start_ns)
         axis = find_axis(launch.collective, place, mesh)
-        lane = "tp" if axis == "tp" else find_lane(launch.collective)
-        inside: Label | None = _around(around.get(launch.thread, []), launch.start_ns)
+        inside = _around(around.get(launch.thread, []), launch.start_ns)
         yield Transfer(
-            lane,
+            find_lane(launch.collective, axis),
             axis,
             place.unit if axis else "",
             place.phase,
@@ -104,9 +94,9 @@ def _transfers(store: TraceEvents, places: Places, mesh: MeshPlan | None) -> Ite
             launch.start_ns,
             carried.start_ns,
             carried.end_ns,
-            bool(inside and inside.end_ns >= carried.end_ns),
-            0,
-            places.hook(launch.thread, launch.start_ns),
+            blocking=bool(inside and inside.end_ns >= carried.end_ns),
+            bytes=0,
+            during=places.hook(launch.thread, launch.start_ns),
         )
 
 
@@ -129,7 +119,7 @@ def match_launches(launches: Sequence[Launch], carried: Sequence[Launch]) -> Ite
 def _launch_labels(labels: Sequence[Label]) -> dict[int, list[Label]]:
     """By thread, FSDP2's around the launching of its collectives, in order."""
     found = defaultdict[int, list[Label]](list)
-    for label in sorted(labels, key=lambda each: each.start_ns):
+    for label in labels:
         if label.kind in ("all_gather", "post_backward_reduce"):
             found[label.thread].append(label)
     return found
@@ -140,52 +130,23 @@ def _around(labels: Sequence[Label], time_ns: int) -> Label | None:
     return labels[i] if i >= 0 and labels[i].end_ns >= time_ns else None
 
 
-def unit_runs(labels: Sequence[Label], places: Places) -> Iterator[UnitRun]:
-    """By the labels of each unit's own work; without them, as in a trace that train.profiling did not make,
-    from the end of FSDP2's hook before it to the start of the one behind it."""
-    ordered = sorted(labels, key=lambda label: label.start_ns)
-    named = [label for label in ordered if label.kind in ("forward", "backward")]
-    for label in named or list(_between_hooks(ordered)):
-        place = places.at(label.thread, label.start_ns)
-        yield UnitRun(label.unit, label.kind, place.micro_batch, label.start_ns, label.end_ns)
-
-
-def _between_hooks(ordered: Sequence[Label]) -> Iterator[Label]:
-    hooks = {
-        "pre_forward": "forward",
-        "post_forward": "forward",
-        "pre_backward": "backward",
-        "post_backward_accumulate": "backward",
-    }
-    by_unit = defaultdict[tuple[str, str], list[Label]](list)
-    for label in ordered:
-        if label.kind in hooks:
-            by_unit[label.unit, hooks[label.kind]].append(label)
-    made = [
-        Label(before.thread, phase, unit, before.end_ns, after.start_ns)
-        for (unit, phase), labels in by_unit.items()
-        for before, after in pairwise(labels)
-        if before.kind.startswith("pre") and after.kind.startswith("post")
-    ]
-    return iter(sorted(made, key=lambda label: label.start_ns))
+def _unit_runs(labels: Sequence[Label], places: Places) -> Iterator[UnitRun]:
+    """By the labels of each unit's own work."""
+    for label in labels:
+        if label.kind in ("forward", "backward"):
+            place = places.at(label.thread, label.start_ns)
+            yield UnitRun(label.unit, label.kind, place.micro_batch, label.start_ns, label.end_ns)
 
 
 def _needs(labels: Sequence[Label], places: Places) -> Iterator[UnitDeadline]:
     """From the start of FSDP2's hook before a unit to the end of the copy out of what was gathered, which
     waits for it."""
-    hooks = [label for label in labels if label.kind in ("pre_forward", "pre_backward")]
-    by_unit = defaultdict[str, list[Label]](list)
-    for hook in sorted(hooks, key=lambda label: label.start_ns):
-        by_unit[hook.unit].append(hook)
-    for copy in sorted(
-        (label for label in labels if label.kind == "all_gather_copy_out"), key=lambda label: label.start_ns
-    ):
+    hooks = defaultdict[str, list[Label]](list)
+    for label in labels:
+        if label.kind in ("pre_forward", "pre_backward"):
+            hooks[label.unit].append(label)
+    for copy in (label for label in labels if label.kind == "all_gather_copy_out"):
         place = places.at(copy.thread, copy.start_ns)
-        before = _around(by_unit[copy.unit], copy.start_ns)
-        yield UnitDeadline(
-            copy.unit,
-            place.phase,
-            place.micro_batch,
-            before.start_ns if before else copy.start_ns,
-            copy.end_ns,
-        )
+        before = _around(hooks[copy.unit], copy.start_ns)
+        needed_ns = before.start_ns if before else copy.start_ns
+        yield UnitDeadline(copy.unit, place.phase, place.micro_batch, needed_ns, copy.end_ns)

@@ -2,12 +2,12 @@
 names."""
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.events import COLLECTIVE, KERNEL, TraceEvents
+from meshwright.tools.trace.events import KERNEL, NcclKernelInfo, TraceEvents
 from meshwright.tools.trace.phases import Places, StepPhase, find_axis, find_lane, group_axes
 from meshwright.tools.trace.steps import (
     ComputeSpan,
@@ -16,157 +16,133 @@ from meshwright.tools.trace.steps import (
     Transfer,
     UnitDeadline,
     UnitRun,
-    subtract,
+    as_spans,
 )
 
-Call = tuple[int, int, int]  # start, end, thread
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedKernel:
+    """One that ran. `issued_ns` to `launched_ns`: its launch, at `place` on a CPU thread; where the trace has
+    none, as if on no thread and at the kernel's start. `sent`: of a collective."""
+
+    start_ns: int
+    end_ns: int
+    stream: int
+    computes: bool
+    sent: NcclKernelInfo | None
+    issued_ns: int
+    launched_ns: int
+    thread: int
+    place: StepPhase
 
 
 def cuda_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[ProfiledStep]:
     """Every profiled step. It begins with its first kernel on the GPU and ends where the next one begins; the
     first one begins, and the last one ends, no later and no sooner than on the CPU. `mesh`: the run's, where
     it is known."""
-    device = _Device(store, mesh)
+    places, axes = Places(store.steps, store.labels), group_axes(store)
+    kernels = _kernels(store, places)
     starts = [start_ns for _, start_ns, _ in store.steps]
-    parts = [[i for i in range(len(device.order)) if device.step_of[i] == k] for k in range(len(starts))]
-    bounds = _bounds(store, device, parts)
-    return [
-        device.step(number, window, part)
-        for (number, _, _), window, part in zip(store.steps, bounds, parts, strict=True)
-    ]
+    parts: list[list[_LaunchedKernel]] = [[] for _ in starts]
+    for kernel in kernels:
+        if (number := bisect_right(starts, kernel.issued_ns)) > 0:
+            parts[number - 1].append(kernel)
+    launched = {kernel.start_ns: kernel.launched_ns for kernel in reversed(kernels)}
+    main_stream = _busiest(kernels)
+    steps = []
+    for (number, _, _), window, part in zip(store.steps, _bounds(store, parts), parts, strict=True):
+        works = [ComputeSpan(k.start_ns, k.end_ns, *k.place[1:]) for k in part if k.computes]
+        transfers = [_transfer(k, places, axes, mesh) for k in part if not k.computes]
+        runs = sorted(_unit_runs(works), key=lambda run: run.start_ns)
+        needs = list(_needs([k for k in part if k.computes and k.stream == main_stream]))
+        step = ProfiledStep(number, store.rank, *window, works, transfers, runs, needs)
+        steps.append(replace(step, host=as_spans(list(_host(step, launched)))))
+    return steps
 
 
-def _bounds(store: TraceEvents, device: "_Device", parts: Sequence[Sequence[int]]) -> list[Interval]:
+def _kernels(store: TraceEvents, places: Places) -> list[_LaunchedKernel]:
+    """In the order of their starts."""
+    calls = {correlation: call for *call, correlation in store.calls.rows.tolist()}
+    found = []
+    for i, (start_ns, end_ns, stream, correlation, kind) in enumerate(store.kernels.rows.tolist()):
+        issued_ns, launched_ns, thread = calls.get(correlation, (start_ns, start_ns, -1))
+        place, sent = places.at(thread, issued_ns), store.sent.get(i)
+        found.append(
+            _LaunchedKernel(
+                start_ns, end_ns, stream, kind == KERNEL, sent, issued_ns, launched_ns, thread, place
+            )
+        )
+    return sorted(found, key=lambda kernel: kernel.start_ns)
+
+
+def _bounds(store: TraceEvents, parts: Sequence[Sequence[_LaunchedKernel]]) -> list[Interval]:
     begins = [
-        device.start_ns(part[0]) if part else start_ns
+        part[0].start_ns if part else start_ns
         for part, (_, start_ns, _) in zip(parts, store.steps, strict=True)
     ]
     begins[0] = min(begins[0], store.steps[0][1])
-    last_ns = max([store.steps[-1][2], *(device.end_ns(i) for part in parts for i in part)])
+    last_ns = max([store.steps[-1][2], *(kernel.end_ns for part in parts for kernel in part)])
     return list(zip(begins, [*begins[1:], last_ns], strict=True))
 
 
-class _Device:
-    """Kernels in the order of their starts; indices are places in that order."""
+def _busiest(kernels: Sequence[_LaunchedKernel]) -> int:
+    """The stream that computes most."""
+    busy = Counter[int]()
+    for kernel in kernels:
+        if kernel.computes:
+            busy[kernel.stream] += kernel.end_ns - kernel.start_ns
+    return max(busy, key=busy.__getitem__) if busy else 0
 
-    def __init__(self, store: TraceEvents, mesh: MeshPlan | None) -> None:
-        kernels, calls = store.kernels, store.calls
-        self._kernels = kernels
-        self._store = store
-        self.order = sorted(range(len(kernels)), key=kernels.start_ns.__getitem__)
-        self._index = {correlation: i for i, correlation in enumerate(calls.correlation)}
-        self._places = Places(store.steps, store.labels)
-        starts = [start_ns for _, start_ns, _ in store.steps]
-        self.places = list[StepPhase]()
-        self.step_of = list[int]()  # -1 before the first
-        for i in range(len(self.order)):
-            start_ns, _, thread = self.call(i)
-            self.places.append(self._places.at(thread, start_ns))
-            self.step_of.append(bisect_right(starts, start_ns) - 1)
-        self._launched = {self.start_ns(i): self.call(i)[1] for i in reversed(range(len(self.order)))}
-        self._mesh, self._axes = mesh, group_axes(store)
-        self._main_stream = self._busiest()
 
-    def start_ns(self, i: int) -> int:
-        return self._kernels.start_ns[self.order[i]]
+def _transfer(
+    kernel: _LaunchedKernel, places: Places, axes: Mapping[str, str], mesh: MeshPlan | None
+) -> Transfer:
+    place, sent = kernel.place, kernel.sent
+    lane, axis, unit = "offload", "", place.unit if place.kind else ""
+    if sent:
+        axis = axes.get(sent.group) or find_axis(sent.collective, place, mesh)
+        lane, unit = find_lane(sent.collective, axis), place.unit if axis else ""
+    return Transfer(
+        lane,
+        axis,
+        unit,
+        place.phase,
+        place.micro_batch,
+        kernel.issued_ns,
+        kernel.start_ns,
+        kernel.end_ns,
+        blocking=False,
+        bytes=sent.bytes if sent else 0,
+        during=places.hook(kernel.thread, kernel.issued_ns),
+    )
 
-    def end_ns(self, i: int) -> int:
-        return self._kernels.end_ns[self.order[i]]
 
-    def call(self, i: int) -> Call:
-        """The launch; where the trace has none, as if on no thread and at the kernel's start."""
-        found = self._index.get(self._kernels.correlation[self.order[i]])
-        if found is None:
-            return self.start_ns(i), self.start_ns(i), -1
-        calls = self._store.calls
-        return calls.start_ns[found], calls.end_ns[found], calls.thread[found]
+def _needs(main: Sequence[_LaunchedKernel]) -> Iterator[UnitDeadline]:
+    """On the main stream, between the kernel before a unit's copying out and that; not before the copy was
+    launched, as until then the GPU stood for the CPU."""
+    before_ns, last = 0, None
+    for kernel in main:
+        copies = kernel.place[2:] if kernel.place.kind == "all_gather_copy_out" else None
+        if copies and copies != last:
+            needed_ns = min(max(before_ns, kernel.launched_ns), kernel.start_ns)
+            yield UnitDeadline(*copies, needed_ns, kernel.start_ns)
+        last, before_ns = copies, max(before_ns, kernel.end_ns)
 
-    def _busiest(self) -> int:
-        """The stream that computes most."""
-        busy = Counter[int]()
-        for i, at in enumerate(self.order):
-            if self._kernels.kind[at] == KERNEL:
-                busy[self._kernels.stream[at]] += self.end_ns(i) - self.start_ns(i)
-        return max(busy, key=busy.__getitem__) if busy else 0
 
-    def step(self, number: int, window: Interval, part: Sequence[int]) -> ProfiledStep:
-        """The step of the kernels `part`."""
-        works = [self._work(i) for i in part if self._kernels.kind[self.order[i]] == KERNEL]
-        transfers = [self._transfer(i) for i in part if self._kernels.kind[self.order[i]] != KERNEL]
-        runs = sorted(_unit_runs(works), key=lambda run: run.start_ns)
-        step = ProfiledStep(
-            number, self._store.rank, *window, works, transfers, runs, list(self._needs(part)), ()
-        )
-        return replace(step, host=list(self._host(step)))
-
-    def _work(self, i: int) -> ComputeSpan:
-        place = self.places[i]
-        return ComputeSpan(
-            self.start_ns(i), self.end_ns(i), place.work, place.unit, place.phase, place.micro_batch
-        )
-
-    def _transfer(self, i: int) -> Transfer:
-        at, place = self.order[i], self.places[i]
-        unit, issued_ns = place.unit if place.kind else "", self.call(i)[0]
-        lane, axis, size = "offload", "", 0
-        if self._kernels.kind[at] == COLLECTIVE:
-            sent = self._kernels.sent[at]
-            axis, size = (
-                self._axes.get(sent.group) or find_axis(sent.collective, place, self._mesh),
-                sent.bytes,
-            )
-            lane, unit = "tp" if axis == "tp" else find_lane(sent.collective), place.unit if axis else ""
-        return Transfer(
-            lane,
-            axis,
-            unit,
-            place.phase,
-            place.micro_batch,
-            issued_ns,
-            self.start_ns(i),
-            self.end_ns(i),
-            blocking=False,
-            bytes=size,
-            during=self._places.hook(self.call(i)[2], issued_ns),
-        )
-
-    def _needs(self, part: Sequence[int]) -> Iterator[UnitDeadline]:
-        """On the main stream, between the kernel before a unit's copying out and that; not before the copy
-        was launched, as until then the GPU stood for the CPU."""
-        before_ns, last = 0, None
-        for i in part:
-            if (
-                self._kernels.stream[self.order[i]] != self._main_stream
-                or self._kernels.kind[self.order[i]] != KERNEL
-            ):
-                continue
-            place = self.places[i]
-            copies = place.unit, place.phase, place.micro_batch
-            if place.kind == "all_gather_copy_out" and copies != last:
-                yield UnitDeadline(
-                    *copies, min(max(before_ns, self.call(i)[1]), self.start_ns(i)), self.start_ns(i)
-                )
-            last = copies if place.kind == "all_gather_copy_out" else None
-            before_ns = max(before_ns, self.end_ns(i))
-
-    def _host(self, step: ProfiledStep) -> Iterator[Interval]:
-        """Of each gap in which nothing ran, the part until what ended it had been launched; all of one that
-        nothing ended."""
-        for start_ns, end_ns in subtract(
-            subtract([(step.start_ns, step.end_ns)], step.computing), step.in_flight
-        ):
-            until_ns = min(self._launched.get(end_ns, end_ns), end_ns)
-            if until_ns > start_ns:
-                yield start_ns, until_ns
+def _host(step: ProfiledStep, launched: Mapping[int, int]) -> Iterator[Interval]:
+    """Of each gap in which nothing ran, the part until what ended it had been launched; all of one that
+    nothing ended."""
+    for start_ns, end_ns in step.quiet.tolist():
+        until_ns = min(launched.get(end_ns, end_ns), end_ns)
+        if until_ns > start_ns:
+            yield start_ns, until_ns
 
 
 def _unit_runs(works: Sequence[ComputeSpan]) -> Iterator[UnitRun]:
     """From the first to the last kernel of each unit's own work."""
-    spans: dict[tuple[str, str, int], Interval] = {}
+    spans = defaultdict[tuple[str, str, int], list[ComputeSpan]](list)
     for work in works:
         if work.unit and work.work in ("forward", "backward"):
-            key = work.unit, work.work, work.micro_batch
-            start_ns, end_ns = spans.get(key, (work.start_ns, work.end_ns))
-            spans[key] = min(start_ns, work.start_ns), max(end_ns, work.end_ns)
-    for (unit, phase, micro_batch), span in spans.items():
-        yield UnitRun(unit, phase, micro_batch, *span)
+            spans[work.unit, work.work, work.micro_batch].append(work)
+    for key, own in spans.items():
+        yield UnitRun(*key, min(work.start_ns for work in own), max(work.end_ns for work in own))

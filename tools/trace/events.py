@@ -1,20 +1,24 @@
-"""What is needed of a trace, in compact columns, and what its annotations and operators mean: names given by
+"""What is needed of a trace, in compact tables, and what its annotations and operators mean: names given by
 train/profiling.py, FSDP2, c10d, gloo and torch.compile.
 
-One pass reads a file of any size. In memory it takes, by tracemalloc, 17 bytes an operator that lies in no
-other, about 35 a call that launches or a kernel (180 one of NCCL's), 140 a collective's launch or gloo's
-span, and 265 an annotation.
+One pass reads a file of any size. In memory it takes 16 bytes an operator that lies in no other, 32 a call
+that launches, 40 a kernel (180 one of NCCL's), 140 a collective's launch or gloo's span, and 265 an
+annotation.
 """
 
 import re
 from array import array
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.trace.reader import Trace, check_header
-from meshwright.tools.trace.steps import Interval
+import numpy as np
+
+from meshwright.tools.trace.reader import check_header, read_events, read_header
+from meshwright.tools.trace.roofline import dtype_of
 from meshwright.train.errors import DataError
 
 ROOT_END = "root_post_backward_callback"
@@ -87,12 +91,7 @@ class Label:
     end_ns: int
 
 
-def step_number(name: str) -> int | None:
-    """Of "ProfilerStep#10"."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
-
-
+@cache
 def parse_label(name: str) -> tuple[str, str] | None:
     """Kind and unit of an annotation that says what is being done for whom, else None."""
     if found := _FSDP.fullmatch(name):
@@ -103,17 +102,20 @@ def parse_label(name: str) -> tuple[str, str] | None:
     return ("optimizer", "") if name.startswith("Optimizer.step#") else None
 
 
+@cache
 def counts_as_compute(name: str) -> bool:
     """Whether a CPU operator is work as a whole: a kernel's or a compiled graph, not what only wraps
     others."""
     return name.startswith(_COMPILED) or ("::" in name and not name.startswith(_WRAPPERS))
 
 
+@cache
 def is_wait(name: str) -> bool:
     """Whether a CPU operator only waits for a collective."""
     return name.endswith("::wait_tensor") or name in ("c10d::barrier", "c10d::monitored_barrier_")
 
 
+@cache
 def launched_collective(name: str) -> str | None:
     """The collective that a CPU operator of c10d launches."""
     return find_collective(name[6:]) if name.startswith("c10d::") else None
@@ -125,23 +127,11 @@ def find_collective(name: str) -> str | None:
     return next((collective for part, collective in COLLECTIVES.items() if part in lowered), None)
 
 
+MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHING = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
 LAUNCHES = ("Launch", "Memcpy", "Memset")  # parts of the names of calls that put something on a stream
 KERNEL, COLLECTIVE, HOST_COPY = range(3)
-WIDTHS = {  # bytes of an element, by the name that c10d gives a dtype
-    "Float": 4,
-    "BFloat16": 2,
-    "Half": 2,
-    "Double": 8,
-    "Byte": 1,
-    "Char": 1,
-    "Bool": 1,
-    "Int": 4,
-    "Long": 8,
-    "Float8_e4m3fn": 1,
-    "Float8_e5m2": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,68 +146,70 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class NcclKernelInfo:
-    """What a kernel of NCCL says of itself."""
+    """What a kernel of NCCL says of itself: the group's name, and bytes of its larger side, 0 where it does
+    not tell."""
 
     collective: str
     group: str
     bytes: int
 
 
-class Columns:
-    """Start and end of many spans, in two arrays."""
+class Table:
+    """Rows of whole numbers that begin with a start and an end; numpy sees them without a copy."""
 
-    def __init__(self) -> None:
-        self.start_ns, self.end_ns = array("q"), array("q")
-
-    def add(self, start_ns: int, end_ns: int) -> None:
-        self.start_ns.append(start_ns)
-        self.end_ns.append(end_ns)
-
-    def covers(self, start_ns: int, end_ns: int) -> bool:
-        """Whether the last one added does: it is the parent, and counts whole."""
-        return bool(self.end_ns) and self.start_ns[-1] <= start_ns and end_ns <= self.end_ns[-1]
-
-    def intervals(self) -> Iterator[Interval]:
-        return zip(self.start_ns, self.end_ns, strict=True)
-
-
-class Kernels(Columns):
-    """What ran on a GPU: besides when, on which stream, launched by which call (`correlation`), and KERNEL,
-    COLLECTIVE or HOST_COPY."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stream, self.correlation, self.kind = array("q"), array("q"), array("b")
-        self.sent: dict[int, NcclKernelInfo] = {}  # by index, of collectives
+    def __init__(self, *names: str) -> None:
+        self._names = ("start_ns", "end_ns", *names)
+        self._numbers = array("q")
 
     def __len__(self) -> int:
-        return len(self.start_ns)
+        return len(self._numbers) // len(self._names)
 
+    def add(self, *row: int) -> None:
+        self._numbers.extend(row)
 
-class Calls(Columns):
-    """Calls that launch something: on which thread, and `correlation`."""
+    def covers(self, start_ns: int, end_ns: int) -> bool:
+        """Whether the last row does: it is the parent, and counts whole."""
+        last = self._numbers[-len(self._names) :]
+        return bool(last) and last[0] <= start_ns and end_ns <= last[1]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread, self.correlation = array("q"), array("q")
+    @property
+    def rows(self) -> np.ndarray[Any, Any]:
+        """By name. None can be added as long as they are in use."""
+        return np.frombuffer(self._numbers, [(name, np.int64) for name in self._names])
+
+    @property
+    def spans(self) -> np.ndarray[Any, Any]:
+        """Start and end of each."""
+        return np.frombuffer(self._numbers, np.int64).reshape(-1, len(self._names))[:, :2]
 
 
 @dataclass
 class TraceEvents:
-    """One rank's trace. `operators`, `waits`: spans on each CPU thread that are work, and that wait."""
+    """One rank's trace.
+
+    Args:
+        steps: number, start and end of each, and `labels`, in the order of their starts
+        operators, waits: on each CPU thread, those that are work, and that wait
+        step_threads: on which steps are annotated: they train, with labels or without
+        carried: launches by gloo
+        kernels: what ran on a GPU, besides when: on which `stream`, launched by which call (`correlation`),
+            and `kind`, KERNEL, COLLECTIVE or HOST_COPY
+        sent: by index in `kernels`, of collectives
+        calls: that launch something: on which `thread`, and `correlation`
+    """
 
     path: Path
-    header: dict[str, Any] = field(default_factory=dict)
-    steps: list[tuple[int, int, int]] = field(default_factory=list)  # number, start, end
+    header: dict[str, Any]
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
-    operators: dict[int, Columns] = field(default_factory=dict)
-    waits: dict[int, Columns] = field(default_factory=dict)
-    # on which steps are annotated: they train, with labels or without
+    operators: defaultdict[int, Table] = field(default_factory=lambda: defaultdict(Table))
+    waits: defaultdict[int, Table] = field(default_factory=lambda: defaultdict(Table))
     step_threads: set[int] = field(default_factory=set)
     launches: list[Launch] = field(default_factory=list)
-    carried: list[Launch] = field(default_factory=list)  # gloo's
-    kernels: Kernels = field(default_factory=Kernels)
-    calls: Calls = field(default_factory=Calls)
+    carried: list[Launch] = field(default_factory=list)
+    kernels: Table = field(default_factory=lambda: Table("stream", "correlation", "kind"))
+    sent: dict[int, NcclKernelInfo] = field(default_factory=dict)
+    calls: Table = field(default_factory=lambda: Table("thread", "correlation"))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -234,20 +226,23 @@ class TraceEvents:
         return str(self.facts.get("device_type") or ("cuda" if len(self.kernels) else "cpu"))
 
 
-def load_store(path: Path) -> TraceEvents:
-    """Read a trace. Raises DataError: broken, or without a profiled step in it."""
-    store, trace = TraceEvents(path), Trace(path)
-    for event in trace.events():
+def load_store(path: Path, look: Callable[[dict[str, Any]], None] | None = None) -> TraceEvents:
+    """Read a trace, in one pass; `look` sees each event that has a length too. Raises DataError: broken, or
+    without a profiled step in it."""
+    store = TraceEvents(path, read_header(path))
+    check_header(path, store.header)
+    for event in read_events(path):
         if event.get("ph") == "X":
             try:
                 _add(store, event, str(event.get("cat", "")))
-            except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+                if look:
+                    look(event)
+            except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError):
                 raise DataError(
                     f"{path}: an event of no kind that torch's profiler writes: {str(event)[:200]}"
                 ) from None
-    store.header = trace.header
-    check_header(path, store.header)
     store.steps.sort(key=lambda step: step[1])
+    store.labels.sort(key=lambda label: label.start_ns)
     if not store.steps:
         raise DataError(
             f'{path}: no step in it: there is no annotation "ProfilerStep#N", as train.main makes with '
@@ -262,15 +257,13 @@ def _add(store: TraceEvents, event: dict[str, Any], category: str) -> None:
     elif category == "user_annotation":
         _add_annotation(store, event, event["name"])
     elif category in DEVICE_WORK:
-        _add_kernel(store.kernels, event, category)
+        _add_kernel(store, event, event["name"])
     elif category in LAUNCHING and any(part in event["name"] for part in LAUNCHES):
-        store.calls.add(*_span(event))
-        store.calls.thread.append(int(event["tid"]))
-        store.calls.correlation.append(int(event["args"]["correlation"]))
+        store.calls.add(*span_of(event), int(event["tid"]), int(event["args"]["correlation"]))
 
 
-def _span(event: dict[str, Any]) -> Interval:
-    """Kineto writes microseconds with three digits behind the point."""
+def span_of(event: dict[str, Any]) -> tuple[int, int]:
+    """Start and end in nanoseconds: Kineto writes microseconds with three digits behind the point."""
     start_ns, length_ns = round(event["ts"] * 1000), round(event["dur"] * 1000)
     if length_ns < 0:
         raise ValueError("it ends before it begins")
@@ -278,50 +271,46 @@ def _span(event: dict[str, Any]) -> Interval:
 
 
 def _add_operator(store: TraceEvents, event: dict[str, Any], name: str) -> None:
-    thread, (start_ns, end_ns) = int(event["tid"]), _span(event)
+    thread, span = int(event["tid"]), span_of(event)
     if is_wait(name):
-        store.waits.setdefault(thread, Columns()).add(start_ns, end_ns)
-    elif counts_as_compute(name):
-        columns = store.operators.setdefault(thread, Columns())
-        if not columns.covers(start_ns, end_ns):  # a file lists parents before their children
-            columns.add(start_ns, end_ns)
+        store.waits[thread].add(*span)
+    # a file lists parents before their children
+    elif counts_as_compute(name) and not store.operators[thread].covers(*span):
+        store.operators[thread].add(*span)
     if collective := launched_collective(name):
-        store.launches.append(Launch(thread, collective, start_ns, end_ns))
+        store.launches.append(Launch(thread, collective, *span))
 
 
 def _add_annotation(store: TraceEvents, event: dict[str, Any], name: str) -> None:
-    start_ns, end_ns = _span(event)
-    if (number := step_number(name)) is not None:
-        store.steps.append((number, start_ns, end_ns))
-        store.step_threads.add(int(event["tid"]))
+    thread, span = int(event["tid"]), span_of(event)
+    if found := _STEP.fullmatch(name):
+        store.steps.append((int(found[1]), *span))
+        store.step_threads.add(thread)
     elif name.startswith("gloo:"):
-        collective = find_collective(name) or name
-        store.carried.append(Launch(int(event["tid"]), collective, start_ns, end_ns))
+        store.carried.append(Launch(thread, find_collective(name) or name, *span))
     elif label := parse_label(name):
-        store.labels.append(Label(int(event["tid"]), *label, start_ns, end_ns))
+        store.labels.append(Label(thread, *label, *span))
 
 
-def _add_kernel(kernels: Kernels, event: dict[str, Any], category: str) -> None:
-    name, args = event["name"], event.get("args") or {}
-    kind = KERNEL
+def _add_kernel(store: TraceEvents, event: dict[str, Any], name: str) -> None:
+    args, kind = event.get("args") or {}, KERNEL
     if name.startswith("nccl"):
         kind = COLLECTIVE
-        kernels.sent[len(kernels)] = _sent(name, args)
-    elif category == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+        collective = collective_of(name, args) or "all_reduce"
+        info = NcclKernelInfo(collective, str(args.get("Process Group Name", "")), bytes_sent(args))
+        store.sent[len(store.kernels)] = info
+    elif event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
         kind = HOST_COPY
-    kernels.add(*_span(event))
-    kernels.stream.append(int(args.get("stream", event.get("tid", 0))))
-    kernels.correlation.append(int(args.get("correlation", 0)))
-    kernels.kind.append(kind)
+    stream = int(args.get("stream", event.get("tid", 0)))
+    store.kernels.add(*span_of(event), stream, int(args.get("correlation", 0)), kind)
 
 
-def _sent(name: str, args: dict[str, Any]) -> NcclKernelInfo:
-    elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-    collective = (
-        find_collective(str(args.get("Collective name", ""))) or find_collective(name) or "all_reduce"
-    )
-    return NcclKernelInfo(
-        collective,
-        str(args.get("Process Group Name", "")),
-        elements * WIDTHS.get(str(args.get("dtype", "")), 0),
-    )
+def collective_of(kernel: str, args: dict[str, Any]) -> str | None:
+    """Of a kernel of NCCL."""
+    return find_collective(str(args.get("Collective name", ""))) or find_collective(kernel)
+
+
+def bytes_sent(args: dict[str, Any]) -> int:
+    """Of a kernel of NCCL, on its larger side; 0 where it does not tell."""
+    _, width = dtype_of(str(args.get("dtype", ""))) or ("", 0)
+    return max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0))) * width

@@ -2,8 +2,11 @@
 its calls adds up."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from meshwright.tools.trace.roofline import OperatorWork, Roof
 
@@ -21,6 +24,7 @@ _VAGUE = re.compile(
 _NUMBERED = re.compile(r"(.+)\.\d+")
 
 
+@cache
 def short_name(kernel: str) -> str:
     """A kernel's name for a table: without types, namespaces and addresses; Triton's, cuBLAS's and cuDNN's as
     they are, with their middle left out where they are long."""
@@ -81,84 +85,68 @@ class KernelRow:
     communication: bool = False
 
 
-@dataclass(slots=True)
-class Known:
-    """Of some calls, how much is known of them and in how many seconds they did it; `missing`: calls of which
-    it is not."""
+class CallKey(NamedTuple):
+    """Calls that are counted together: of one kernel or operator, each doing this work, None where that is
+    not known.
 
-    amount: float = 0.0
-    seconds: float = 0.0
-    missing: int = 0
+    Args:
+        communication: whether it is a collective
+        launched: whether the trace has their launches; of those that it has not, nothing can be known
+        thread: on a CPU, -1 on a GPU
+        place: the unit and phase that a call of a compiled graph was in
+    """
 
-    def add(self, amount: float | None, seconds: float) -> None:
-        if amount is None:
-            self.missing += 1
-        else:
-            self.amount += amount
-            self.seconds += seconds
-
-    def join(self, other: "Known") -> None:
-        self.amount += other.amount
-        self.seconds += other.seconds
-        self.missing += other.missing
-
-    def rate(self) -> float | None:
-        """Amount per second, if it is known of every call."""
-        return self.amount / self.seconds if self.seconds > 0 and not self.missing else None
+    name: str
+    work: OperatorWork | None = None
+    communication: bool = False
+    launched: bool = True
+    thread: int = -1
+    place: tuple[str, str] = ("", "")
 
 
-class Tally:
-    """The calls of one kernel."""
-
-    __slots__ = ("bytes", "calls", "communication", "flops", "halved", "least_s", "name", "seconds")
-
-    def __init__(self, name: str, communication: bool = False) -> None:
-        self.name, self.communication = name, communication
-        self.calls, self.seconds, self.halved = 0, 0.0, False
-        self.flops, self.bytes, self.least_s = Known(), Known(), Known()
-
-    def add_work(self, work: OperatorWork | None, seconds: float, roof: Roof | None) -> None:
-        """What a call did; one whose launch is not in the trace is not added: nothing can be known of it."""
-        self.flops.add(work.flops if work else None, seconds)
-        self.bytes.add(work.bytes if work else None, seconds)
-        self.least_s.add(roof.least_s(work) if roof and work else None, seconds)
-        self.halved |= bool(work and work.halved)
-
-    def join(self, other: "Tally") -> None:
-        """Add the calls of another."""
-        self.calls += other.calls
-        self.seconds += other.seconds
-        self.halved |= other.halved
-        for mine, its in (
-            (self.flops, other.flops),
-            (self.bytes, other.bytes),
-            (self.least_s, other.least_s),
-        ):
-            mine.join(its)
-
-    def row(self, steps: int, all_seconds: float) -> KernelRow:
-        """Of so many steps, in which all kernels of its sort took `all_seconds`."""
-        flops, moved, roof_share = self.flops.rate(), self.bytes.rate(), self.least_s.rate()
-        if flops is None and (roof_share or 0) > 1:  # it stayed in a cache, or was not read as a whole
-            moved = roof_share = None
-        return KernelRow(
-            f"{self.name} (causal: half)" if self.halved else self.name,
-            self.calls / steps,
-            self.seconds / steps,
-            self.seconds / all_seconds if all_seconds else 0.0,
-            flops and flops / 1e12,
-            moved and moved / 1e9,
-            roof_share,
-            self.communication,
-        )
+Calls = tuple[CallKey, int, int]  # how many of a key, and how long they took, in nanoseconds
 
 
-def ranked(tallies: Iterable[Tally], steps: int, most: int) -> list[KernelRow]:
-    """Those that take longest: at most so many that compute, then at most so many collectives."""
+def rank_rows(calls: Iterable[Calls], steps: int, most: int, roof: Roof | None) -> list[KernelRow]:
+    """A row for each name that takes longest: at most so many that compute, then at most so many
+    collectives."""
+    sorts: dict[bool, dict[str, list[Calls]]] = {False: defaultdict(list), True: defaultdict(list)}
+    for key, count, ns in calls:
+        sorts[key.communication][key.name].append((key, count, ns))
     rows = []
-    by_time = sorted(tallies, key=lambda tally: (-tally.seconds, tally.name))
-    for communication in (False, True):
-        sort = [tally for tally in by_time if tally.communication == communication]
-        all_seconds = sum(tally.seconds for tally in sort)
-        rows += [tally.row(steps, all_seconds) for tally in sort[:most]]
+    for names in sorts.values():
+        took = {name: sum(ns for _, _, ns in parts) for name, parts in names.items()}
+        for name in sorted(names, key=lambda name: (-took[name], name))[:most]:
+            share = took[name] / sum(took.values()) if took[name] else 0.0
+            rows.append(_row(names[name], steps, share, roof))
     return rows
+
+
+def _row(calls: Sequence[Calls], steps: int, share: float, roof: Roof | None) -> KernelRow:
+    """Of the calls of one name in so many steps."""
+    launched = [each for each in calls if each[0].launched]
+    flops = _rate(launched, lambda work: work.flops)
+    moved = _rate(launched, lambda work: work.bytes)
+    roof_share = _rate(launched, lambda work: roof.least_s(work) if roof else None)
+    if flops is None and (roof_share or 0) > 1:  # it stayed in a cache, or was not read as a whole
+        moved = roof_share = None
+    name, _, communication, *_ = calls[0][0]
+    return KernelRow(
+        f"{name} (causal: half)" if any(key.work and key.work.halved for key, _, _ in calls) else name,
+        sum(count for _, count, _ in calls) / steps,
+        sum(ns for _, _, ns in calls) * 1e-9 / steps,
+        share,
+        flops and flops / 1e12,
+        moved and moved / 1e9,
+        roof_share,
+        communication,
+    )
+
+
+def _rate(calls: Sequence[Calls], amount_of: Callable[[OperatorWork], float | None]) -> float | None:
+    """Amount per second, if it is known of every call."""
+    amounts = [(amount_of(key.work) if key.work else None, count) for key, count, _ in calls]
+    all_ns = sum(ns for _, _, ns in calls)
+    if not all_ns or any(amount is None for amount, _ in amounts):
+        return None
+    return sum(amount * count for amount, count in amounts if amount is not None) / (all_ns * 1e-9)

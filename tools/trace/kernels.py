@@ -6,281 +6,209 @@ products and attention have rows of their own), read in the order in which the p
 thread's by their starts, callers before what they call.
 """
 
+import math
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from meshwright.tools.trace.events import (
     DEVICE_WORK,
-    WIDTHS,
+    MESH,
+    bytes_sent,
+    collective_of,
     counts_as_compute,
     find_collective,
     is_wait,
     parse_label,
+    span_of,
 )
 from meshwright.tools.trace.kernel_stats import (
     COMPILED,
     HASH_SHOWN,
+    CallKey,
+    Calls,
     KernelRow,
-    Tally,
     graph_name,
-    ranked,
+    rank_rows,
     short_name,
 )
-from meshwright.tools.trace.reader import read_events
 from meshwright.tools.trace.roofline import OperatorWork, Roof, work_of
-from meshwright.train.errors import DataError
 
-NS = 1e-9
-Place = tuple[str, str]  # unit, phase
+NOWHERE = ("", "")  # unit, phase
+# Bytes that each link carries, as a share of the larger side, in a group of n: nccl-tests, doc/PERFORMANCE.md
+BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}  # times (n - 1) / n
+WHOLE = frozenset({"broadcast", "reduce", "send", "recv"})  # all of it
+Event = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Call:
-    """An operator that has begun; `inside_ns`: what it called. `tally`: None for one that only waits."""
+class _OpenCall:
+    """An operator that has begun; `key`: None for one that only waits; `inside_ns`: what it called."""
 
-    tally: "_Operator | None"
-    work: OperatorWork | None
+    key: CallKey | None
     start_ns: int
     end_ns: int
     inside_ns: int = 0
 
 
-class _Operator:
-    """One name on one thread, and where it was called."""
-
-    __slots__ = ("places", "tally")
-
-    def __init__(self, name: str) -> None:
-        self.tally, self.places = Tally(name), set[Place]()
-
-
+@dataclass(slots=True)
 class _Thread:
-    """What one thread does."""
+    """Where a CPU thread is."""
+
+    stack: list[_OpenCall] = field(default_factory=list)
+    place: tuple[str, str] = NOWHERE
+    place_until_ns: int = 0
+
+
+class KernelTable:
+    """The calls of each kernel of a GPU or operator of a CPU. In memory are a few numbers for every kernel of
+    a GPU and operator that is a product, and a row for every name and shape."""
 
     def __init__(self) -> None:
-        self.operators: dict[str, _Operator] = {}
-        self.stack: list[_Call] = []
-        self.place: Place = ("", "")
-        self.place_until_ns = 0
-        self.is_gloos = False
+        self._calls = defaultdict[CallKey, list[int]](lambda: [0, 0])  # count, ns
+        self._threads = defaultdict[int, _Thread](_Thread)
+        self._gloo_threads = set[int]()
+        self._has_gpu = False
+        self._works = dict[OperatorWork, OperatorWork]()
+        self._work_of_call = dict[int, OperatorWork]()  # by external id
+        # of each kernel of a GPU that an operator launched: place of its name, external id, ns
+        self._launched, self._names = array("q"), dict[str, int]()
 
+    def add(self, event: Event) -> None:
+        """Of a trace, in its order. Raises KeyError and the like for what the profiler does not write."""
+        category = event.get("cat")
+        if category == "cpu_op":
+            self._add_operator(event, event["name"])
+        elif category == "user_annotation":
+            self._add_annotation(event, event["name"])
+        elif category in DEVICE_WORK:
+            self._has_gpu = True
+            self._add_kernel(event, event["name"], event.get("args") or {})
 
-class CpuTable:
-    """The threads of a process, without those on which gloo carries out its collectives."""
+    def rows(self, steps: int, roof: Roof | None, most: int = 12) -> list[KernelRow]:
+        """Once, after the last event of so many steps: those that take longest, then the collectives, at most
+        so many of each."""
+        for number, thread in self._threads.items():
+            self._end_calls(number, thread, math.inf)
+        return rank_rows(self._of_gpu() if self._has_gpu else self._of_cpu(), steps, most, roof)
 
-    def __init__(self) -> None:
-        self._threads: dict[int, _Thread] = {}
-        self._collectives: dict[str, Tally] = {}
+    def _count(self, key: CallKey, ns: int) -> None:
+        calls = self._calls[key]
+        calls[0] += 1
+        calls[1] += ns
 
-    def add_annotation(self, event: Mapping[str, Any]) -> None:
+    def _add_annotation(self, event: Event, name: str) -> None:
         """A unit's forward or backward, or a collective of gloo's, whose bytes are not noted."""
-        thread, name = self._thread(event), event["name"]
+        number, (start_ns, end_ns) = int(event["tid"]), span_of(event)
         if name.startswith("gloo:"):
-            thread.is_gloos = True
-            tally = self._collectives.setdefault(name, Tally(name.replace(":", " "), communication=True))
-            tally.calls += 1
-            tally.seconds += event["dur"] * 1e-6
+            self._gloo_threads.add(number)
+            self._count(CallKey(name.replace(":", " "), communication=True, thread=number), end_ns - start_ns)
         elif (label := parse_label(name)) and label[0] in ("forward", "backward"):
-            thread.place, thread.place_until_ns = (label[1], label[0]), _span(event)[1]
+            thread = self._threads[number]
+            thread.place, thread.place_until_ns = (label[1], label[0]), end_ns
 
-    def add_operator(self, event: Mapping[str, Any], work: OperatorWork | None, roof: Roof | None) -> None:
-        """A call of an operator that computes, doing this work if it is known, or waits."""
-        name = event["name"]
-        if not counts_as_compute(name) and not is_wait(name):
+    def _add_operator(self, event: Event, name: str) -> None:
+        """One that computes or waits; and, whatever it is, its work, which a kernel may do."""
+        work = work_of(event)
+        if work and (external := (event.get("args") or {}).get("External id")):
+            self._work_of_call[int(external)] = self._works.setdefault(work, work)
+        waits = is_wait(name)
+        if not waits and not counts_as_compute(name):
             return
-        thread, (start_ns, end_ns) = self._thread(event), _span(event)
-        _end_calls(thread, start_ns, roof)
+        number, (start_ns, end_ns) = int(event["tid"]), span_of(event)
+        thread = self._threads[number]
+        self._end_calls(number, thread, start_ns)
         if thread.stack:
             thread.stack[-1].inside_ns += end_ns - start_ns
-        operator = None
-        if not is_wait(name):
-            operator = thread.operators.setdefault(name, _Operator(name))
-            operator.places.add(thread.place if start_ns < thread.place_until_ns else ("", ""))
-        thread.stack.append(_Call(operator, work, start_ns, end_ns))
+        # only graphs are called by where they run
+        placed = name.startswith("## ") and start_ns < thread.place_until_ns
+        place = thread.place if placed else NOWHERE
+        key = None if waits else CallKey(name, work, thread=number, place=place)
+        thread.stack.append(_OpenCall(key, start_ns, end_ns))
 
-    def _thread(self, event: Mapping[str, Any]) -> _Thread:
-        return self._threads.setdefault(int(event["tid"]), _Thread())
+    def _end_calls(self, number: int, thread: _Thread, now_ns: float) -> None:
+        """Count the calls that are over by now."""
+        while thread.stack and thread.stack[-1].end_ns <= now_ns:
+            call = thread.stack.pop()
+            if call.key is not None:
+                self._count(call.key, max(call.end_ns - call.start_ns - call.inside_ns, 0))
 
-    def tallies(self, roof: Roof | None) -> list[Tally]:
-        """Once, after the last event."""
-        joined: dict[str, Tally] = {}
-        for thread in self._threads.values():
-            _end_calls(thread, None, roof)
-        working = [thread for thread in self._threads.values() if not thread.is_gloos]
-        for thread in working:
-            for name, operator in thread.operators.items():
-                joined.setdefault(name, Tally(name)).join(operator.tally)
-        _name_graphs(joined, working)
-        return [*joined.values(), *self._collectives.values()]
-
-
-def _span(event: Mapping[str, Any]) -> tuple[int, int]:
-    start_ns = round(event["ts"] * 1000)
-    return start_ns, start_ns + round(event["dur"] * 1000)
-
-
-def _end_calls(thread: _Thread, now_ns: int | None, roof: Roof | None) -> None:
-    """Count the calls that are over by now."""
-    while thread.stack and (now_ns is None or thread.stack[-1].end_ns <= now_ns):
-        call = thread.stack.pop()
-        if call.tally is not None:
-            tally, seconds = call.tally.tally, max(call.end_ns - call.start_ns - call.inside_ns, 0) * NS
-            tally.calls += 1
-            tally.seconds += seconds
-            tally.add_work(call.work, seconds, roof)
-
-
-def _name_graphs(tallies: Mapping[str, Tally], threads: list[_Thread]) -> None:
-    """By the units that they are of; graphs that would be called alike get the start of their hash too."""
-    names: dict[str, list[tuple[str, Tally]]] = {}
-    for name, tally in tallies.items():
-        if found := COMPILED.fullmatch(name):
-            places = {
-                place
-                for thread in threads
-                if name in thread.operators
-                for place in thread.operators[name].places
-            }
-            names.setdefault(graph_name(found[1], places), []).append((found[1], tally))
-    for name, graphs in names.items():
-        for graph, tally in graphs:
-            tally.name = name if len(graphs) == 1 else f"{name} ({graph[:HASH_SHOWN]})"
-
-
-MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
-US = 1e-6
-# Bytes that each link carries, as a share of the larger side, in a group of n: nccl-tests, doc/PERFORMANCE.md
-BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}  # times (n - 1) / n
-WHOLE = frozenset({"broadcast", "reduce", "send", "recv"})  # all of it
-
-
-class GpuTable:
-    """What is noted of each event."""
-
-    def __init__(self) -> None:
-        self._names: dict[tuple[str, bool], int] = {}
-        self._tallies: list[Tally] = []
-        self._works: list[OperatorWork] = []
-        self._places: dict[OperatorWork, int] = {}  # of a work in `_works`
-        self._done_by: dict[int, int] = {}  # external id of an operator -> its work's place
-        # of each kernel that was launched here
-        self._row, self._caller, self._seconds = array("l"), array("q"), array("d")
-
-    def __bool__(self) -> bool:
-        return bool(self._tallies)
-
-    def add_operator(self, event: Mapping[str, Any], work: OperatorWork | None) -> None:
-        """On the CPU, with its work if that is known."""
-        if work is not None and (number := (event.get("args") or {}).get("External id")):
-            place = self._places.setdefault(work, len(self._works))
-            if place == len(self._works):
-                self._works.append(work)
-            self._done_by[int(number)] = place
-
-    def add_kernel(self, event: Mapping[str, Any], roof: Roof | None) -> None:
+    def _add_kernel(self, event: Event, name: str, args: Event) -> None:
         """A kernel, or a copy within, to or from the GPU."""
-        args, seconds = event.get("args") or {}, float(event["dur"]) * US
-        tally, row = self._find(event["name"], args)
-        tally.calls += 1
-        tally.seconds += seconds
-        if tally.communication:
-            tally.bytes.add(_bus_bytes(args), seconds)
+        start_ns, end_ns = span_of(event)
+        if name.startswith("nccl"):
+            key = CallKey(_collective_name(name, args), _bus_work(args), communication=True)
+            self._count(key, end_ns - start_ns)
         elif event["cat"] != "kernel":
-            _add_copy(tally, event["name"], args, seconds, roof)
-        elif number := args.get("External id"):
-            self._row.append(row)
-            self._caller.append(int(number))
-            self._seconds.append(seconds)
+            self._count(CallKey(short_name(name), _copy_work(name, args)), end_ns - start_ns)
+        elif external := args.get("External id"):
+            place = self._names.setdefault(short_name(name), len(self._names))
+            self._launched.extend((place, int(external), end_ns - start_ns))
+        else:
+            self._count(CallKey(short_name(name), launched=False), end_ns - start_ns)
 
-    def _find(self, kernel: str, args: Mapping[str, Any]) -> tuple[Tally, int]:
-        communication = kernel.startswith("nccl")
-        name = _collective_name(kernel, args) if communication else short_name(kernel)
-        row = self._names.setdefault((name, communication), len(self._tallies))
-        if row == len(self._tallies):
-            self._tallies.append(Tally(name, communication))
-        return self._tallies[row], row
+    def _of_gpu(self) -> Iterator[Calls]:
+        """Of the kernels that an operator launched, the longest did its work, and of the others (that sum up
+        its parts, say) nothing is known."""
+        yield from ((key, count, ns) for key, (count, ns) in self._calls.items() if key.thread < 0)
+        launched, names = np.frombuffer(self._launched, np.int64).reshape(-1, 3), list(self._names)
+        by_length = np.lexsort((-launched[:, 2], launched[:, 1]))
+        _, first = np.unique(launched[by_length, 1], return_index=True)
+        longest = set(by_length[first].tolist())
+        for i, (place, caller, ns) in enumerate(launched.tolist()):
+            work = self._work_of_call.get(caller) if i in longest else None
+            yield CallKey(names[place], work), 1, ns
 
-    def tallies(self, roof: Roof | None) -> list[Tally]:
-        """Once, after the last event: of the kernels that an operator launched, the longest did its work, and
-        of the others (that sum up its parts, say) nothing is known."""
-        longest: dict[int, int] = {}
-        for i, caller in enumerate(self._caller):
-            if caller not in longest or self._seconds[i] > self._seconds[longest[caller]]:
-                longest[caller] = i
-        for i, caller in enumerate(self._caller):
-            place = self._done_by.get(caller) if longest[caller] == i else None
-            work = self._works[place] if place is not None else None
-            self._tallies[self._row[i]].add_work(work, self._seconds[i], roof)
-        return self._tallies
+    def _of_cpu(self) -> Iterator[Calls]:
+        """The threads of a process, without those on which gloo carries out its collectives; graphs by the
+        units that they are of. Those that would be called alike get the start of their hash too."""
+        calls = {
+            key: counts
+            for key, counts in self._calls.items()
+            if key.communication or key.thread not in self._gloo_threads
+        }
+        places = defaultdict[str, set[tuple[str, str]]](set)
+        for key in calls:
+            if found := COMPILED.fullmatch(key.name):
+                places[found[1]].add(key.place)
+        names = {graph: graph_name(graph, at) for graph, at in places.items()}
+        alike = Counter(names.values())
+        for key, (count, ns) in calls.items():
+            if found := COMPILED.fullmatch(key.name):
+                name = names[found[1]]
+                shown = name if alike[name] == 1 else f"{name} ({found[1][:HASH_SHOWN]})"
+                key = CallKey(shown, key.work, thread=key.thread)
+            yield key, count, ns
 
 
-def _collective_name(kernel: str, args: Mapping[str, Any]) -> str:
+def _collective_name(kernel: str, args: Event) -> str:
     """As "NCCL all_gather over dp_shard"."""
-    collective = (
-        find_collective(str(args.get("Collective name", ""))) or find_collective(kernel) or short_name(kernel)
-    )
     group = str(args.get("Process Group Description", ""))
-    return f"NCCL {collective}" + (f" over {group.removeprefix(MESH)}" if group.startswith(MESH) else "")
+    over = f" over {group.removeprefix(MESH)}" if group.startswith(MESH) else ""
+    return f"NCCL {collective_of(kernel, args) or short_name(kernel)}{over}"
 
 
-def _bus_bytes(args: Mapping[str, Any]) -> float | None:
+def _bus_work(args: Event) -> OperatorWork | None:
     """None where the kernel does not say what it carries, in a group of how many."""
     collective, members = (
         find_collective(str(args.get("Collective name", ""))),
         int(args.get("Group size", 0)),
     )
-    larger = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-    width = WIDTHS.get(str(args.get("dtype", "")), 0)
-    if not larger * width:
-        return None
+    size, share = bytes_sent(args), 0.0
     if collective in WHOLE:
-        return float(larger * width)
-    return (
-        larger * width * BUS_SHARE[collective] * (members - 1) / members
-        if collective in BUS_SHARE and members
-        else None
-    )
+        share = 1.0
+    elif collective in BUS_SHARE and members:
+        share = BUS_SHARE[collective] * (members - 1) / members
+    return OperatorWork(None, size * share, on_link=True) if size and share else None
 
 
-def _add_copy(tally: Tally, name: str, args: Mapping[str, Any], seconds: float, roof: Roof | None) -> None:
-    """Within the GPU every byte is read and written; one to or from the host has no roof here."""
-    size = args.get("bytes")
-    if size is None:
-        tally.add_work(None, seconds, roof)
-    else:
-        within = "DtoD" in name
-        on_device = within or name.startswith("Memset")
-        tally.add_work(
-            OperatorWork(None, float(size) * (2 if within else 1)), seconds, roof if on_device else None
-        )
-
-
-def top_kernels(path: Path, steps: int, roof: Roof | None, most: int = 12) -> list[KernelRow]:
-    """The kernels of a trace of so many steps that take longest, then its collectives, at most so many of
-    each.
-
-    The trace is read once, as a stream: in memory are a few numbers for every kernel of a GPU and operator
-    that is a product, or a row for every name of a CPU's. Raises DataError for a trace that is broken.
-    """
-    gpu, cpu = GpuTable(), CpuTable()
-    for event in read_events(path):
-        if event.get("ph") != "X":
-            continue
-        try:
-            match event.get("cat"):
-                case "cpu_op":
-                    work = work_of(event)
-                    gpu.add_operator(event, work)
-                    cpu.add_operator(event, work, roof)
-                case "user_annotation":
-                    cpu.add_annotation(event)
-                case kind if kind in DEVICE_WORK:
-                    gpu.add_kernel(event, roof)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            raise DataError(
-                f"{path}: an event of no kind that torch's profiler writes: {str(event)[:200]}"
-            ) from None
-    return ranked(gpu.tallies(roof) if gpu else cpu.tallies(roof), steps, most)
+def _copy_work(name: str, args: Event) -> OperatorWork | None:
+    """Within the GPU every byte is read and written; one to or from the host is on its link."""
+    if (size := args.get("bytes")) is None:
+        return None
+    within = "DtoD" in name
+    return OperatorWork(None, float(size) * (2 if within else 1), on_link=not (within or "Memset" in name))

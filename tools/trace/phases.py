@@ -4,16 +4,25 @@ and whose a collective is: FSDP2's or tensor parallelism's, and on which axis of
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import MeshPlan
-from meshwright.tools.trace.events import BACKWARD_KINDS, FORWARD_KINDS, ROOT_END, WORK_OF, Label, TraceEvents
+from meshwright.tools.trace.events import (
+    BACKWARD_KINDS,
+    FORWARD_KINDS,
+    MESH,
+    ROOT_END,
+    WORK_OF,
+    Label,
+    TraceEvents,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPhase:
+class StepPhase(NamedTuple):
     """`kind`: of the innermost label, "" outside all; `work`: what computing there is; `unit`: of the label,
-    or of the one before it in the same phase."""
+    or of the one before it in the same phase. From `work` on as in ComputeSpan, from `unit` on as in
+    UnitDeadline."""
 
     kind: str
     work: str
@@ -23,19 +32,17 @@ class StepPhase:
 
 
 class Places:
-    """Of all threads that carry labels."""
+    """Of all threads that carry labels, which are in the order of their starts."""
 
     def __init__(self, steps: Sequence[tuple[int, int, int]], labels: Sequence[Label]) -> None:
-        ordered = sorted(labels, key=lambda label: label.start_ns)
-        self._phases = [change for step in steps for change in _phase_changes(step, ordered)]
-        self._phase_starts = [change[0] for change in self._phases]
-        self._segments = {thread: list(_segments(own)) for thread, own in _by_thread(ordered).items()}
+        threads = defaultdict[int, list[Label]](list)
+        for label in labels:
+            threads[label.thread].append(label)
+        self._phases = [change for step in steps for change in _phase_changes(step, labels)]
+        self._segments = {thread: list(_segments(own)) for thread, own in threads.items()}
         self._hooks = {
             thread: [label for label in own if label.kind in ("pre_forward", "pre_backward")]
-            for thread, own in _by_thread(ordered).items()
-        }
-        self._starts = {
-            thread: [segment[0] for segment in segments] for thread, segments in self._segments.items()
+            for thread, own in threads.items()
         }
 
     @property
@@ -52,23 +59,17 @@ class Places:
 
     def at(self, thread: int, time_ns: int) -> StepPhase:
         """The place of a thread at a time."""
-        found = bisect_right(self._phase_starts, time_ns) - 1
+        found = bisect_right(self._phases, time_ns, key=itemgetter(0)) - 1
         since_ns, phase, micro_batch = self._phases[max(found, 0)] if self._phases else (0, "forward", 0)
         kind, unit, named_ns = "", "", 0
-        if thread in self._segments and (i := bisect_right(self._starts[thread], time_ns) - 1) >= 0:
-            _, kind, unit, named_ns = self._segments[thread][i]
+        segments = self._segments.get(thread, [])
+        if (i := bisect_right(segments, time_ns, key=itemgetter(0)) - 1) >= 0:
+            _, kind, unit, named_ns = segments[i]
         if named_ns <= since_ns:
             unit = ""
         if kind == "optimizer" or phase == "optimizer":
             unit, phase = "", "optimizer"
         return StepPhase(kind, WORK_OF.get(kind, phase), unit, phase, micro_batch)
-
-
-def _by_thread(labels: Sequence[Label]) -> dict[int, list[Label]]:
-    threads = defaultdict[int, list[Label]](list)
-    for label in labels:
-        threads[label.thread].append(label)
-    return threads
 
 
 def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Iterator[tuple[int, str, int]]:
@@ -118,11 +119,11 @@ AXIS_OF_LANE: Mapping[str, str] = {
 }
 # labels in which FSDP2 launches its collectives
 FSDP_LAUNCHES = frozenset({"all_gather", "post_backward_reduce"})
-MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
 
 
-def find_lane(collective: str) -> str:
-    """The lane of one that is not tensor parallelism's."""
+def find_lane(collective: str, axis: str) -> str:
+    if axis == "tp":
+        return "tp"
     return collective if collective in ("all_gather", "reduce_scatter") else "all_reduce"
 
 
@@ -135,7 +136,7 @@ def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:
     there is any.
     """
     if place.kind in FSDP_LAUNCHES:
-        axis = AXIS_OF_LANE[find_lane(collective)]
+        axis = AXIS_OF_LANE[find_lane(collective, "")]
         replicates = place.kind == "post_backward_reduce" and (mesh is None or mesh.dp_replicate > 1)
         return axis if axis != "dp_replicate" or replicates else ""
     if place.phase == "optimizer" or place.kind == ROOT_END:

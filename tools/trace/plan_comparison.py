@@ -26,7 +26,7 @@ from meshwright.parallel.planner.timeline_plot import (
     phases,
     units_words,
 )
-from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, total
+from meshwright.tools.trace.steps import ComputeSpan, ProfiledStep, Transfer, total
 from meshwright.train.config import Config
 from meshwright.train.config_parser import load_config
 from meshwright.train.errors import DataError
@@ -204,17 +204,10 @@ def to_timeline(step: ProfiledStep) -> Timeline:
 
 
 def _event(
-    step: ProfiledStep,
-    lane: str,
-    work: str,
-    unit: str,
-    phase: str,
-    micro_batch: int,
-    start_ns: int,
-    end_ns: int,
+    step: ProfiledStep, lane: str, work: str, of: ComputeSpan | Transfer, start_ns: int, end_ns: int
 ) -> TimelineEvent:
     start_s, end_s = (start_ns - step.start_ns) / 1e9, (end_ns - step.start_ns) / 1e9
-    return TimelineEvent(lane, work, unit, "", phase, micro_batch, start_s, end_s)
+    return TimelineEvent(lane, work, of.unit, "", of.phase, of.micro_batch, start_s, end_s)
 
 
 def _works(step: ProfiledStep) -> Iterator[TimelineEvent]:
@@ -223,25 +216,26 @@ def _works(step: ProfiledStep) -> Iterator[TimelineEvent]:
     for w in step.works:
         start_ns, end_ns = max(w.start_ns, done_ns), min(w.end_ns, step.end_ns)
         if end_ns > start_ns:
-            yield _event(step, COMPUTE, w.work, w.unit, w.phase, w.micro_batch, start_ns, end_ns)
+            yield _event(step, COMPUTE, w.work, w, start_ns, end_ns)
             done_ns = end_ns
 
 
 def _transfers(step: ProfiledStep) -> Iterator[TimelineEvent]:
     for t in step.transfers:
-        for span in clip([(t.start_ns, t.end_ns)], step.start_ns, step.end_ns):
-            yield _event(step, t.lane, t.lane, t.unit, t.phase, t.micro_batch, *span)
+        start_ns, end_ns = max(t.start_ns, step.start_ns), min(t.end_ns, step.end_ns)
+        if start_ns < end_ns:
+            yield _event(step, t.lane, t.lane, t, start_ns, end_ns)
 
 
 def _exposed(step: ProfiledStep) -> Iterator[TimelineEvent]:
     """What nothing computed under, each piece with the transfer that is waited for: where several are in
     flight, the one that began first."""
     first = 0
-    for start_ns, end_ns in step.exposed:
+    for start_ns, end_ns in step.exposed.tolist():
         while first < len(step.transfers) and step.transfers[first].end_ns <= start_ns:
             first += 1
         for t, piece in _by_transfer(step.transfers, first, start_ns, end_ns):
-            yield _event(step, EXPOSED, t.lane, t.unit, t.phase, t.micro_batch, *piece)
+            yield _event(step, EXPOSED, t.lane, t, *piece)
 
 
 def _by_transfer(

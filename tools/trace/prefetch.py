@@ -2,9 +2,8 @@
 would mend it), and where a step's time went, in shares that sum to exactly 1; of each kind of communication,
 how much was hidden."""
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mode
@@ -17,6 +16,7 @@ from meshwright.tools.trace.steps import (
     clip,
     intersect,
     is_gather,
+    spans_of,
     total,
     union,
 )
@@ -33,6 +33,7 @@ class Gather:
     """One unit's all-gather in one phase of one micro batch.
 
     Args:
+        times_ns: when it was "issued", "started" and "finished", and when it was "needed"
         ahead: how many units before its own it was launched; None where the trace does not tell
         waited_ns: how long computing stood before it
         held_units: how many other units passed between its end and its need
@@ -44,11 +45,7 @@ class Gather:
 
     unit: str
     phase: str
-    micro_batch: int
-    issued_ns: int
-    started_ns: int
-    finished_ns: int
-    needed_ns: int
+    times_ns: Mapping[str, int]
     waited_ns: int
     ahead: int | None
     held_units: int
@@ -113,16 +110,15 @@ class Prefetch:
 
 def judge_prefetch(step: ProfiledStep) -> list[Prefetch]:
     """Each phase in which anything was gathered."""
-    keys = dict.fromkeys(
-        (n.phase, n.micro_batch) for n in sorted(step.needs, key=lambda need: need.needed_ns)
-    )
-    judged = (_judge_phase(step, phase, micro_batch) for phase, micro_batch in keys)
+    needs = sorted(step.needs, key=lambda need: need.needed_ns)
+    judged = (_judge_phase(step, key) for key in dict.fromkeys((n.phase, n.micro_batch) for n in needs))
     return [prefetch for prefetch in judged if prefetch is not None]
 
 
-def _judge_phase(step: ProfiledStep, phase: str, micro_batch: int) -> Prefetch | None:
-    here = (phase, micro_batch)
-    runs = _first_of_each([run for run in step.runs if (run.phase, run.micro_batch) == here])
+def _judge_phase(step: ProfiledStep, here: tuple[str, int]) -> Prefetch | None:
+    # the first run of each unit is what it is gathered for
+    first_runs = {run.unit: run for run in reversed(step.runs) if (run.phase, run.micro_batch) == here}
+    runs = sorted(first_runs.values(), key=lambda run: run.start_ns)
     needs = {need.unit: need for need in reversed(step.needs) if (need.phase, need.micro_batch) == here}
     sent = {t.unit: t for t in reversed(step.transfers) if is_gather(t) and (t.phase, t.micro_batch) == here}
     if not (gathered := [run.unit for run in runs if run.unit in needs and run.unit in sent]):
@@ -143,14 +139,8 @@ def _judge_phase(step: ProfiledStep, phase: str, micro_batch: int) -> Prefetch |
     # nothing comes before the first
     ahead = [gather.ahead for gather in gathers[1:] if gather.ahead is not None]
     used = mode(ahead) if ahead else 0
-    return Prefetch(
-        phase, micro_batch, used, sum(g.waited_ns for g in gathers), totals, best, blocking, tuple(gathers)
-    )
-
-
-def _first_of_each(runs: Sequence[UnitRun]) -> list[UnitRun]:
-    """The first run of each unit: what it is gathered for."""
-    return sorted({run.unit: run for run in reversed(runs)}.values(), key=lambda run: run.start_ns)
+    waited_ns = sum(gather.waited_ns for gather in gathers)
+    return Prefetch(*here, used, waited_ns, totals, best, blocking, tuple(gathers))
 
 
 def _costs(
@@ -161,15 +151,13 @@ def _costs(
     for t in step.transfers:
         if t.lane == "reduce_scatter" and (t.phase, t.micro_batch) == here:
             scatters[t.unit] += t.end_ns - t.start_ns
-    last = max(run.end_ns for run in runs)
-    starts = [*(run.start_ns for run in runs), last]
+    starts = [*(run.start_ns for run in runs), max(run.end_ns for run in runs)]
     costs = []
     for run, (start_ns, next_ns) in zip(runs, pairwise(starts), strict=True):
         gather = sent.get(run.unit)
         gather_ns = gather.end_ns - gather.start_ns if gather else 0
-        costs.append(
-            UnitCost(gather_ns, next_ns - start_ns - standing(step, start_ns, next_ns), scatters[run.unit])
-        )
+        compute_ns = next_ns - start_ns - standing(step, start_ns, next_ns)
+        costs.append(UnitCost(gather_ns, compute_ns, scatters[run.unit]))
     return costs
 
 
@@ -211,22 +199,10 @@ def _judge(
     ahead = order.index(need.unit) - order.index(sent.during) if sent.during in order else None
     held = sum(sent.end_ns <= run.start_ns and run.end_ns <= need.needed_ns for run in runs)
     depth = next((d for d, wait in enumerate(waits) if wait <= late_ns), None) if late else None
-    return Gather(
-        need.unit,
-        need.phase,
-        need.micro_batch,
-        sent.issued_ns,
-        sent.start_ns,
-        sent.end_ns,
-        need.needed_ns,
-        waited_ns,
-        ahead,
-        held,
-        late,
-        order[0] == need.unit,
-        sent.blocking,
-        depth,
-    )
+    times_ns = {"issued": sent.issued_ns, "started": sent.start_ns, "finished": sent.end_ns}
+    times_ns["needed"] = need.needed_ns
+    first = order[0] == need.unit
+    return Gather(need.unit, need.phase, times_ns, waited_ns, ahead, held, late, first, sent.blocking, depth)
 
 
 KINDS = {  # of time -> in words
@@ -279,16 +255,14 @@ def split_step(step: ProfiledStep) -> Shares:
 
 def sum_communication(step: ProfiledStep) -> list[Communication]:
     """By lane and axis, longest first. What two at once send counts for each."""
-    found = defaultdict[tuple[str, str], list[tuple[int, int, int]]](list)
+    found = defaultdict[tuple[str, str], list[Transfer]](list)
     for t in step.transfers:
-        found[t.lane, t.axis].append((t.start_ns, t.end_ns, t.bytes))
+        found[t.lane, t.axis].append(t)
     rows = []
-    for (lane, axis), sent in found.items():
-        spans = union(clip(((start_ns, end_ns) for start_ns, end_ns, _ in sent), step.start_ns, step.end_ns))
-        hidden_ns = total(intersect(spans, step.computing))
-        rows.append(
-            Communication(lane, axis, len(sent), total(spans), hidden_ns, sum(size for _, _, size in sent))
-        )
+    for kind, sent in found.items():
+        spans = union(clip(spans_of(sent), step.start_ns, step.end_ns))
+        hidden_ns, size = total(intersect(spans, step.computing)), sum(t.bytes for t in sent)
+        rows.append(Communication(*kind, len(sent), total(spans), hidden_ns, size))
     return sorted(rows, key=lambda row: -row.ns)
 
 
@@ -299,9 +273,4 @@ def median_step(steps: Sequence[ProfiledStep]) -> ProfiledStep:
 
 def standing(step: ProfiledStep, start_ns: int, end_ns: int) -> int:
     """For how long of a window nothing computed while something was in flight."""
-    return total(clip(_near(step.exposed, start_ns, end_ns), start_ns, end_ns))
-
-
-def _near(spans: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> Sequence[tuple[int, int]]:
-    """Those that may reach into a window, found by halving."""
-    return spans[max(bisect_right(spans, (start_ns, start_ns)) - 1, 0) : bisect_left(spans, (end_ns, end_ns))]
+    return total(clip(step.exposed, start_ns, end_ns))

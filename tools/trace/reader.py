@@ -1,4 +1,4 @@
-"""Chrome traces as torch's profiler writes them: where a profile's lie, what each says besides its events,
+"""Chrome traces as torch's profiler writes them: where a profile's lie, what each says before its events,
 checked once, and the events read as a stream: a file of any size in a few megabytes of memory.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -6,14 +6,14 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 
 import gzip
 import io
-import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from meshwright.parallel.errors import PlanError
+from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.train.errors import DataError
@@ -77,29 +77,24 @@ SAME = ("world_size", "first_step")  # in all traces of one profile
 
 def check_header(path: Path, header: Mapping[str, Any]) -> None:
     """Raises DataError for what neither of the two writes."""
-    _check_count(path, "baseTimeNanoseconds", header)
-    for key in (RUN, GROUPS):
-        part = header.get(key) or {}
-        if not isinstance(part, dict):
-            raise _wrong(path, key, part, "an object")
-        for name in COUNTS:
-            _check_count(path, name, part)
-    groups = (header.get(GROUPS) or {}).get("pg_config") or []
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise _wrong(path, "pg_config", groups, "a list of objects")
+    parts = {key: header.get(key) or {} for key in (RUN, GROUPS)}
+    for key, part in parts.items():
+        _check(path, key, part, isinstance(part, dict), "an object")
+    counts = [("baseTimeNanoseconds", header), *((name, part) for part in parts.values() for name in COUNTS)]
+    for name, part in counts:
+        value = part.get(name, 0)
+        _check(path, name, value, type(value) is int and value >= 0, "a whole number")
+    groups = parts[GROUPS].get("pg_config") or []
+    is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    _check(path, "pg_config", groups, is_list, "a list of objects")
 
 
-def _check_count(path: Path, name: str, part: Mapping[str, Any]) -> None:
-    value = part.get(name, 0)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _wrong(path, name, value, "a whole number")
-
-
-def _wrong(path: Path, name: str, value: object, kind: str) -> DataError:
-    return DataError(
-        f"{path}: {name} is {str(value)[:80]!r} in place of {kind}, as torch's profiler writes it. Profile "
-        "again"
-    )
+def _check(path: Path, name: str, value: object, right: bool, kind: str) -> None:
+    if not right:
+        raise DataError(
+            f"{path}: {name} is {str(value)[:80]!r} in place of {kind}, as torch's profiler writes it. "
+            "Profile again"
+        )
 
 
 def why_apart(facts: Mapping[str, Any], rank: int, shown: Mapping[str, Any]) -> str:
@@ -112,146 +107,81 @@ def why_apart(facts: Mapping[str, Any], rank: int, shown: Mapping[str, Any]) -> 
     return f"no rank of {world_size}" if world_size is not None and rank >= world_size else ""
 
 
-EVENTS = "traceEvents"
-CHUNK_CHARS = 1 << 20
-LONGEST_CHARS = 1 << 26  # of one event or of one key's value: what is longer is no trace
 GZIP_MAGIC = b"\x1f\x8b"
-# names of kernels have been seen with raw control characters in them
-_DECODER = json.JSONDecoder(strict=False)
-_BETWEEN = re.compile(r"[\s,]*")
+# Names of kernels have been seen with raw control characters in them, which JSON forbids.
+_NO_CONTROLS = bytes(range(32)), b" " * 32
+# More brackets than this, opened in one chunk and not closed: no trace. ijson notes the way to each, and
+# would take all memory.
+MOST_OPEN = 1_000
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What stands before the events, which is all that torch's profiler says besides them. Raises
+    DataError."""
+    import ijson
+
+    header = ijson.ObjectBuilder()
+    with _opened(path) as text:
+        for place, kind, value in ijson.parse(text, use_float=True):
+            if (place, kind) == ("traceEvents", "start_array"):
+                break
+            header.event(kind, value)
+    if not isinstance(found := getattr(header, "value", None), dict):
+        raise DataError(f"{path}: not a trace: an object was expected. Give another file")
+    return found
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Its events in the order of the file. Raises DataError, also in the middle of a file that is cut off
     there."""
-    return Trace(path).events()
+    import ijson
 
-
-class Trace:
-    """One pass over a trace: `header` has what has been passed so far, so all of it once `events` is at its
-    end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.header: dict[str, Any] = {}
-        self._events = 0
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events. Raises DataError that names the file and the place."""
-        try:
-            with _open(self.path) as file:
-                yield from self._document(_Window(file))
-        except (OSError, EOFError, zlib.error) as error:
-            raise self._broken(str(error) or type(error).__name__) from None
-        except _BrokenError as error:
-            raise self._broken(str(error)) from None
-
-    def _document(self, window: "_Window") -> Iterator[dict[str, Any]]:
-        """The object at the top; or, as older tools write them, a bare list of events."""
-        if window.take() == "[":
-            yield from self._list(window)
-            return
-        window.back()
-        window.expect("{")
-        while (sign := window.take()) != "}":
-            window.back()
-            key = window.value()
-            if sign != '"' or not isinstance(key, str):
-                raise _BrokenError(f"a key was expected at character {window.place:,}")
-            window.colon()
-            if key == EVENTS:
-                window.expect("[")
-                yield from self._list(window)
-            else:
-                self.header[key] = window.value()
-
-    def _list(self, window: "_Window") -> Iterator[dict[str, Any]]:
-        while window.take() != "]":
-            window.back()
-            event = window.value()
+    with _opened(path) as text:
+        for event in ijson.items(text, "traceEvents.item", use_float=True):
             if not isinstance(event, dict):
-                raise _BrokenError(f"an event was expected before character {window.place:,}")
-            self._events += 1
+                raise ijson.JSONError(f"{str(event)[:80]!r} stands in place of an event")
+            text.events += 1
             yield event
 
-    def _broken(self, why: str) -> DataError:
-        place = f"after {self._events:,} events"
-        return DataError(
-            f"{self.path}: not a whole trace, {why} ({place}). Profile again, or give another file"
-        )
+
+class _TraceText:
+    """The bytes of a trace as a JSON parser takes them: unpacked, in valid UTF-8."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        packed = file.peek(2)[:2] == GZIP_MAGIC  # by what it holds, not by its name
+        unpacked: Any = gzip.GzipFile(fileobj=file) if packed else file
+        self._text = io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="replace", newline="")
+        self._table = bytes.maketrans(*_NO_CONTROLS)
+        self.characters = self.events = 0
+
+    def read(self, size: int) -> bytes:
+        text = self._text.read(size)
+        self.characters += len(text)
+        if sum(map(text.count, "[{")) - sum(map(text.count, "]}")) > MOST_OPEN:
+            raise ValueError("nested too deeply")
+        return text.encode().translate(self._table)
 
 
-class _BrokenError(Exception):
-    """What is wrong, and where."""
+@contextmanager
+def _opened(path: Path) -> Iterator[_TraceText]:
+    """The text of a trace. Raises DataError, for whatever is wrong with it, that names the file and the
+    place."""
+    import ijson
+
+    place, text = "at its start", None
+    try:
+        with path.open("rb") as file:
+            text = _TraceText(file)
+            yield text
+    except (OSError, EOFError, zlib.error, ValueError, ijson.JSONError) as error:
+        if text:
+            place = f"before character {text.characters:,}, after {text.events:,} events"
+        raise DataError(
+            f"{path}: not a whole trace, {_reason(error)} ({place}). Profile again, or give another file"
+        ) from None
 
 
-class _Window:
-    """A part of the text that moves on; `place` counts characters from the start of the file."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._text, self._at, self._before, self._ended = file, "", 0, 0, False
-
-    @property
-    def place(self) -> int:
-        return self._before + self._at
-
-    def take(self) -> str:
-        """The next sign that is no space or comma."""
-        while (found := _BETWEEN.match(self._text, self._at)) and found.end() == len(self._text):
-            self._at = len(self._text)
-            if not self._more():
-                raise _BrokenError(f"it ends at character {self.place:,}, in the middle of it")
-        assert found is not None
-        self._at = found.end() + 1
-        return self._text[self._at - 1]
-
-    def back(self) -> None:
-        self._at -= 1
-
-    def expect(self, sign: str) -> None:
-        if (found := self.take()) != sign:
-            raise _BrokenError(f"{found!r} stands at character {self.place - 1:,} in place of {sign!r}")
-
-    def colon(self) -> None:
-        self.expect(":")
-        self.take()  # there is a value behind it, and it is in the window
-        self.back()
-
-    def value(self) -> Any:
-        """The value that begins here. Reads on until it is whole: one that ends with the window may be the
-        start of another."""
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-            except ValueError as error:
-                if len(self._text) - self._at > LONGEST_CHARS or not self._more():
-                    raise _BrokenError(_what(error, self._before)) from None
-                continue
-            except RecursionError:
-                raise _BrokenError(f"nested too deeply at character {self.place:,}") from None
-            if end < len(self._text) or not self._more():
-                self._at = end
-                return value
-
-    def _more(self) -> bool:
-        """Read on, as much as is there and still needed again, so that a long value costs a few readings;
-        False at the end."""
-        kept = self._text[self._at :]
-        chunk = self._file.read(max(CHUNK_CHARS, len(kept)))
-        self._before += self._at
-        self._text, self._at = kept + chunk, 0
-        return bool(chunk)
-
-
-def _what(error: ValueError, before: int) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg[:1].lower()}{error.msg[1:]} at character {before + error.pos:,}"
-    return str(error)
-
-
-def _open(path: Path) -> TextIO:
-    """By what it holds, not by its name."""
-    with path.open("rb") as file:
-        packed = file.read(2) == GZIP_MAGIC
-    opened: Any = gzip.open(path) if packed else path.open("rb")  # noqa: SIM115  # the caller closes it
-    return io.TextIOWrapper(io.BufferedReader(opened), encoding="utf-8-sig", errors="replace")
+def _reason(error: Exception) -> str:
+    """On one line; ijson shows the text before and behind what is wrong, sometimes as bytes."""
+    said = error.args[0] if error.args and isinstance(error.args[0], bytes) else str(error).encode()
+    return one_line(said.decode(errors="replace").partition("(right here)")[0]) or type(error).__name__

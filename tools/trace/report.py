@@ -26,11 +26,6 @@ def describe(found: ProfileAnalysis) -> Iterator[str]:
         yield "\n".join([f"Ranks at the collectives ({found.clock})", _stragglers(found)])
 
 
-def printable(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON can name and no output can write."""
-    return text.encode(errors="replace").decode()
-
-
 def percents(shares: Mapping[str, float]) -> dict[str, float]:
     """In percent with one digit behind the point, rounded so that they sum to 100.0."""
     tenths = {kind: int(share * 1000) for kind, share in shares.items()}
@@ -96,8 +91,7 @@ def _prefetch(found: ProfileAnalysis) -> Iterator[str]:
     shown = [prefetch for prefetch in found.prefetch if prefetch.micro_batch == last]
     gathers = [gather for prefetch in shown for gather in prefetch.gathers]
     head = ("unit", "phase", "issued", "started", "finished", "needed", "waited", "ahead", "verdict")
-    start_ns = found.step.start_ns
-    rows = [_gather_row(gather, start_ns) for gather in _worst(gathers)]
+    rows = [_gather_row(gather, found.step.start_ns) for gather in _worst(gathers)]
     left = (
         f" (the {len(rows)} that waited longest of {len(gathers)}; all with --json)"
         if len(rows) < len(gathers)
@@ -114,16 +108,9 @@ def _worst(gathers: Sequence[Gather]) -> list[Gather]:
 
 
 def _gather_row(gather: Gather, start_ns: int) -> tuple[str, ...]:
-    times = (gather.issued_ns, gather.started_ns, gather.finished_ns, gather.needed_ns)
+    times = (f"{(ns - start_ns) / 1e6:.2f}" for ns in gather.times_ns.values())
     ahead = "-" if gather.ahead is None else str(gather.ahead)
-    return (
-        gather.unit,
-        gather.phase,
-        *(f"{(time - start_ns) / 1e6:.2f}" for time in times),
-        f"{gather.waited_ns / 1e6:.2f}",
-        ahead,
-        gather.verdict,
-    )
+    return gather.unit, gather.phase, *times, f"{gather.waited_ns / 1e6:.2f}", ahead, gather.verdict
 
 
 def _depths(prefetch: Prefetch) -> str:
@@ -149,6 +136,7 @@ def _stragglers(found: ProfileAnalysis) -> str:
 
 def make_document(found: ProfileAnalysis) -> dict[str, Any]:
     """All but the kernels and the plan."""
+    start_ns = found.step.start_ns
     return {
         "trace": str(found.trace),
         "device_type": found.device_type,
@@ -163,50 +151,36 @@ def make_document(found: ProfileAnalysis) -> dict[str, Any]:
             {"step": step.number, "step_s": step.length_ns / 1e9, "shares": split_step(step).of_step()}
             for step in found.steps
         ],
-        "advice": [{"seconds": line.ns / 1e9, "text": line.text} for line in advise(found)],
+        "advice": [_in_seconds(line) for line in advise(found)],
         "communication": [
-            {
-                "collective": c.lane,
-                "axis": c.axis,
-                "count": c.count,
-                "seconds": c.ns / 1e9,
-                "hidden_s": c.hidden_ns / 1e9,
-                "bytes": c.bytes or None,
-            }
-            for c in found.communication
+            _in_seconds(c, lane="collective") | {"bytes": c.bytes or None} for c in found.communication
         ],
-        "prefetch": [_prefetch_document(each, found.step.start_ns) for each in found.prefetch],
-        "slow_units": [_in_seconds(asdict(slow)) for slow in found.slow_units],
-        "stragglers": [_in_seconds(asdict(rank)) for rank in found.stragglers],
+        "prefetch": [_prefetch_document(each, start_ns) for each in found.prefetch],
+        "slow_units": [_in_seconds(slow) for slow in found.slow_units],
+        "stragglers": [_in_seconds(rank) for rank in found.stragglers],
         "clock": found.clock or None,
         "left_out": list(found.left_out),
     }
 
 
 def _prefetch_document(prefetch: Prefetch, start_ns: int) -> dict[str, Any]:
-    best = None if prefetch.blocking else prefetch.best
     return {
         "phase": prefetch.phase,
         "micro_batch": prefetch.micro_batch,
         "used_depth": prefetch.used,
         "waited_s": prefetch.waited_ns / 1e9,
         "wait_s_by_depth": [ns / 1e9 for ns in prefetch.waits_ns],
-        "best_depth": best,
+        "best_depth": None if prefetch.blocking else prefetch.best,
         "launches_block": prefetch.blocking,
-        "gathers": [_gather(gather, start_ns) for gather in prefetch.gathers],
+        "gathers": [_gather_document(gather, start_ns) for gather in prefetch.gathers],
     }
 
 
-def _gather(gather: Gather, start_ns: int) -> dict[str, Any]:
-    times = {
-        "issued_s": gather.issued_ns,
-        "started_s": gather.started_ns,
-        "finished_s": gather.finished_ns,
-        "needed_s": gather.needed_ns,
-    }
+def _gather_document(gather: Gather, start_ns: int) -> dict[str, Any]:
+    times = {name: (ns - start_ns) / 1e9 for name, ns in gather.times_ns.items()}
     return {
         "unit": gather.unit,
-        **{name: (ns - start_ns) / 1e9 for name, ns in times.items()},
+        **{f"{name}_s": seconds for name, seconds in times.items()},
         "waited_s": gather.waited_ns / 1e9,
         "ahead": gather.ahead,
         "held_units": gather.held_units,
@@ -216,11 +190,11 @@ def _gather(gather: Gather, start_ns: int) -> dict[str, Any]:
     }
 
 
-def _in_seconds(figures: dict[str, Any]) -> dict[str, Any]:
-    """Names that end in ns become seconds."""
-    return {
-        (name[:-2] + "s" if name.endswith("_ns") else "seconds" if name == "ns" else name): value / 1e9
-        if name == "ns" or name.endswith("_ns")
-        else value
-        for name, value in figures.items()
-    }
+def _in_seconds(row: Any, **names: str) -> dict[str, Any]:
+    """A dataclass with other `names`: what ends in ns becomes seconds."""
+    figures = dict[str, Any]()
+    for name, value in asdict(row).items():
+        in_ns = name == "ns" or name.endswith("_ns")
+        name = names.get(name) or ("seconds" if name == "ns" else name[:-2] + "s" if in_ns else name)
+        figures[name] = value / 1e9 if in_ns else value
+    return figures

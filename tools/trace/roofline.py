@@ -8,29 +8,31 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from meshwright.parallel.planner.hardware import find_hardware
 
-DTYPES = {  # "Input type" -> name as in configs/hardware, bytes of an element
+# "Input type" of an operator and "dtype" of a kernel of NCCL, in small letters and without "c10::" and
+# " int" -> name as in configs/hardware, bytes of an element
+_DTYPES = {
     "float": ("float32", 4),
-    "c10::BFloat16": ("bfloat16", 2),
-    "c10::Half": ("float16", 2),
+    "bfloat16": ("bfloat16", 2),
+    "half": ("float16", 2),
     "double": ("float64", 8),
-    "c10::Float8_e4m3fn": ("float8", 1),
-    "c10::Float8_e5m2": ("float8", 1),
+    "float8_e4m3fn": ("float8", 1),
+    "float8_e5m2": ("float8", 1),
     "bool": ("bool", 1),
     "unsigned char": ("uint8", 1),
+    "byte": ("uint8", 1),
     "signed char": ("int8", 1),
+    "char": ("int8", 1),
     "short": ("int16", 2),
-    "short int": ("int16", 2),
     "int": ("int32", 4),
     "long": ("int64", 8),
-    "long int": ("int64", 8),
 }
 PRODUCTS = {  # operator -> the places of its two factors
     "aten::mm": (0, 1),
@@ -56,19 +58,19 @@ POINTWISE = re.compile(  # one result as large as the arguments are together whe
 PARTLY = re.compile(r"embedding|gather|scatter|index|slice|select|split|narrow|cat|unbind|pad|triton_tem")
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorWork:
+class OperatorWork(NamedTuple):
     """Floating-point operations, of numbers of `dtype` ("" without operations), and bytes read and written,
-    each once. `halved`: attention is causal, and half of its operations are counted."""
+    each once. `halved`: attention is causal, and half of its operations are counted; `on_link`: the bytes
+    pass a link, whose roof is not known."""
 
     flops: float | None
     bytes: float | None
     dtype: str = ""
     halved: bool = False
+    on_link: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     dims: tuple[int, ...]
     stored: int  # elements in memory: an expanded dim has one
     dtype: str
@@ -77,6 +79,12 @@ class _Tensor:
     @property
     def bytes(self) -> int:
         return self.stored * self.width
+
+
+@cache
+def dtype_of(kind: str) -> tuple[str, int] | None:
+    """The name of a dtype as in configs/hardware, and the bytes of an element; None for what is none."""
+    return _DTYPES.get(kind.removeprefix("c10::").removesuffix(" int").lower())
 
 
 def work_of(event: Mapping[str, Any]) -> OperatorWork | None:
@@ -101,15 +109,12 @@ def work_of(event: Mapping[str, Any]) -> OperatorWork | None:
 def _tensor(args: Mapping[str, Any], place: int) -> _Tensor | None:
     """The tensor argument at a place; None for a list, a number, nothing, or an unknown type."""
     dims, kinds, strides = args["Input Dims"], args.get("Input type") or [], args.get("Input Strides") or []
-    if place >= min(len(dims), len(kinds)) or kinds[place] not in DTYPES:
+    dtype = dtype_of(kinds[place]) if place < min(len(dims), len(kinds)) else None
+    if dtype is None:
         return None
-    steps = (
-        strides[place]
-        if place < len(strides) and len(strides[place]) == len(dims[place])
-        else [1] * len(dims[place])
-    )
-    stored = prod(size for size, step in zip(dims[place], steps, strict=True) if step)
-    return _Tensor(tuple(dims[place]), stored, *DTYPES[kinds[place]])
+    sizes, steps = dims[place], strides[place] if place < len(strides) else ()
+    stored = compress(sizes, steps) if len(steps) == len(sizes) else sizes
+    return _Tensor(tuple(sizes), prod(stored), *dtype)
 
 
 def _tensors(args: Mapping[str, Any]) -> list[_Tensor]:
@@ -189,37 +194,27 @@ def _fused(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
 
 @dataclass(frozen=True)
 class Roof:
-    """Of one device, by its data sheet (configs/hardware).
+    """Of one device, by its data sheet (configs/hardware): the bandwidth of its memory, 10^9 bytes per
+    second, and its dense products by dtype, 10^12 operations per second."""
 
-    Args:
-        dtype: what the run multiplies in
-        peak_tflops: dense products of that dtype
-        memory_gb_s: bandwidth of its memory, 10^9 bytes per second
-        peaks_tflops: the same as `peak_tflops` for every dtype that is known
-    """
-
-    dtype: str
-    peak_tflops: float
     memory_gb_s: float
-    peaks_tflops: Mapping[str, float]
+    peak_tflops: Mapping[str, float]
 
     def least_s(self, work: OperatorWork) -> float | None:
         """The time that the work takes at the roof: its operations or its bytes, whichever takes longer. None
-        where neither is known, or where there are operations of a dtype without a peak."""
+        where neither is known, where there are operations of a dtype without a peak, and for a link."""
+        if work.on_link or (work.flops is not None and not self.peak_tflops.get(work.dtype)):
+            return None
         parts = []
         if work.flops is not None:
-            if not self.peaks_tflops.get(work.dtype):
-                return None
-            parts.append(work.flops / (self.peaks_tflops[work.dtype] * 1e12))
+            parts.append(work.flops / (self.peak_tflops[work.dtype] * 1e12))
         if work.bytes is not None:
             parts.append(work.bytes / (self.memory_gb_s * 1e9))
         return max(parts, default=None)
 
 
-def find_roof(device_name: str, dtype: str) -> Roof | None:
-    """The roof of the device that torch calls so. None for one that no file in configs/hardware describes,
-    such as a CPU, and for a dtype that it has no peak of."""
+def find_roof(device_name: str) -> Roof | None:
+    """The roof of the device that torch calls so; None for one that no file in configs/hardware describes,
+    such as a CPU."""
     hardware = find_hardware(device_name)
-    if hardware is None or not hardware.peak_tflops.get(dtype):
-        return None
-    return Roof(dtype, hardware.peak_tflops[dtype], hardware.memory_gb_s, hardware.peak_tflops)
+    return Roof(hardware.memory_gb_s, hardware.peak_tflops) if hardware else None

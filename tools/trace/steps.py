@@ -1,69 +1,72 @@
 """A profiled step of one rank as what computed, what was in flight, and what was waited for; alike for CPU
 and GPU.
 
-Times are whole nanoseconds of the trace's own clock. Sets of times are sorted, separate intervals, so that
-what is added up is exact.
+Times are whole nanoseconds of the trace's own clock. Sets of times are arrays of starts and ends, sorted and
+separate, so that what is added up is exact.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 Interval = tuple[int, int]  # start, end
+Spans = npt.NDArray[np.int64]  # a row for each: start, end
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def spans_of(timed: Iterable[Any], start: str = "start_ns", end: str = "end_ns") -> Spans:
+    """From one time of each to another, in their order."""
+    return as_spans([(getattr(each, start), getattr(each, end)) for each in timed])
+
+
+def as_spans(intervals: Sequence[Interval]) -> Spans:
+    return np.array(intervals, np.int64).reshape(-1, 2)
+
+
+def union(spans: Spans) -> Spans:
     """The times that are in any of them; in any order, they may overlap."""
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
+    spans = spans[spans[:, 0] < spans[:, 1]]
+    spans = spans[np.argsort(spans[:, 0])]
+    ends = np.maximum.accumulate(spans[:, 1])
+    apart = spans[1:, 0] > ends[:-1]
+    starts = np.concatenate([spans[:1, 0], spans[1:, 0][apart]])
+    return np.column_stack([starts, np.concatenate([ends[:-1][apart], ends[-1:]])])
 
 
-def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+def intersect(first: Spans, second: Spans) -> Spans:
     """The times that are in both; each is sorted and separate."""
-    both, i, j = list[Interval](), 0, 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            both.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return both
+    return _pieces(first, second, inside=True)
 
 
-def subtract(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+def subtract(first: Spans, second: Spans) -> Spans:
     """The times of the first that are not in the second; each is sorted and separate."""
-    left, j = list[Interval](), 0
-    for start, end in first:
-        while j < len(second) and second[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(second) and second[k][0] < end:
-            if second[k][0] > start:
-                left.append((start, second[k][0]))
-            start = second[k][1]
-            k += 1
-        if start < end:
-            left.append((start, end))
-    return left
+    return _pieces(first, second, inside=False)
 
 
-def clip(intervals: Iterable[Interval], start: int, end: int) -> list[Interval]:
+def _pieces(first: Spans, second: Spans, inside: bool) -> Spans:
+    """Those of the first that lie in the second, or do not. Of the first's that touch each stays its own."""
+    edges = np.unique(np.concatenate([first, second]))
+    pieces = np.column_stack([edges[:-1], edges[1:]])
+    return pieces[_covers(first, edges[:-1]) & (_covers(second, edges[:-1]) == inside)]
+
+
+def _covers(spans: Spans, times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether each time is in one of them: more have begun than are over."""
+    return np.searchsorted(spans[:, 0], times, "right") > np.searchsorted(spans[:, 1], times, "right")
+
+
+def clip(spans: Spans, start: int, end: int) -> Spans:
     """The parts within a window."""
-    return [(max(a, start), min(b, end)) for a, b in intervals if min(b, end) > max(a, start)]
+    parts = np.clip(spans, start, end)
+    return parts[parts[:, 0] < parts[:, 1]]
 
 
-def total(intervals: Iterable[Interval]) -> int:
+def total(spans: Spans) -> int:
     """Their length."""
-    return sum(end - start for start, end in intervals)
+    return int((spans[:, 1] - spans[:, 0]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,28 +147,34 @@ class ProfiledStep:
     transfers: Sequence[Transfer]
     runs: Sequence[UnitRun]
     needs: Sequence[UnitDeadline]
-    host: Sequence[Interval]
-    launching: Sequence[Interval] = ()
+    host: Spans = field(default_factory=lambda: as_spans([]))
+    launching: Spans = field(default_factory=lambda: as_spans([]))
 
     @property
     def length_ns(self) -> int:
         return self.end_ns - self.start_ns
 
     @cached_property
-    def computing(self) -> list[Interval]:
+    def computing(self) -> Spans:
         """When something computed."""
-        return union(clip(((work.start_ns, work.end_ns) for work in self.works), self.start_ns, self.end_ns))
+        return union(clip(spans_of(self.works), self.start_ns, self.end_ns))
 
     @cached_property
-    def in_flight(self) -> list[Interval]:
+    def in_flight(self) -> Spans:
         """When a collective was in flight, or being launched."""
-        spans = [*((t.start_ns, t.end_ns) for t in self.transfers), *self.launching]
+        spans = np.concatenate([spans_of(self.transfers), self.launching])
         return union(clip(spans, self.start_ns, self.end_ns))
 
     @cached_property
-    def exposed(self) -> list[Interval]:
+    def exposed(self) -> Spans:
         """When a collective was in flight and nothing computed."""
         return subtract(self.in_flight, self.computing)
+
+    @property
+    def quiet(self) -> Spans:
+        """When nothing computed nor was in flight."""
+        whole = as_spans([(self.start_ns, self.end_ns)])
+        return subtract(subtract(whole, self.computing), self.in_flight)
 
 
 def is_gather(transfer: Transfer) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from meshwright.parallel.plan.schema import AXES, MeshPlan
-from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, intersect, total, union
+from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, intersect, spans_of, total, union
 
 EQUALS = 3  # units of one shape at least, or there is no telling which of them is slow
 # By how much a unit must exceed the median of its equals: a factor, and a multiple of their spread. The
@@ -74,7 +74,7 @@ def _family(unit: str) -> str:
 def _own_work(step: ProfiledStep) -> dict[tuple[str, str], int]:
     """By unit and phase, without what it stood for tensor-parallel collectives; all micro batches
     together."""
-    stood = intersect(step.exposed, union((t.start_ns, t.end_ns) for t in step.transfers if t.lane == "tp"))
+    stood = intersect(step.exposed, union(spans_of(t for t in step.transfers if t.lane == "tp")))
     times = defaultdict[tuple[str, str], int](int)
     for run in step.runs:
         times[run.unit, run.phase] += run.end_ns - run.start_ns - total(clip(stood, run.start_ns, run.end_ns))
@@ -104,22 +104,17 @@ def find_stragglers(
     """Every rank, the one most waited for first; and which clock. `on_device`: a collective's kernel starts
     when the rank has come to it; else it comes when it launches it. `mesh`: who meets whom in a collective;
     None: all meet all."""
-    arrivals, ends = dict[int, dict[Key, int]](), dict[int, dict[Key, int]]()
-    for rank, steps in ranks.items():
-        found = list(_numbered(steps))
-        arrivals[rank] = {key: (t.start_ns if on_device else t.issued_ns) for key, t in found}
-        ends[rank] = {key: t.end_ns for key, t in found}
-    shifts, clock = _shifts(clocks, ends)
-    meetings = defaultdict[tuple[Key, tuple[int, ...]], dict[int, int]](dict)
-    for rank, times in arrivals.items():
-        for key, time_ns in times.items():
-            meetings[key, _group(rank, key[1], mesh)][rank] = time_ns + shifts[rank]
-    most, by_step = defaultdict[Key, int](int), defaultdict[int, list[dict[int, int]]](list)
-    for (key, _), came in meetings.items():
-        most[key] = max(most[key], len(came))
-    for (key, _), came in meetings.items():
-        if 1 < len(came) == most[key]:
-            by_step[key[0]].append(came)
+    sent = {rank: dict(_numbered(steps)) for rank, steps in ranks.items()}
+    shifts, clock = _shifts(clocks, sent)
+    meetings = defaultdict[Key, dict[tuple[int, ...], dict[int, int]]](lambda: defaultdict(dict))
+    for rank, transfers in sent.items():
+        for key, t in transfers.items():
+            came_ns = shifts[rank] + (t.start_ns if on_device else t.issued_ns)
+            meetings[key][_group(rank, key[1], mesh)][rank] = came_ns
+    by_step = defaultdict[int, list[dict[int, int]]](list)
+    for (number, *_), groups in meetings.items():
+        most = max(map(len, groups.values()))
+        by_step[number] += [came for came in groups.values() if 1 < len(came) == most]
     rows = [row for rank in ranks if (row := _straggler(rank, list(by_step.values())))]
     return sorted(rows, key=lambda row: -row.others_waited_ns), clock
 
@@ -150,19 +145,18 @@ def _numbered(steps: Iterable[ProfiledStep]) -> Iterable[tuple[Key, Transfer]]:
 
 
 def _shifts(
-    clocks: Mapping[int, TraceClock], ends: Mapping[int, Mapping[Key, int]]
+    clocks: Mapping[int, TraceClock], sent: Mapping[int, Mapping[Key, Transfer]]
 ) -> tuple[dict[int, int], str]:
     """What to add to each rank's times so that they are on one clock. A collective ends everywhere at nearly
     one time."""
     hosts = {clock.host for clock in clocks.values()}
     first = min(clocks)
     if len(hosts) == 1 and hosts != {""}:
-        return {
-            rank: clock.base_ns - clocks[first].base_ns for rank, clock in clocks.items()
-        }, "one host's clock"
+        shifts = {rank: clock.base_ns - clocks[first].base_ns for rank, clock in clocks.items()}
+        return shifts, "one host's clock"
     shifts = {}
-    for rank, mine in ends.items():
-        apart = [ends[first][key] - end for key, end in mine.items() if key in ends[first]]
+    for rank, mine in sent.items():
+        apart = [sent[first][key].end_ns - t.end_ns for key, t in mine.items() if key in sent[first]]
         shifts[rank] = round(median(apart)) if apart else 0
     return shifts, "clocks of several hosts, aligned on the ends of the collectives"
 

@@ -194,8 +194,8 @@ MENDED = (
     Fault(
         "launching-is-no-communication",
         "what gloo copies where a collective is launched counts as nothing",
-        "in self.transfers), *self.launching]",
-        "in self.transfers)]",
+        "np.concatenate([spans_of(self.transfers), self.launching])",
+        "spans_of(self.transfers)",
         tests=("tests/tools/trace/test_profiled_steps.py",),
     ),
     Fault(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshwright.parallel.plan.schema import MeshPlan
@@ -23,7 +24,17 @@ from meshwright.tools.trace.prefetch import (
     waits_with_depth,
 )
 from meshwright.tools.trace.report import percents
-from meshwright.tools.trace.steps import ProfiledStep, Transfer, UnitRun, intersect, subtract, total, union
+from meshwright.tools.trace.steps import (
+    ProfiledStep,
+    Transfer,
+    UnitRun,
+    as_spans,
+    clip,
+    intersect,
+    subtract,
+    total,
+    union,
+)
 from meshwright.tools.trace.stragglers import TraceClock, find_slow_units, find_stragglers
 
 ORIGIN_US = 4478494128299.831  # of a real trace
@@ -78,9 +89,9 @@ def kernel(
 
 
 def write_trace(path: Path, events: Iterable[Event], **header: Any) -> Path:
-    path.write_text(
-        json.dumps({"schemaVersion": 1, "traceEvents": list(events), "baseTimeNanoseconds": 10**18, **header})
-    )
+    """As torch's profiler does, with what it says besides the events before them."""
+    before = {"schemaVersion": 1, "baseTimeNanoseconds": 10**18, **header}
+    path.write_text(json.dumps({**before, "traceEvents": list(events), "traceName": str(path)}))
     return path
 
 
@@ -209,10 +220,7 @@ def test_each_gather_is_judged_and_the_depth_that_mends_it_found(cpu: ProfileAna
     (prefetch,) = cpu.prefetch
     start = cpu.step.start_ns
     times = [
-        tuple(
-            (ns - start) / 1000
-            for ns in (g.issued_ns, g.started_ns, g.finished_ns, g.needed_ns, g.waited_ns + start)
-        )
+        tuple((ns - start) / 1000 for ns in (*g.times_ns.values(), g.waited_ns + start))
         for g in prefetch.gathers
     ]
     assert times == [(150, 200, 500, 100, 400), (1650, 1700, 2700, 1600, 1100), (2820, 2900, 3200, 3900, 0)]
@@ -235,10 +243,8 @@ def test_on_a_gpu_a_unit_waits_from_the_kernel_before_to_its_copy(cuda: ProfileA
     (prefetch,) = judge_prefetch(cuda.steps[0])
     (gather,) = prefetch.gathers
     start = cuda.steps[0].start_ns
-    assert [
-        (ns - start) / 1000
-        for ns in (gather.issued_ns, gather.started_ns, gather.finished_ns, gather.needed_ns)
-    ] == [22, 110, 510, 400]
+    times = {name: (ns - start) / 1000 for name, ns in gather.times_ns.items()}
+    assert times == {"issued": 22, "started": 110, "finished": 510, "needed": 400}
     assert (gather.waited_ns, gather.ahead) == (110_000, 0)
 
 
@@ -302,7 +308,7 @@ def test_gathers_queue_behind_one_another_and_behind_reductions() -> None:
 
 
 def a_step(runs: Sequence[UnitRun] = (), transfers: Sequence[Transfer] = (), rank: int = 0) -> ProfiledStep:
-    return ProfiledStep(1, rank, 0, 1000, (), transfers, runs, (), ())
+    return ProfiledStep(1, rank, 0, 1000, (), transfers, runs, ())
 
 
 def test_a_unit_slower_than_its_equals_is_named_and_one_of_another_shape_is_not() -> None:
@@ -365,18 +371,46 @@ def test_ranks_are_compared_with_those_they_meet_and_one_odd_step_counts_for_not
 
 
 def test_intervals() -> None:
-    joined = union([(5, 9), (1, 3), (2, 4), (9, 9)])
-    assert joined == [(1, 4), (5, 9)]
-    assert intersect(joined, [(0, 2), (3, 6), (8, 20)]) == [(1, 2), (3, 4), (5, 6), (8, 9)]
-    assert subtract(joined, [(2, 3), (6, 7), (8, 20)]) == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    joined, empty = union(as_spans([(5, 9), (1, 3), (2, 4), (9, 9)])), as_spans([])
+    assert joined.tolist() == [[1, 4], [5, 9]]
+    both = intersect(joined, as_spans([(0, 2), (3, 6), (8, 20)]))
+    assert both.tolist() == [[1, 2], [3, 4], [5, 6], [8, 9]]
+    left = subtract(joined, as_spans([(2, 3), (6, 7), (8, 20)]))
+    assert left.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert clip(joined, 2, 6).tolist() == [[2, 4], [5, 6]]
     assert total(joined) == 7
+    assert subtract(joined, empty).tolist() == joined.tolist()
+    assert total(union(empty)) == len(intersect(joined, empty)) == len(subtract(empty, joined)) == 0
+
+
+def test_spans_that_touch_are_one_time_and_stay_two_pieces() -> None:
+    """A piece is of one operator, whose place it has."""
+    touching = as_spans([(0, 4), (4, 9)])
+    assert union(touching).tolist() == [[0, 9]]
+    assert subtract(touching, as_spans([(2, 3)])).tolist() == [[0, 2], [3, 4], [4, 9]]
+
+
+def test_a_random_set_of_times_is_what_its_moments_are() -> None:
+    """Against sets of whole moments."""
+    numbers = np.random.default_rng(5)
+    for _ in range(200):
+        first, second = (
+            union(as_spans([(int(start), int(start + length)) for start, length in pairs]))
+            for pairs in numbers.integers(0, 12, (2, int(numbers.integers(0, 6)), 2))
+        )
+        moments = [
+            {t for start, end in spans.tolist() for t in range(start, end)} for spans in (first, second)
+        ]
+        assert total(intersect(first, second)) == len(moments[0] & moments[1])
+        assert total(subtract(first, second)) == len(moments[0] - moments[1])
+        assert total(union(np.concatenate([first, second]))) == len(moments[0] | moments[1])
 
 
 def test_only_the_operator_around_others_is_kept(tmp_path: Path) -> None:
     """What lies in it would be work twice, and memory for nothing."""
     store = load_store(write_trace(tmp_path / "cpu.json", CPU_EVENTS))
-    assert len(store.operators[MAIN].start_ns) == 9
-    assert len(store.waits[MAIN].start_ns) == 1
+    assert len(store.operators[MAIN]) == 9
+    assert len(store.waits[MAIN]) == 1
 
 
 def test_what_follows_a_unit_is_its_own_until_the_phase_ends() -> None:
@@ -398,6 +432,25 @@ def test_what_follows_a_unit_is_its_own_until_the_phase_ends() -> None:
         ("", "forward", 1),
         ("layers.0", "forward", 1),
     ]
+
+
+def test_time_in_two_operators_of_a_thread_counts_once(tmp_path: Path) -> None:
+    """The second begins in the first and ends behind it."""
+    events = [label("ProfilerStep#5", 0, 1000), op("aten::mm", 100, 300), op("aten::add", 200, 400)]
+    step = answer({0: write_trace(tmp_path / "cpu.json", events)}, 0).step
+    spans = [((w.start_ns - step.start_ns) / 1000, (w.end_ns - step.start_ns) / 1000) for w in step.works]
+    assert spans == [(100, 300), (300, 400)]
+
+
+def test_a_copy_of_several_kernels_is_waited_for_once(tmp_path: Path) -> None:
+    copies = [
+        label("FSDP::all_gather_copy_out (layers.1)", 30, 60),
+        *kernel(1, 31, MAIN, 520, 540),
+        *kernel(2, 36, MAIN, 540, 560),
+    ]
+    events = [label("ProfilerStep#5", 0, 1000), *kernel(3, 10, MAIN, 100, 400), *copies]
+    (need,) = answer({0: write_trace(tmp_path / "cuda.json", events)}, 0).step.needs
+    assert (need.unit, need.served_ns - need.needed_ns) == ("layers.1", 120_000)
 
 
 def test_percents_sum_to_100() -> None:
