@@ -9,8 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.planner.predictions import predict_run
 from meshwright.tools.bench.speed.cpu import shape_variables, tell
 from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, parse_peers
-from meshwright.tools.bench.train_run import MFUS, Setup, config_to_record, measure_run, resolve, spread
+from meshwright.tools.bench.train_run import MFUS, Setup, config_to_record, measure_run, resolve
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 from meshwright.train.errors import USER_ERRORS
+from meshwright.train.files import write_whole
 
 # Llama 3 8B (arXiv 2407.21783, table 3) with 8 of its 32 layers: what every case has unless its keys say
 # otherwise. Weights and moments in bfloat16, so that all 32 layers fit one GPU.
@@ -47,86 +47,64 @@ COMMON = (
 )
 
 
-@dataclass(frozen=True)
-class GpuCase:
-    """One run: config keys of train.main without their dashes, beside those of the shape; and its GPUs."""
-
-    name: str
-    keys: str = ""
-    gpus: int = 1
-
-
-# The most important first.
-CASES = (
-    GpuCase("8 layers"),
-    GpuCase("32 layers", "model.n_layers=32"),
-    GpuCase("32 layers, float8 tensorwise", "model.n_layers=32 parallel.float8.recipe=tensorwise"),
-    GpuCase("32 layers, recomputed", "model.n_layers=32 parallel.activation_checkpoint=full"),
-    GpuCase("32 layers, selective", "model.n_layers=32 parallel.activation_checkpoint=selective"),
-    GpuCase("eager", "parallel.compile.enabled=false"),
-    GpuCase("float32 weights and moments", "parallel.storage_dtype=float32 optim.state_dtype=float32"),
-    GpuCase("float32 weights", "parallel.storage_dtype=float32"),
-    GpuCase("float8 tensorwise", "parallel.float8.recipe=tensorwise"),
-    GpuCase("float8 rowwise", "parallel.float8.recipe=rowwise"),
-    GpuCase("joined projections", "parallel.fused_projections=true"),
-    GpuCase("4 layers", "model.n_layers=4"),
-    GpuCase("16 layers", "model.n_layers=16"),
-    GpuCase("2 sequences", "train.micro_batch_size=2"),
-    GpuCase("4 micro batches", "train.global_batch_size=4"),
-    GpuCase("recomputed", "parallel.activation_checkpoint=full"),
-    GpuCase("half recomputed", "parallel.activation_checkpoint=full parallel.activation_checkpoint_blocks=4"),
-    GpuCase("budget 0.5", "parallel.activation_checkpoint=budget parallel.activation_budget=0.5"),
-    GpuCase("activations in host memory", "parallel.activation_checkpoint=offload"),
-    *(
-        GpuCase(f"attention {kernel}", f"parallel.attention={kernel}")
-        for kernel in ("cudnn", "flash", "flex")
-    ),
-    *(
-        GpuCase(f"loss in chunks of {tokens}", f"parallel.loss_chunk_tokens={tokens}")
-        for tokens in (1024, 2048, 4096)
-    ),
-    GpuCase("loss in one", "parallel.loss_chunk_tokens=0"),
-    GpuCase("fsdp", gpus=2),
-    *(
-        GpuCase(
-            f"fsdp, prefetch {units}",
-            f"parallel.forward_prefetch={units} parallel.backward_prefetch={units}",
-            gpus=2,
-        )
-        for units in (0, 2)
-    ),
-    GpuCase("fsdp, kept gathered", "parallel.reshard_after_forward=false", gpus=2),
-    GpuCase("ddp", "parallel.strategy=ddp", gpus=2),
-    GpuCase("tp", "parallel.tp=2", gpus=2),
-    GpuCase("tp, async", "parallel.tp=2 parallel.async_tp=true", gpus=2),
-)
+# By name the config keys of train.main, without their dashes, beside those of the shape; the most important
+# first.
+ONE_GPU = {
+    "8 layers": "",
+    "32 layers": "model.n_layers=32",
+    "32 layers, float8 tensorwise": "model.n_layers=32 parallel.float8.recipe=tensorwise",
+    "32 layers, recomputed": "model.n_layers=32 parallel.activation_checkpoint=full",
+    "32 layers, selective": "model.n_layers=32 parallel.activation_checkpoint=selective",
+    "eager": "parallel.compile.enabled=false",
+    "float32 weights and moments": "parallel.storage_dtype=float32 optim.state_dtype=float32",
+    "float32 weights": "parallel.storage_dtype=float32",
+    "float8 tensorwise": "parallel.float8.recipe=tensorwise",
+    "float8 rowwise": "parallel.float8.recipe=rowwise",
+    "joined projections": "parallel.fused_projections=true",
+    "4 layers": "model.n_layers=4",
+    "16 layers": "model.n_layers=16",
+    "2 sequences": "train.micro_batch_size=2",
+    "4 micro batches": "train.global_batch_size=4",
+    "recomputed": "parallel.activation_checkpoint=full",
+    "half recomputed": "parallel.activation_checkpoint=full parallel.activation_checkpoint_blocks=4",
+    "budget 0.5": "parallel.activation_checkpoint=budget parallel.activation_budget=0.5",
+    "activations in host memory": "parallel.activation_checkpoint=offload",
+    "attention cudnn": "parallel.attention=cudnn",
+    "attention flash": "parallel.attention=flash",
+    "attention flex": "parallel.attention=flex",
+    "loss in chunks of 1024": "parallel.loss_chunk_tokens=1024",
+    "loss in chunks of 2048": "parallel.loss_chunk_tokens=2048",
+    "loss in chunks of 4096": "parallel.loss_chunk_tokens=4096",
+    "loss in one": "parallel.loss_chunk_tokens=0",
+}
+TWO_GPUS = {
+    "fsdp": "",
+    "fsdp, prefetch 0": "parallel.forward_prefetch=0 parallel.backward_prefetch=0",
+    "fsdp, prefetch 2": "parallel.forward_prefetch=2 parallel.backward_prefetch=2",
+    "fsdp, kept gathered": "parallel.reshard_after_forward=false",
+    "ddp": "parallel.strategy=ddp",
+    "tp": "parallel.tp=2",
+    "tp, async": "parallel.tp=2 parallel.async_tp=true",
+}
+CASES = ONE_GPU | TWO_GPUS
 MEAN_ERROR, WORST_ERROR = 0.05, 0.10  # what the project asks for of the predicted step time
 MOST_THREADS = 8  # of the CPU: what feeds a GPU needs no more
+HEAD = ("case", "tokens/s a GPU", "spread", "MFU full", "causal", "step s", "predicted", "GiB", "predicted")
 # in one record
 SAME = (("hardware", "gpu"), ("hardware", "cpu"), ("versions", "torch"), ("figures", "shape"))
 
 
 def add_gpu_options(parser: argparse.ArgumentParser) -> None:
     """Options of `gpu`."""
-    parser.add_argument(
-        "--minutes", type=positive, default=9, metavar="N", help="start no case after this long (default 9)"
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="cases of these names (default all)"
-    )
-    parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="runs of each (default 1)")
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=COMMAND",
-        help=f"{PEER_HELP}; it is told the first case's shape as in `cpu`, and prints the same lines",
-    )
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="a tiny model, on a CPU too, to see that everything works; the record says so",
-    )
+    add = parser.add_argument
+    words = "start no case after this long (default 9)"
+    add("--minutes", type=positive, default=9, metavar="N", help=words)
+    words = "cases of these names (default all)"
+    add("--only", nargs="+", default=[*CASES], choices=CASES, metavar="NAME", help=words)
+    words = f"{PEER_HELP}; it is told the first case's shape as in `cpu`, and prints the same lines"
+    add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=words)
+    words = "a tiny model, on a CPU too, to see that everything works; the record says so"
+    add("--tiny", action="store_true", help=words)
 
 
 def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
@@ -134,37 +112,28 @@ def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchR
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and not options.tiny:
         raise BenchError("gpu: Llama 8B's shape needs a GPU, and here is none. Try the cases with --tiny")
-    cases = choose_cases(options.only)
     threads = min(MOST_THREADS, os.cpu_count() or 1) if gpus else 1
-    setups = {case.name: make_setup(case, options.tiny, threads, overrides) for case in cases}
-    variables = shape_variables(resolve(setups[cases[0].name]), 1)
-    peers = [tell(peer, variables) for peer in parse_peers(options.peer, threads)]
+    names = [name for name in CASES if name in options.only]
+    setups = {name: make_setup(name, options.tiny, threads, overrides) for name in names}
+    variables = shape_variables(resolve(setups[names[0]]), 1)
     hardware = find_hardware(torch.cuda.get_device_name(0)) if gpus else load_hardware()["cpu"]
     runs: dict[str, Callable[[], dict[str, Any]]] = {
-        case.name: partial(run_ours, setups[case.name], hardware)
-        for case in cases
-        if case.gpus <= (gpus or 2)
+        name: partial(run_ours, setup, hardware)
+        for name, setup in setups.items()
+        if setup.processes <= (gpus or 2)
     }
-    runs |= {f"peer {peer.name}": partial(run_peer, peer) for peer in peers}
+    for peer in parse_peers(options.peer, threads):
+        runs[f"peer {peer.name}"] = partial(run_peer, tell(peer, variables))
     path, document = open_record(options)
-    run_cases(runs, options, path, document)
+    run_cases(runs, 60 * options.minutes, path, document)
     return BenchResult(None, document["figures"], gpu_text(document["figures"], [*setups, *runs]))
 
 
-def choose_cases(names: Sequence[str]) -> list[GpuCase]:
-    """Those of these names; all without. Raises BenchError for a name that there is not."""
-    if unknown := set(names) - {case.name for case in CASES}:
-        raise BenchError(
-            f"--only {' '.join(sorted(unknown))}: there is no such case. They are:\n"
-            + "\n".join(f"  {case.name}" for case in CASES)
-        )
-    return [case for case in CASES if not names or case.name in names]
-
-
-def make_setup(case: GpuCase, tiny: bool, threads: int, overrides: Sequence[str]) -> Setup:
+def make_setup(name: str, tiny: bool, threads: int, overrides: Sequence[str]) -> Setup:
     """The run of train.main; the user's keys win."""
-    keys = f"{COMMON} {SHAPE_8B} {case.keys} {TINY if tiny else ''}".split()
-    return Setup(case.gpus, threads, [*(f"--{key}" for key in keys), *overrides], STEPS_PER_REPORT)
+    keys = f"{COMMON} {SHAPE_8B} {CASES[name]} {TINY if tiny else ''}".split()
+    processes = 2 if name in TWO_GPUS else 1
+    return Setup(processes, threads, [*(f"--{key}" for key in keys), *overrides], STEPS_PER_REPORT)
 
 
 def run_ours(setup: Setup, hardware: Hardware | None) -> dict[str, Any]:
@@ -207,116 +176,79 @@ def open_record(options: argparse.Namespace) -> tuple[Path | None, dict[str, Any
     return found[-1], kept
 
 
-def save_record(path: Path, document: dict[str, Any]) -> None:
-    """Write the file by one rename: a call that is cut off leaves a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(harness.without_names(document), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
 def run_cases(
     runs: Mapping[str, Callable[[], dict[str, Any]]],
-    options: argparse.Namespace,
+    budget_s: float,
     path: Path | None,
     document: dict[str, Any],
 ) -> None:
-    """Run what the record has not, all of them once, then again for the next round, so that a machine that
-    drifts hurts all alike. One that fails does not cost the others; the next call tries it again."""
-    stop_at = time.monotonic() + 60 * options.minutes
-    for turn, name in ((turn, name) for turn in range(options.rounds) for name in runs):
-        case = document["figures"]["cases"].setdefault(name, {"runs": [], "reason": None})
-        if len(case["runs"]) > turn:
+    """Run what the record has not. One that fails does not cost the others; the next call tries it again."""
+    cases, stop_at = document["figures"]["cases"], time.monotonic() + budget_s
+    for name, run in runs.items():
+        if "run" in cases.get(name, {}):
             continue
         if time.monotonic() > stop_at:
             print("time is over: the same command goes on with the other cases", file=sys.stderr, flush=True)
             break
         print(f"{name} ...", file=sys.stderr, flush=True)
-        began_at = time.monotonic()
+        began_at, ended = time.monotonic(), "done"
         try:
-            found = runs[name]()
-            case["runs"].append({**found.pop("run"), "took_s": time.monotonic() - began_at})
-            case |= {**found, "reason": None}
+            found = run()
         except USER_ERRORS as error:
-            case["reason"] = f"{type(error).__name__}: {error}"
-        case |= {
-            "date": datetime.date.today().isoformat(),
-            "commit": harness.find_versions()["commit"],
-        }
-        ended = (case["reason"] or "done").splitlines()[0]
+            found = {"reason": f"{type(error).__name__}: {error}"}
+            ended = found["reason"].splitlines()[0]
+        versions = harness.find_versions()
+        cases[name] = {"date": datetime.date.today().isoformat(), "commit": versions["commit"], **found}
         print(f"  {ended}, {time.monotonic() - began_at:.0f} s", file=sys.stderr, flush=True)
         if path is not None:
-            save_record(path, document)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"{json.dumps(harness.without_names(document), indent=2)}\n".encode())
     if path is not None:
         print(f"recorded: tools/bench/records/{path.name}", file=sys.stderr)
 
 
 def gpu_text(figures: Mapping[str, Any], names: Sequence[str]) -> str:
     """A row for each case that was measured, how far off the planner was, and why there is no row."""
-    head = (
-        "case",
-        "tokens/s a GPU",
-        "spread",
-        "runs",
-        "MFU full",
-        "causal",
-        "step ms",
-        "predicted",
-        "GiB",
-        "predicted",
-    )
-    cases = {name: figures["cases"].get(name) or {"runs": [], "reason": None} for name in names}
-    rows = [_cells(name, case) for name, case in cases.items() if case["runs"]]
+    cases = {name: figures["cases"].get(name, {}) for name in names}
+    measured = {name: case for name, case in cases.items() if "run" in case}
+    parts = [f"shape: {figures['shape']}"]
+    if measured:
+        parts.append(format_table(HEAD, [_cells(name, case) for name, case in measured.items()]))
     errors = [
         abs(case["predicted"]["step_s"] / _step_s(case) - 1)
-        for case in cases.values()
-        if case["runs"] and case.get("predicted")
+        for case in measured.values()
+        if case.get("predicted")
     ]
-    parts = [f"shape: {figures['shape']}", *([format_table(head, rows)] if rows else [])]
     if errors:
         parts.append(
             f"steps predicted: mean error {statistics.mean(errors):.1%} (asked: {MEAN_ERROR:.0%}), worst "
             f"{max(errors):.1%} (asked: {WORST_ERROR:.0%})"
         )
-    return "\n\n".join([*parts, "\n".join(_missing(cases))]).rstrip()
+    missing = [
+        f"failed: {name}: {case['reason'].splitlines()[-1].strip()}" if case else f"not measured: {name}"
+        for name, case in cases.items()
+        if "run" not in case
+    ]
+    return "\n\n".join([*parts, *(["\n".join(missing)] if missing else [])])
 
 
-def _cells(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
-    """The median over the runs; their spread, or of one run that of its reports."""
-    runs, predicted = case["runs"], case.get("predicted") or {}
-    rates = [run["tokens_per_s_per_rank"] for run in runs]
-    middle = statistics.median(rates)
-    apart = spread(rates, middle) if len(runs) > 1 else runs[0].get("spread")
-    step_s, predicted_s = _step_s(case), predicted.get("step_s")
-    return (
-        name,
-        f"{middle:,.0f}",
-        _cell(apart, ".1%"),
-        str(len(runs)),
-        *(_cell(runs[-1].get(key), ".1%") for key in MFUS),
-        _cell(step_s and 1e3 * step_s, ",.0f"),
-        _cell(predicted_s and 1e3 * predicted_s, ",.0f"),
-        _cell(runs[-1]["peak_memory_gib"], ".1f"),
-        _cell(predicted.get("peak_gib"), ".1f"),
+def _cells(name: str, case: Mapping[str, Any]) -> list[str]:
+    run, predicted = case["run"], case.get("predicted") or {}
+    values = (
+        (run["tokens_per_s_per_rank"], ",.0f"),
+        (run.get("spread"), ".1%"),
+        *((run.get(key), ".1%") for key in MFUS),
+        (_step_s(case), ".3f"),
+        (predicted.get("step_s"), ".3f"),
+        (run["peak_memory_gib"], ".1f"),
+        (predicted.get("peak_gib"), ".1f"),
     )
+    return [name, *("-" if value is None else format(value, form) for value, form in values)]
 
 
 def _step_s(case: Mapping[str, Any]) -> Any:
-    """Of the last reports, after the warm-up; None of a peer, which does not say it."""
-    return statistics.median(run["step_times_s"][-1] for run in case["runs"]) if "config" in case else None
-
-
-def _missing(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    gpus = {case.name: case.gpus for case in CASES}
-    for name, case in cases.items():
-        if case["reason"]:
-            yield f"failed: {name}: {case['reason'].splitlines()[-1].strip()}"
-        elif not case["runs"]:
-            yield f"not measured: {name}" + (f" ({gpus[name]} GPUs)" if gpus.get(name, 1) > 1 else "")
-
-
-def _cell(value: Any, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    """Of the last report, after the warm-up; None of a peer, which does not say it."""
+    return case["run"]["step_times_s"][-1] if "config" in case else None
 
 
 MEASUREMENT = Measurement(
@@ -330,6 +262,6 @@ MEASUREMENT = Measurement(
         "memory beside what the planner predicted. With --record every finished case is in the file at once; "
         "the same command again goes on with those that are missing."
     ),
-    epilog=f"Cases: {'; '.join(case.name for case in CASES)}.",
+    epilog=f"Cases: {'; '.join(CASES)}.",
     keeps_record=True,
 )
