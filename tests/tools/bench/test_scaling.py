@@ -8,15 +8,7 @@ import pytest
 
 from meshwright.parallel.planner.timeline_plot import to_svg
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.planner.scaling import (
-    BEGIN,
-    END,
-    choices_of,
-    page_part,
-    pairs,
-    recomputed,
-    tables,
-)
+from meshwright.tools.bench.planner.scaling import choices_of, pairs, recomputed, tables
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.plan.__main__ import main as plan_tool
 from meshwright.train.errors import ConfigError
@@ -86,38 +78,30 @@ def test_a_case_is_what_tools_plan_says(capsys: Output) -> None:
         assert cell[key] == predicted[key]
 
 
-def test_what_fits_nowhere_has_its_reason(capsys: Output) -> None:
-    main([*SCALE, "--train.micro_batch_size=3"])
+def test_what_fits_nowhere_has_its_reason(tmp_path: Path, capsys: Output) -> None:
+    main([*SCALE, "--train.micro_batch_size=3", f"--picture={tmp_path / 'empty.png'}"])
     out = capsys.readouterr().out
+    assert "| h200 |" not in out
     assert "llama_debug, 8 h200, planner: train.global_batch_size=16 must be a multiple" in out
     assert "llama_debug, 16 h200, fsdp: train.global_batch_size=32 must be a multiple" in out
 
 
-def test_tables_and_plot_go_into_a_page(tmp_path: Path, capsys: Output) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"# before\n{BEGIN}\nold\n{END}\nafter\n")
-    for _ in range(2):  # the second time nothing changes
-        figures = figures_of(capsys, f"--page={page}")
-        text = page.read_text()
-        part = page_part(list(figures["cases"].values()), "page.svg")
-        assert text == f"# before\n{BEGIN}\n\n{part}\n\n{END}\nafter\n"
-    rows = [line for line in text.splitlines() if line.startswith("| h200 | ")]
-    assert len(rows) == 1  # of 8 and 16, the page shows the fewest and its own numbers
-    (on_screen,) = tables(list(figures["cases"].values()))
-    assert [line.split(" | ")[1] for line in on_screen.splitlines()[-2:]] == ["8", "16"]
+def test_a_row_for_each_number_of_gpus_and_a_picture(tmp_path: Path, capsys: Output) -> None:
+    figures = figures_of(capsys, f"--picture={tmp_path / 'scale.svg'}")
+    (table,) = tables(list(figures["cases"].values()))
+    rows = [line for line in table.splitlines() if line.startswith("| h200 | ")]
+    assert [row.split(" | ")[1] for row in rows] == ["8", "16"]
     cell = figures["cases"]["llama_debug h200 8 fsdp"]
     assert f"{cell['tokens_per_s_per_gpu']:,.0f} | {cell['mfu']:.1%} | {cell['exposed_share']:.1%}" in rows[0]
-    drawn = (tmp_path / "page.svg").read_text()
+    drawn = (tmp_path / "scale.svg").read_text()
     assert {"llama_debug", "h200, planner's choice", "h200, FSDP alone", "8", "16"} <= set(svg_words(drawn))
 
 
 def test_what_cannot_be_begun() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.plan"):
         main(["scale", "--parallel.plan=manual"])
-    with pytest.raises(ConfigError, match="there is no such file"):
-        main([*SCALE, "--page=/nowhere/page.md"])
-    with pytest.raises(ConfigError, match="it must have the lines"):
-        main([*SCALE, "--page", str(ROOT / "docs" / "planner.md")])
+    with pytest.raises(ConfigError, match="there is no folder"):
+        main([*SCALE, "--picture=/nowhere/scale.svg"])
 
 
 def test_blocks_are_named_where_not_all_are_checkpointed() -> None:
@@ -144,8 +128,12 @@ def test_the_docs_are_what_the_newest_record_says() -> None:
     figures = json.loads(newest.read_text())["figures"]
     text = (ROOT / "docs" / "scaling.md").read_text()
     cells = list(figures["cases"].values())
-    assert page_part(cells, "scaling.svg") in text
+    page = [
+        line for line in text[: text.index("Made by")].splitlines() if line.startswith(("| h", "**llama"))
+    ]
+    made = [line for table in tables(cells) for line in table.splitlines()]
+    assert [line for line in made if line in page] == page
     assert {cell["config"] for cell in cells} == {"llama_8b", "llama_70b", "llama_405b"}
-    figure = draw_scaling(list(pairs(cells)))
+    figure = draw_scaling(pairs(cells))
     assert_readable(figure)
     assert_alike((ROOT / "docs" / "scaling.svg").read_text(), to_svg(figure))

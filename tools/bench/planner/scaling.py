@@ -13,41 +13,22 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
-from meshwright.parallel.planner.timeline_plot import to_svg
+from meshwright.parallel.planner.timeline_plot import picture_bytes
 from meshwright.tools.bench.harness import BenchResult, Measurement
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import positive
+from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.plan.report import find_gpu
 from meshwright.tools.plan.scaling import read_sweep, sweep
-from meshwright.train.config import Config, TrainingJob
+from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 
 WAYS = {"planner": (), "fsdp": ("--parallel.dp_replicate=1", "--parallel.tp=1")}
-BEGIN, END = (f"<!-- written by tools.bench scale: {end} -->" for end in ("begin", "end"))
-SHOWN = (8, 1024, 4096)  # numbers of GPUs in the page; the record has all
-KEPT_AT = 1024  # GPUs at which the share of the best that is kept is stated
+GPUS_PER_NODE = 8
 FIGURES = ("recomputed", "tokens/s", "MFU", "exposed", "GiB")
-HEAD = (
-    "kind",
-    "GPUs",
-    "planner: tp x replicate x shard",
-    *FIGURES,
-    f"FSDP: {FIGURES[0]}",
-    *FIGURES[1:],
-)
-KEPT_HEAD = (
-    "model",
-    "kind",
-    "fewest GPUs, MFU",
-    "best, MFU",
-    f"MFU on {KEPT_AT:,}",
-    "of the fewest's",
-    "of the best",
-    "FSDP alone",
-    "of the best",
-)
+HEAD = ("kind", "GPUs", "planner: tp x replicate x shard", *FIGURES, f"FSDP: {FIGURES[0]}", *FIGURES[1:])
 Cell = Mapping[str, Any]  # what is predicted of one model, kind, number of GPUs and way
 
 
@@ -58,11 +39,10 @@ def add_scale_options(parser: argparse.ArgumentParser) -> None:
     words = f"files of configs/hardware (default {' '.join(kinds)})"
     add("--gpu", nargs="+", default=kinds, metavar="KIND", help=words)
     add("--gpus", default="8..4096", metavar="A..B", help="doublings from A to B (default 8..4096)")
-    add("--gpus-per-node", type=positive, default=8, metavar="N", help="default 8")
     words = "of the global batch, for each GPU (default 2, as in torchtitan's published runs)"
     add("--sequences-per-gpu", type=positive, default=2, metavar="N", help=words)
-    words = "write tables and picture into this page, between its marks; the picture beside it"
-    add("--page", type=Path, metavar="FILE.md", help=words)
+    words = "draw MFU and exposed share into this file, .svg or .png"
+    add("--picture", type=Path, metavar="FILE", help=words)
 
 
 def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
@@ -71,38 +51,31 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
         raise ConfigError(
             "--parallel.plan: scale lets the planner choose. Fix single keys, as --parallel.tp=8, instead"
         )
+    if options.picture:
+        check_target("--picture", options.picture, (".svg", ".png"), overwrites=True)
     counts, kinds = read_sweep(f"gpus={options.gpus}"), [find_gpu(name) for name in options.gpu]
-    around = split_page(options.page) if options.page else ("", "")
     configs, cases = dict[str, Any](), dict[str, Cell]()
     for name, hardware, gpus, way in product(options.config, kinds, counts, WAYS):
         began_at = time.monotonic()
-        config = make_config(name, gpus * options.sequences_per_gpu, [*overrides, *WAYS[way]])
+        batch = f"--train.global_batch_size={gpus * options.sequences_per_gpu}"
+        keys = [f"--config={name}", "--parallel.plan=auto", batch, *overrides, *WAYS[way]]
+        config = parse_config(keys, "tools.bench")
         configs[Path(name).stem] = config_to_record(config)
         case = {"config": Path(name).stem, "gpu": hardware.name, "gpus": gpus, "way": way}
         label = " ".join(map(str, case.values()))
-        cases[label] = {
-            **case,
-            "n_layers": config.model.n_layers,
-            **predict_best(config.job, gpus, min(gpus, options.gpus_per_node), hardware),
-        }
+        predicted = predict_best(config.job, gpus, hardware)
+        cases[label] = {**case, "n_layers": config.model.n_layers, **predicted}
         print(f"{label}: {time.monotonic() - began_at:.0f} s", file=sys.stderr, flush=True)
-    settings = {"gpus_per_node": options.gpus_per_node, "sequences_per_gpu": options.sequences_per_gpu}
-    figures = {"predicted": True, "settings": settings, "cases": cases}
-    if options.page:
-        write_page(options.page, around, list(cases.values()))
-    return BenchResult(configs, figures, scale_text(list(cases.values())))
+    cells = list(cases.values())
+    if options.picture:
+        write_whole(options.picture, picture_bytes(draw_scaling(pairs(cells)), options.picture.suffix))
+    return BenchResult(configs, {"predicted": True, "cases": cases}, scale_text(cells))
 
 
-def make_config(name: str, sequences: int, keys: Sequence[str]) -> Config:
-    """The config with everything that is not fixed left to the planner. Raises ConfigError."""
-    batch = f"--train.global_batch_size={sequences}"
-    return parse_config([f"--config={name}", "--parallel.plan=auto", batch, *keys], "tools.bench")
-
-
-def predict_best(job: TrainingJob, gpus: int, gpus_per_node: int, hardware: Hardware) -> dict[str, Any]:
+def predict_best(job: TrainingJob, gpus: int, hardware: Hardware) -> dict[str, Any]:
     """What is predicted of the best plan, as plain data, or why there is none."""
     try:
-        (row,) = sweep(job, [gpus], gpus_per_node, hardware).rows
+        (row,) = sweep(job, [gpus], min(gpus, GPUS_PER_NODE), hardware).rows
     except PlanError as error:  # its last line is GPUS: REASON
         return {"fits": False, "reason": str(error).splitlines()[-1].partition(": ")[2]}
     assert row.plan is not None, "a sweep without a plan is a PlanError"
@@ -133,13 +106,17 @@ def choices_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def pairs(cells: Sequence[Cell]) -> Iterator[tuple[str, str, list[tuple[Cell, Cell]]]]:
-    """Model, kind of GPU, and for each number of GPUs on which one of them fits the planner's choice and FSDP
-    alone."""
-    for (model, gpu), group in groupby(cells, key=lambda cell: (cell["config"], cell["gpu"])):
-        by_way = [{cell["way"]: cell for cell in same} for _, same in groupby(group, lambda c: c["gpus"])]
-        both = [(cell["planner"], cell["fsdp"]) for cell in by_way]
-        yield model, gpu, [pair for pair in both if any(cell["fits"] for cell in pair)]
+def pairs(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
+    """The planner's choice and FSDP alone, of every model, kind and number of GPUs."""
+    return list(zip(cells[::2], cells[1::2], strict=True))  # in the order of WAYS
+
+
+def tables(cells: Sequence[Cell]) -> Iterator[str]:
+    """Markdown, a table for each model: the numbers of GPUs on which one of both ways fits."""
+    fitting = [(chosen, alone) for chosen, alone in pairs(cells) if chosen["fits"] or alone["fits"]]
+    for model, same in groupby(fitting, key=lambda pair: pair[0]["config"]):
+        rows = [HEAD, ["---"] * len(HEAD), *(row_of(*pair) for pair in same)]
+        yield "\n".join([f"**{model}**", "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def row_of(chosen: Cell, alone: Cell) -> list[str]:
@@ -169,46 +146,6 @@ def recomputed(choices: Mapping[str, Any], n_layers: int) -> str:
     return f"{mode}" if mode == "none" or blocks in ("auto", n_layers) else f"{mode}, {blocks} of {n_layers}"
 
 
-def kept_row(model: str, gpu: str, both: Sequence[tuple[Cell, Cell]]) -> list[str] | None:
-    """The planner's MFU on the fewest GPUs, the best one up to KEPT_AT GPUs, and what of both is left at
-    KEPT_AT, by the planner's choice and of the best by FSDP alone; None where KEPT_AT was not asked for."""
-    chosen = [cell for cell, _ in both if cell["fits"] and cell["gpus"] <= KEPT_AT]
-    if not chosen or chosen[-1]["gpus"] != KEPT_AT:
-        return None
-    alone = next(cell for _, cell in both if cell["gpus"] == KEPT_AT)
-    fewest, best, here = chosen[0], max(chosen, key=lambda cell: float(cell["mfu"])), chosen[-1]["mfu"]
-    return [
-        model,
-        gpu,
-        *(f"{cell['gpus']:,}: {cell['mfu']:.1%}" for cell in (fewest, best)),
-        f"{here:.1%}",
-        f"{here / fewest['mfu']:.1%}",
-        f"{here / best['mfu']:.1%}",
-        *((f"{mfu:.1%}" for mfu in (alone["mfu"], alone["mfu"] / best["mfu"])) if alone["fits"] else "--"),
-    ]
-
-
-def tables(cells: Sequence[Cell], shown: Sequence[int] = ()) -> Iterator[str]:
-    """Markdown: what is kept at KEPT_AT, then a table for each model; of each kind the fewest GPUs and those
-    `shown`, or all."""
-    kept = [row for group in pairs(cells) if (row := kept_row(*group))]
-    if kept:
-        yield _table(KEPT_HEAD, kept)
-    for model, same in groupby(pairs(cells), key=lambda group: group[0]):
-        rows = [
-            row_of(*pair)
-            for _, _, both in same
-            for i, pair in enumerate(both)
-            if not (i and shown) or pair[0]["gpus"] in shown
-        ]
-        if rows:
-            yield f"**{model}**\n\n{_table(HEAD, rows)}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-
-
 def scale_text(cells: Sequence[Cell]) -> str:
     """All tables, and why there is no plan where there is none."""
     reasons = [
@@ -217,33 +154,6 @@ def scale_text(cells: Sequence[Cell]) -> str:
     files = " and ".join(sorted({f"configs/hardware/{cell['gpu']}.yaml" for cell in cells}))
     last = f"predicted with {files}; nothing of it is measured"
     return "\n\n".join([*tables(cells), *(["\n".join(reasons)] if reasons else []), last])
-
-
-def page_part(cells: Sequence[Cell], picture: str) -> str:
-    """What stands between a page's marks."""
-    return "\n\n".join(
-        [f"![Predicted MFU and exposed share, by number of GPUs]({picture})", *tables(cells, SHOWN)]
-    )
-
-
-def split_page(page: Path) -> tuple[str, str]:
-    """What stands before and behind its marks. Raises ConfigError for what is no page, or has no marks."""
-    if not page.is_file():
-        raise ConfigError(f"--page={page}: there is no such file")
-    text = page.read_text(encoding="utf-8")
-    if not 0 <= text.find(BEGIN) < text.find(END):
-        raise ConfigError(
-            f"--page={page}: it must have the lines {BEGIN} and {END}, between which the tables go"
-        )
-    return text.partition(BEGIN)[0], text.partition(END)[2]
-
-
-def write_page(page: Path, around: tuple[str, str], cells: Sequence[Cell]) -> None:
-    """Tables into the page, and the picture beside it."""
-    picture = page.with_suffix(".svg")
-    part = page_part(cells, picture.name)
-    page.write_text(f"{around[0]}{BEGIN}\n\n{part}\n\n{END}{around[1]}", encoding="utf-8")
-    picture.write_text(to_svg(draw_scaling(list(pairs(cells)))), encoding="utf-8")
 
 
 MEASUREMENT = Measurement(

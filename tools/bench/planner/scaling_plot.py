@@ -12,18 +12,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Both = tuple[Mapping[str, Any], Mapping[str, Any]]  # the planner's choice, FSDP alone
-# model, kind of GPU, and both ways for each number of GPUs
-Curves = Sequence[tuple[str, str, Sequence[Both]]]
 NARROWEST, PANEL, HEIGHT, LEFT = 900, 390, 620, 74  # of the picture; of a panel; margin of figures, in points
 TITLE = "Predicted: the planner's choice and FSDP alone, from 8 GPUs on"
 KEYS = {"mfu": "MFU, attention in full", "exposed_share": "exposed share of the step"}
 WAYS = {"planner's choice": 0, "FSDP alone": 1}  # the place of each in a pair
 
 
-def draw_scaling(curves: Curves) -> "Figure":
+def draw_scaling(both: Sequence[Both]) -> "Figure":
     """Two panels for each model, under a title and a legend."""
-    models, kinds = (list(dict.fromkeys(curve[i] for curve in curves)) for i in (0, 1))
-    counts = sorted({pair[0]["gpus"] for _, _, both in curves for pair in both})
+    models, kinds, gpus = (
+        list(dict.fromkeys(chosen[key] for chosen, _ in both)) for key in ("config", "gpu", "gpus")
+    )
     width = max(NARROWEST, LEFT + PANEL * len(models))
     figure = new_figure(width, HEIGHT)
     figure.text(LEFT / width, 1 - 34 / HEIGHT, TITLE, fontsize=LARGE, weight="bold", color=INK)
@@ -31,16 +30,17 @@ def draw_scaling(curves: Curves) -> "Figure":
     grid = figure.subplots(
         len(KEYS), len(models), sharex=True, sharey="row", squeeze=False, gridspec_kw=edges | {"wspace": 0.1}
     )
-    for model, axes in zip(models, grid[0], strict=True):
-        axes.set_title(model, fontsize=BODY, weight="bold", color=INK, loc="left")
     for (key, words), row in zip(KEYS.items(), grid, strict=True):
         row[0].set_ylabel(words, fontsize=BODY, color=INK)
-        for model, kind, both in curves:
-            _draw_ways(row[models.index(model)], both, key, kind, kinds.index(kind))
-        for axes in row:
-            _frame(axes, counts)
-    for axes in grid[-1]:
-        axes.set_xlabel("GPUs", fontsize=SMALL, color=FAINT)
+        for model, axes in zip(models, row, strict=True):
+            for number, kind in enumerate(kinds):
+                same = [pair for pair in both if (pair[0]["config"], pair[0]["gpu"]) == (model, kind)]
+                _draw_ways(axes, same, key, kind, number)
+    for axes in grid.flat:  # once all is drawn: the axes of a row share their limits
+        _frame(axes, sorted(gpus))
+    for model, above, below in zip(models, *grid, strict=True):
+        above.set_title(model, fontsize=BODY, weight="bold", color=INK, loc="left")
+        below.set_xlabel("GPUs", fontsize=SMALL, color=FAINT)
     lines = {str(line.get_label()): line for axes in grid.flat for line in axes.lines}
     place: Any = {"loc": "upper left", "bbox_to_anchor": (LEFT / width, 1 - 50 / HEIGHT), "borderaxespad": 0}
     figure.legend(
