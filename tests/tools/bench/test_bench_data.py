@@ -41,16 +41,12 @@ def test_the_whole_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(tmp_path.iterdir()) == []
     assert figures["size"]["store_gb"] == QUICK.store_gb
     for cache in ("cold", "warm"):
-        assert 0.01 < figures["verify_gb_s"][cache]["median"] < 100
-        assert (
-            1
-            < figures["sequence_read_us"][cache]["median"]["median"]
-            < figures["sequence_read_us"][cache]["p99"]["median"]
-        )
-        assert figures["loader_tokens_s"][cache]["document_mask"]["median"] > 1e5
+        assert figures["loader_tokens_s"][cache]["median"] > 1e5
     assert figures["data_wait"]["tokens_s"] == 8 * 10_471
     assert figures["data_wait"]["pretend_step_s"] == pytest.approx(16 * 1024 / (8 * 10_471))
-    assert figures["tokenising"]["mb_s"]["prepare_2_workers"] > 0.01
+    tokenising = figures["tokenising"]
+    assert all(tokenising["mb_s"][who]["min"] > 0.01 for who in ("library", "prepare"))
+    assert 0 < tokenising["ratio"] < 10
 
 
 def test_the_store_is_one_that_training_reads(store: Path) -> None:
@@ -64,7 +60,7 @@ def test_the_store_is_one_that_training_reads(store: Path) -> None:
     ids = np.empty(100_000, np.int64)
     split.read(1_000_000, ids)
     assert abs(ids.mean() / VOCAB_SIZE - 0.5) < 0.01
-    loader = open_loader(store, sequence_shape(QUICK, document_mask=True), 0)
+    loader = open_loader(store, sequence_shape(QUICK), 0)
     batches = loader.next().micro_batches
     loader.close()
     assert len(batches) * batches[0].tokens.shape[0] == node_batch().global_batch_size == 16
@@ -104,9 +100,8 @@ def test_a_step_that_is_too_short_waits(store: Path) -> None:
     time."""
     impatient = measure_wait(store, QUICK, lambda step_s: None, 0.0)
     patient = measure_wait(store, QUICK, time.sleep, 0.25)
-    assert 0.1 < impatient["share"] <= impatient["worst_share"] <= 1
-    assert patient["share"] < impatient["share"] / 2
-    assert patient["share"] <= patient["worst_share"]
+    assert 0.1 < impatient <= 1
+    assert patient < impatient / 2
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
