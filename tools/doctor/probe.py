@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from meshwright import __version__
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.doctor.facts import Folder, Gpu, MachineFacts, Software, Unknown, find
 from meshwright.train.cgroups import memory_limit_bytes
 from meshwright.train.distributed.process_group import usable_cores
@@ -27,7 +28,6 @@ from meshwright.train.files import ENOUGH
 from meshwright.train.memory import free_host_bytes
 from meshwright.train.planning.device_defaults import describe_dtype
 
-GIB = 2**30
 WRITTEN_BYTES = 256 * 2**20
 SOFT, HARD = 0, 1  # of a limit: what holds, and how far a process may raise it
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,15 @@ from meshwright.parallel.planner.hardware import (
 )
 from meshwright.tools.bench import harness
 from meshwright.tools.bench.calibrate.hardware_file import (
-    ATTENTION,
     CalibratedMachine,
     Found,
     Noted,
     cpu_values,
     gpu_values,
     hardware_text,
-    middle,
-    product_curves,
 )
 from meshwright.tools.bench.calibrate.measure import CollectiveTiming
 from meshwright.tools.bench.harness import BenchResult, Measurement
-from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 
 WORKER = "meshwright.tools.bench.calibrate.worker"
@@ -41,31 +37,23 @@ CPU_BASE = "cpu"
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     """Options of `calibrate`."""
-    where = parser.add_mutually_exclusive_group(required=True)
+    where, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
     where.add_argument("--name", metavar="NAME", help="write configs/hardware/NAME.yaml")
     where.add_argument("--out", type=Path, metavar="PATH", help="write this file instead")
-    parser.add_argument("--overwrite", action="store_true", help="the file may exist already")
-    parser.add_argument(
-        "--base",
-        metavar="KIND",
-        help="kind of machine to take over from what cannot be measured here, such as "
-        "the network between nodes (default: the kind that this device is)",
+    add("--overwrite", action="store_true", help="the file may exist already")
+    words = (
+        "kind of machine to take over from what cannot be measured here, such as the network between nodes "
+        "(default: the kind that this device is)"
     )
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="CPU threads of a process (default 1); rates are written per core",
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: to try it out")
+    add("--base", metavar="KIND", help=words)
+    add("--quick", action="store_true", help="fewer sizes and repeats: to try it out")
 
 
 def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Measure, and write the file. Raises BenchError before anything is measured."""
     path = options.out.resolve() if options.out else HARDWARE_FOLDER / f"{options.name}.yaml"
     check_path(path, options.overwrite)
-    machine = find_machine(options.threads, options.quick)
+    machine = find_machine(options.quick)
     base = find_base(options.base, machine)
     found = measure(machine)
     values = cpu_values(machine, found, base) if machine.device == "cpu" else gpu_values(machine, found, base)
@@ -83,7 +71,7 @@ def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchRes
         "compute": list(found.compute),
         "timings": [vars(timing) for timing in found.timings],
     }
-    return BenchResult(None, figures, f"{summary(values, found)}\n\nwritten: {path}")
+    return BenchResult(None, figures, f"{text}\nwritten: {path}")
 
 
 def check_path(path: Path, overwrite: bool) -> None:
@@ -94,14 +82,12 @@ def check_path(path: Path, overwrite: bool) -> None:
         raise BenchError(f"{path} exists. Give --overwrite to replace it, or another --name or --out")
 
 
-def find_machine(threads: int, quick: bool) -> CalibratedMachine:
+def find_machine(quick: bool) -> CalibratedMachine:
     """GPUs where there are any, as in training."""
     if torch.cuda.is_available():
-        return CalibratedMachine(
-            "cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), threads, quick
-        )
+        return CalibratedMachine("cuda", torch.cuda.get_device_name(0), torch.cuda.device_count(), quick)
     hardware = harness.find_hardware()
-    return CalibratedMachine("cpu", hardware["cpu"], hardware["cores"], threads, quick)
+    return CalibratedMachine("cpu", hardware["cpu"], hardware["cores"], quick)
 
 
 def find_base(name: str | None, machine: CalibratedMachine) -> Hardware:
@@ -125,7 +111,7 @@ def find_base(name: str | None, machine: CalibratedMachine) -> Hardware:
 def measure(machine: CalibratedMachine) -> Found:
     """Start the processes that measure, one part after the other. Raises BenchError if one fails."""
     if machine.device == "cpu":
-        together, ranks = min(MOST_LOADED, max(1, machine.count // machine.threads)), set(CPU_RANKS)
+        together, ranks = min(MOST_LOADED, machine.count), set(CPU_RANKS)
     else:
         together, ranks = 1, {2, machine.count} if machine.count > 1 else set()
     compute = run_worker("compute", together, machine)
@@ -145,35 +131,12 @@ def run_worker(part: str, processes: int, machine: CalibratedMachine) -> list[di
             *python_command(WORKER, processes, folder / "torchrun"),
             part,
             f"--folder={folder}",
-            f"--threads={machine.threads}",
             *(["--quick"] if machine.quick else []),
         ]
-        run_to_end(command, make_environment(machine.threads, {}), folder / "log", lambda: None)
+        run_to_end(command, make_environment(1, {}), folder / "log", lambda: None)
         return [
             json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)
         ]
-
-
-def summary(values: Mapping[str, Noted], found: Found) -> str:
-    """The main figures for people."""
-    peaks, node = values["peak_tflops"].value, values["node"].value
-    rows = [
-        (f"best product, {dtype}, GFLOP/s", f"{max(rate for _, rate in curve) / 1e9:,.0f}")
-        for dtype, curve in product_curves(found.compute).items()
-    ]
-    for key in ATTENTION:
-        rows += [
-            (f"{key.replace('_', ' ')}, {dtype}, GFLOP/s", f"{1e3 * share * peaks[dtype]:,.1f}")
-            for dtype, share in values[key].value.items()
-        ]
-    rows += [
-        ("copy, GB/s", f"{middle(found.compute, 'copy_bytes_s') / 1e9:,.1f}"),
-        ("element-wise, GB/s", f"{middle(found.compute, 'memory_bytes_s') / 1e9:,.1f}"),
-        ("an operation, us", f"{1e6 * middle(found.compute, 'operation_s'):.2f}"),
-        ("node, GB/s", f"{node.gb_s:,.2f}"),
-        ("node, latency of a hop, us", f"{1e6 * node.latency_s:.1f}"),
-    ]
-    return format_table(("figure", "value"), rows)
 
 
 MEASUREMENT = Measurement(

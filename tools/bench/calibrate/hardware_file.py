@@ -3,6 +3,7 @@ its value comes from."""
 
 import dataclasses
 import datetime
+import math
 import os
 import re
 import statistics
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import COLLECTIVES, HARDWARE_FOLDER, Hardware, Link
@@ -30,48 +32,38 @@ class Noted:
 
 
 def hardware_text(title: str, values: Mapping[str, Noted]) -> str:
-    """The file, with a `title` on top; `values` by key of Hardware, all but the name."""
-    lines = [f"# {title}"]
-    for key in (item.name for item in dataclasses.fields(Hardware)):
-        if key != "name":
-            lines += _lines(key, values[key].value, values[key].source, "")
-    return "\n".join(lines) + "\n"
+    """The file, with a `title` on top; `values` by key of Hardware, all but the name. Each one's source
+    stands behind its key."""
+    text = f"# {title}\n"
+    for key in (item.name for item in dataclasses.fields(Hardware) if item.name != "name"):
+        value = _plain(values[key].value)
+        inline = None if isinstance(value, list | dict) else False  # None: what holds nothing nested
+        written = yaml.safe_dump({key: value}, default_flow_style=inline, sort_keys=False, width=math.inf)
+        text += written.replace("\n", f"  # {values[key].source}\n", 1)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """As YAML has it, numbers of DIGITS significant digits."""
+    match value:
+        case float():
+            return float(f"{value:.{DIGITS}g}")
+        case Link():
+            return _plain(vars(value))
+        case Mapping():
+            return {key: _plain(inner) for key, inner in value.items()}
+        case ((_, share),):  # a curve of one point holds everywhere
+            return _plain(share)
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case _:
+            return value
 
 
 def source_in(path: Path, key: str) -> str:
     """What the comment behind a key of a hardware file says; "" if there is none."""
     match = re.search(rf"^{key}:[^#\n]*# (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else ""
-
-
-def _lines(key: str, value: Any, source: str, indent: str) -> list[str]:
-    comment = f"  # {source}" if source else ""
-    if isinstance(value, Link):
-        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(Link)}
-    if isinstance(value, Mapping):
-        inner = [line for name in value for line in _lines(name, value[name], "", indent + "  ")]
-        return [f"{indent}{key}:{comment}", *inner]
-    return [f"{indent}{key}: {_leaf(value)}{comment}"]
-
-
-def _leaf(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case float():
-            return number_text(value)
-        case ((_, share),):  # a curve of one point holds everywhere
-            return _leaf(share)
-        case list() | tuple():
-            return f"[{', '.join(map(_leaf, value))}]"
-        case _:
-            return str(value)
-
-
-def number_text(value: float) -> str:
-    """DIGITS significant digits, as YAML 1.1 reads a float: with a point, also before an exponent."""
-    digits, e, exponent = f"{value:.{DIGITS}g}".partition("e")
-    return (digits if "." in digits else f"{digits}.0") + (f"e{int(exponent):+d}" if e else "")
 
 
 ATTENTION = ("attention_forward", "attention_backward")
@@ -88,20 +80,17 @@ class Found:
 
 @dataclass(frozen=True)
 class CalibratedMachine:
-    """What is measured: torch's device, its name, how many there are (a CPU counts its cores), and the
-    threads of a process."""
+    """What is measured: torch's device, its name, and how many there are (a CPU counts its cores)."""
 
     device: str
     name: str
     count: int
-    threads: int
     quick: bool
 
 
 def cpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict[str, Noted]:
     """A CPU: all but the network is measured; a rate's peak is the best that was measured. Rates are those of
     a core."""
-    found = Found([per_core(one, machine.threads) for one in found.compute], found.timings)
     stamp = _stamp(machine)
     curves = product_curves(found.compute)
     peaks = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
@@ -160,18 +149,6 @@ def gpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict
         "fitted": Noted([], "nothing in this file is fitted to runs"),
     }
     return values | ({"node": Noted(*_node(stamp, fit_link(found.timings)))} if found.timings else {})
-
-
-def per_core(compute: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """The same with the rates of one of a process's threads."""
-    rates = {key: compute[key] / threads for key in ("copy_bytes_s", "memory_bytes_s")}
-    rates |= {key: {dtype: rate / threads for dtype, rate in compute[key].items()} for key in ATTENTION}
-    products = compute["matmul"].items()
-    return {
-        **compute,
-        **rates,
-        "matmul": {dtype: [(size, rate / threads) for size, rate in rows] for dtype, rows in products},
-    }
 
 
 def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -248,10 +225,8 @@ def middle(compute: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _stamp(machine: CalibratedMachine) -> str:
-    how = [f"{machine.threads} threads"] * (machine.threads > 1) + ["--quick"] * machine.quick
-    return ", ".join(
-        [f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name, *how]
-    )
+    parts = [f"measured {datetime.date.today().isoformat()}", f"torch {torch.__version__}", machine.name]
+    return ", ".join([*parts, "--quick"] if machine.quick else parts)
 
 
 def _cpu_memory_gib() -> float:

@@ -4,14 +4,13 @@
 import argparse
 import dataclasses
 import json
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.tools.bench.calibrate.measure import (
     CPU_SCALE,
     CPU_SIZES_BYTES,
@@ -26,8 +25,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.distributed.exit import end_process
 from meshwright.train.distributed.process_group import start_process
 from meshwright.train.distributed.ranks import choose_device, read_rank_info
-
-GIB = 2**30
+from meshwright.train.memory import peak_resident_bytes
 
 
 def main() -> None:
@@ -35,11 +33,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=("compute", "collectives"))
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     place = read_rank_info()
-    config = RunConfig(threads=options.threads)
+    config = RunConfig(threads=1)
     device, _ = choose_device(config, place)
     start_process(config, place, device)
     try:
@@ -71,11 +68,7 @@ def taken_gib(device: torch.device) -> float:
     has run."""
     torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     if device.type == "cpu":
-        return (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * (1 if sys.platform == "darwin" else 1024)
-            / GIB
-        )
+        return peak_resident_bytes() / GIB
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / GIB
 
