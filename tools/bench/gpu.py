@@ -18,11 +18,18 @@ import torch
 
 from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_hardware
 from meshwright.tools.bench import harness
-from meshwright.tools.bench.harness import BenchResult, Measurement
+from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.bench.planner.predictions import predict_run
 from meshwright.tools.bench.speed.cpu import shape_variables, tell
 from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, parse_peers
-from meshwright.tools.bench.train_run import MFUS, Setup, config_to_record, measure_run, resolve
+from meshwright.tools.bench.train_run import (
+    MFUS,
+    ONLY_TRAINING,
+    Setup,
+    config_to_record,
+    measure_run,
+    resolve,
+)
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 from meshwright.train.errors import USER_ERRORS
@@ -41,7 +48,7 @@ TINY = (
 )
 STEPS, STEPS_PER_REPORT = 10, 2  # 4 steps warm up; a report waits for the GPU
 COMMON = (
-    "data.source=stdlib checkpoint.every=0 train.eval_every=0 metrics.tensorboard=false parallel.plan=manual "
+    f"{ONLY_TRAINING} metrics.tensorboard=false parallel.plan=manual "
     "model.n_layers=8 train.micro_batch_size=1 parallel.param_dtype=bfloat16 parallel.storage_dtype=bfloat16 "
     f"optim.state_dtype=bfloat16 parallel.activation_checkpoint=none train.steps={STEPS}"
 )
@@ -131,9 +138,8 @@ def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchR
 
 def make_setup(name: str, tiny: bool, threads: int, overrides: Sequence[str]) -> Setup:
     """The run of train.main; the user's keys win."""
-    keys = f"{COMMON} {SHAPE_8B} {CASES[name]} {TINY if tiny else ''}".split()
-    processes = 2 if name in TWO_GPUS else 1
-    return Setup(processes, threads, [*(f"--{key}" for key in keys), *overrides], STEPS_PER_REPORT)
+    keys = config_keys(f"{COMMON} {SHAPE_8B} {CASES[name]} {TINY if tiny else ''}")
+    return Setup(2 if name in TWO_GPUS else 1, threads, [*keys, *overrides], STEPS_PER_REPORT)
 
 
 def run_ours(setup: Setup, hardware: Hardware | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 leaves: date, hardware, versions, configuration, raw figures, and nobody's name."""
 
 import argparse
+import csv
 import datetime
 import getpass
 import importlib
@@ -56,6 +57,17 @@ class Measurement:
     epilog: str = ""
     takes_keys: bool = True
     keeps_record: bool = False
+
+
+def config_keys(text: str) -> tuple[str, ...]:
+    """Arguments of train.main from its keys as text: "train.steps=4 run.seed=1"."""
+    return tuple(f"--{key}" for key in text.split())
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file by column, without its comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def add_measurement(subparsers: Any, measurement: Measurement) -> None:

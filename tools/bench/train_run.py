@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import BenchResult, Measurement
+from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import (
     CACHE_MODES,
@@ -31,20 +31,11 @@ from meshwright.train.planning.resolve import plan_run
 PROG = "tools.bench"
 WARM_UP_STEPS = 4  # not counted in rates: compilation, caches and allocators settle in the first ones
 MFUS = ("mfu", "mfu_causal")  # as metrics.jsonl names them
-STANDARD_SHAPE = (
-    "--model.dim=256",
-    "--model.n_layers=6",
-    "--model.n_heads=16",
-    "--model.n_kv_heads=16",
-    "--model.ffn_dim=768",
-    "--model.vocab_size=2048",
-    "--model.max_seq_len=512",
-    "--train.seq_len=512",
-    "--train.micro_batch_size=4",
-    "--train.steps=24",
-    "--data.source=stdlib",
-    "--checkpoint.every=0",
-    "--train.eval_every=0",
+ONLY_TRAINING = "data.source=stdlib checkpoint.every=0 train.eval_every=0"  # nothing beside the steps
+STANDARD_SHAPE = config_keys(
+    "model.dim=256 model.n_layers=6 model.n_heads=16 model.n_kv_heads=16 model.ffn_dim=768 "
+    "model.vocab_size=2048 model.max_seq_len=512 train.seq_len=512 train.micro_batch_size=4 train.steps=24 "
+    f"{ONLY_TRAINING}"
 )
 
 

@@ -4,19 +4,20 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.tools.bench.harness import BenchResult, Measurement
+from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys, read_table
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
 
+PLANS = Path(__file__).with_name("memory_plans.csv")
 EXACT_KINDS = ("params", "grads", "optimizer")  # exact by nature
 EXACT_ERROR, MEAN_ERROR, WORST_ERROR = 0.01, 0.03, 0.08  # asked of those kinds, and of the peak
 GPUS_PER_NODE = 8
@@ -39,7 +40,7 @@ class PlanCase:
         return [
             f"--config={self.config}.yaml",
             "--parallel.compile.enabled=false",
-            *(f"--{key}" for key in self.keys.split()),
+            *config_keys(self.keys),
         ]
 
 
@@ -51,8 +52,6 @@ class MemoryRow:
     case: PlanCase
     predicted: StepMemory
     simulated: StepMemory
-    predict_s: float
-    simulate_s: float
 
     @property
     def peak_error(self) -> float:
@@ -74,112 +73,18 @@ def relative_error(predicted: float, simulated: float) -> float:
     return float("inf") if predicted else 0.0
 
 
-CASES = (
-    PlanCase("llama_8b", 8),
-    PlanCase("llama_8b", 8, "parallel.activation_checkpoint=full"),
-    PlanCase("llama_8b", 8, "parallel.activation_checkpoint=selective train.micro_batch_size=2"),
-    PlanCase("llama_8b", 64, "parallel.activation_checkpoint=selective parallel.selective_policy=every:2"),
-    PlanCase("llama_8b", 16, "parallel.dp_replicate=2 train.global_batch_size=64 train.micro_batch_size=1"),
-    PlanCase("llama_8b", 4096, "parallel.dp_replicate=512"),
-    PlanCase("llama_8b", 8, "parallel.tp=2"),
-    PlanCase(
-        "llama_8b", 64, "parallel.tp=8 parallel.loss_parallel=false parallel.activation_checkpoint=full"
-    ),
-    PlanCase(
-        "llama_8b",
-        32,
-        "parallel.tp=4 parallel.sequence_parallel=false parallel.activation_checkpoint=selective",
-    ),
-    PlanCase("llama_8b", 8, "parallel.tp=8"),
-    PlanCase("llama_8b", 64, "parallel.dp_replicate=4 parallel.reshard_after_forward=4 train.seq_len=2048"),
-    PlanCase("llama_8b", 8, "parallel.forward_prefetch=0 parallel.backward_prefetch=0 train.seq_len=1024"),
-    PlanCase("llama_8b", 8, "parallel.forward_prefetch=2 parallel.backward_prefetch=2 train.seq_len=2048"),
-    PlanCase("llama_8b", 8, "parallel.reshard_after_forward=false train.seq_len=4096"),
-    PlanCase(
-        "llama_8b",
-        8,
-        "parallel.reshard_after_forward=2 train.seq_len=1024 parallel.activation_checkpoint=full",
-    ),
-    PlanCase("llama_8b", 8, "train.global_batch_size=64 train.seq_len=2048 train.micro_batch_size=4"),
-    PlanCase("llama_8b", 8, "model.tie_embeddings=true parallel.activation_checkpoint=full"),
-    PlanCase("llama_8b", 8, "parallel.param_dtype=float32 train.seq_len=2048"),
-    PlanCase(
-        "llama_8b", 8, "parallel.reduce_dtype=bfloat16 train.seq_len=1024 parallel.activation_checkpoint=full"
-    ),
-    PlanCase("llama_8b", 8, "parallel.cpu_offload=true parallel.activation_checkpoint=full"),
-    PlanCase("llama_8b", 8, "parallel.unit_min_params=400000000 train.seq_len=2048"),
-    PlanCase(
-        "llama_8b",
-        8,
-        "train.freeze=[layers.*,tok_embeddings.*] parallel.activation_checkpoint=full train.seq_len=4096",
-    ),
-    PlanCase("llama_8b", 1, "model.n_layers=4 train.seq_len=4096"),
-    PlanCase("llama_8b", 8, "parallel.strategy=ddp model.n_layers=4 train.seq_len=2048"),
-    PlanCase(
-        "llama_8b",
-        8,
-        "parallel.strategy=ddp model.n_layers=4 train.seq_len=1024 train.global_batch_size=32 "
-        "train.micro_batch_size=2 parallel.activation_checkpoint=full",
-    ),
-    PlanCase("llama_8b", 16, "parallel.strategy=ddp parallel.tp=2 model.n_layers=4 train.seq_len=4096"),
-    PlanCase("llama_8b", 4, "model.vocab_size=1024 model.n_layers=8"),
-    PlanCase(
-        "llama_8b",
-        16,
-        "model.vocab_size=1024 parallel.dp_replicate=2 train.global_batch_size=32 "
-        "train.micro_batch_size=1 parallel.activation_checkpoint=full train.seq_len=1024",
-    ),
-    PlanCase(
-        "llama_8b",
-        8,
-        "model.vocab_size=1024 parallel.unit_min_params=400000000 parallel.activation_checkpoint=full "
-        "train.seq_len=1024",
-    ),
-    PlanCase(
-        "llama_8b",
-        8,
-        "model.vocab_size=1024 parallel.tp=4 parallel.activation_checkpoint=selective "
-        "train.micro_batch_size=3",
-    ),
-    PlanCase("llama_70b", 128, "parallel.activation_checkpoint=full"),
-    PlanCase("llama_70b", 256, "parallel.tp=8 parallel.activation_checkpoint=selective"),
-    PlanCase(
-        "llama_70b",
-        1024,
-        "parallel.dp_replicate=8 parallel.activation_checkpoint=full parallel.backward_prefetch=2",
-    ),
-    PlanCase(
-        "llama_70b",
-        64,
-        "parallel.tp=4 parallel.sequence_parallel=false parallel.activation_checkpoint=full "
-        "train.global_batch_size=64 train.seq_len=4096",
-    ),
-    PlanCase(
-        "llama_70b",
-        2048,
-        "parallel.tp=2 parallel.dp_replicate=16 parallel.activation_checkpoint=selective "
-        "parallel.selective_policy=every:2",
-    ),
-    PlanCase("llama_405b", 2048, "parallel.activation_checkpoint=full parallel.tp=8"),
-    PlanCase("llama_405b", 4096, "parallel.activation_checkpoint=full parallel.tp=8 parallel.dp_replicate=4"),
-    PlanCase("llama_405b", 4096, "parallel.activation_checkpoint=selective parallel.tp=8 train.seq_len=4096"),
-    PlanCase("llama_405b", 512, "parallel.activation_checkpoint=full train.seq_len=2048"),
-)
-
-
-def add_memory_options(parser: argparse.ArgumentParser) -> None:
-    """`memory` has no options of its own."""
-    parser.set_defaults(cases=CASES)
+def read_cases(path: Path = PLANS) -> list[PlanCase]:
+    """All plans that are compared."""
+    return [PlanCase(row["config"], int(row["ranks"]), row["keys"]) for row in read_table(path)]
 
 
 def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Figures and a text. Raises ConfigError and PlanError."""
     rows = []
-    for case in options.cases:
+    for case in read_cases(PLANS):
         rows.append(compare_case(case, overrides))
-        print(
-            f"{case.config} {case.ranks} {case.name}: {rows[-1].peak_error:+.2%}", file=sys.stderr, flush=True
-        )
+        said = f"{case.config} {case.ranks} {case.name}: {rows[-1].peak_error:+.2%}"
+        print(said, file=sys.stderr, flush=True)
     figures = {**summarise(rows), "rows": [_row_figures(row) for row in rows]}
     return BenchResult(None, figures, memory_text(rows))
 
@@ -188,11 +93,7 @@ def compare_case(case: PlanCase, overrides: Sequence[str] = ()) -> MemoryRow:
     """One plan, predicted and simulated."""
     config = parse_config([*case.arguments, *overrides])
     plan = plan_run(config.job, case.ranks, GPUS_PER_NODE)
-    start_s = time.perf_counter()
-    predicted = predict_memory(config.job, plan)
-    between_s = time.perf_counter()
-    simulated = simulate_run(config.job, plan)
-    return MemoryRow(case, predicted, simulated, between_s - start_s, time.perf_counter() - between_s)
+    return MemoryRow(case, predict_memory(config.job, plan), simulate_run(config.job, plan))
 
 
 def summarise(rows: Sequence[MemoryRow]) -> dict[str, Any]:
@@ -246,8 +147,6 @@ def _row_figures(row: MemoryRow) -> dict[str, Any]:
         "simulated_peak_gib": row.simulated.peak_bytes / GIB,
         "predicted": _by_kind(row.predicted),
         "simulated": _by_kind(row.simulated),
-        "predict_s": row.predict_s,
-        "simulate_s": row.simulate_s,
     }
 
 
@@ -258,7 +157,7 @@ def _by_kind(memory: StepMemory) -> dict[str, dict[str, float]]:
 
 MEASUREMENT = Measurement(
     "memory",
-    add_memory_options,
+    lambda parser: None,
     compare_memory,
     summary="the planner's memory against the real code on fake tensors",
     description=(

@@ -12,8 +12,9 @@ from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import Hardware, load_hardware
-from meshwright.tools.bench.harness import BenchResult, Measurement
+from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.bench.train_run import (
+    ONLY_TRAINING,
     WARM_UP_STEPS,
     RunFigures,
     Setup,
@@ -28,13 +29,7 @@ from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
 
-COMMON = (
-    "--data.source=stdlib",
-    "--checkpoint.every=0",
-    "--train.eval_every=0",
-    "--parallel.plan=manual",
-    "--run.device=cpu",
-)
+COMMON = f"{ONLY_TRAINING} parallel.plan=manual run.device=cpu"
 
 
 @dataclass(frozen=True)
@@ -55,29 +50,15 @@ class PredictionCase:
 
 MODELS = {
     "small": (
-        "--model.dim=256",
-        "--model.n_layers=4",
-        "--model.n_heads=4",
-        "--model.n_kv_heads=4",
-        "--model.ffn_dim=768",
-        "--model.vocab_size=2048",
-        "--model.max_seq_len=256",
-        "--train.seq_len=256",
-        "--train.global_batch_size=8",
+        "model.dim=256 model.n_layers=4 model.n_heads=4 model.n_kv_heads=4 model.ffn_dim=768 "
+        "model.vocab_size=2048 model.max_seq_len=256 train.seq_len=256"
     ),
     "large": (
-        "--model.dim=512",
-        "--model.n_layers=4",
-        "--model.n_heads=8",
-        "--model.n_kv_heads=4",
-        "--model.ffn_dim=1536",
-        "--model.vocab_size=2048",
-        "--model.max_seq_len=256",
-        "--train.seq_len=256",
-        "--train.global_batch_size=4",
+        "model.dim=512 model.n_layers=4 model.n_heads=8 model.n_kv_heads=4 model.ffn_dim=1536 "
+        "model.vocab_size=2048 model.max_seq_len=256 train.seq_len=256"
     ),
 }
-BATCH = {"small": 8, "large": 4}
+BATCH = {"small": 8, "large": 4}  # sequences of a step
 
 
 def cpu_cases() -> list[PredictionCase]:
@@ -106,17 +87,16 @@ def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool =
     """`degrees` of dp_replicate, dp_shard, tp; the global batch in one micro batch."""
     replicate, shard, tp = degrees
     keys = (
-        f"--parallel.dp_replicate={replicate}",
-        f"--parallel.dp_shard={shard}",
-        f"--parallel.tp={tp}",
-        f"--parallel.activation_checkpoint={mode}",
-        f"--parallel.compile.enabled={str(compiled).lower()}",
-        f"--train.micro_batch_size={BATCH[model] // (replicate * shard)}",
+        f"{COMMON} {MODELS[model]} parallel.dp_replicate={replicate} parallel.dp_shard={shard} "
+        f"parallel.tp={tp} parallel.activation_checkpoint={mode} "
+        f"parallel.compile.enabled={str(compiled).lower()} train.global_batch_size={BATCH[model]} "
+        f"train.micro_batch_size={BATCH[model] // (replicate * shard)}"
     )
     name = " ".join([model, f"{replicate}x{shard}x{tp}", mode, *([] if compiled else ["eager"])])
-    return PredictionCase(name, model, replicate * shard * tp, (*COMMON, *MODELS[model], *keys), compiled)
+    return PredictionCase(name, model, replicate * shard * tp, config_keys(keys), compiled)
 
 
+THREADS = 1  # of a process
 MEAN_ERROR, TAU, REGRET = 0.15, 0.8, 0.05  # what the project asks for of a CPU
 
 
@@ -142,33 +122,21 @@ class PredictionRow:
 
 def add_predictions_options(parser: argparse.ArgumentParser) -> None:
     """Options of `predictions`."""
-    parser.add_argument(
-        "--hardware",
-        metavar="KIND",
-        default="cpu",
-        help="hardware file to predict with (default cpu)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        default=10,
-        metavar="N",
-        help=f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} do not count)",
-    )
-    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
-    parser.add_argument(
-        "--threads", type=positive, default=1, metavar="N", help="CPU threads per process (default 1)"
-    )
+    add = parser.add_argument
+    add("--hardware", metavar="KIND", default="cpu", help="hardware file to predict with (default cpu)")
+    words = f"optimizer steps of a run (default 10; the first {WARM_UP_STEPS} do not count)"
+    add("--steps", type=positive, default=10, metavar="N", help=words)
+    add("--rounds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
 
 
 def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Configs by name, figures, and a text. Raises BenchError, and what a run's config may raise."""
     hardware = find_kind(options.hardware)
     keys = [f"--train.steps={options.steps}", *overrides]
-    cases = {case: Setup(case.processes, options.threads, [*case.keys, *keys]) for case in cpu_cases()}
+    cases = {case: Setup(case.processes, THREADS, [*case.keys, *keys]) for case in cpu_cases()}
     configs = {case: resolve(setup) for case, setup in cases.items()}
     predicted = {
-        case: predict_run(configs[case].job, case.processes, options.threads, hardware) for case in cases
+        case: predict_run(config.job, case.processes, THREADS, hardware) for case, config in configs.items()
     }
     runs = run_in_turn(cases, options.rounds)
     rows = [make_row(case, predicted[case], runs[case]) for case in cases]

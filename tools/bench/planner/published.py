@@ -2,15 +2,16 @@
 row."""
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
@@ -18,7 +19,7 @@ from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.tools.bench.harness import BenchResult, Measurement
+from meshwright.tools.bench.harness import BenchResult, Measurement, read_table
 from meshwright.tools.cli import format_table
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
@@ -83,12 +84,13 @@ class PublishedRun:
             self.framework,
             f"{self.model} seq {self.seq_len} x {self.micro_batch}",
             f"{self.n_gpus} GPUs",
+            f"tp {self.tp}" if self.tp > 1 else "",
+            self.activation_checkpoint,
+            self.matmul_dtype,
+            "async tp" if self.async_tp else "",
+            "" if self.compile else "eager",
         ]
-        parts += [f"tp {self.tp}"] if self.tp > 1 else []
-        parts += [self.activation_checkpoint, self.matmul_dtype]
-        return ", ".join(
-            [*parts, *(["async tp"] if self.async_tp else []), *([] if self.compile else ["eager"])]
-        )
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,8 @@ class PublishedComparison:
 
 def published_rows(path: Path = PUBLISHED) -> list[PublishedRun]:
     """The measured runs."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return [_read_row(row) for row in csv.DictReader(lines)]
-
-
-def _read_row(row: dict[str, str]) -> PublishedRun:
-    readers: dict[Any, Callable[[str], Any]] = {
-        str: str,
-        int: int,
-        float: lambda text: float(text or 0),
-        bool: "1".__eq__,
-    }
-    values = {item.name: readers[item.type](row[item.name]) for item in dataclasses.fields(PublishedRun)}
-    return PublishedRun(**values)
+    rows = [{key: text or "0" for key, text in row.items()} for row in read_table(path)]
+    return msgspec.convert(rows, list[PublishedRun], strict=False)
 
 
 def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
@@ -226,18 +217,7 @@ def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
         "wrong_order": [[fast.name, slow.name] for fast, slow in comparison.wrong_order]
     }
     for name, rows in (("tokens_per_s_per_gpu", comparison.speed), ("reserved_gib", comparison.memory)):
-        figures[name] = [
-            {
-                "run": row.run.name,
-                "source": row.run.source,
-                "used_to_fit": row.run.used_to_fit,
-                "compiled": row.run.compile,
-                "predicted": row.predicted,
-                "measured": row.measured,
-                "error": row.error,
-            }
-            for row in rows
-        ]
+        figures[name] = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
         figures[f"{name}_mean_error"], figures[f"{name}_worst_error"] = mean_error(rows), worst_error(rows)
     return figures
 
@@ -246,16 +226,16 @@ def published_text(comparison: PublishedComparison) -> str:
     """Tables for people: rows that constants were fitted to apart from the others."""
     speed, memory = compiled(comparison.speed), list(comparison.memory)
     eager = [row for row in comparison.speed if not row.run.compile]
-    parts = []
-    for title, rows, of in (
-        ("tokens per second and GPU", speed, "{:,.0f}"),
-        ("reserved GiB", memory, "{:.1f}"),
-    ):
-        for used, which in ((True, "fitted to"), (False, "not fitted to")):
-            parts.append(
-                _table(f"{title}, {which}", [row for row in rows if row.run.used_to_fit == used], of)
-            )
-    parts.insert(2, _table("tokens per second and GPU, eager, not fitted to", eager, "{:,.0f}"))
+    parts = [
+        _table(f"{title}, {which}", of, form)
+        for title, rows, form in (
+            ("tokens per second and GPU", speed, ",.0f"),
+            ("tokens per second and GPU, eager", eager, ",.0f"),
+            ("reserved GiB", memory, ".1f"),
+        )
+        for used, which in ((True, "fitted to"), (False, "not fitted to"))
+        if (of := [row for row in rows if row.run.used_to_fit == used])
+    ]
     wrong = [f"  {fast.name} is faster than {slow.name}" for fast, slow in comparison.wrong_order]
     order = (
         f"pairs of one source more than {ORDERED_APART - 1:.0%} apart, predicted in the wrong order: "
@@ -266,9 +246,9 @@ def published_text(comparison: PublishedComparison) -> str:
     )
 
 
-def _table(title: str, rows: Sequence[ComparedRun], number: str) -> str:
+def _table(title: str, rows: Sequence[ComparedRun], form: str) -> str:
     cells = [
-        (row.run.name, number.format(row.predicted), number.format(row.measured), f"{row.error:+.1%}")
+        (row.run.name, format(row.predicted, form), format(row.measured, form), f"{row.error:+.1%}")
         for row in rows
     ]
     return format_table((title, "predicted", "measured", "error"), cells)

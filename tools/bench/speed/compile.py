@@ -8,25 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.bench.harness import BenchResult, Measurement
-from meshwright.tools.bench.train_run import Setup, config_to_record, measure_run, resolve
+from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
+from meshwright.tools.bench.train_run import ONLY_TRAINING, Setup, config_to_record, measure_run, resolve
 from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import cache_environment
 
-TINY_WIDTH = (
-    "--model.dim=64",
-    "--model.n_heads=4",
-    "--model.n_kv_heads=4",
-    "--model.ffn_dim=128",
-    "--model.vocab_size=264",
-    "--model.max_seq_len=64",
-    "--train.seq_len=64",
-    "--train.micro_batch_size=2",
-    "--train.steps=4",
-    "--data.source=stdlib",
-    "--checkpoint.every=0",
-    "--train.eval_every=0",
-    "--metrics.tensorboard=false",
+TINY_WIDTH = config_keys(
+    "model.dim=64 model.n_heads=4 model.n_kv_heads=4 model.ffn_dim=128 model.vocab_size=264 "
+    "model.max_seq_len=64 train.seq_len=64 train.micro_batch_size=2 train.steps=4 metrics.tensorboard=false "
+    f"{ONLY_TRAINING}"
 )
 
 
