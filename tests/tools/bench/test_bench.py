@@ -205,7 +205,8 @@ def test_mistakes_are_found_before_anything_starts() -> None:
         ["train", "--model.dmi=3"],
         ["train", "--run.dir=x"],
         ["train", "--parallel.dp_shard=3"],
-        ["cpu", "--peer=x"],
+        ["cpu", "--peer=BENCH_DIM"],
+        ["cpu", "--peer=deaf=true"],
     ):
         with pytest.raises(ValueError, match=r"model\.dim|run\.dir|dp_shard|--peer"):
             main(arguments)

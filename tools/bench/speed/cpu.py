@@ -5,10 +5,10 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from meshwright.tools.bench.harness import BenchResult, Measurement
+from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.bench.speed.cpu_limits import Allowed, measure_allowed
 from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, ours, parse_peers, run_rounds, to_figures
 from meshwright.tools.bench.train_run import (
@@ -24,103 +24,84 @@ from meshwright.tools.cli import format_table, positive
 from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 
-VARIABLES = (
-    "BENCH_DIM",
-    "BENCH_LAYERS",
-    "BENCH_HEADS",
-    "BENCH_KV_HEADS",
-    "BENCH_FFN",
-    "BENCH_VOCAB",
-    "BENCH_SEQ",
-    "BENCH_MICRO_BATCH",
-    "BENCH_STEPS",
-    "BENCH_PROCESSES",
-    "BENCH_DTYPE",
-    "BENCH_COMPILE",
-)
-HEAD_DIM_64 = ("--model.dim=512", "--model.n_heads=8", "--model.n_kv_heads=8", "--model.ffn_dim=1536")
+# what a peer is told, beside BENCH_PROCESSES: the keys of ours
+VARIABLES = {
+    "BENCH_DIM": "model.dim",
+    "BENCH_LAYERS": "model.n_layers",
+    "BENCH_HEADS": "model.n_heads",
+    "BENCH_KV_HEADS": "model.n_kv_heads",
+    "BENCH_FFN": "model.ffn_dim",
+    "BENCH_VOCAB": "model.vocab_size",
+    "BENCH_SEQ": "train.seq_len",
+    "BENCH_MICRO_BATCH": "train.micro_batch_size",
+    "BENCH_STEPS": "train.steps",
+    "BENCH_DTYPE": "parallel.param_dtype",
+    "BENCH_COMPILE": "parallel.compile.enabled",
+}
+HEAD_DIM_64 = config_keys("model.dim=512 model.n_heads=8 model.n_kv_heads=8 model.ffn_dim=1536")
 SHAPES: Mapping[str, Sequence[str]] = {
     "head-dim-16": STANDARD_SHAPE,
     "head-dim-64": (*STANDARD_SHAPE, *HEAD_DIM_64),
 }
-STANDARD = "head-dim-16"
 DTYPES = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class CpuCell:
-    """One shape in one dtype."""
-
-    shape: str
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.shape} {self.dtype}"
 
 
 def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     """Options of `cpu`."""
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help=PEER_HELP)
-    parser.add_argument(
-        "--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="default: both"
-    )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each (default 3)")
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        default=20,
-        metavar="N",
-        help=f"optimizer steps (default 20; the first {WARM_UP_STEPS} do not count)",
-    )
+    add = parser.add_argument
+    add("--peer", action="append", default=[], metavar="NAME=COMMAND", help=PEER_HELP)
+    add("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="default: both")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each (default 3)")
+    words = f"optimizer steps (default 20; the first {WARM_UP_STEPS} do not count)"
+    add("--steps", type=positive, default=20, metavar="N", help=words)
     add_run_options(parser)
 
 
 def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Every shape and dtype, one after the other; in each ours and the peers in turn. Raises BenchError where
     ours fails."""
-    cells = [CpuCell(shape, dtype) for shape in options.shapes for dtype in options.dtypes]
-    setups = {cell: make_setup(cell, options, overrides) for cell in cells}
-    configs = {cell: resolve(setup) for cell, setup in setups.items()}
+    if deaf := [text for text in options.peer if "BENCH_DIM" not in text]:
+        raise BenchError(f"--peer {deaf[0]!r} does not use BENCH_DIM: it would run something else than ours")
+    setups = {
+        f"{shape} {dtype}": make_setup(shape, dtype, options, overrides)
+        for shape in options.shapes
+        for dtype in options.dtypes
+    }
+    configs = {name: resolve(setup) for name, setup in setups.items()}
     peers = parse_peers(options.peer, options.threads)
     found = {}
-    for cell, setup in setups.items():
-        print(cell.name, file=sys.stderr, flush=True)
-        found[cell.name] = measure_cell(cell, setup, configs[cell], peers, options)
-    recorded = {cell.name: config_to_record(config) for cell, config in configs.items()}
+    for name, setup in setups.items():
+        print(name, file=sys.stderr, flush=True)
+        found[name] = measure_cell(setup, configs[name], peers, options)
+    recorded = {name: config_to_record(config) for name, config in configs.items()}
     return BenchResult(recorded, with_setup(options, {"cells": found}), cpu_text(found, options.rounds))
 
 
-def make_setup(cell: CpuCell, options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
+def make_setup(shape: str, dtype: str, options: argparse.Namespace, overrides: Sequence[str]) -> Setup:
     """Ours at that shape and dtype."""
-    keys = [f"--train.steps={options.steps}", f"--parallel.param_dtype={cell.dtype}", "--run.device=cpu"]
-    return Setup(options.processes, options.threads, [*SHAPES[cell.shape], *keys, *overrides])
+    keys = [f"--train.steps={options.steps}", f"--parallel.param_dtype={dtype}", "--run.device=cpu"]
+    return Setup(options.processes, options.threads, [*SHAPES[shape], *keys, *overrides])
 
 
 def measure_cell(
-    cell: CpuCell, setup: Setup, config: Config, peers: Sequence[Contender], options: argparse.Namespace
+    setup: Setup, config: Config, peers: Sequence[Contender], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Ours and the peers that can run it, in turn, then what the machine allows; both in one go, as a machine
-    drifts."""
-    sequences, seq_len = config.train.micro_batch_size, config.train.seq_len
+    """Ours and the peers, in turn, then what the machine allows; both in one go, as a machine drifts."""
+    sequences, seq_len, dtype = (
+        config.train.micro_batch_size,
+        config.train.seq_len,
+        config.parallel.param_dtype,
+    )
     if not isinstance(sequences, int):
         raise BenchError(
             f"train.micro_batch_size={sequences}: cpu needs a number, to know a step's work. Leave the key "
             "out"
         )
-    variables = shape_variables(config, options.processes)
-    deaf = {text.partition("=")[0].strip() for text in options.peer if "BENCH_DIM" not in text}
-    skipped = deaf if cell != CpuCell(STANDARD, "float32") else set()
-    told = [tell(peer, variables) for peer in peers if peer.name not in skipped]
-    rounds, failed = run_rounds([ours(setup), *told], options.rounds, options.cache)
-    left_out = (
-        dict.fromkeys(sorted(skipped), "its command does not use BENCH_DIM: it would run something else")
-        | failed
-    )
-    allowed = measure_allowed(
-        config.model, sequences, seq_len, cell.dtype, options.processes, options.threads
-    )
+    variables = shape_variables(config, setup.processes)
+    contenders = [ours(setup), *(tell(peer, variables) for peer in peers)]
+    rounds, left_out = run_rounds(contenders, options.rounds, options.cache)
+    allowed = measure_allowed(config.model, sequences, seq_len, dtype, setup.processes, setup.threads)
     figures = to_figures(rounds)
     shares = {
         name: share_of_allowed(allowed, sequences * seq_len, one["tokens_per_s_per_rank"])
@@ -141,22 +122,9 @@ def share_of_allowed(allowed: Allowed, tokens: int, tokens_per_s: float) -> floa
 
 def shape_variables(config: Config, processes: int) -> dict[str, str]:
     """What a peer is told."""
-    model, train, compiled = config.model, config.train, config.parallel.compile.enabled
-    values = (
-        model.dim,
-        model.n_layers,
-        model.n_heads,
-        model.n_kv_heads,
-        model.ffn_dim,
-        model.vocab_size,
-        train.seq_len,
-        train.micro_batch_size,
-        train.steps,
-        processes,
-        config.parallel.param_dtype,
-        int(compiled),
-    )
-    return dict(zip(VARIABLES, map(str, values), strict=True))
+    values = {name: attrgetter(key)(config) for name, key in VARIABLES.items()}
+    values |= {"BENCH_COMPILE": int(values["BENCH_COMPILE"]), "BENCH_PROCESSES": processes}
+    return {name: str(value) for name, value in values.items()}
 
 
 def tell(peer: Contender, variables: Mapping[str, str]) -> Contender:
@@ -225,9 +193,9 @@ MEASUREMENT = Measurement(
     ),
     epilog=(
         "A peer's command is told what to run by environment variables, which it must pass on: "
-        f"{', '.join(VARIABLES)} (a dtype is float32 or bfloat16, BENCH_COMPILE 1). As "
-        "titan='TT_DIM=$BENCH_DIM ... bash run.sh $BENCH_PROCESSES'. One that does not name BENCH_DIM, or "
-        "fails, is left out of that shape, and said to be. It prints, from one rank or all, `BENCH "
+        f"{', '.join([*VARIABLES, 'BENCH_PROCESSES'])} (a dtype is float32 or bfloat16, BENCH_COMPILE 1). As "
+        "titan='TT_DIM=$BENCH_DIM ... bash run.sh $BENCH_PROCESSES'. One that fails is left out of that "
+        "shape, and said to be. It prints, from one rank or all, `BENCH "
         "startup_to_first_step_s=26.5` and `BENCH tok/s/rank median=1399 peak_rss_GiB=0.92` (or another "
         "peak_..._GiB)."
     ),

@@ -14,16 +14,14 @@ from meshwright.tools.processes import BenchError, cache_environment, make_envir
 
 OURS = "meshwright"
 PEER_HELP = "a shell command line, as titan='TT_COMPILE=1 bash run.sh'; may be given several times"
-# which of them is better
-FIGURES = {"tokens_per_s_per_rank": "more", "peak_memory_gib": "less", "startup_s": "less"}
-PATTERNS = {
+# figures of a run, and how a BENCH line says them
+FIGURES = {
     "tokens_per_s_per_rank": r"tok/s/rank median=(\S+)",
     "peak_memory_gib": r"peak_\w+_GiB=(\S+)",
     "startup_s": r"startup_to_first_step_s=(\S+)",
 }
 
 Figures = dict[str, float]
-Ratios = dict[str, dict[str, float]]  # of a figure, by peer
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,13 @@ def parse_bench_lines(text: str) -> Figures:
     lines = "\n".join(re.findall(r"^(?:\[\S+\]:\s*)?BENCH\b(.*)$", text, re.MULTILINE))
     found = {
         figure: [_number(value) for value in re.findall(pattern, lines)]
-        for figure, pattern in PATTERNS.items()
+        for figure, pattern in FIGURES.items()
     }
-    missing = [PATTERNS[figure].replace(r"(\S+)", "...") for figure, values in found.items() if not values]
+    missing = [FIGURES[figure].replace(r"(\S+)", "...") for figure, values in found.items() if not values]
     if missing:
         raise BenchError(f"its output has no BENCH line with {' nor '.join(missing)}")
     return {
-        figure: statistics.median(values) if FIGURES[figure] == "more" else max(values)
+        figure: statistics.median(values) if figure == "tokens_per_s_per_rank" else max(values)
         for figure, values in found.items()
     }
 
@@ -84,22 +82,21 @@ def run_rounds(
     out of all rounds. Each gets one run that does not count where the cache is to be warm. Raises BenchError
     where ours fails."""
     left_out: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as name:
-        folder, results = Path(name), []
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-cache-") as temporary:
+        folder, results = Path(temporary), []
         for turn in range(0 if cache == "warm" else 1, rounds + 1):
             result = {}
             for contender in contenders:
-                if contender.name in left_out:
+                name = contender.name
+                if name in left_out:
                     continue
                 try:
-                    result[contender.name] = contender.run(
-                        cache_environment(cache, folder, contender.name, turn)
-                    )
-                    _say(turn, contender.name, result[contender.name])
+                    result[name] = contender.run(cache_environment(cache, folder, name, turn))
+                    _say(turn, name, result[name])
                 except BenchError as error:
-                    if contender.name == OURS:
+                    if name == OURS:
                         raise
-                    left_out[contender.name] = str(error)
+                    left_out[name] = str(error)
             if turn:
                 results.append(result)
     return [{name: figures for name, figures in r.items() if name not in left_out} for r in results], left_out
@@ -122,9 +119,9 @@ def make_spreads(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
     }
 
 
-def make_ratios(rounds: Sequence[dict[str, Figures]]) -> Ratios:
-    """Ours / peer's: the median of the ratios within each round, so that a machine that drifts hurts
-    neither."""
+def make_ratios(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
+    """Ours / peer's, of every figure by peer: the median of the ratios within each round, so that a machine
+    that drifts hurts neither."""
     peers = [name for name in rounds[0] if name != OURS]
     return {
         figure: {peer: statistics.median(r[OURS][figure] / r[peer][figure] for r in rounds) for peer in peers}
