@@ -13,7 +13,8 @@ import re
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.tools.processes import BenchError
+from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
 
+WORKER = "meshwright.tools.bench.worker"
 KEYS = "Config keys of train.main are accepted too, as --section.key=value, and win over what is set here."
 
 
@@ -89,6 +91,27 @@ def add_measurement(subparsers: Any, measurement: Measurement) -> None:
     parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=words + again)
     measurement.add_options(parser)
     parser.set_defaults(measurement=measurement)
+
+
+def run_workers(
+    part: str, processes: int, threads: int, device: str, settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What each process found that measured one part of `tools.bench.worker`. Raises BenchError if one
+    fails."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as name:
+        folder = Path(name)
+        command = [
+            *python_command(WORKER, processes, folder / "torchrun"),
+            part,
+            f"--folder={folder}",
+            f"--threads={threads}",
+            f"--device={device}",
+            f"--settings={json.dumps(settings)}",
+        ]
+        run_to_end(command, make_environment(threads, {}), folder / "log", lambda: None)
+        return [
+            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)
+        ]
 
 
 RECORDS = Path(__file__).parent / "records"

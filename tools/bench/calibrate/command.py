@@ -1,11 +1,8 @@
 """Measures the machine at hand, GPU or CPU, and writes what it is as a hardware file for the planner."""
 
 import argparse
-import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,16 +17,14 @@ from meshwright.tools.bench import harness
 from meshwright.tools.bench.calibrate.hardware_file import (
     CalibratedMachine,
     Found,
-    Noted,
     cpu_values,
     gpu_values,
     hardware_text,
 )
 from meshwright.tools.bench.calibrate.measure import CollectiveTiming
-from meshwright.tools.bench.harness import BenchResult, Measurement
-from meshwright.tools.processes import BenchError, make_environment, python_command, run_to_end
+from meshwright.tools.bench.harness import BenchResult, Measurement, run_workers
+from meshwright.tools.processes import BenchError
 
-WORKER = "meshwright.tools.bench.calibrate.worker"
 CPU_RANKS = (2, 4)
 MOST_LOADED = 4  # processes that measure a CPU at once: more share nothing but memory bandwidth, which 4 fill
 CPU_BASE = "cpu"
@@ -57,12 +52,9 @@ def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchRes
     base = find_base(options.base, machine)
     found = measure(machine)
     values = cpu_values(machine, found, base) if machine.device == "cpu" else gpu_values(machine, found, base)
-    if path == HARDWARE_FOLDER / f"{base.name}.yaml":  # the file that is replaced: its own source says it
-        values = {
-            key: Noted(noted.value, noted.source.removeprefix(f"as in {path.name}: "))
-            for key, noted in values.items()
-        }
     text = hardware_text(f"{machine.name}, measured by `python -m tools.bench calibrate`.", values)
+    if path == HARDWARE_FOLDER / f"{base.name}.yaml":  # the file that is replaced: its own source says it
+        text = text.replace(f"# as in {path.name}: ", "# ")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     read_hardware(path)
@@ -114,29 +106,14 @@ def measure(machine: CalibratedMachine) -> Found:
         together, ranks = min(MOST_LOADED, machine.count), set(CPU_RANKS)
     else:
         together, ranks = 1, {2, machine.count} if machine.count > 1 else set()
-    compute = run_worker("compute", together, machine)
+    settings = {"quick": machine.quick}
+    compute = run_workers("compute", together, 1, machine.device, settings)
     timings = [
         CollectiveTiming(**row)
         for n in sorted(ranks)
-        for row in run_worker("collectives", n, machine)[0]["timings"]
+        for row in run_workers("collectives", n, 1, machine.device, settings)[0]["timings"]
     ]
     return Found(compute, timings)
-
-
-def run_worker(part: str, processes: int, machine: CalibratedMachine) -> list[dict[str, Any]]:
-    """What each process of one part found."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as name:
-        folder = Path(name)
-        command = [
-            *python_command(WORKER, processes, folder / "torchrun"),
-            part,
-            f"--folder={folder}",
-            *(["--quick"] if machine.quick else []),
-        ]
-        run_to_end(command, make_environment(1, {}), folder / "log", lambda: None)
-        return [
-            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)
-        ]
 
 
 MEASUREMENT = Measurement(

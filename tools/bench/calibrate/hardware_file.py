@@ -123,20 +123,9 @@ def cpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict
 def gpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict[str, Noted]:
     """A GPU: shares of the base's peaks are measured, and the links within the node where it has several."""
     stamp, curves = _stamp(machine), product_curves(found.compute)
-    taken_over = (
-        "memory_gb_s",
-        "peak_tflops",
-        "attention_kernels",
-        "node",
-        "network",
-        "host_gb_s",
-        "host_memory_gib",
-        "overlaps",
-        "slowdown",
-        "reserved_share",
-        "cores",
-    )
-    values = {key: _taken_over(key, base) for key in taken_over}
+    values = {
+        item.name: _taken_over(item.name, base) for item in dataclasses.fields(base) if item.name != "name"
+    }
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     values |= {
         "device_names": Noted([machine.name], "torch.cuda.get_device_name()"),

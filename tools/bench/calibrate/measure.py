@@ -24,6 +24,7 @@ from torch import Tensor
 
 from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.operators import attention_flops
 from meshwright.tools.bench.timing import (
     ROTATED_BYTES,
@@ -37,6 +38,7 @@ from meshwright.tools.bench.timing import (
     rotate,
 )
 from meshwright.train.config import Config
+from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.planning.device_defaults import attention_here
 
 DTYPES = ("float32", "bfloat16")
@@ -112,13 +114,19 @@ def quicker(scale: Scale) -> Scale:
     return Scale(products, scale.attention[:1], scale.memory, scale.budget_s / 5)
 
 
-def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
-    """Everything of one device, as plain data: rates in operations, or bytes, per second."""
+def measure_compute(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Everything of one device, while the other processes do the same on theirs, as plain data: rates in
+    operations, or bytes, per second."""
+    taken = taken_gib(device)  # first: before anything else is in memory
+    dist.barrier()
+    scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
+    scale = quicker(scale) if quick else scale
     clock = Timer(device, scale.budget_s)
     attention = {
         dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in DTYPES
     }
     return {
+        "taken_gib": taken,
         "matmul": {
             dtype: [measure_product(clock, product, dtype) for product in scale.products] for dtype in DTYPES
         },
@@ -132,6 +140,16 @@ def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
         "memory_bytes_s": _memory_rate(clock, scale),
         "operation_s": _operation_seconds(clock),
     }
+
+
+def taken_gib(device: torch.device) -> float:
+    """Memory that this process has taken before a model is made: of the GPU, or resident, once the compiler
+    has run."""
+    torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
+    if device.type == "cpu":
+        return peak_resident_bytes() / GIB
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / GIB
 
 
 def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float, float]:
@@ -290,14 +308,16 @@ def fit_link(timings: Sequence[CollectiveTiming]) -> LinkFit:
     return LinkFit(float(solution[0]), bytes_s, float(np.abs(rows @ solution - 1).mean()))
 
 
-def measure_collectives(device: torch.device, sizes_bytes: Sequence[int]) -> list[CollectiveTiming]:
-    """Every collective at every size over all ranks of the process group; every rank returns the same."""
+def measure_collectives(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Every collective at every size over all ranks of the process group, as plain data of CollectiveTiming;
+    every rank returns the same."""
     members = dist.get_world_size()
+    sizes_bytes = CPU_SIZES_BYTES if device.type == "cpu" else GPU_SIZES_BYTES
     timings = []
-    for size_bytes in sizes_bytes:
+    for size_bytes in QUICK_SIZES_BYTES if quick else sizes_bytes:
         for op, run in _collectives(device, size_bytes).items():
             timings.append(CollectiveTiming(op, members, size_bytes, _seconds(run, device)))
-    return timings
+    return {"timings": [vars(timing) for timing in timings]}
 
 
 def _collectives(device: torch.device, size_bytes: int) -> dict[str, Callable[[], Any]]:

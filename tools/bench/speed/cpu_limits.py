@@ -6,14 +6,10 @@ of several, on inputs that may stay in the caches, so that no machine does bette
 rank's step, D dim, F ffn, V vocabulary.
 """
 
-import argparse
 import dataclasses
-import json
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +17,9 @@ import torch.distributed as dist
 
 from meshwright.models.attention import CausalAttention
 from meshwright.models.llama import LlamaConfig
+from meshwright.tools.bench.harness import run_workers
 from meshwright.tools.bench.timing import AttentionShape, Products, Timer, attention_runs, product_runs
-from meshwright.tools.processes import make_environment, python_command, run_to_end
-from meshwright.train.config import RunConfig
-from meshwright.train.distributed.exit import end_process
-from meshwright.train.distributed.process_group import start_process
-from meshwright.train.distributed.ranks import choose_device, read_rank_info
 
-WORKER = "meshwright.tools.bench.speed.cpu_limits"
 BUDGET_S = 0.5  # seconds that each product is repeated for, and attention
 
 
@@ -60,15 +51,8 @@ def measure_allowed(
     fails."""
     shape = AttentionShape(sequences, model.n_heads, model.n_kv_heads, model.head_dim, seq_len)
     products = step_products(model, sequences * seq_len)
-    with tempfile.TemporaryDirectory(prefix="meshwright-rates-") as name:
-        folder = Path(name)
-        work = {"products": list(products), "attention": dataclasses.astuple(shape), "dtype": dtype}
-        (folder / "work.json").write_text(json.dumps(work), encoding="utf-8")
-        command = [*python_command(WORKER, processes, folder / "torchrun"), str(folder), str(threads)]
-        run_to_end(command, make_environment(threads, {}), folder / "log", lambda: None)
-        found = [
-            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)
-        ]
+    settings = {"products": list(products), "attention": dataclasses.astuple(shape), "dtype": dtype}
+    found = run_workers("rates", processes, threads, "cpu", settings)
     product_s = [sum(ranks) / processes for ranks in zip(*(rank["products"] for rank in found), strict=True)]
     return add_up(products, product_s, sum(rank["attention_s"] for rank in found) / processes, model.n_layers)
 
@@ -85,6 +69,14 @@ def add_up(
     return Allowed(matmul_s, layers * attention_s, matmul_s + layers * attention_s, flops / matmul_s / 1e9)
 
 
+def measure_rates(
+    device: torch.device, products: Sequence[Products], attention: Sequence[int], dtype: str
+) -> dict[str, Any]:
+    """What `measure_here` does, in all processes at once."""
+    dist.barrier()
+    return measure_here(products, AttentionShape(*attention), dtype, device)
+
+
 def measure_here(
     products: Sequence[Products], shape: AttentionShape, dtype: str, device: torch.device
 ) -> dict[str, Any]:
@@ -96,26 +88,3 @@ def measure_here(
     ]
     together = attention_runs(CausalAttention(), shape, dtype, device, rotated_bytes=0)[1]
     return {"products": found, "attention_s": clock.best_seconds(together)}
-
-
-def main() -> None:
-    """One process of the measurement: reads FOLDER/work.json, writes FOLDER/RANK.json."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("threads", type=int)
-    options = parser.parse_args()
-    place, config = read_rank_info(), RunConfig(threads=options.threads, device="cpu")
-    device, _ = choose_device(config, place)
-    start_process(config, place, device)
-    work = json.loads((options.folder / "work.json").read_text(encoding="utf-8"))
-    dist.barrier()
-    found = measure_here(
-        [tuple(p) for p in work["products"]], AttentionShape(*work["attention"]), work["dtype"], device
-    )
-    dist.destroy_process_group()
-    (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    end_process(0)
-
-
-if __name__ == "__main__":
-    main()

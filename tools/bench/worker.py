@@ -1,0 +1,47 @@
+"""`python -m meshwright.tools.bench.worker`: one process of a measurement that takes several, which
+`harness.run_workers` starts and reads."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.tools.bench.calibrate.measure import measure_collectives, measure_compute
+from meshwright.tools.bench.speed.cpu_limits import measure_rates
+from meshwright.train.config import RunConfig
+from meshwright.train.distributed.exit import end_process
+from meshwright.train.distributed.process_group import start_process
+from meshwright.train.distributed.ranks import choose_device, read_rank_info
+
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "compute": measure_compute,
+    "collectives": measure_collectives,
+    "rates": measure_rates,
+}
+
+
+def main() -> None:
+    """Measure one part; every rank writes FOLDER/RANK.json."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--settings", type=json.loads, required=True)
+    options = parser.parse_args()
+    place, config = read_rank_info(), RunConfig(threads=options.threads, device=options.device)
+    device, _ = choose_device(config, place)
+    start_process(config, place, device)
+    try:
+        found = PARTS[options.part](device, **options.settings)
+    finally:
+        dist.destroy_process_group()
+    (options.folder / f"{place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()
