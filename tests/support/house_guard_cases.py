@@ -20,8 +20,8 @@ SHORT = {
 HELP = """
 train, plan, plan diff, simulate, trace, bench, sweep, compare, doctor, checkpoint, checkpoint ls,
 checkpoint verify, checkpoint show, checkpoint diff, checkpoint consolidate, convert_hf, convert_hf import,
-convert_hf export, prepare_data, eval, generate, import_accelerate, bench gpu, bench cpu, bench compile,
-bench scale, bench train, bench attention, bench data, bench calibrate, bench predictions, bench memory,
+convert_hf export, prepare_data, eval, generate, import_accelerate, bench gpu, bench cpu, bench scale,
+bench train, bench attention, bench data, bench calibrate, bench predictions, bench memory,
 bench published
 """
 

@@ -17,13 +17,12 @@ from meshwright.tools.bench.harness import (
 )
 from meshwright.tools.bench.planner import memory, predictions, published, scaling
 from meshwright.tools.bench.speed import attention, cpu, data
-from meshwright.tools.bench.speed import compile as compile_time
 from meshwright.tools.bench.train_run import PROG
 from meshwright.tools.cli import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
 MODULES = (
-    *(gpu, cpu, train_run, compile_time, attention, data),
+    *(gpu, cpu, train_run, attention, data),
     *(calibrate, predictions, memory, published, scaling),
 )
 

@@ -18,7 +18,6 @@ import torch
 from meshwright.tools.bench.__main__ import main
 from meshwright.tools.bench.harness import RECORDS, make_document, without_names, write_record
 from meshwright.tools.bench.speed import attention
-from meshwright.tools.bench.speed.compile import compile_seconds, depth_figures, depth_text
 from meshwright.tools.bench.speed.peers import (
     OURS,
     Contender,
@@ -29,11 +28,11 @@ from meshwright.tools.bench.speed.peers import (
     run_rounds,
 )
 from meshwright.tools.bench.timing import AttentionShape
-from meshwright.tools.bench.train_run import Setup, make_figures, read_rows, resolve
+from meshwright.tools.bench.train_run import Setup, compile_seconds, make_figures, read_rows, resolve
 from meshwright.tools.processes import BenchError, find_running, run_to_end
 from meshwright.train.errors import ConfigError
 from tests.support.forks import ROOT
-from tests.support.launch import EAGER, TINY, write_text
+from tests.support.launch import EAGER, TINY
 from tests.support.nested import run_nested
 
 Output = pytest.CaptureFixture[str]
@@ -295,22 +294,9 @@ def test_attention_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> 
     assert attention.compare(attention.SHAPES[0], "float32", rounds=2)["ratio"] > 1.2
 
 
-@pytest.mark.usefixtures("forked_commands")
-def test_compile_measures_every_depth_once_a_round(tmp_path: Path, capsys: Output) -> None:
-    main(["compile", "--layers", "1", "2", "--rounds=1", *EAGER, *write_text(tmp_path), "--json"])
-    document = json.loads(capsys.readouterr().out)
-    (seconds,) = document["figures"]["rounds"]
-    assert document["figures"]["median_compile_s"] == seconds
-    assert list(seconds) == ["1", "2"]
-    assert [config["model"]["n_layers"] for config in document["config"].values()] == [1, 2]
-
-
-def test_depth_ratio_is_the_median_over_rounds() -> None:
-    figures = depth_figures([{16: deep, 4: 2.0} for deep in (2.2, 9.0, 2.0)])
-    assert figures["deepest_over_shallowest"] == pytest.approx(1.1)
-    assert figures["median_compile_s"] == {16: 2.2, 4: 2.0}
-    assert "16 layers / 4 layers: 1.10 (median of 3 rounds)" in depth_text(figures)
+def test_compile_time_is_the_first_step_beyond_a_later_one() -> None:
     assert compile_seconds([5.0, 1.0, 3.0, 2.0]) == 3.0
+    assert compile_seconds([5.0]) == 5.0
 
 
 def test_make_document_has_no_config_to_invent() -> None:
