@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.parallel.planner.timeline_plot import to_svg
 from meshwright.tools.bench.__main__ import main
-from meshwright.tools.bench.planner.scaling import choices_of, pairs, recomputed, tables
+from meshwright.tools.bench.planner.scaling import blocks_of, pairs, recomputed, tables
 from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.plan.__main__ import main as plan_tool
 from meshwright.train.errors import ConfigError
@@ -45,10 +45,7 @@ def test_both_ways_at_every_number_of_gpus(capsys: Output) -> None:
         ("fsdp", 16),
     ]
     for cell in cells:
-        assert 0 < cell["mfu_causal"] < cell["mfu"] < 1
-        assert sum(cell["exposed_by_lane_s"].values()) == pytest.approx(
-            cell["exposed_share"] * cell["step_time_s"]
-        )
+        assert 0 < cell["mfu"] < 1
         choices = cell["choices"]
         data_parallel = choices["dp_replicate"] * choices["dp_shard"]
         assert data_parallel * choices["tp"] == cell["gpus"]
@@ -117,9 +114,7 @@ def test_blocks_are_named_where_not_all_are_checkpointed() -> None:
     plan = plan_of(
         4, 1, 8, model=make_model(4), tp=2, activation_checkpoint="full", activation_checkpoint_blocks=1
     )
-    assert recomputed(choices_of(plan), 4) == "full, 1 of 4"
-    assert [choices_of(plan)[axis] for axis in ("tp", "dp_replicate", "dp_shard")] == [2, 1, 2]
-    assert choices_of(plan)["micro_batch_size"] * choices_of(plan)["accumulation"] == 4
+    assert recomputed(blocks_of(plan), 4) == "full, 1 of 4"
     assert recomputed({"activation_checkpoint": "none", "activation_checkpoint_blocks": 0}, 32) == "none"
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.timeline_plot import picture_bytes
@@ -20,7 +19,7 @@ from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import positive
 from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.plan.report import find_gpu
-from meshwright.tools.plan.scaling import read_sweep, sweep
+from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -73,36 +72,25 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
 
 
 def predict_best(job: TrainingJob, gpus: int, hardware: Hardware) -> dict[str, Any]:
-    """What is predicted of the best plan, as plain data, or why there is none."""
+    """What `tools.plan --sweep` says of the best plan, its MFU, and what is recomputed of how many blocks; or
+    why there is none."""
     try:
-        (row,) = sweep(job, [gpus], min(gpus, GPUS_PER_NODE), hardware).rows
+        swept = sweep(job, [gpus], min(gpus, GPUS_PER_NODE), hardware)
     except PlanError as error:  # its last line is GPUS: REASON
         return {"fits": False, "reason": str(error).splitlines()[-1].partition(": ")[2]}
+    (row,), (said,) = swept.rows, sweep_json(swept, tokens=None)["sweep"]
     assert row.plan is not None, "a sweep without a plan is a PlanError"
     assert row.prediction is not None, "a plan has a prediction"
-    timeline = row.prediction.timeline
-    return {
-        "fits": True,
-        "choices": choices_of(row.plan),
-        "tokens_per_s_per_gpu": row.prediction.tokens_per_s_per_gpu,
-        "mfu": row.prediction.mfu,
-        "mfu_causal": row.prediction.mfu_causal,
-        "step_time_s": timeline.step_s,
-        "exposed_share": timeline.exposed_share,
-        "exposed_by_lane_s": dict(timeline.exposed_by_lane),
-        "reserved_gib": row.prediction.reserved_bytes / GIB,
-    }
+    choices = said["choices"] | blocks_of(row.plan)
+    return {**said, "mfu": row.prediction.mfu, "choices": choices}
 
 
-def choices_of(plan: Plan) -> dict[str, Any]:
-    """Degrees, micro batches, and what is recomputed of how many blocks."""
+def blocks_of(plan: Plan) -> dict[str, Any]:
+    """What is recomputed, and of how many blocks."""
     modes = [mode for unit in plan.units if (mode := unit.activation_checkpoint) != "none"]
     return {
-        **{axis: getattr(plan.mesh, axis) for axis in ("tp", "dp_replicate", "dp_shard")},
         "activation_checkpoint": modes[0] if modes else "none",
         "activation_checkpoint_blocks": len(modes),
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation": plan.accumulation,
     }
 
 
