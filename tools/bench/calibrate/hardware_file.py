@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.planner.hardware import COLLECTIVES, HARDWARE_FOLDER, Hardware, Link
-from meshwright.tools.bench.calibrate.measure import CollectiveTiming, LinkFit, fit_link
+from meshwright.parallel.planner.hardware import HARDWARE_FOLDER, Hardware, Link
+from meshwright.tools.bench.calibrate.measure import CollectiveTiming, fit_link
 from meshwright.train.cgroups import memory_limit_bytes
 
 DIGITS = 4  # significant: more than repeats agree on
@@ -105,7 +105,7 @@ def cpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict
         **_rates(stamp, found, curves, peaks),
         "attention_kernels": _taken_over("attention_kernels", base),
         "memory_efficiency": _memory_efficiency(stamp, found, copy),
-        "node": Noted(*_node(stamp, fit_link(found.timings))),
+        "node": _node(stamp, found.timings),
         "network": _taken_over("network", base),
         "host_gb_s": Noted(copy / 1e9, "memory_gb_s: a copy from memory to memory"),
         "host_memory_gib": Noted(0.0, "a CPU's memory is the host's"),
@@ -137,7 +137,7 @@ def gpu_values(machine: CalibratedMachine, found: Found, base: Hardware) -> dict
         ),
         "fitted": Noted([], "nothing in this file is fitted to runs"),
     }
-    return values | ({"node": Noted(*_node(stamp, fit_link(found.timings)))} if found.timings else {})
+    return values | ({"node": _node(stamp, found.timings)} if found.timings else {})
 
 
 def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -152,21 +152,13 @@ def product_curves(compute: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple
     return curves
 
 
-def make_link(fit: LinkFit) -> Link:
-    """The best bandwidth, and the shares of it by operation and members."""
-    best = max(rate for rates in fit.bytes_s.values() for rate in rates.values())
-    by_op = {op: sorted(fit.bytes_s[op].items()) for op in sorted(COLLECTIVES)}
-    shares = {
-        op: tuple((float(members), rate / best) for members, rate in rates) for op, rates in by_op.items()
-    }
-    return Link(best / 1e9, fit.latency_s, shares)
-
-
-def _node(stamp: str, fit: LinkFit) -> tuple[Link, str]:
-    members = "/".join(map(str, sorted({n for rates in fit.bytes_s.values() for n in rates})))
-    return make_link(fit), (
+def _node(stamp: str, timings: Sequence[CollectiveTiming]) -> Noted:
+    link, error = fit_link(timings)
+    members = "/".join(map(str, sorted({timing.members for timing in timings})))
+    return Noted(
+        link,
         f"{stamp}: between {members} processes, latency and bandwidth fitted to medians of several sizes, "
-        f"{fit.mean_error:.0%} off on average"
+        f"{error:.0%} off on average",
     )
 
 

@@ -12,7 +12,7 @@ full side, (n - 1) / n of it (twice in an all-reduce). Shapes: B batch, T tokens
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.operators import attention_flops
+from meshwright.parallel.planner.hardware import Curve, Link
 from meshwright.tools.bench.timing import (
     ROTATED_BYTES,
     AttentionShape,
@@ -271,16 +272,6 @@ class CollectiveTiming:
     seconds: float
 
 
-@dataclass(frozen=True)
-class LinkFit:
-    """Latency of a hop, bandwidth by operation and number of members, and the fit's mean error relative to
-    the timings."""
-
-    latency_s: float
-    bytes_s: Mapping[str, Mapping[int, float]]
-    mean_error: float
-
-
 def hops(op: str, members: int) -> int:
     """Steps of a ring, one after the other."""
     return (members - 1) * (2 if op == "all_reduce" else 1)
@@ -291,9 +282,13 @@ def sent_bytes(op: str, members: int, size_bytes: float) -> float:
     return size_bytes * hops(op, members) / members
 
 
-def fit_link(timings: Sequence[CollectiveTiming]) -> LinkFit:
-    """Least squares of the relative errors of seconds = hops x latency + sent / bandwidth, one latency for
-    all, a bandwidth for each operation and number of members. A negative latency becomes 0."""
+def fit_link(timings: Sequence[CollectiveTiming]) -> tuple[Link, float]:
+    """Latency of a hop, the best bandwidth, and by operation and number of members the share of it; and the
+    fit's mean error relative to the timings.
+
+    Least squares of the relative errors of seconds = hops x latency + sent / bandwidth, one latency for all,
+    a bandwidth for each operation and number of members. A negative latency becomes 0.
+    """
     groups = sorted({(t.op, t.members) for t in timings})
     rows = np.zeros((len(timings), 1 + len(groups)))
     for row, t in zip(rows, timings, strict=True):
@@ -302,10 +297,12 @@ def fit_link(timings: Sequence[CollectiveTiming]) -> LinkFit:
     solution = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
     if solution[0] < 0:
         solution = np.concatenate(([0.0], np.linalg.lstsq(rows[:, 1:], np.ones(len(rows)), rcond=None)[0]))
-    bytes_s: dict[str, dict[int, float]] = {}
-    for (op, members), seconds_per_byte in zip(groups, solution[1:], strict=True):
-        bytes_s.setdefault(op, {})[members] = 1 / max(seconds_per_byte, 1e-15)
-    return LinkFit(float(solution[0]), bytes_s, float(np.abs(rows @ solution - 1).mean()))
+    bytes_s = 1 / np.maximum(solution[1:], 1e-15)
+    shares: dict[str, Curve] = {}
+    for (op, members), share in zip(groups, bytes_s / bytes_s.max(), strict=True):
+        shares[op] = (*shares.get(op, ()), (float(members), float(share)))
+    error = float(np.abs(rows @ solution - 1).mean())
+    return Link(float(bytes_s.max()) / 1e9, float(solution[0]), shares), error
 
 
 def measure_collectives(device: torch.device, quick: bool) -> dict[str, Any]:

@@ -37,11 +37,7 @@ class PlanCase:
 
     @property
     def arguments(self) -> list[str]:
-        return [
-            f"--config={self.config}.yaml",
-            "--parallel.compile.enabled=false",
-            *config_keys(self.keys),
-        ]
+        return [f"--config={self.config}.yaml", "--parallel.compile.enabled=false", *config_keys(self.keys)]
 
 
 @dataclass(frozen=True)

@@ -34,18 +34,14 @@ COMMON = f"{ONLY_TRAINING} parallel.plan=manual run.device=cpu"
 
 @dataclass(frozen=True)
 class PredictionCase:
-    """A run: `model` names its model and global batch. Of cases alike in model and processes, all with
-    `choice`, a planner would choose one; `keys` are config keys of train.main."""
+    """A run with these config keys of train.main. Of cases of one `sweep`, alike in model and processes, all
+    with `choice`, a planner would choose one."""
 
     name: str
-    model: str
+    sweep: str
     processes: int
     keys: tuple[str, ...]
     choice: bool = True
-
-    @property
-    def sweep(self) -> str:
-        return f"{self.model}, {self.processes} processes"
 
 
 MODELS = {
@@ -86,6 +82,7 @@ def cpu_cases() -> list[PredictionCase]:
 def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool = True) -> PredictionCase:
     """`degrees` of dp_replicate, dp_shard, tp; the global batch in one micro batch."""
     replicate, shard, tp = degrees
+    processes = replicate * shard * tp
     keys = (
         f"{COMMON} {MODELS[model]} parallel.dp_replicate={replicate} parallel.dp_shard={shard} "
         f"parallel.tp={tp} parallel.activation_checkpoint={mode} "
@@ -93,7 +90,7 @@ def _case(model: str, degrees: tuple[int, int, int], mode: str, compiled: bool =
         f"train.micro_batch_size={BATCH[model] // (replicate * shard)}"
     )
     name = " ".join([model, f"{replicate}x{shard}x{tp}", mode, *([] if compiled else ["eager"])])
-    return PredictionCase(name, model, replicate * shard * tp, config_keys(keys), compiled)
+    return PredictionCase(name, f"{model}, {processes} processes", processes, config_keys(keys), compiled)
 
 
 THREADS = 1  # of a process
@@ -110,14 +107,18 @@ class Predicted:
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """One run. `error`: predicted / measured - 1."""
+    """One run."""
 
     name: str
     sweep: str
     choice: bool
     predicted_s: float
     measured_s: float
-    error: float
+
+    @property
+    def error(self) -> float:
+        """Relative; above 0 the prediction is too high."""
+        return self.predicted_s / self.measured_s - 1
 
 
 def add_predictions_options(parser: argparse.ArgumentParser) -> None:
@@ -139,11 +140,14 @@ def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -
         case: predict_run(config.job, case.processes, THREADS, hardware) for case, config in configs.items()
     }
     runs = run_in_turn(cases, options.rounds)
-    rows = [make_row(case, predicted[case], runs[case]) for case in cases]
+    rows = [
+        PredictionRow(case.name, case.sweep, case.choice, predicted[case].step_s, step_seconds(runs[case]))
+        for case in cases
+    ]
     figures = {
         "hardware_file": hardware.name,
         **summarise(rows),
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": [{**dataclasses.asdict(row), "error": row.error} for row in rows],
         "step_times_s": {case.name: [run.step_times_s for run in runs[case]] for case in cases},
     }
     recorded = {case.name: config_to_record(config) for case, config in configs.items()}
@@ -188,13 +192,6 @@ def step_seconds(runs: Sequence[RunFigures]) -> float:
     """The median over the steps of all runs after the warm-up."""
     counted = [run.step_times_s[min(WARM_UP_STEPS, len(run.step_times_s) - 1) :] for run in runs]
     return statistics.median(itertools.chain.from_iterable(counted))
-
-
-def make_row(case: PredictionCase, predicted: Predicted, runs: Sequence[RunFigures]) -> PredictionRow:
-    """One run's prediction and figures."""
-    measured_s = step_seconds(runs)
-    error = predicted.step_s / measured_s - 1
-    return PredictionRow(case.name, case.sweep, case.choice, predicted.step_s, measured_s, error)
 
 
 def summarise(rows: Sequence[PredictionRow]) -> dict[str, Any]:
