@@ -20,7 +20,7 @@ from meshwright.parallel.planner.hardware import Hardware, find_hardware, load_h
 from meshwright.tools.bench import harness
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.bench.planner.predictions import predict_run
-from meshwright.tools.bench.speed.cpu import shape_variables, tell
+from meshwright.tools.bench.speed.cpu import shape_variables
 from meshwright.tools.bench.speed.peers import PEER_HELP, Contender, parse_peers
 from meshwright.tools.bench.train_run import (
     MFUS,
@@ -129,8 +129,8 @@ def measure_gpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchR
         for name, setup in setups.items()
         if setup.processes <= (gpus or 2)
     }
-    for peer in parse_peers(options.peer, threads):
-        runs[f"peer {peer.name}"] = partial(run_peer, tell(peer, variables))
+    for peer in parse_peers(options.peer, threads, variables):
+        runs[f"peer {peer.name}"] = partial(run_peer, peer)
     path, document = open_record(options)
     run_cases(runs, 60 * options.minutes, path, document)
     return BenchResult(None, document["figures"], gpu_text(document["figures"], [*setups, *runs]))

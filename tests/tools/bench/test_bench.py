@@ -145,7 +145,7 @@ def test_peers_lines_that_are_wrong(text: str, message: str) -> None:
 )
 def test_peers_that_are_not_name_and_command(texts: list[str]) -> None:
     with pytest.raises(BenchError, match="--peer"):
-        parse_peers(texts, threads=1)
+        parse_peers(texts, threads=1, variables={})
 
 
 def test_rounds_are_interleaved_and_caches_shared_as_asked(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_rounds_are_interleaved_and_caches_shared_as_asked(tmp_path: Path) -> No
         "echo BENCH startup_to_first_step_s=$OMP_NUM_THREADS; echo BENCH tok/s/rank median=500 peak_rss_GiB=1"
     )
     note = f"$TORCHINDUCTOR_CACHE_DIR >> {order}"
-    peers = parse_peers([f"a=echo a {note}; {say}", f"b=echo b {note}; {say}"], threads=4)
+    peers = parse_peers([f"a=echo a {note}; {say}", f"b=echo b {note}; {say}"], threads=4, variables={})
     ours = Contender(OURS, lambda cache: FIGURES)
     for cache, names, folders in (("cold", "abab", 4), ("warm", "ababab", 2), ("keep", "abab", 0)):
         order.unlink(missing_ok=True)
@@ -192,7 +192,7 @@ def test_ratios_are_within_rounds() -> None:
 )
 def test_a_failing_peer_is_one_clear_error(command: str, said: list[str]) -> None:
     with pytest.raises(BenchError) as error:
-        parse_peers([f"titan={command}"], threads=1)[0].run({})
+        parse_peers([f"titan={command}"], threads=1, variables={})[0].run({})
     message = str(error.value)
     assert message.startswith("--peer titan: ")
     assert all(part in message for part in said)

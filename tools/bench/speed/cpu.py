@@ -69,11 +69,14 @@ def measure_cpu(options: argparse.Namespace, overrides: Sequence[str]) -> BenchR
         for dtype in options.dtypes
     }
     configs = {name: resolve(setup) for name, setup in setups.items()}
-    peers = parse_peers(options.peer, options.threads)
+    peers = {
+        name: parse_peers(options.peer, options.threads, shape_variables(config, options.processes))
+        for name, config in configs.items()
+    }
     found = {}
     for name, setup in setups.items():
         print(name, file=sys.stderr, flush=True)
-        found[name] = measure_cell(setup, configs[name], peers, options)
+        found[name] = measure_cell(setup, configs[name], peers[name], options)
     recorded = {name: config_to_record(config) for name, config in configs.items()}
     return BenchResult(recorded, with_setup(options, {"cells": found}), cpu_text(found, options.rounds))
 
@@ -98,9 +101,7 @@ def measure_cell(
             f"train.micro_batch_size={sequences}: cpu needs a number, to know a step's work. Leave the key "
             "out"
         )
-    variables = shape_variables(config, setup.processes)
-    contenders = [ours(setup), *(tell(peer, variables) for peer in peers)]
-    rounds, left_out = run_rounds(contenders, options.rounds, options.cache)
+    rounds, left_out = run_rounds([ours(setup), *peers], options.rounds, options.cache)
     allowed = measure_allowed(config.model, sequences, seq_len, dtype, setup.processes, setup.threads)
     figures = to_figures(rounds)
     shares = {
@@ -125,11 +126,6 @@ def shape_variables(config: Config, processes: int) -> dict[str, str]:
     values = {name: attrgetter(key)(config) for name, key in VARIABLES.items()}
     values |= {"BENCH_COMPILE": int(values["BENCH_COMPILE"]), "BENCH_PROCESSES": processes}
     return {name: str(value) for name, value in values.items()}
-
-
-def tell(peer: Contender, variables: Mapping[str, str]) -> Contender:
-    """The peer with these environment variables."""
-    return Contender(peer.name, lambda cache: peer.run({**variables, **cache}))
 
 
 def cpu_text(cells: Mapping[str, Any], rounds: int) -> str:

@@ -4,7 +4,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ def ours(setup: Setup) -> Contender:
     return Contender(OURS, run)
 
 
-def parse_peers(texts: Sequence[str], threads: int) -> list[Contender]:
-    """Contenders from NAME=COMMAND texts. Raises BenchError."""
+def parse_peers(texts: Sequence[str], threads: int, variables: Mapping[str, str]) -> list[Contender]:
+    """Contenders from NAME=COMMAND texts, whose commands get these environment variables. Raises
+    BenchError."""
     peers: list[Contender] = []
     for text in texts:
         name, _, command = (part.strip() for part in text.partition("="))
@@ -51,7 +52,7 @@ def parse_peers(texts: Sequence[str], threads: int) -> list[Contender]:
             raise BenchError(f"--peer {text!r} must read NAME='COMMAND', as --peer titan='bash run.sh'")
         if name == OURS or name in (peer.name for peer in peers):
             raise BenchError(f"--peer {name}: this name is taken. Give every peer a name of its own")
-        peers.append(_peer(name, command, threads))
+        peers.append(_peer(name, command, threads, variables))
     return peers
 
 
@@ -129,12 +130,12 @@ def make_ratios(rounds: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
     }
 
 
-def _peer(name: str, command: str, threads: int) -> Contender:
+def _peer(name: str, command: str, threads: int, variables: Mapping[str, str]) -> Contender:
     def run(cache: dict[str, str]) -> Figures:
         with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
             log = Path(folder) / "log"
             try:
-                run_to_end(command, make_environment(threads, cache), log, lambda: None)
+                run_to_end(command, make_environment(threads, {**variables, **cache}), log, lambda: None)
                 return parse_bench_lines(log.read_text(encoding="utf-8", errors="replace"))
             except BenchError as error:
                 raise BenchError(f"--peer {name}: {error}") from None
