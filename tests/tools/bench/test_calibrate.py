@@ -19,6 +19,7 @@ from meshwright.parallel.planner.hardware import (
     read_hardware,
     share_at,
 )
+from meshwright.tools.bench.calibrate import command
 from meshwright.tools.bench.calibrate.command import add_calibrate_options, calibrate, find_base
 from meshwright.tools.bench.calibrate.hardware_file import (
     CalibratedMachine,
@@ -138,25 +139,25 @@ def test_quick_is_a_part_of_the_whole(scale) -> None:
     assert set(quick.attention) < set(scale.attention)
 
 
-def test_a_file_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    path = tmp_path / "here.yaml"
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a calibration writes."""
+    monkeypatch.setattr(command, "HARDWARE_FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_a_file_is_not_overwritten_unasked(folder: Path) -> None:
+    path = folder / "here.yaml"
     path.write_text("mine")
     with pytest.raises(BenchError, match=r"here\.yaml exists\. Give --overwrite"):
-        calibrate(options_of(f"--out={path}"), [])
+        calibrate(options_of("--name=here"), [])
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--out=x.json"], "ends in .yaml"),
-        (["--out=x.yaml", "--base=h100"], r"no configs/hardware/h100\.yaml\. Known: .*h100-sxm"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_measured(arguments, message, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BenchError, match=message):
-        calibrate(options_of(*arguments), [])
+def test_a_base_that_is_not_there_is_told_before_anything_is_measured(folder: Path) -> None:
+    with pytest.raises(BenchError, match=r"no configs/hardware/h100\.yaml\. Known: .*h100-sxm"):
+        calibrate(options_of("--name=x", "--base=h100"), [])
+    assert not list(folder.iterdir())
 
 
 def test_a_gpu_of_no_known_kind_needs_a_base() -> None:
@@ -170,9 +171,9 @@ def test_a_gpu_of_no_known_kind_needs_a_base() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(10)
 @pytest.mark.usefixtures("forked_commands")
-def test_a_real_calibration_is_read_by_the_planner(tmp_path: Path) -> None:
-    path = tmp_path / "here.yaml"
-    result = calibrate(options_of(f"--out={path}", "--quick"), [])
+def test_a_real_calibration_is_read_by_the_planner(folder: Path) -> None:
+    path = folder / "here.yaml"
+    result = calibrate(options_of("--name=here", "--quick"), [])
     json.dumps(result.figures)
     hardware = read_hardware(path)
     assert path.read_text() in result.text

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -32,9 +31,8 @@ CPU_BASE = "cpu"
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     """Options of `calibrate`."""
-    where, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    where.add_argument("--name", metavar="NAME", help="write configs/hardware/NAME.yaml")
-    where.add_argument("--out", type=Path, metavar="PATH", help="write this file instead")
+    add = parser.add_argument
+    add("--name", required=True, metavar="NAME", help="write configs/hardware/NAME.yaml")
     add("--overwrite", action="store_true", help="the file may exist already")
     words = (
         "kind of machine to take over from what cannot be measured here, such as the network between nodes "
@@ -46,14 +44,15 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Measure, and write the file. Raises BenchError before anything is measured."""
-    path = options.out.resolve() if options.out else HARDWARE_FOLDER / f"{options.name}.yaml"
-    check_path(path, options.overwrite)
+    path = HARDWARE_FOLDER / f"{options.name}.yaml"
+    if path.exists() and not options.overwrite:
+        raise BenchError(f"{path} exists. Give --overwrite to replace it, or another --name")
     machine = find_machine(options.quick)
     base = find_base(options.base, machine)
     found = measure(machine)
     values = cpu_values(machine, found, base) if machine.device == "cpu" else gpu_values(machine, found, base)
     text = hardware_text(f"{machine.name}, measured by `python -m tools.bench calibrate`.", values)
-    if path == HARDWARE_FOLDER / f"{base.name}.yaml":  # the file that is replaced: its own source says it
+    if options.name == base.name:  # the file that is replaced: its own source says it
         text = text.replace(f"# as in {path.name}: ", "# ")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -64,14 +63,6 @@ def calibrate(options: argparse.Namespace, overrides: Sequence[str]) -> BenchRes
         "timings": [vars(timing) for timing in found.timings],
     }
     return BenchResult(None, figures, f"{text}\nwritten: {path}")
-
-
-def check_path(path: Path, overwrite: bool) -> None:
-    """Raises BenchError if the file cannot be written."""
-    if path.suffix != ".yaml":
-        raise BenchError(f"{path}: a hardware file ends in .yaml")
-    if path.exists() and not overwrite:
-        raise BenchError(f"{path} exists. Give --overwrite to replace it, or another --name or --out")
 
 
 def find_machine(quick: bool) -> CalibratedMachine:

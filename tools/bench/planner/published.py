@@ -19,7 +19,7 @@ from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.fsdp_schedule import simulate_step
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory, reserved_bytes
-from meshwright.tools.bench.harness import BenchResult, Measurement, read_table
+from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys, read_table
 from meshwright.tools.cli import format_table
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
@@ -30,15 +30,9 @@ PUBLISHED = Path(__file__).with_name("published_runs.csv")
 # by the source's first word
 KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforge"}
 CONFIGS = {
-    "llama3-8b": ["--config=llama_8b.yaml"],
-    "llama3-70b": ["--config=llama_70b.yaml"],
-    "kf-13b": [
-        "--config=llama_8b.yaml",
-        "--model.dim=5120",
-        "--model.n_layers=40",
-        "--model.n_heads=40",
-        "--model.ffn_dim=17920",
-    ],
+    "llama3-8b": "config=llama_8b.yaml",
+    "llama3-70b": "config=llama_70b.yaml",
+    "kf-13b": "config=llama_8b.yaml model.dim=5120 model.n_layers=40 model.n_heads=40 model.ffn_dim=17920",
 }
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 # the source states the dtypes of what it keeps, and that it reports reserved memory
@@ -143,7 +137,9 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
         "train.micro_batch_size": run.micro_batch,
         "train.global_batch_size": sequences,
     }
-    config = parse_config([*CONFIGS[run.model], *(f"--{key}={value}" for key, value in keys.items())])
+    config = parse_config(
+        [*config_keys(CONFIGS[run.model]), *(f"--{key}={value}" for key, value in keys.items())]
+    )
     plan = plan_run(config.job, run.n_gpus, run.gpus_per_node)
     if run.framework == "torchtitan":
         plan = dataclasses.replace(
