@@ -21,10 +21,7 @@ from meshwright.tools.bench.train_run import PROG
 from meshwright.tools.cli import run_tool
 
 EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports
-MODULES = (
-    *(gpu, cpu, train_run, attention, data),
-    *(calibrate, predictions, memory, published, scaling),
-)
+MODULES = (gpu, cpu, train_run, attention, data, calibrate, predictions, memory, published, scaling)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -231,7 +231,9 @@ def gpu_text(figures: Mapping[str, Any], names: Sequence[str]) -> str:
             f"{max(errors):.1%} (asked: {WORST_ERROR:.0%})"
         )
     missing = [
-        f"failed: {name}: {case['reason'].splitlines()[-1].strip()}" if case else f"not measured: {name}"
+        f"failed: {name}: {case['reason'].splitlines()[-1].strip()}"
+        if case
+        else f"not measured: {name}{' (2 GPUs)' if name in TWO_GPUS else ''}"
         for name, case in cases.items()
         if "run" not in case
     ]

@@ -83,12 +83,9 @@ def add_measurement(subparsers: Any, measurement: Measurement) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document: what --record writes")
     words = f"write tools/bench/records/DATE-NAME.json (NAME: {measurement.name} if not given)"
-    again = (
-        ", or go on with the newest of that name: what is in it is not measured again"
-        if measurement.keeps_record
-        else ""
-    )
-    parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=words + again)
+    if measurement.keeps_record:
+        words += ", or go on with the newest of that name: what is in it is not measured again"
+    parser.add_argument("--record", nargs="?", const="", metavar="NAME", help=words)
     measurement.add_options(parser)
     parser.set_defaults(measurement=measurement)
 

@@ -18,7 +18,6 @@ from meshwright.tools.bench.speed.data import (
     measure_wait,
     node_batch,
     open_loader,
-    sequence_shape,
     set_cache,
     write_store,
 )
@@ -60,7 +59,7 @@ def test_the_store_is_one_that_training_reads(store: Path) -> None:
     ids = np.empty(100_000, np.int64)
     split.read(1_000_000, ids)
     assert abs(ids.mean() / VOCAB_SIZE - 0.5) < 0.01
-    loader = open_loader(store, sequence_shape(QUICK), 0)
+    loader = open_loader(store, QUICK, 0)
     batches = loader.next().micro_batches
     loader.close()
     assert len(batches) * batches[0].tokens.shape[0] == node_batch().global_batch_size == 16

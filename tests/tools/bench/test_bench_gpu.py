@@ -156,4 +156,4 @@ def test_the_table_has_figures_errors_and_reasons() -> None:
     assert rows["peer titan"][-8:] == ["7", "-", "-", "-", "-", "-", "3.0", "-"]
     assert "steps predicted: mean error 25.0% (asked: 5%), worst 25.0% (asked: 10%)" in rows
     assert "failed: 4 layers: the reason" in rows
-    assert "not measured: tp" in rows
+    assert "not measured: tp (2 GPUs)" in rows

@@ -128,10 +128,10 @@ def _figures(cell: Cell) -> list[str]:
 
 def recomputed(choices: Mapping[str, Any], n_layers: int) -> str:
     """What is checkpointed, and how many blocks, where it is not all of them."""
-    of_old_records = choices.get("checkpointed_blocks", "auto")  # the key's former name
-    mode = choices["activation_checkpoint"]
+    mode: str = choices["activation_checkpoint"]
+    of_old_records = choices.get("checkpointed_blocks", n_layers)  # the key's former name
     blocks = choices.get("activation_checkpoint_blocks", of_old_records)
-    return f"{mode}" if mode == "none" or blocks in ("auto", n_layers) else f"{mode}, {blocks} of {n_layers}"
+    return mode if mode == "none" or blocks == n_layers else f"{mode}, {blocks} of {n_layers}"
 
 
 def scale_text(cells: Sequence[Cell]) -> str:

@@ -95,7 +95,7 @@ def measure_data(options: argparse.Namespace, overrides: Sequence[str]) -> Bench
     return BenchResult(None, figures, data_text(figures))
 
 
-def write_store(folder: Path, size_bytes: int) -> TokenStoreManifest:
+def write_store(folder: Path, size_bytes: int) -> None:
     """A prepared folder of random uint16 ids, in documents of random lengths."""
     rng = np.random.default_rng(0)
     block, tokens = rng.integers(0, VOCAB_SIZE, SHARD_TOKENS, np.uint16), size_bytes // 2
@@ -110,7 +110,6 @@ def write_store(folder: Path, size_bytes: int) -> TokenStoreManifest:
     splits = {"train": tuple(info for info in infos if info), "held_out": ()}
     manifest = TokenStoreManifest(TokenizerInfo("random", "", VOCAB_SIZE, None, 0), "uint16", (), splits)
     (folder / "manifest.json").write_text(manifest_to_json(manifest), encoding="utf-8")
-    return manifest
 
 
 def set_cache(folder: Path, cache: str) -> None:
@@ -129,7 +128,7 @@ def loader_tokens_s(folder: Path, cache: str, size: Size, turn: int) -> float:
     """Tokens/s of one loader when each step asks for the next at once; each round on other sequences."""
     set_cache(folder, cache)
     batch = node_batch()
-    loader = open_loader(folder, sequence_shape(size), turn * 1_000_000 * batch.global_batch_size)
+    loader = open_loader(folder, size, turn * 1_000_000 * batch.global_batch_size)
     try:
         loader.next()
         steps, start_s = 0, time.perf_counter()
@@ -157,7 +156,7 @@ def measure_waits(folder: Path, size: Size) -> dict[str, Any]:
 def measure_wait(folder: Path, size: Size, pretend: Callable[[float], None], step_s: float) -> float:
     """The share of all steps' time."""
     set_cache(folder, CACHES[0])
-    loader = open_loader(folder, sequence_shape(size), 0)
+    loader = open_loader(folder, size, 0)
     try:
         loader.next()
         wait_s, start_s = 0.0, time.perf_counter()
@@ -181,13 +180,10 @@ def node_batch() -> BatchShape:
     return BatchShape(MICRO_BATCH, NODE_GPUS, 0, 1)
 
 
-def sequence_shape(size: Size) -> SequenceShape:
-    """Packed sequences, whose documents see one another."""
-    return SequenceShape(size.seq_len, True, False, None, VOCAB_SIZE)
-
-
-def open_loader(folder: Path, shape: SequenceShape, first_sample: int) -> TrainLoader:
-    """The loader of training on the shuffled folder, as many steps ahead as by default."""
+def open_loader(folder: Path, size: Size, first_sample: int) -> TrainLoader:
+    """The loader of training on the shuffled folder, as many steps ahead as by default; of packed sequences,
+    whose documents see one another."""
+    shape = SequenceShape(size.seq_len, True, False, None, VOCAB_SIZE)
     split = open_split(folder, read_manifest(folder), "train")
     order = SampleOrder((Source("random", 1.0, split),), shape, seed=0)
     ahead = DataConfig().prefetch
