@@ -1,4 +1,4 @@
-"""What every tool's command line has in common: how it ends, and how it prints tables."""
+"""What every tool's command line has in common: how it ends, and how it prints tables and JSON."""
 
 import argparse
 import math
@@ -26,6 +26,13 @@ def run_tool(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # whoever reads our output, such as head, has seen enough
         # Python's own last flush must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def to_json(document: object) -> str:
+    """Of a tool's --json: records are mappings by the names of their fields; what is not finite is null."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.tools.charts import style_of
+from meshwright.tools.cli import to_json
 from meshwright.tools.compare.__main__ import as_json, as_text, main
 from meshwright.tools.compare.comparison import (
     BFLOAT16,
@@ -119,10 +120,9 @@ def test_a_loss_that_is_not_finite_is_alike_only_where_both_are(first: Path) -> 
     assert not found.same
     assert found.curves[0].largest == (8, math.inf)
     assert "has a loss that is not finite at 3 steps, first at step 8" in as_text(found)
-    assert as_json(found)["curves"]["loss"]["largest_difference"] is None
+    assert json.loads(to_json(as_json(found)))["curves"][0]["largest"] == [8, None]
     assert not re.search(r"\binf\b|Rounding", as_text(found)), "that one is NaN is no rounding"
     assert found.verdict.endswith("at step 8 only one of them is finite")
-    json.dumps(as_json(found), allow_nan=False)
     again = write_run(first.with_name("c"), rows)
     assert compare_runs(read_run(again), read_run(first.with_name("b"))).same
 
@@ -133,7 +133,7 @@ def test_a_curve_that_only_one_run_has_is_named_and_nothing_is_said_of_it(first:
     )
     assert found.verdict == "the same training bit for bit in loss, at 10 steps; grad_norm is not compared"
     assert f"grad_norm is not compared: only {first} reports it" in as_text(found)
-    assert list(as_json(found)["not_compared"]) == ["grad_norm"]
+    assert list(as_json(found)["missing"]) == ["grad_norm"]
 
 
 def test_only_steps_in_both_are_compared_and_the_last_row_of_a_step_counts(first: Path) -> None:
@@ -202,7 +202,9 @@ def test_each_of_several_runs_is_compared_with_the_first(
     assert ended.value.code == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["same"], [each["same"] for each in document["comparisons"]]) == (False, [True, False])
-    assert document["comparisons"][1]["curves"]["loss"]["first_difference"]["step"] == 3
+    other_loss = document["comparisons"][1]["curves"][0]
+    assert (other_loss["key"], other_loss["first"][0]) == ("loss", 3)
+    assert [each["figures"][1]["step"] for each in document["comparisons"]] == [10, 10]
     with pytest.raises(ConfigError, match="at least two"):
         main([str(first)])
 

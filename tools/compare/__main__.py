@@ -1,7 +1,6 @@
 """`python -m tools.compare A B`: whether runs are the same training, and where they begin to differ."""
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.planner.timeline_plot import picture_bytes
-from meshwright.tools.cli import format_table, number_from, positive, run_tool
+from meshwright.tools.cli import format_table, number_from, positive, run_tool, to_json
 from meshwright.tools.compare.comparison import (
     BITWISE,
     CurveDifference,
@@ -41,14 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.picture:
         write_whole(options.picture, picture_bytes(draw_comparisons(comparisons), options.picture.suffix))
     if options.json:
-        print(
-            json.dumps(
-                {"same": same, "comparisons": [as_json(comparison) for comparison in comparisons]}, indent=2
-            )
-        )
+        print(to_json({"same": same, "comparisons": [*map(as_json, comparisons)]}))
     else:
-        parts = [summary(comparisons)] if len(comparisons) > 1 else []
-        print("\n\n".join([*parts, *map(as_text, comparisons)]))
+        if len(comparisons) > 1:
+            print("\n".join(f"{each.b.folder}: {each.verdict}" for each in comparisons), end="\n\n")
+        print("\n\n".join(map(as_text, comparisons)))
     if not same:
         sys.exit(EXIT_DIFFERENT)
 
@@ -113,25 +109,13 @@ def as_text(comparison: RunComparison) -> str:
 
 
 def as_json(comparison: RunComparison) -> dict[str, Any]:
-    """Plain data; null for what was not finite or not measured, and `largest_difference` null where only one
-    is finite."""
-    return {
-        "a": str(comparison.a.folder),
-        "b": str(comparison.b.folder),
-        "same": comparison.same,
-        "verdict": comparison.verdict,
+    """Its fields, with the runs by their folders and the band by its name."""
+    names = {
+        "a": comparison.a.folder,
+        "b": comparison.b.folder,
         "band": comparison.band and comparison.band.name,
-        "steps": len(comparison.steps),
-        "data": {"first_step_that_differs": comparison.other_data, "words": comparison.data},
-        "curves": {curve.key: _curve_json(curve) for curve in comparison.curves},
-        "not_compared": dict(comparison.missing),
-        "figures": {
-            name: _figures_json(figures) for name, figures in zip("ab", comparison.figures, strict=True)
-        },
-        "config": list(comparison.config),
-        "plan": list(comparison.plan),
-        "notes": list(comparison.notes),
     }
+    return {**vars(comparison), **names, "bands": [band.name for band in comparison.bands]}
 
 
 def _curve_words(curve: CurveDifference) -> str:
@@ -147,23 +131,6 @@ def _curve_words(curve: CurveDifference) -> str:
         f"{curve.key}: first differs at step {step} ({one:.6g} and {other:.6g}), most at step {at}, "
         f"{apart}{beyond}"
     )
-
-
-def _curve_json(curve: CurveDifference) -> dict[str, Any]:
-    first = curve.first and {
-        "step": curve.first[0],
-        "a": _finite(curve.first[1]),
-        "b": _finite(curve.first[2]),
-    }
-    return {
-        "steps": curve.steps,
-        "first_difference": first,
-        "largest_step": curve.largest[0],
-        "largest_difference": _finite(curve.largest[1]),
-        "first_step_beyond_band": curve.beyond,
-        "rtol": curve.tolerance.rtol,
-        "atol": curve.tolerance.atol,
-    }
 
 
 def _side_by_side(a: Figures, b: Figures) -> list[tuple[str, str, str, str]]:
@@ -194,27 +161,6 @@ def _beside(words: str, a: float | None, b: float | None, form: str) -> tuple[st
 
 def _median(rate: Rate | None) -> float | None:
     return None if rate is None else rate.median
-
-
-def _figures_json(figures: Figures) -> dict[str, Any]:
-    return {
-        "step": figures.step,
-        "loss": _finite(figures.loss),
-        "eval_loss": _finite(figures.eval_loss),
-        "tokens_per_s": _median(figures.tokens_per_s),
-        "step_time_s": _median(figures.step_time_s),
-        "peak_memory_gib": figures.peak_memory_gib,
-        "mfu": figures.mfu,
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def summary(comparisons: Sequence[RunComparison]) -> str:
-    """Of several runs against the first, a line for each."""
-    return "\n".join(f"{comparison.b.folder}: {comparison.verdict}" for comparison in comparisons)
 
 
 if __name__ == "__main__":

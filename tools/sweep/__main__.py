@@ -2,13 +2,12 @@
 compares them."""
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.parallel.errors import one_line
-from meshwright.tools.cli import EXIT_INTERRUPTED, positive, run_tool
+from meshwright.tools.cli import EXIT_INTERRUPTED, positive, run_tool, to_json
 from meshwright.tools.plan.export import write_whole
 from meshwright.tools.sweep.html_report import make_page
 from meshwright.tools.sweep.preflight import PlannedRun, changed_runs, check_sweep, refuse_changed
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     changed = changed_runs(planned, launched_with)
     if options.report:
         report = write_report(path.stem, spec, planned, changed)
-        print(json.dumps(report_json(report), indent=2) if options.json else _where(spec))
+        print(to_json(report_json(report)) if options.json else _where(spec))
         return
     refuse_changed(changed, spec.folder)
     if printing:
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_all(path.stem, spec, planned, options.retry_failed, interrupts, screen)
     report = write_report(path.stem, spec, planned, {})
     if options.json:
-        print(json.dumps(report_json(report), indent=2))
+        print(to_json(report_json(report)))
     sys.exit(_conclude(report, spec, interrupts, screen))
 
 
@@ -203,7 +202,7 @@ def write_report(
     report = read_sweep(name, spec, planned, changed)
     make_folder(spec.folder)
     note_owner(spec.folder, name)
-    write_whole(spec.folder / "report.json", (json.dumps(report_json(report), indent=2) + "\n").encode())
+    write_whole(spec.folder / "report.json", (to_json(report_json(report)) + "\n").encode())
     write_whole(spec.folder / "report.html", make_page(report).encode())
     return report
 

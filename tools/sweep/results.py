@@ -1,13 +1,12 @@
 """What a sweep has found, read from the folders and profiles of its runs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.tools.run_reader import PREDICTED, Figures, Rate, RunFolder, figures_of, read_run
+from meshwright.tools.run_reader import Figures, RunFolder, figures_of, read_run
 from meshwright.tools.sweep.preflight import PlannedRun, flat_config
 from meshwright.tools.sweep.runner import Ended, device_of, read_attempt, state_of
 from meshwright.tools.sweep.spec import LAUNCH, Spec, value_text
@@ -68,12 +67,12 @@ def read_sweep(
 
 
 def report_json(report: SweepReport) -> dict[str, Any]:
-    """Plain data; what was not finite is null."""
+    """For report.json and --json."""
     return {
         "sweep": report.name,
         "config": report.config,
         "folder": report.folder,
-        "varied": list(report.keys),
+        "varied": report.keys,
         "runs": [_row_json(row) for row in report.rows],
     }
 
@@ -110,42 +109,14 @@ def _read_row(one: PlannedRun, varied: Mapping[str, str], changed: Sequence[str]
 
 
 def _row_json(row: ReportRow) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "name": row.name,
-        "varied": dict(row.varied),
-        "state": row.state,
-        "reason": row.reason,
-        "processes": row.processes,
-        "device": row.device,
-    }
+    """The row's fields and its figures', a predicted one with its error."""
+    document = {name: value for name, value in vars(row).items() if name not in ("run", "figures")}
     if (figures := row.figures) is None:
         return document | {"step": 0}
-    document |= {"step": figures.step, "loss": _finite(figures.loss), "eval_loss": _finite(figures.eval_loss)}
-    for key, rate in (("tokens_per_s", figures.tokens_per_s), ("step_time_s", figures.step_time_s)):
-        document[key] = _rate_json(rate)
-    document |= {
-        "peak_memory_gib": figures.peak_memory_gib,
-        "mfu": figures.mfu,
-        "exposed_share": row.exposed_share,
+    predicted = {
+        name: {"value": value, "error": figures.error_of(name)} for name, value in figures.predicted.items()
     }
-    document["predicted"] = {
-        name: {"value": figures.predicted[name], "error": _finite(figures.error_of(name))}
-        for name in PREDICTED
-        if name in figures.predicted
-    }
-    return document
-
-
-def _rate_json(rate: Rate | None) -> dict[str, float] | None:
-    return (
-        None
-        if rate is None
-        else {"median": rate.median, "low": rate.low, "high": rate.high, "reports": rate.reports}
-    )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return document | vars(figures) | {"predicted": predicted}
 
 
 EXPOSED = "exposed"  # of tools.trace.prefetch.KINDS
