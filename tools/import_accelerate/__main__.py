@@ -1,25 +1,21 @@
 """`python -m tools.import_accelerate FSDP.yaml`: an accelerate config as a config of ours.
 
-YAML on stdout (or in the file of --out), the report on stderr: every key of theirs mapped, dropped with the
-reason, or refused.
+YAML on stdout, the report on stderr: every key of theirs mapped, dropped with the reason, or refused.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.parallel.yaml_io import YamlError, load_mapping
-from meshwright.tools.cli import run_tool
-from meshwright.tools.import_accelerate.convert import Imported, as_document, as_text, as_yaml, make_imported
+from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.import_accelerate.convert import Imported, as_text, as_yaml, make_imported
 from meshwright.tools.import_accelerate.table import judge_accelerate
 from meshwright.train.errors import ConfigError
-from meshwright.train.files import write_whole
 
 EPILOG = """examples:
-  python -m tools.import_accelerate FSDP.yaml > my.yaml            what `accelerate config` wrote
-  python -m tools.import_accelerate FSDP.yaml --out my.yaml        the same; the launch line names my.yaml
+  python -m tools.import_accelerate FSDP.yaml > my.yaml            FSDP.yaml: what `accelerate config` wrote
 
 The model and the data are not in such files: launch with a config that has them before this one, as in
   torchrun --nproc-per-node 8 -m train.main --config llama_8b --config my.yaml
@@ -31,22 +27,16 @@ NO_TORCHTITAN = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Import, and print or write the result. Raises ConfigError."""
+    """Import, and print the result. Raises ConfigError."""
     words = sys.argv[1:] if arguments is None else arguments
     if any(word.partition("=")[0] == "--flags" for word in words):
         raise ConfigError(NO_TORCHTITAN.format("--flags"))
     options = make_parser().parse_args(words)
-    out = Path(options.out) if options.out else None
-    if out:
-        check_out(out, options.force)
-    imported = read_accelerate(options.file, str(out or "CONFIG.yaml"))
-    if out:
-        write_config(out, as_yaml(imported))
+    imported = read_accelerate(options.file)
     if options.json:
-        print(json.dumps(as_document(imported), indent=2, default=str))
+        print(to_json(imported))
         return
-    if not out:
-        print(as_yaml(imported), end="")
+    print(as_yaml(imported), end="")
     print(as_text(imported), file=sys.stderr)
 
 
@@ -62,17 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", metavar="FILE", help="accelerate's YAML")
     parser.add_argument(
-        "--out", metavar="CONFIG.yaml", help="write the config into this file instead of printing it"
-    )
-    parser.add_argument("--force", action="store_true", help="let --out replace a file that is there")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document: config, mapped, dropped, notes, launch"
+        "--json", action="store_true", help="print one JSON document: config, items, launch, notes"
     )
     return parser
 
 
-def read_accelerate(file: str, config_name: str) -> Imported:
-    """What an accelerate file becomes; the launch line calls the result `config_name`. Raises ConfigError."""
+def read_accelerate(file: str) -> Imported:
+    """What an accelerate file becomes. Raises ConfigError."""
     if file.endswith(".toml"):
         raise ConfigError(NO_TORCHTITAN.format(file))
     try:
@@ -81,23 +67,7 @@ def read_accelerate(file: str, config_name: str) -> Imported:
         raise ConfigError(str(error)) from None
     if not mapping:
         raise ConfigError(f"{file}: the file is empty. It should be what `accelerate config` writes")
-    return make_imported(file, judge_accelerate(mapping), config_name)
-
-
-def check_out(path: Path, force: bool) -> None:
-    """Raises ConfigError if the config cannot be written there, before anything is read."""
-    if path.is_dir():
-        raise ConfigError(f"--out={path} is a folder: name a file")
-    if path.exists() and not force:
-        raise ConfigError(f"--out={path} is there already: take another name, or add --force to replace it")
-
-
-def write_config(path: Path, text: str) -> None:
-    """Write the config as a whole or not at all. Raises ConfigError."""
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise ConfigError(f"--out={path}: cannot be written ({error.strerror})") from None
+    return make_imported(file, judge_accelerate(mapping))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from meshwright.train.planning.resolve import plan_run
 LAUNCH_ORDER = ("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint")
 NO_MODEL = (
     "model and data are not in what was imported: start with a config that has them, as in --config "
-    "llama_8b --config {}"
+    "llama_8b --config CONFIG.yaml"
 )
 # What a plan refuses of the default model and length, which the config beside this one may give others.
 OF_THE_MODEL = (" must divide model.", " must divide train.seq_len")
@@ -34,7 +34,7 @@ class Imported:
     notes: Sequence[str]
 
 
-def make_imported(source: str, items: Sequence[Item], config_name: str) -> Imported:
+def make_imported(source: str, items: Sequence[Item]) -> Imported:
     """Put the verdicts together and plan the result. Raises ConfigError with all refusals in one report."""
     if refusals := [item for item in items if item.verdict.kind == "refused"]:
         lines = [f"{source}: {_entry(item)}: {item.verdict.why}" for item in refusals]
@@ -47,9 +47,8 @@ def make_imported(source: str, items: Sequence[Item], config_name: str) -> Impor
     except (ConfigError, PlanError) as error:
         lines = [f"{source}, imported: {line}" for line in str(error).splitlines()]
         raise ConfigError("\n".join(lines)) from None
-    notes.append(NO_MODEL.format(config_name))
-    line = launch_line(options, config_name)
-    return Imported(source, _nest(settings), items, line, list(dict.fromkeys(notes)))
+    notes.append(NO_MODEL)
+    return Imported(source, _nest(settings), items, launch_line(options), list(dict.fromkeys(notes)))
 
 
 def _entry(item: Item) -> str:
@@ -84,13 +83,13 @@ def _plan(settings: Mapping[str, Any], processes: int) -> list[str]:
     return []
 
 
-def launch_line(options: Mapping[str, str], config_name: str) -> str:
+def launch_line(options: Mapping[str, str]) -> str:
     """The command that starts the run, on every machine alike."""
     known = {name: options[name] for name in LAUNCH_ORDER if name in options}
     variables = "".join(f"{k}={quote(v)} " for k, v in options.items() if k not in known)
     alone = known == {"--nproc-per-node": "1"}
     torchrun = " ".join(["torchrun", *(f"{name} {quote(value)}" for name, value in known.items())])
-    return f"{variables}{'python' if alone else torchrun} -m train.main --config {config_name}"
+    return f"{variables}{'python' if alone else torchrun} -m train.main --config CONFIG.yaml"
 
 
 def as_yaml(imported: Imported) -> str:
@@ -100,39 +99,13 @@ def as_yaml(imported: Imported) -> str:
     return f"# Imported from {source} by tools.import_accelerate. Launch:\n# {imported.launch}\n{body}"
 
 
-def as_document(imported: Imported) -> dict[str, Any]:
-    """The report as plain data."""
-    mapped = [{**_described(item), "to": _targets(item)} for item in imported.items if is_mapped(item)]
-    dropped = [_described(item) for item in imported.items if not is_mapped(item)]
-    return {
-        "config": imported.config,
-        "mapped": mapped,
-        "dropped": dropped,
-        "notes": list(imported.notes),
-        "launch": imported.launch,
-    }
-
-
-def is_mapped(item: Item) -> bool:
-    """Whether it is in the config or in the launch line; in a report without refusals all others are
-    dropped."""
-    return item.verdict.kind == "mapped"
-
-
-def _described(item: Item) -> dict[str, Any]:
-    return {"key": item.key, "value": item.value, "why": item.verdict.why}
-
-
-def _targets(item: Item) -> dict[str, Any]:
-    return {**item.verdict.settings, **item.verdict.launch}
-
-
 def as_text(imported: Imported) -> str:
     """The report for people: a line for each key, then notes, then how to launch."""
     mapped, dropped = ["mapped:"], ["dropped:"]
     for item in imported.items:
-        targets = ", ".join(f"{key}={_plain(value)}" for key, value in _targets(item).items())
-        if is_mapped(item):
+        settings = {**item.verdict.settings, **item.verdict.launch}
+        targets = ", ".join(f"{key}={_plain(value)}" for key, value in settings.items())
+        if item.verdict.kind == "mapped":
             mapped.append(f"  {_entry(item)} -> {targets or 'nothing to set'}: {item.verdict.why}")
         else:
             dropped.append(f"  {_entry(item)}: {item.verdict.why}")
