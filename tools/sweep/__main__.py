@@ -167,8 +167,8 @@ def run_all(
             again = " (--retry-failed starts it again)" if state == "failed" else ""
             screen.ended(number, one, state, f"before: {reason}{again}" if reason or again else "before")
         else:
-            with screen.run(number, one) as live:
-                attempt = run_once(one, interrupts, live.watch)
+            with screen.run(number, one) as watch:
+                attempt = run_once(one, interrupts, watch)
             screen.ended(number, one, attempt.state, attempt.reason)
             write_report(name, spec, planned, {})
         if interrupts.count:

@@ -1,17 +1,15 @@
 """What a person sees of a sweep: a line for each run, and on a terminal a live one for the run at hand."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from meshwright.parallel.errors import one_line
-from meshwright.tools.run_reader import parse_row, value_of
+from meshwright.tools.run_reader import Row, parse_row, value_of
 from meshwright.tools.sweep.preflight import PlannedRun
 from meshwright.tools.sweep.runner import OUTPUT
 
@@ -20,8 +18,7 @@ REASON_LETTERS = 240
 
 
 class SweepScreen:
-    """Lines on standard output, or on standard error where that is for JSON. Without a terminal there is no
-    live line."""
+    """Lines on standard output, or on standard error where that is for JSON."""
 
     def __init__(self, runs: int, to_stderr: bool = False) -> None:
         self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
@@ -31,9 +28,21 @@ class SweepScreen:
         """Print a line."""
         self._console.print(Text(words, style), soft_wrap=True)
 
-    def run(self, number: int, planned: PlannedRun) -> "LiveLine":
-        """A live line for the n-th run, from 0."""
-        return LiveLine(self._console, self.name(number, planned), planned)
+    @contextmanager
+    def run(self, number: int, planned: PlannedRun) -> Iterator[Callable[[], None]]:
+        """A live line for the n-th run, from 0, and what keeps it up to date. Without a terminal one line
+        tells of the start."""
+        name, began_s = self.name(number, planned), time.monotonic()
+        if not self._console.is_terminal:
+            self.line(f"{name} started, its output is in {planned.folder / OUTPUT}")
+        with self._console.status(Text(f"{name} starting")) as status:
+
+            def watch() -> None:
+                if self._console.is_terminal:
+                    words = f"{name} {progress_words(planned)}, {time.monotonic() - began_s:.0f} s"
+                    status.update(Text(words, overflow="ellipsis", no_wrap=True))
+
+            yield watch
 
     def name(self, number: int, planned: PlannedRun) -> str:
         """Of the n-th run, before everything that is said of it."""
@@ -48,43 +57,6 @@ class SweepScreen:
                 self.line(f"    {planned.folder / OUTPUT}")
             return
         self.line(f"{words} ({reason})" if reason else words, "green" if state == "finished" else "")
-
-
-class LiveLine:
-    """`watch` keeps it up to date; without a terminal one line tells of the start."""
-
-    def __init__(self, console: Console, name: str, planned: PlannedRun) -> None:
-        self._console, self._name, self._planned = console, name, planned
-        self._began_s = time.monotonic()
-        self._live = Live(Text(f"{name} starting"), console=console, refresh_per_second=4, transient=True)
-
-    def __enter__(self) -> "LiveLine":
-        if self._console.is_terminal:
-            self._live.start()
-        else:
-            self._console.print(
-                Text(f"{self._name} started, its output is in {self._planned.folder / OUTPUT}"),
-                soft_wrap=True,
-            )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-
-    def watch(self) -> None:
-        """Show how far the run is."""
-        if self._console.is_terminal:
-            seconds = time.monotonic() - self._began_s
-            self._live.update(
-                Text(
-                    f"{self._name} {progress_words(self._planned)}, {seconds:.0f} s",
-                    overflow="ellipsis",
-                    no_wrap=True,
-                )
-            )
 
 
 def progress_words(planned: PlannedRun) -> str:
@@ -102,7 +74,7 @@ def progress_words(planned: PlannedRun) -> str:
     return ", ".join(words)
 
 
-def last_row(path: Path) -> Mapping[str, Any]:
+def last_row(path: Path) -> Row:
     """The last whole row of a metrics.jsonl that may be growing; {} where there is none."""
     try:
         with path.open("rb") as file:

@@ -10,14 +10,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from meshwright.parallel.errors import PlanError, one_line
+from meshwright.tools.cli import to_json
 from meshwright.tools.plan.export import write_whole
 from meshwright.tools.processes import (
     alive,
@@ -31,7 +32,7 @@ from meshwright.tools.processes import (
 from meshwright.tools.sweep.preflight import PlannedRun, predict_here
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder
-from meshwright.train.fault_tolerance.run_status import read_status
+from meshwright.train.fault_tolerance.run_status import Status, read_status
 from meshwright.train.files import read_json
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def read_attempt(folder: Path) -> Attempt:
 def write_attempt(folder: Path, attempt: Attempt) -> float:
     """By one rename. Returns when, by the clock of the folder's disk, which may be another machine's. Raises
     ConfigError where the folder cannot be written."""
-    write_whole(folder / NAME, (json.dumps(asdict(attempt), indent=2) + "\n").encode())
+    write_whole(folder / NAME, (to_json(attempt) + "\n").encode())
     return (folder / NAME).stat().st_mtime
 
 
@@ -99,24 +100,25 @@ def state_of(folder: Path) -> tuple[Ended, str]:
 
 
 def judge(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[Ended, str]:
-    """What has become of a run that was started at `began_s`, as `write_attempt` says it, and has ended: its
-    own word, where it has left one since, else what it printed."""
-    status = read_status(folder)
-    if status is not None and _written_since(folder / "status.json", began_s):
-        if status.state in ("stopped", "finished") and (exit_code == 0 or status.state == "stopped"):
-            return cast(Ended, status.state), status.reason
-        if status.state == "failed" and status.reason:
-            return "failed", one_line(status.reason, REASON_LETTERS)
+    """What has become of a run that was started at `began_s` and has ended: its own word, where it has left
+    one, else what it printed."""
+    said = last_word(folder, began_s)
+    if said and (said.state == "stopped" or (said.state == "finished" and exit_code == 0)):
+        return said.state, said.reason
+    if said and said.state == "failed" and said.reason:
+        return "failed", one_line(said.reason, REASON_LETTERS)
     reason = find_reason(output) or "it printed nothing"
     return "failed", reason if exit_code else f"it ended without a last word in status.json: {reason}"
 
 
-def has_last_word(folder: Path, began_s: float) -> bool:
-    """Whether a run that was started at `began_s` has said itself how it has ended."""
+def last_word(folder: Path, began_s: float) -> Status | None:
+    """How a run has ended by what it said itself since `began_s`, as `write_attempt` says it; None where it
+    has not."""
     status = read_status(folder)
-    return (
-        status is not None and status.state != "running" and _written_since(folder / "status.json", began_s)
-    )
+    if status is None or status.state == "running":
+        return None
+    written_s = (folder / "status.json").stat().st_mtime
+    return status if written_s >= began_s - 1.0 else None  # file systems that count in whole seconds
 
 
 def find_reason(output: str) -> str:
@@ -142,18 +144,6 @@ def device_of(folder: Path) -> str:
     """The device that a run has named in its output; "" where there is none."""
     match = _DEVICE.search(output_since(folder, 0))
     return match[1] if match else ""
-
-
-def _written_since(path: Path, began_s: float) -> bool:
-    try:
-        return path.stat().st_mtime >= began_s - 1.0  # file systems that count in whole seconds
-    except OSError:
-        return False
-
-
-def now_s() -> float:
-    """Seconds of Unix time, as files have it."""
-    return time.time()
 
 
 SLURM_SCRIPT = "configs/launch/slurm.sh"
@@ -295,7 +285,7 @@ def run_once(planned: PlannedRun, interrupts: Interrupts, watch: Callable[[], No
             cell.processes,
             cell.nodes,
             planned.arguments,
-            began_s=now_s(),
+            began_s=time.time(),
             predicted=_predict(planned),
         )
         began_s = write_attempt(folder, attempt)
@@ -313,7 +303,7 @@ def run_once(planned: PlannedRun, interrupts: Interrupts, watch: Callable[[], No
         )
         _wait(process, interrupts, watch)
     state, reason = judge(folder, process.returncode, began_s, output_since(folder, offset))
-    if interrupts.count and not has_last_word(folder, began_s):
+    if interrupts.count and not last_word(folder, began_s):
         state, reason = "stopped", "interrupted before it could save"
     attempt = replace(attempt, state=state, reason=reason, exit_code=process.returncode)
     write_attempt(folder, attempt)
