@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.parallel.errors import one_line
 from meshwright.train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,6 +124,14 @@ def named_error(lines: Sequence[str]) -> list[str]:
             more = itertools.takewhile(_IN_ERROR.match, lines[i + 1 : i + REASON_LINES])
             return [match[1], *more]
     return []
+
+
+def find_reason(output: str, letters: int) -> str:
+    """The first error that is named in an output, with what is indented below it; else its last line; "" of
+    nothing. In one line of so many letters at most."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    told = named_error(lines) or lines[-1:]
+    return one_line(" ".join(map(str.strip, told)), letters)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

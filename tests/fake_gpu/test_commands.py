@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_the_doctor_looks_at_everything(fake_gpu: FakeGpu, tmp_path: Path) -> None:
     code, said = run(fake_gpu, tmp_path, "tools.doctor", devices=2)
     assert code == 1, said
-    assert "gpus_of_torch           2" in said
+    assert "gpus_of_torch: 2" in said
     failures = [line for line in said.splitlines() if "FAILS" in line]
     assert len(failures) == 2, said
     assert "Tensor-likes are not close" in failures[0]  # for the fake computes nothing

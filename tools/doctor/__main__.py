@@ -2,20 +2,21 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import yaml
+
 from meshwright.parallel.compile.setup import cache_folder
 from meshwright.parallel.config import CompileConfig
-from meshwright.tools.cli import run_tool
-from meshwright.tools.doctor.facts import Facts, Finding, TrialResult, Unknown, find
+from meshwright.tools.cli import run_tool, to_json
+from meshwright.tools.doctor.facts import Facts, Finding, find
 from meshwright.tools.doctor.probe import (
-    look_at_cache_folder,
+    look_at_folder,
     look_at_gpus,
     look_at_machine,
     look_at_run_folder,
@@ -25,23 +26,20 @@ from meshwright.tools.doctor.probe import (
 from meshwright.tools.doctor.rules import choose_shown, judge
 from meshwright.tools.doctor.trials import try_all_reduce, try_compile
 from meshwright.train.errors import ConfigError
+from meshwright.train.files import user_path
 
 EXIT_WILL_FAIL = 1
-WIDTH = 22  # of the names
+WIDTH = 110
 HEADINGS = {"fails": "FAILS", "slow": "SLOW", "note": "NOTE"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the report; exit code 1 if something will fail."""
     options = make_parser().parse_args(arguments)
-    facts = look(_run_dir(options.run_dir))
+    facts = look(user_path(options.run_dir, "--run_dir", ConfigError))
     findings = judge(facts)
     if options.json:
-        found = {
-            "facts": dataclasses.asdict(facts),
-            "findings": [dataclasses.asdict(one) for one in findings],
-        }
-        print(json.dumps(found, indent=2))
+        print(to_json({"facts": facts, "findings": findings}))
     else:
         print(format_report(facts, findings))
     if any(one.kind == "fails" for one in findings):
@@ -64,15 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="where runs go (default runs); its disk is tried with a file of 256 MB",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of the tables")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return parser
-
-
-def _run_dir(text: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"--run_dir={text}: there is no such user, so no home folder of theirs") from None
 
 
 def look(run_dir: Path) -> Facts:
@@ -84,7 +75,7 @@ def look(run_dir: Path) -> Facts:
         compiling = beside.submit(try_compile, Path(folder))
         software, machine = look_at_software(), look_at_machine()
         gpus, topology = find(look_at_gpus), find(look_at_topology)
-        graphs = look_at_cache_folder(cache)
+        graphs = look_at_folder(cache)
         compiled = compiling.result()
     all_reduce = try_all_reduce()
     run = look_at_run_folder(run_dir)
@@ -92,48 +83,9 @@ def look(run_dir: Path) -> Facts:
 
 
 def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
-    """The facts in groups, then what will be slow or fail, and how to mend it."""
-    seen = () if isinstance(facts.gpus, Unknown) else facts.gpus
-    gpus: dict[str, object] = {f"GPU {number}": gpu for number, gpu in enumerate(seen)}
-    groups: dict[str, Mapping[str, object]] = {
-        "versions": facts.software.versions,
-        "software": {name: value for name, value in _fields(facts.software) if name != "versions"},
-        "GPUs": {"driver sees": facts.gpus} if isinstance(facts.gpus, Unknown) else gpus,
-        "links": {"topology": facts.topology} if facts.topology else {},
-        "machine": dict(_fields(facts.machine)),
-        "folders": {"run_folder": facts.run_folder, "cache_folder": facts.cache_folder},
-        "environment": facts.environment,
-        "tried": {"torch.compile": facts.compiled, "all-reduce": facts.all_reduce},
-    }
-    blocks = [
-        "\n".join([group, *(f"  {name:<{WIDTH}}  {show(value)}" for name, value in rows.items())])
-        for group, rows in groups.items()
-        if rows
-    ]
-    return "\n\n".join([*blocks, format_findings(findings)])
-
-
-def _fields(record: object) -> Iterator[tuple[str, object]]:
-    assert dataclasses.is_dataclass(record)
-    return ((field.name, getattr(record, field.name)) for field in dataclasses.fields(record))
-
-
-def show(value: object) -> str:
-    """A fact in words; of a record its fields, without those that say nothing."""
-    if value is None:
-        return "no limit"
-    if value in ("", ()):
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, Unknown | TrialResult):
-        return ", ".join(f"{name}={show(one)}" for name, one in _fields(value) if one not in (None, ""))
-    text = str(value).rstrip()
-    return f"\n{text}" if "\n" in text else text
+    """The facts as YAML, then what will be slow or fail, and how to mend it."""
+    shown = yaml.safe_dump(dataclasses.asdict(facts), sort_keys=False, allow_unicode=True, width=WIDTH)
+    return f"{shown}\n{format_findings(findings)}"
 
 
 def format_findings(findings: Sequence[Finding]) -> str:

@@ -17,9 +17,6 @@ class Unknown:
 
     unknown: str
 
-    def __str__(self) -> str:
-        return f"unknown ({self.unknown})"
-
 
 def find(look: Callable[[], T]) -> T | Unknown:
     """What `look` finds, or why not: a report must not end because one thing in it cannot be had."""
@@ -31,43 +28,35 @@ def find(look: Callable[[], T]) -> T | Unknown:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver sees it; what it does not tell is None. Clocks: now, and the most it can. Power:
-    the limit set, and the one it came with."""
+    """One GPU as the driver sees it; what it does not tell is None. Power: the limit set, and the one it came
+    with."""
 
     name: str
-    memory_gib: float | None = None
-    ecc: str | None = None
-    sm_clock_mhz: float | None = None
-    max_sm_clock_mhz: float | None = None
     power_limit_w: float | None = None
     default_power_limit_w: float | None = None
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in use; None is not looked at. `filesystem`: its type, as ext4 or nfs4. `size_gib`: what is in
-    it. `problem`: why it is not writable, where more is known than that."""
+    """A folder in use; None is not looked at. `filesystem`: its type, as ext4 or nfs4. `problem`: why it is
+    not writable, where more is known than that."""
 
     path: str
     writable: bool = True
     problem: str = ""
     free_gib: float | Unknown | None = None
     filesystem: str | Unknown | None = None
-    size_gib: float | Unknown | None = None
     write_mb_s: float | Unknown | None = None
 
 
 @dataclass(frozen=True)
 class Software:
-    """Versions by name, "" for what is not installed; what torch can use; which cuDNN is in memory; how code
-    is compiled."""
+    """Versions by name, "" for what is not installed; what torch can use; how code is compiled."""
 
     versions: Mapping[str, str | Unknown] = field(default_factory=dict)
     missing_packages: tuple[str, ...] = ()
     torch_cuda: str = ""  # the CUDA that torch was built for, "" for a CPU build
     gpus_of_torch: int | Unknown = 0
-    cudnn_loaded: str | Unknown = ""  # path of the library, "" without a GPU
-    cudnn_bundled: bool = True  # whether that is the one that came with torch
     compiler: str | Unknown = "g++"  # "" where there is none
     python_headers: bool = True
     bfloat16: str | Unknown = ""  # whether auto computes in it, and why
@@ -100,9 +89,6 @@ class TrialResult:
     said: str = ""
     failed: str = ""
 
-    def __str__(self) -> str:
-        return f"FAILED: {self.failed}" if self.failed else self.said
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -111,7 +97,7 @@ class Facts:
     software: Software = Software()
     machine: MachineFacts = MachineFacts()
     gpus: tuple[Gpu, ...] | Unknown = ()
-    topology: str | Unknown = ""  # nvidia-smi topo -m
+    topology: tuple[str, ...] | Unknown = ()  # lines of nvidia-smi topo -m
     run_folder: Folder = Folder("runs")
     cache_folder: Folder = Folder("cache")
     environment: Mapping[str, str] = field(default_factory=dict)

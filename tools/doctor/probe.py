@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def look_at_machine() -> MachineFacts:
 def find_gib(look: Callable[[], int | None]) -> float | Unknown | None:
     """Bytes in GiB; None for no limit."""
     found = find(look)
-    return found / GIB if isinstance(found, int) else found
+    return round(found / GIB, 4) if isinstance(found, int) else found
 
 
 def limit(kind: int, which: int, unit: int = 1) -> int | None:
@@ -74,7 +74,7 @@ def look_at_interfaces() -> tuple[str, ...]:
 
 def look_at_run_folder(asked: Path) -> Folder:
     """Where runs go, made or not; measured by a file that is flushed to the disk."""
-    found, folder, first = _folder(asked), nearest_existing(asked), _first_there(asked)
+    found, folder, first = look_at_folder(asked), nearest_existing(asked), _first_there(asked)
     if first != folder:
         return replace(found, writable=False, problem=f"{first} is a file, or a link to nothing")
     if not found.writable:
@@ -87,12 +87,8 @@ def look_at_run_folder(asked: Path) -> Folder:
         return replace(found, writable=False, problem=f"a file of 256 MB there: {error.strerror or error}")
 
 
-def look_at_cache_folder(asked: Path) -> Folder:
-    """Where compiled graphs lie, and how much of them."""
-    return replace(_folder(asked), size_gib=find_gib(lambda: folder_bytes(asked)))
-
-
-def _folder(asked: Path) -> Folder:
+def look_at_folder(asked: Path) -> Folder:
+    """A folder that a run writes to, made or not."""
     here = nearest_existing(asked)
     return Folder(
         str(asked),
@@ -125,16 +121,6 @@ def find_filesystem(folder: Path) -> str:
     return str(max(above, key=lambda mount: len(mount.mountpoint)).fstype)
 
 
-def folder_bytes(folder: Path) -> int:
-    """Of all files in it; what vanishes meanwhile does not count."""
-    size = 0
-    for inner, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                size += os.lstat(os.path.join(inner, name)).st_size
-    return size
-
-
 def measure_write(folder: Path) -> float:
     """10^6 bytes per second of a file of 256 MiB, flushed to the disk. Raises OSError."""
     # a disk may compress what repeats in small
@@ -146,36 +132,26 @@ def measure_write(folder: Path) -> float:
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        return WRITTEN_BYTES / (time.perf_counter() - start_s) / 1e6
+        return round(WRITTEN_BYTES / (time.perf_counter() - start_s) / 1e6, 1)
     finally:
         path.unlink(missing_ok=True)
 
 
 PACKAGES = ("torch", "triton", "tensorboard", "numpy", "safetensors", "tokenizers")
 OPTIONAL = ("transformers", "datasets", "torchao")
-QUERY = (
-    "name",
-    "memory.total",
-    "ecc.mode.current",
-    "clocks.sm",
-    "clocks.max.sm",
-    "power.limit",
-    "power.default_limit",
-)
+QUERY = ("name", "power.limit", "power.default_limit")
 DRIVER_S = 20.0  # nvidia-smi hangs where a GPU has fallen off the bus
 
 
 def look_at_software() -> Software:
     """Everything of it; what cannot be found out is Unknown."""
     gpus = find(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    cudnn, versions = find(find_cudnn) if gpus else "", find_versions(bool(gpus))
+    versions = find_versions(bool(gpus))
     return Software(
         versions=versions,
         missing_packages=tuple(name for name in OPTIONAL if not versions[name]),
         torch_cuda=torch.version.cuda or "",
         gpus_of_torch=gpus,
-        cudnn_loaded=cudnn,
-        cudnn_bundled=isinstance(cudnn, Unknown) or is_bundled(cudnn),
         compiler=find(find_compiler),
         python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         bfloat16=find(lambda: describe_dtype(torch.device("cuda" if gpus else "cpu"))),
@@ -198,6 +174,7 @@ def find_versions(gpu: bool) -> dict[str, str | Unknown]:
     found["driver"] = find(lambda: ask_driver(*query).partition("\n")[0])
     if gpu:
         found["NCCL"] = find(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        # torch refuses one that is too old for it, and says where it comes from
         found["cuDNN"] = find(lambda: str(torch.backends.cudnn.version()))
     return found
 
@@ -217,25 +194,6 @@ def find_compiler() -> str:
         return ""
 
 
-def find_cudnn() -> str:
-    """Path of the cuDNN in this process's memory; "" where none is."""
-    import psutil
-
-    torch.backends.cudnn.version()  # loads it
-    return find_library((mapped.path for mapped in psutil.Process().memory_maps()), "libcudnn")
-
-
-def find_library(paths: Iterable[str], name: str) -> str:
-    """The first of these files that is a library of this name."""
-    return next((path for path in paths if Path(path).name.startswith(name)), "")
-
-
-def is_bundled(library: str) -> bool:
-    """Whether it came with torch: from its own folder, or from the nvidia packages beside it."""
-    packages = Path(torch.__file__).parents[1]
-    return not library or Path(library).is_relative_to(packages)
-
-
 def look_at_gpus() -> tuple[Gpu, ...]:
     """Those that the driver sees. Raises as `ask_driver`."""
     return parse_gpus(ask_driver(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
@@ -248,20 +206,19 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == len(QUERY):
-            memory, *rest = (_number(cells[i]) for i in (1, 3, 4, 5, 6))
-            ecc = cells[2] if cells[2].isalpha() else None
-            found.append(Gpu(cells[0], None if memory is None else memory / 1024, ecc, *rest))
+            found.append(Gpu(cells[0], *map(_number, cells[1:])))
     return tuple(found)
 
 
-def look_at_topology() -> str:
-    """What nvidia-smi says of the links. Raises as `ask_driver`."""
-    return strip_colours(ask_driver("topo", "-m"))
+def look_at_topology() -> tuple[str, ...]:
+    """What nvidia-smi says of the links, line by line. Raises as `ask_driver`."""
+    return read_topology(ask_driver("topo", "-m"))
 
 
-def strip_colours(text: str) -> str:
-    """nvidia-smi underlines the head of its table by escape sequences, also where nobody sees them."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+def read_topology(text: str) -> tuple[str, ...]:
+    """Lines of nvidia-smi's table, whose head it underlines by escape sequences, also where nobody sees
+    them."""
+    return tuple(re.sub(r"\x1b\[[0-9;]*m", "", text).expandtabs().splitlines())
 
 
 def ask_driver(*arguments: str) -> str:

@@ -3,7 +3,7 @@ functions of the facts."""
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.tools.doctor.facts import Facts, Finding, Unknown
 
@@ -68,8 +68,7 @@ def count_gpus(facts: Facts) -> int:
 
 
 def judge_software(facts: Facts) -> Iterator[Finding]:
-    """A GPU that is there and that torch does not see; what inductor needs; another cuDNN than torch's own;
-    packages."""
+    """A GPU that is there and that torch does not see; what inductor needs; cuDNN; packages."""
     software, without = facts.software, "or train without compiling: --parallel.compile.enabled=false"
     if facts.gpus and not isinstance(facts.gpus, Unknown) and not software.gpus_of_torch:
         yield _unseen(facts, f"here are {len(facts.gpus)} x {facts.gpus[0].name}, and")
@@ -80,11 +79,11 @@ def judge_software(facts: Facts) -> Iterator[Finding]:
     if not software.python_headers:
         what = "no headers of this Python (Python.h), which compiling needs"
         yield Finding("fails", what, f"apt-get install python3-dev; {without}")
-    if software.cudnn_loaded and not software.cudnn_bundled:
+    if isinstance(cudnn := software.versions.get("cuDNN"), Unknown):
         yield Finding(
             "slow",
-            f"cuDNN comes from {software.cudnn_loaded}, not from torch's own packages",
-            "take its folder out of LD_LIBRARY_PATH: another version may lack the fast attention, or fail",
+            f"cuDNN cannot be used: {cudnn.unknown}",
+            "take another one's folder out of LD_LIBRARY_PATH: torch has its own",
         )
     if software.missing_packages:
         remedy = "pip install -e '.[hf,float8]' for datasets, Hugging Face comparisons and float8"
@@ -215,7 +214,7 @@ def judge_gpus(facts: Facts) -> Iterator[Finding]:
         if limit and full and limit < 0.98 * full:
             remedy = f"nvidia-smi -i {number} -pl {full:.0f}, if that is not on purpose"
             yield Finding("slow", f"GPU {number} may take {limit:.0f} W of its {full:.0f} W", remedy)
-    if isinstance(facts.topology, str) and (slow := find_slow_pairs(facts.topology)):
+    if isinstance(facts.topology, tuple) and (slow := find_slow_pairs(facts.topology)):
         yield Finding(
             "slow",
             f"no NVLink between {', '.join(slow[:4])}{' and others' if len(slow) > 4 else ''}",
@@ -223,9 +222,9 @@ def judge_gpus(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def find_slow_pairs(topology: str) -> list[str]:
+def find_slow_pairs(topology: Sequence[str]) -> list[str]:
     """Of `nvidia-smi topo -m`, the pairs of GPUs that are not linked by NVLink (NV and a number)."""
-    rows = [line.split() for line in topology.splitlines()]
+    rows = [line.split() for line in topology]
     head = next((row for row in rows if row[:1] == ["GPU0"]), [])
     gpus = [name for name in head if name.startswith("GPU") and name[3:].isdecimal()]
     cells = {row[0]: row[1 : len(gpus) + 1] for row in rows if row and row[0] in gpus and row is not head}

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from meshwright.parallel.errors import one_line
 from meshwright.tools.doctor.facts import TrialResult
+from meshwright.tools.processes import find_reason
 
 LIMIT_S = 120.0  # a busy machine; without work elsewhere it is a few seconds
+REASON_LETTERS = 300
 MODULE = "meshwright.tools.doctor.trial_worker"
 
 
@@ -41,11 +42,8 @@ def try_all_reduce() -> TrialResult:
 
 def run_trial(kind: str, environment: Mapping[str, str]) -> TrialResult:
     """One process of a check. What it said last, where it failed, is why."""
-    # files, not pipes: a compiler that outlives its process would hold a pipe open
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as output,
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-    ):
+    # a file, not a pipe: a compiler that outlives its process would hold a pipe open
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         command = [sys.executable, "-m", MODULE, kind]
         try:
             code = subprocess.run(
@@ -53,17 +51,17 @@ def run_trial(kind: str, environment: Mapping[str, str]) -> TrialResult:
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=errors,
+                stderr=subprocess.STDOUT,
                 timeout=LIMIT_S,
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             return TrialResult(failed=f"no end within {LIMIT_S:g} s")
         output.seek(0)
-        errors.seek(0)
-        if code:
-            return TrialResult(failed=_last_words(errors.read()) or f"exit code {code}")
-        return read_said(output.read())
+        printed = output.read()
+    if code:
+        return TrialResult(failed=find_reason(printed, REASON_LETTERS) or f"exit code {code}")
+    return read_said(printed)
 
 
 def read_said(output: str) -> TrialResult:
@@ -73,13 +71,6 @@ def read_said(output: str) -> TrialResult:
             return TrialResult(said=str(json.loads(line)["said"]))
         except (ValueError, TypeError, KeyError, IndexError):
             continue
-    return TrialResult(failed=f"it ended without a result; its last line: {_last_words(output) or 'none'}")
-
-
-def _last_words(text: str) -> str:
-    """The last line that names an error, or the last at all."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    named = [
-        line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "InvalidCxxCompiler"))
-    ]
-    return one_line((named or lines or [""])[-1], 300)
+    return TrialResult(
+        failed=f"it ended without a result; its last line: {find_reason(output, REASON_LETTERS) or 'none'}"
+    )

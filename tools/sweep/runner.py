@@ -23,8 +23,8 @@ from meshwright.tools.plan.export import write_whole
 from meshwright.tools.processes import (
     alive,
     children,
+    find_reason,
     find_running,
-    named_error,
     own_environment,
     python_command,
     send,
@@ -107,7 +107,7 @@ def judge(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[En
         return said.state, said.reason
     if said and said.state == "failed" and said.reason:
         return "failed", one_line(said.reason, REASON_LETTERS)
-    reason = find_reason(output) or "it printed nothing"
+    reason = find_reason(output, REASON_LETTERS) or "it printed nothing"
     return "failed", reason if exit_code else f"it ended without a last word in status.json: {reason}"
 
 
@@ -119,14 +119,6 @@ def last_word(folder: Path, began_s: float) -> Status | None:
         return None
     written_s = (folder / "status.json").stat().st_mtime
     return status if written_s >= began_s - 1.0 else None  # file systems that count in whole seconds
-
-
-def find_reason(output: str) -> str:
-    """The first error that is named in an output, with what is indented below it; else its last line; "" of
-    nothing."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    told = named_error(lines) or lines[-1:]
-    return one_line(" ".join(map(str.strip, told)), REASON_LETTERS)
 
 
 def output_since(folder: Path, offset: int) -> str:

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from meshwright.parallel.errors import PlanError
+from meshwright.tools.processes import find_reason
 from meshwright.tools.sweep.__main__ import STUDIES, find_spec, main, read_overrides
 from meshwright.tools.sweep.preflight import changed_runs, check_sweep, refuse_changed
 from meshwright.tools.sweep.runner import (
     Attempt,
     Interrupts,
-    find_reason,
     hear_interrupts,
     judge,
     run_once,
@@ -345,7 +345,7 @@ def test_an_unknown_study_names_those_there_are() -> None:
     ],
 )
 def test_the_reason_of_a_failure_is_found_in_what_was_printed(output: str, reason: str) -> None:
-    assert find_reason(output) == reason
+    assert find_reason(output, 100) == reason
 
 
 def test_a_status_from_before_does_not_speak_for_this_attempt(tmp_path: Path) -> None:
