@@ -6,7 +6,7 @@ Shapes: T tokens of the context, V vocabulary.
 import argparse
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +44,8 @@ class Sampling:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the prompt and its continuation. Raises CheckpointError, ConfigError and DataError."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    if not (options.run or options.checkpoint):
-        parser.error("--run RUN_DIR or --checkpoint PATH is needed")
-    checkpoint = find_newest(Path(options.checkpoint or options.run))
+    options = make_parser().parse_args(arguments)
+    checkpoint = find_newest(Path(options.run))
     config = checkpoint_config(checkpoint)
     window = choose_window(options.window, config.job)
     tokenizer = find_model_tokenizer(checkpoint, config.data, options.tokenizer)
@@ -60,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     new_tokens = generate(model, context, options.max_new_tokens, sampling, window, tokenizer.info)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows question marks
-    print_stream(tokenizer, context, new_tokens, sys.stdout.write, sys.stdout.flush)
+    for piece in stream_text(tokenizer, context, new_tokens):
+        print(piece, end="", flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,12 +68,12 @@ def make_parser() -> argparse.ArgumentParser:
         description="Print a prompt and its continuation by a trained model.",
         allow_abbrev=False,
     )
-    parser.add_argument("--run", metavar="RUN_DIR", help="folder of a run; its newest checkpoint is used")
     parser.add_argument(
-        "--checkpoint",
-        metavar="PATH",
-        help="instead: this checkpoint, such as runs/NAME/checkpoints/step-00000100, or what "
-        "tools.convert_hf import wrote",
+        "--run",
+        required=True,
+        metavar="RUN_OR_CHECKPOINT",
+        help="folder of a run, whose newest checkpoint is used; or a checkpoint, such as "
+        "runs/NAME/checkpoints/step-00000100 or what tools.convert_hf import wrote",
     )
     add_tokenizer_option(parser)
     parser.add_argument("--prompt", default="", help="text to go on with; without it a new document begins")
@@ -223,37 +221,23 @@ def choose_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generato
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def print_stream(
-    tokenizer: Tokenizer,
-    context: Sequence[int],
-    tokens: Iterator[int],
-    write: Callable[[str], object],
-    flush: Callable[[], object],
-) -> None:
-    """Write the text of the context, then that of each token as it comes; a character of several tokens once
-    its last one is there. All ids are decoded together, as a tokenizer may show an id otherwise where it
-    stands first."""
-    ids = list(context)
-    text = tokenizer.decode(ids)
-    written = _write_settled(text, 0, write, flush)
-    for token in tokens:
+def stream_text(tokenizer: Tokenizer, context: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
+    """The text of the context, then that of each token as it comes; a character of several tokens once its
+    last one is there. All ids are decoded together, as a tokenizer may show an id otherwise where it stands
+    first."""
+    ids, text, shown = list(context), tokenizer.decode(context), 0
+    while True:
+        # the next token may mend what is broken at the end
+        settled = len(text.rstrip(BROKEN))
+        if settled > shown:
+            yield text[shown:settled]
+            shown = settled
+        token = next(tokens, None)
+        if token is None:
+            yield text[shown:] + "\n"
+            return
         ids.append(token)
         text = tokenizer.decode(ids)
-        written = _write_settled(text, written, write, flush)
-    write(text[written:] + "\n")
-    flush()
-
-
-def _write_settled(
-    text: str, written: int, write: Callable[[str], object], flush: Callable[[], object]
-) -> int:
-    """Write what follows the first `written` characters, but for broken ones at the end, which the next token
-    may mend. Returns how many are written then."""
-    settled = len(text.rstrip(BROKEN))
-    if settled > written:
-        write(text[written:settled])
-        flush()
-    return max(settled, written)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ export in bfloat16, in pieces
   convert_hf export {tmp}/c {own}/half --dtype bfloat16 --shard_gb 0.00004
 generate
   generate --run {tmp}/c --prompt abc --max_new_tokens 60 --seed 3
-  generate --checkpoint {before} --temperature 0 --max_new_tokens 60
+  generate --run {before} --temperature 0 --max_new_tokens 60
 eval
   eval {tmp}/c {eager} --json
   eval {tmp}/c {eager} --data {tmp}/texts --seq_len 48 --micro_batch_size 4 --sequences 20

@@ -23,7 +23,7 @@ from meshwright.tools.generate import (
     main,
     make_context,
     make_parser,
-    print_stream,
+    stream_text,
 )
 from meshwright.tools.load_weights import checkpoint_config, find_newest
 from meshwright.train.config import DataConfig
@@ -128,10 +128,9 @@ def test_the_seed_decides(model: Llama) -> None:
 
 
 def test_characters_of_several_bytes_are_written_whole() -> None:
-    written: list[str] = []
     tokens = iter("é€😀".encode() + b"\xc3" + b"x" + b"\xe2\x82")
-    print_stream(BYTES, "ü".encode()[:1], iter(["ü".encode()[1], *tokens]), written.append, lambda: None)
-    assert written == ["ü", "é", "€", "😀", "\ufffdx", "\ufffd\n"]
+    written = stream_text(BYTES, "ü".encode()[:1], iter(["ü".encode()[1], *tokens]))
+    assert [*written] == ["ü", "é", "€", "😀", "\ufffdx", "\ufffd\n"]
 
 
 def test_tokens_of_a_vocabulary_are_written_as_they_settle(tmp_path: Path) -> None:
@@ -142,8 +141,7 @@ def test_tokens_of_a_vocabulary_are_written_as_they_settle(tmp_path: Path) -> No
     assert context[0] == tokenizer.info.bos
     assert make_context(tokenizer, b"") == [tokenizer.info.bos]
     start = len(tokenizer.encode([b"the quick"])[0])
-    written: list[str] = []
-    print_stream(tokenizer, context, iter(ids[start:]), written.append, lambda: None)
+    written = [*stream_text(tokenizer, context, iter(ids[start:]))]
     assert "".join(written) == text + "\n"
     assert len(written) > 10, "as it comes, not at the end"
     assert not any("\ufffd" in part for part in written)
@@ -162,7 +160,7 @@ def test_the_window_is_what_was_trained(tied_run: Path) -> None:
 def test_main_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--run", str(run), "--prompt", "dé", "--max_new_tokens", "0"])
     assert capsys.readouterr().out == "dé\n"
-    main([f"--checkpoint={find_newest(run)}", "--max_new_tokens=50", "--temperature=0"])
+    main([f"--run={find_newest(run)}", "--max_new_tokens=50", "--temperature=0"])
     assert capsys.readouterr().out
 
 
@@ -245,7 +243,7 @@ def test_an_imported_model_goes_on_as_in_transformers(
     )[0].tolist()
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    main([f"--checkpoint={tmp_path / 'ours'}", "--prompt=fox é", "--temperature=0", "--max_new_tokens=20"])
+    main([f"--run={tmp_path / 'ours'}", "--prompt=fox é", "--temperature=0", "--max_new_tokens=20"])
     assert out.getvalue() == tokenizer.decode(theirs) + "\n"
 
 
