@@ -33,6 +33,23 @@ from meshwright.train.errors import CheckpointError
 from meshwright.train.files import replacing
 
 EXIT_DIFFERENT = 1  # as of the diff command
+NEWEST = ("CHECKPOINT", "a checkpoint, or a run: then its newest")
+# Subcommand: what it does, and of which folder.
+COMMANDS = {
+    "ls": (
+        "the committed checkpoints of a run",
+        "RUN_OR_CHECKPOINTS_DIR",
+        "a run's folder, or its checkpoints folder",
+    ),
+    "verify": (
+        "exit code 0 only when every byte is as committed",
+        "CHECKPOINT_OR_RUN",
+        "a checkpoint, or a run: then all of its checkpoints",
+    ),
+    "show": ("tensors of a checkpoint, and totals", *NEWEST),
+    "diff": ("what differs: config, tensors, values; exit code 1 if anything does", *NEWEST),
+    "consolidate": ("the model alone, whole, in one safetensors file", *NEWEST),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,46 +77,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """The tool's subcommands and their options."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoint",
-        description="Look at the checkpoints of a run.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="subcommands (each explains itself with -h):\n"
-        "  ls RUN_OR_CHECKPOINTS_DIR [--json]          the committed checkpoints of a run\n"
-        "  verify CHECKPOINT_OR_RUN [--json]           exit code 0 only when every byte is as committed\n"
-        "  show CHECKPOINT [--json]                    tensors of a checkpoint, and totals\n"
-        "  diff CHECKPOINT OTHER [--json]              what differs: config, tensors, values; exit code 1 if "
-        "anything does\n"
-        "  consolidate CHECKPOINT OUT [--force]        the model alone, whole, in one safetensors file\n"
-        "\nA run's folder in place of CHECKPOINT means its newest one; to verify, all of them.",
+        prog="python -m tools.checkpoint", description="Look at the checkpoints of a run.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|show|diff|consolidate")
-    ls = commands.add_parser("ls", help="the committed checkpoints of a run", allow_abbrev=False)
-    ls.add_argument(
-        "path", metavar="RUN_OR_CHECKPOINTS_DIR", help="a run's folder, or its checkpoints folder"
-    )
-    every = commands.add_parser("verify", help="whether every byte is as committed", allow_abbrev=False)
-    every.add_argument(
-        "path", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or a run: then all of its checkpoints"
-    )
-    show = commands.add_parser("show", help="tensors of a checkpoint, and totals", allow_abbrev=False)
-    show.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
-    diff = commands.add_parser("diff", help="what differs between two checkpoints", allow_abbrev=False)
-    diff.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
-    diff.add_argument("other", metavar="OTHER", help="what to compare it with, of any mesh")
-    for command in (ls, every, show, diff):
-        command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    one = commands.add_parser(
-        "consolidate", help="the model alone, whole, in one safetensors file", allow_abbrev=False
-    )
-    one.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run: then its newest")
-    one.add_argument(
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, (what, place, words) in COMMANDS.items():
+        command = commands.add_parser(name, help=what, allow_abbrev=False)
+        command.add_argument("path", metavar=place, help=words)
+        if name == "diff":
+            command.add_argument("other", metavar="OTHER", help="what to compare it with, of any mesh")
+        if name != "consolidate":
+            command.add_argument(
+                "--json", action="store_true", help="print one JSON document instead of text"
+            )
+    command = commands.choices["consolidate"]
+    command.add_argument(
         "out",
         metavar="OUT",
         help="the file to write; without the suffix .safetensors, a folder that gets "
         "model.safetensors. Float32 tensors by the model's own parameter names, a tied weight once",
     )
-    one.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    command.add_argument("--force", action="store_true", help="replace OUT if it is there")
     return parser
 
 

@@ -266,38 +266,23 @@ def score_model(
 
 def make_figures(subject: EvalTarget, ranks: RankInfo, scores: dict[str, Score]) -> dict[str, Any]:
     """The scores as plain data."""
+    names = ("loss", "perplexity", "bits_per_byte", "tokens")
     return {
         "model": str(subject.folder),
         "processes": ranks.world_size,
         "seq_len": subject.config.train.seq_len,
-        "sets": {
-            name: {
-                "loss": score.loss,
-                "perplexity": score.perplexity,
-                "bits_per_byte": score.bits_per_byte,
-                "tokens": score.tokens,
-            }
-            for name, score in scores.items()
-        },
+        "sets": {set_: {name: getattr(score, name) for name in names} for set_, score in scores.items()},
     }
 
 
 def to_text(scores: dict[str, Score]) -> str:
     """A line for each set."""
     head = ("set", "loss (nats/token)", "perplexity", "bits/byte", "tokens")
-    return format_table(
-        head,
-        [
-            (
-                name,
-                f"{score.loss:.4f}",
-                f"{score.perplexity:.4g}",
-                f"{score.bits_per_byte:.4f}",
-                f"{score.tokens:,}",
-            )
-            for name, score in scores.items()
-        ],
-    )
+    rows = [
+        (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.bits_per_byte:.4f}", f"{one.tokens:,}")
+        for name, one in scores.items()
+    ]
+    return format_table(head, rows)
 
 
 if __name__ == "__main__":

@@ -294,19 +294,9 @@ def test_verify_and_diff_as_commands(tool: Tool, tied_run: Path, tmp_path: Path)
 def test_help_names_everything(tool: Tool) -> None:
     done = tool("checkpoint", "-h")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in (
-        "ls",
-        "verify",
-        "show",
-        "diff",
-        "consolidate",
-        "--json",
-        "--force",
-        "RUN_OR_CHECKPOINTS_DIR",
-        "OTHER",
-        "OUT",
-    ):
-        assert word in done.stdout
+    for command in ("ls", "verify", "show", "diff", "consolidate"):
+        assert command in done.stdout
+    assert {"--json", "CHECKPOINT", "OTHER"} <= {*tool("checkpoint", "diff", "-h").stdout.split()}
 
 
 def test_a_bad_path_is_one_line(tool: Tool, tmp_path: Path) -> None:
