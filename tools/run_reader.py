@@ -28,7 +28,6 @@ class RunFolder:
 
     Args:
         rows: of metrics.jsonl by step, ascending; of a step that was done again the last one
-        redone: the row before that, of every step that was done again
         config: config.yaml with dotted keys; empty where there is none
         plan: None where there is none that can be read, `plan_problem` then says why
         unreadable: lines of metrics.jsonl that are no rows, such as one that is being written
@@ -37,7 +36,6 @@ class RunFolder:
     folder: Path
     status: Status | None
     rows: Mapping[int, Row]
-    redone: Mapping[int, Row]
     config: Mapping[str, Any]
     plan: Plan | None
     plan_problem: str
@@ -56,25 +54,20 @@ def read_run(folder: Path) -> RunFolder:
         raise ConfigError(f"{folder} is a file: name the run's folder, such as {folder.parent}")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder. Name a run's folder, such as runs/llama_debug")
-    rows, redone, unreadable = read_rows(folder / "metrics.jsonl")
+    rows, unreadable = read_rows(folder / "metrics.jsonl")
     plan, problem = _read_plan(folder / "plan.yaml")
-    return RunFolder(
-        folder, read_status(folder), rows, redone, read_config(folder), plan, problem, unreadable
-    )
+    return RunFolder(folder, read_status(folder), rows, read_config(folder), plan, problem, unreadable)
 
 
-def read_rows(path: Path) -> tuple[dict[int, Row], dict[int, Row], int]:
-    """Rows by step, the rows before of steps that were written again, and how many lines are no rows."""
-    rows, redone, unreadable = dict[int, Row](), dict[int, Row](), 0
+def read_rows(path: Path) -> tuple[dict[int, Row], int]:
+    """Rows by step, and how many lines are no rows."""
+    rows, unreadable = dict[int, Row](), 0
     for line in _lines(path):
-        row = parse_row(line)
-        if row is None:
+        if (row := parse_row(line)) is None:
             unreadable += 1
-            continue
-        if row["step"] in rows:
-            redone[row["step"]] = rows[row["step"]]
-        rows[row["step"]] = row
-    return dict(sorted(rows.items())), dict(sorted(redone.items())), unreadable
+        else:
+            rows[row["step"]] = row
+    return dict(sorted(rows.items())), unreadable
 
 
 def read_config(folder: Path) -> dict[str, Any]:

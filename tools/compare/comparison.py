@@ -304,8 +304,7 @@ def _plan_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
 
 
 def _notes(run: RunFolder) -> list[str]:
-    """What to know of a run: whether it still goes, was resumed, did steps again, or has lines that cannot be
-    read."""
+    """What to know of a run: whether it still goes, was resumed, or has lines that cannot be read."""
     notes, name = list[str](), run.folder
     if run.status is None:
         notes.append(f"{name} has no status.json")
@@ -314,18 +313,6 @@ def _notes(run: RunFolder) -> list[str]:
         notes.append(f"{name} is {run.status.state} at step {run.status.step}{reason}")
     if run.status is not None and run.status.resumed_from is not None:
         notes.append(f"{name} went on from the checkpoint of step {run.status.resumed_from}")
-    if run.redone:
-        other = [
-            step
-            for step, row in run.redone.items()
-            if any(row.get(key) != run.rows[step].get(key) for key in CURVES)
-        ]
-        told = (
-            f"differently at {len(other)} of them, first at step {other[0]}"
-            if other
-            else "with the same losses and norms"
-        )
-        notes.append(f"{name} did {len(run.redone)} reported steps again, {told}")
     if run.unreadable:
         notes.append(f"{name}/metrics.jsonl has {run.unreadable} lines that are no rows, which are left out")
     if bad := [step for step, loss in series(run.rows, "loss").items() if not math.isfinite(loss)]:
