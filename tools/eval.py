@@ -101,9 +101,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROG}",
         description="Loss (nats per token), perplexity and bits per byte of a model on text: of a run or a "
-        "checkpoint on what "
-        "its run evaluates, or on --data. Under torchrun the model is sharded and the sequences are "
-        "shared out.",
+        "checkpoint on what its run evaluates, or on --data. Under torchrun the model is sharded and the "
+        "sequences are shared out.",
         epilog="Config keys of train.main are accepted too, as --section.key=value: --data.text_field, "
         "--data.packing, "
         "--data.document_mask, --parallel.compile.enabled and so on. They win over those of the run.",

@@ -116,9 +116,8 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default="auto",
         metavar="bytes|PATH",
-        help="a tokenizer.json or the folder it lies in; auto, the default, is the one beside the "
-        "weights, or "
-        "else that of the run's data",
+        help="a tokenizer.json or the folder it lies in; auto, the default, is the one beside the weights, "
+        "or else that of the run's data",
     )
 
 

@@ -54,19 +54,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare",
         description="Are these runs the same training? Data, loss and gradient norm at the steps that both "
-        "report, the first "
-        "step that differs and by how much; rate and memory side by side; config and plan in words. Of more "
-        "than two runs each "
-        "is compared with the first.",
+        "report, the first step that differs and by how much; rate and memory side by side; config and plan "
+        "in words. Of more than two runs each is compared with the first.",
         epilog="exit codes: 0 the same within the band, 1 different, 2 a mistake in what was asked. Bands: "
-        "bit for bit; within "
-        "float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 of its size: what every mesh is tested to, "
-        "at each of ten "
-        "steps); and where one of the runs computes or keeps something in bfloat16 or float8, within what "
-        "that rounds (loss "
-        "0.02, gradient norm 4.2% of its size). Noise grows with the steps, as fast as the training is "
-        "unstable: --until looks "
-        "at the first ones only.",
+        "bit for bit; within float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 of its size: what "
+        "every mesh is tested to, at each of ten steps); and where one of the runs computes or keeps "
+        "something in bfloat16 or float8, within what that rounds (loss 0.02, gradient norm 4.2% of its "
+        "size). Noise grows with the steps, as fast as the training is unstable: --until looks at the first "
+        "ones only.",
         allow_abbrev=False,
     )
     parser.add_argument(

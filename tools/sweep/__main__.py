@@ -75,11 +75,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.sweep",
         description="Run a list or grid of overrides one after another on this machine, each in a folder of "
-        "its own, and compare "
-        "them in one HTML page. The same command goes on where it stopped: finished runs stay, a stopped or "
-        "killed one goes on "
-        "from its checkpoint, a failed one stays as it is unless --retry-failed. Ctrl-C: the run at hand "
-        "saves and stops.",
+        "its own, and compare them in one HTML page. The same command goes on where it stopped: finished "
+        "runs stay, a stopped or killed one goes on from its checkpoint, a failed one stays as it is unless "
+        "--retry-failed. Ctrl-C: the run at hand saves and stops.",
         epilog="exit codes: 0 every run has finished or its plan is refused, 1 not so, 2 a mistake in the "
         "spec, 130 interrupted. "
         f"The spec's keys: docs/experiments.md. Studies that come with the project: {', '.join(_studies())}.",
