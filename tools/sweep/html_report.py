@@ -80,7 +80,6 @@ def _cells(row: ReportRow) -> dict[str, str]:
         "predicted step time": _predicted(found, "step_time_s"),
         "peak memory, GiB": number_words(found.peak_memory_gib, ",.2f"),
         "predicted memory": _predicted(found, "peak_memory_gib"),
-        "exposed": number_words(row.exposed_share, ".1%"),
     }
 
 

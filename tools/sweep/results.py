@@ -1,18 +1,13 @@
-"""What a sweep has found, read from the folders and profiles of its runs."""
+"""What a sweep has found, read from the folders of its runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from meshwright.tools.run_reader import Figures, RunFolder, figures_of, read_run
 from meshwright.tools.sweep.preflight import PlannedRun, flat_config
 from meshwright.tools.sweep.runner import Ended, device_of, read_attempt, state_of
 from meshwright.tools.sweep.spec import LAUNCH, Spec, value_text
-from meshwright.tools.trace.analysis import answer
-from meshwright.tools.trace.reader import find_traces
-from meshwright.train.errors import USER_ERRORS
 
 
 @dataclass(frozen=True)
@@ -23,7 +18,6 @@ class ReportRow:
         varied: what differs between the sweep's runs, by key, in words
         state, reason: how it stands
         run: what it has left; None where it has no folder yet
-        exposed_share: of a profiled step, what waited for communication; None where none was profiled
         steps_asked: how many steps it is to do; 0 where epochs say it
     """
 
@@ -34,7 +28,6 @@ class ReportRow:
     processes: int
     run: RunFolder | None
     figures: Figures | None
-    exposed_share: float | None
     device: str
     steps_asked: int
 
@@ -102,7 +95,6 @@ def _read_row(one: PlannedRun, varied: Mapping[str, str], changed: Sequence[str]
         one.world_size,
         run,
         figures,
-        read_exposed(one.folder),
         device_of(one.folder),
         0 if one.config.train.epochs else one.config.train.steps,
     )
@@ -117,24 +109,3 @@ def _row_json(row: ReportRow) -> dict[str, Any]:
         name: {"value": value, "error": figures.error_of(name)} for name, value in figures.predicted.items()
     }
     return document | vars(figures) | {"predicted": predicted}
-
-
-EXPOSED = "exposed"  # of tools.trace.prefetch.KINDS
-
-
-def read_exposed(folder: Path) -> float | None:
-    """Share of the median profiled step in which computing waits for communication, on the run's first
-    profiled rank; None where nothing was profiled, or the trace cannot be read."""
-    profiles = list((folder / "profile").rglob("*.json*"))
-    return _read(folder, max(path.stat().st_mtime for path in profiles)) if profiles else None
-
-
-@cache
-def _read(folder: Path, changed_s: float) -> float | None:
-    """Once for each profile: a large trace takes its time."""
-    try:
-        traces = find_traces(folder, None)
-        first = next(iter(traces))
-        return answer({first: traces[first]}, first).shares.of_step()[EXPOSED]
-    except USER_ERRORS:
-        return None

@@ -96,7 +96,6 @@ def test_every_kind_of_run_is_a_row_with_its_state_and_reason(
         "state": "failed",
         "step": "0/20",
     }
-    assert "exposed" not in page.rows[0], "nothing was profiled"
     text = "".join(page.words)
     assert "5 runs of llama_debug.yaml: 1 finished, 2 failed, 1 running, 1 waiting" in text
     assert "Devices: CPU (no GPU)." in text
@@ -160,7 +159,7 @@ def test_thirty_runs_have_thirty_signs_and_a_page_of_bounded_size(tmp_path: Path
 def test_names_that_are_html_or_mathematics_are_shown_as_they_are() -> None:
     name = "<script>alert('$x^2$')</script> _\"&"
     found = Figures(1, 2.0, None, Rate(9.0, 8.0, 10.0, 3), None, 0.5, None, {"peak_memory_gib": 0.6})
-    row = ReportRow(name, {name: name}, "failed", name, 1, None, found, 0.5, name, 0)
+    row = ReportRow(name, {name: name}, "failed", name, 1, None, found, name, 0)
     text = make_page(SweepReport(name, name, "", (name,), (row,)))
     page = Page(text)
     assert page.rows[0][1] == page.rows[1][0] == page.rows[1][1] == name
