@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,13 @@ def as_text(comparison: RunComparison) -> str:
 
 
 def as_json(comparison: RunComparison) -> dict[str, Any]:
-    """Its fields, with the runs by their folders and the band by its name."""
-    names = {
-        "a": comparison.a.folder,
-        "b": comparison.b.folder,
+    """Its fields, with the runs by their folders and the bands by their names."""
+    folders = {"a": comparison.a.folder, "b": comparison.b.folder}
+    bands = {
         "band": comparison.band and comparison.band.name,
+        "bands": [one.name for one in comparison.bands],
     }
-    return {**vars(comparison), **names, "bands": [band.name for band in comparison.bands]}
+    return vars(comparison) | folders | bands
 
 
 def _curve_words(curve: CurveDifference) -> str:
@@ -129,29 +129,24 @@ def _curve_words(curve: CurveDifference) -> str:
 
 
 def _side_by_side(a: Figures, b: Figures) -> list[tuple[str, str, str, str]]:
-    rows: list[tuple[str, Callable[[Figures], float | None], str]] = [
-        ("last step", lambda f: f.step, ",.0f"),
-        ("loss", lambda f: f.loss, ".4f"),
-        ("eval loss", lambda f: f.eval_loss, ".4f"),
-        ("tokens/s", lambda f: _median(f.tokens_per_s), ",.0f"),
-        ("step time, s", lambda f: _median(f.step_time_s), ".4g"),
-        ("peak memory, GiB", lambda f: f.peak_memory_gib, ".2f"),
-        ("MFU", lambda f: f.mfu, ".1%"),
+    rows = [
+        ("last step", a.step, b.step, ",.0f"),
+        ("loss", a.loss, b.loss, ".4f"),
+        ("eval loss", a.eval_loss, b.eval_loss, ".4f"),
+        ("tokens/s", _median(a.tokens_per_s), _median(b.tokens_per_s), ",.0f"),
+        ("step time, s", _median(a.step_time_s), _median(b.step_time_s), ".4g"),
+        ("peak memory, GiB", a.peak_memory_gib, b.peak_memory_gib, ".2f"),
+        ("MFU", a.mfu, b.mfu, ".1%"),
     ]
     return [
-        _beside(words, read(a), read(b), form)
-        for words, read, form in rows
-        if read(a) is not None or read(b) is not None
+        (words, number_words(one, form), number_words(other, form), _ratio(one, other))
+        for words, one, other, form in rows
+        if one is not None or other is not None
     ]
 
 
-def _beside(words: str, a: float | None, b: float | None, form: str) -> tuple[str, str, str, str]:
-    ratio = (
-        f"{b / a:.3f}"
-        if a and b is not None and math.isfinite(a) and math.isfinite(b) and words != "last step"
-        else ""
-    )
-    return words, number_words(a, form), number_words(b, form), ratio
+def _ratio(a: float | None, b: float | None) -> str:
+    return f"{b / a:.3f}" if a and b is not None and math.isfinite(b / a) else ""
 
 
 def _median(rate: Rate | None) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.tools.plan.compare import diff_plans, in_words
 from meshwright.tools.run_reader import Figures, RunFolder, changed_keys, figures_of, series
-from meshwright.tools.sweep.spec import value_text
+from meshwright.tools.sweep.preflight import change_words
 from meshwright.train.errors import ConfigError
 
 CURVES = ("loss", "grad_norm", "eval_loss")  # what is compared, by the names in a row
@@ -184,7 +184,7 @@ def compare_runs(
         data,
         other_data,
         (figures_of(a), figures_of(b)),
-        _config_words(a, b),
+        tuple(change_words(changed_keys(a.config, b.config))),
         _plan_words(a, b),
         notes,
     )
@@ -286,15 +286,6 @@ def _allowed_words(tolerance: Tolerance) -> str:
     parts = [f"{tolerance.atol:g}"] if tolerance.atol or not tolerance.rtol else []
     parts += [f"{tolerance.rtol:.2g} of its size"] if tolerance.rtol else []
     return " + ".join(parts)
-
-
-def _config_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:
-    changes = changed_keys(a.config, b.config)
-    return tuple(
-        f"{key}: {value_text(one)} -> {value_text(other)}"
-        for key, (one, other) in changes.items()
-        if key != "run.dir"
-    )
 
 
 def _plan_words(a: RunFolder, b: RunFolder) -> tuple[str, ...]:

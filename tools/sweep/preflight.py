@@ -62,14 +62,8 @@ def check_sweep(spec: Spec, here: bool) -> list[PlannedRun]:
         except (ConfigError, DataError) as error:
             mistakes.setdefault(str(error), []).append(cell.name)
     if mistakes:
-        raise ConfigError(
-            "\n".join(
-                [
-                    "nothing was started:",
-                    *(f"  {_some(names, len(cells))}: {error}" for error, names in mistakes.items()),
-                ]
-            )
-        )
+        lines = [f"  {_some(names, len(cells))}: {error}" for error, names in mistakes.items()]
+        raise ConfigError("\n".join(["nothing was started:", *lines]))
     if all(one.refused for one in planned):
         reasons = (f"  {one.cell.name}: {one.refused}" for one in planned)
         raise PlanError("\n".join(["the plan of every run is refused:", *reasons]))
@@ -83,19 +77,20 @@ def changed_runs(
     processes and nodes that a folder's run was started with, where that is known."""
     found = dict[str, list[str]]()
     for one in planned:
-        old = read_config(one.folder)
-        new = flat_config(one.config)
-        changes = {key: both for key, both in changed_keys(old, new).items() if key != "run.dir"}
-        changes |= {
-            key: (count, now)
-            for key, count in launched(one.folder).items()
-            if count != (now := getattr(one.cell, key))
-        }
-        if changes:
-            found[one.cell.name] = [
-                f"{key}: {value_text(a)} -> {value_text(b)}" for key, (a, b) in changes.items()
-            ]
+        changes = changed_keys(read_config(one.folder), flat_config(one.config))
+        for key, count in launched(one.folder).items():
+            if count != (now := getattr(one.cell, key)):
+                changes[key] = count, now
+        if words := change_words(changes):
+            found[one.cell.name] = words
     return found
+
+
+def change_words(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Changed keys of a config, but for the run's own folder."""
+    return [
+        f"{key}: {value_text(a)} -> {value_text(b)}" for key, (a, b) in changes.items() if key != "run.dir"
+    ]
 
 
 def flat_config(config: Config) -> dict[str, Any]:
@@ -107,19 +102,11 @@ def refuse_changed(changed: Mapping[str, Sequence[str]], folder: Path) -> None:
     """ConfigError where runs were begun with other keys."""
     if not changed:
         return
-    lines = [
-        f"  {name}: {', '.join([*keys[:SHOWN], *(['...'] if len(keys) > SHOWN else [])])}"
-        for name, keys in changed.items()
-    ]
-    raise ConfigError(
-        "\n".join(
-            [
-                f"{len(changed)} runs in {folder} were begun with other keys than the spec has now:",
-                *lines,
-                "Take another --folder, or remove these runs' folders to start them anew",
-            ]
-        )
-    )
+    lines = [f"{len(changed)} runs in {folder} were begun with other keys than the spec has now:"]
+    for name, keys in changed.items():
+        lines.append(f"  {name}: {', '.join(keys[:SHOWN])}{', ...' if len(keys) > SHOWN else ''}")
+    lines.append("Take another --folder, or remove these runs' folders to start them anew")
+    raise ConfigError("\n".join(lines))
 
 
 def predict_here(planned: PlannedRun) -> dict[str, float]:
