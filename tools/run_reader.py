@@ -3,7 +3,7 @@ what they come to in a few figures."""
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -60,14 +60,32 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def read_rows(path: Path) -> tuple[dict[int, Row], int]:
-    """Rows by step, and how many lines are no rows."""
+    """Rows by step, and how many lines, each of bounded length, are no rows; none where there is no such
+    file."""
     rows, unreadable = dict[int, Row](), 0
-    for line in _lines(path):
-        if (row := parse_row(line)) is None:
-            unreadable += 1
-        else:
-            rows[row["step"]] = row
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                if (row := parse_row(line)) is None:
+                    unreadable += 1
+                else:
+                    rows[row["step"]] = row
+    except FileNotFoundError:
+        return {}, 0
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
     return dict(sorted(rows.items())), unreadable
+
+
+def read_tail(path: Path, most: int, start: int = 0) -> bytes:
+    """Of a file that may be growing its end, from byte `start` on and `most` bytes of it; nothing where it
+    cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(start, file.seek(0, 2) - most))
+            return file.read()
+    except OSError:
+        return b""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -161,18 +179,6 @@ def _read_plan(path: Path) -> tuple[Plan | None, str]:
         return load_plan(path), ""
     except (PlanError, YamlError) as error:
         return None, one_line(error, 300)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """One by one, each of bounded length; none where there is no such file."""
-    try:
-        with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES):
-                yield line
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def parse_row(line: bytes) -> Row | None:

@@ -15,7 +15,6 @@ from meshwright.tools.sweep.progress import SweepScreen
 from meshwright.tools.sweep.results import SweepReport, read_sweep, report_json
 from meshwright.tools.sweep.runner import (
     Attempt,
-    Interrupts,
     as_lines,
     hear_interrupts,
     launched_with,
@@ -151,7 +150,7 @@ def run_all(
     spec: Spec,
     planned: Sequence[PlannedRun],
     retry_failed: bool,
-    interrupts: Interrupts,
+    interrupts: Sequence[int],
     screen: SweepScreen,
 ) -> None:
     """Every run that is left to do, with the report made anew after each."""
@@ -169,7 +168,7 @@ def run_all(
                 attempt = run_once(one, interrupts, watch)
             screen.ended(number, one, attempt.state, attempt.reason)
             write_report(name, spec, planned, {})
-        if interrupts.count:
+        if interrupts:
             return
 
 
@@ -205,13 +204,13 @@ def write_report(
     return report
 
 
-def _conclude(report: SweepReport, spec: Spec, interrupts: Interrupts, screen: SweepScreen) -> int:
+def _conclude(report: SweepReport, spec: Spec, interrupts: Sequence[int], screen: SweepScreen) -> int:
     """Last words; the exit code."""
     states = [row.state for row in report.rows]
     screen.line(
         f"{', '.join(f'{states.count(state)} {state}' for state in dict.fromkeys(states))}. {_where(spec)}"
     )
-    if interrupts.count:
+    if interrupts:
         screen.line("interrupted: the same command goes on")
         return EXIT_INTERRUPTED
     if "stopped" in states:

@@ -111,8 +111,8 @@ def refuse_changed(changed: Mapping[str, Sequence[str]], folder: Path) -> None:
 
 def predict_here(planned: PlannedRun) -> dict[str, float]:
     """Step time and peak memory that are predicted for a run on this machine, by the names that its rows
-    have; {} for a kind of device that is not known, and under parallel.plan=auto, where the run itself says
-    it."""
+    have; {} for a kind of device that is not known, under parallel.plan=auto, where the run itself says it,
+    and where the planner cannot: then the run will, or will do without."""
     config, processes = planned.config, planned.cell.processes
     place = _place(planned.cell)
     device, name = choose_device(config.run, place)
@@ -123,8 +123,10 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
         kind = dataclasses.replace(
             kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes))
         )
-    plan = plan_here(config.job, place, device, name)
-    figures = predict(config.job, plan, kind, processes)
+    try:
+        figures = predict(config.job, plan_here(config.job, place, device, name), kind, processes)
+    except (PlanError, ConfigError):
+        return {}
     peak = figures.memory.peak_bytes if device.type == "cuda" else figures.reserved_bytes
     return {"step_time_s": figures.timeline.step_s, "peak_memory_gib": peak / GIB}
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshwright.parallel.errors import one_line
-from meshwright.tools.run_reader import Row, parse_row, value_of
+from meshwright.tools.run_reader import Row, parse_row, read_tail, value_of
 from meshwright.tools.sweep.preflight import PlannedRun
 from meshwright.tools.sweep.runner import OUTPUT
 
@@ -76,13 +76,7 @@ def progress_words(planned: PlannedRun) -> str:
 
 def last_row(path: Path) -> Row:
     """The last whole row of a metrics.jsonl that may be growing; {} where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return {}
-    for line in reversed(lines[:-1]):
+    for line in reversed(read_tail(path, TAIL_BYTES).split(b"\n")[:-1]):
         if row := parse_row(line):
             return row
     return {}

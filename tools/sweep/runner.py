@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from meshwright.parallel.errors import PlanError, one_line
+from meshwright.parallel.errors import one_line
 from meshwright.tools.cli import to_json
 from meshwright.tools.plan.export import write_whole
 from meshwright.tools.processes import (
@@ -29,6 +28,7 @@ from meshwright.tools.processes import (
     python_command,
     send,
 )
+from meshwright.tools.run_reader import read_tail
 from meshwright.tools.sweep.preflight import PlannedRun, predict_here
 from meshwright.train.errors import ConfigError, LockError
 from meshwright.train.fault_tolerance.run_lock import lock_folder
@@ -123,13 +123,7 @@ def last_word(folder: Path, began_s: float) -> Status | None:
 
 def output_since(folder: Path, offset: int) -> str:
     """What a run has printed after so many bytes, of much its end."""
-    try:
-        with (folder / OUTPUT).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(offset, size - TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
+    return read_tail(folder / OUTPUT, TAIL_BYTES, offset).decode("utf-8", errors="replace")
 
 
 def device_of(folder: Path) -> str:
@@ -228,35 +222,24 @@ TAKEN_ADVICE = ": end that run, or use another run.dir"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupts:
-    """How often this process was asked to end. The first asks the run to save and stop, the second ends it at
-    once."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
-        self.count += 1
-
-
 @contextmanager
-def hear_interrupts() -> Iterator[Interrupts]:
-    """Signals are counted and not obeyed, until the block ends; what nohup has set to be ignored stays so. In
-    the main thread only."""
-    interrupts = Interrupts()
+def hear_interrupts() -> Iterator[list[int]]:
+    """The signals that have asked this process to end: the first asks the run to save and stop, the second
+    ends it at once. They are heard and not obeyed, until the block ends; what nohup has set to be ignored
+    stays so. In the main thread only."""
+    heard = list[int]()
     wanted = [
         number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     ]
-    before = {number: signal.signal(number, interrupts.hear) for number in wanted}
+    before = {number: signal.signal(number, lambda one, _: heard.append(one)) for number in wanted}
     try:
-        yield interrupts
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def run_once(planned: PlannedRun, interrupts: Interrupts, watch: Callable[[], None]) -> Attempt:
+def run_once(planned: PlannedRun, interrupts: Sequence[int], watch: Callable[[], None]) -> Attempt:
     """Start the run, or go on with it, and wait for its end; how that was stands in its folder too. `watch`
     is called again and again.
 
@@ -278,7 +261,7 @@ def run_once(planned: PlannedRun, interrupts: Interrupts, watch: Callable[[], No
             cell.nodes,
             planned.arguments,
             began_s=time.time(),
-            predicted=_predict(planned),
+            predicted=predict_here(planned),
         )
         began_s = write_attempt(folder, attempt)
         command = run_command(planned)
@@ -295,7 +278,7 @@ def run_once(planned: PlannedRun, interrupts: Interrupts, watch: Callable[[], No
         )
         _wait(process, interrupts, watch)
     state, reason = judge(folder, process.returncode, began_s, output_since(folder, offset))
-    if interrupts.count and not last_word(folder, began_s):
+    if interrupts and not last_word(folder, began_s):
         state, reason = "stopped", "interrupted before it could save"
     attempt = replace(attempt, state=state, reason=reason, exit_code=process.returncode)
     write_attempt(folder, attempt)
@@ -315,15 +298,7 @@ def _refuse_taken(planned: PlannedRun) -> None:
         ) from None
 
 
-def _predict(planned: PlannedRun) -> dict[str, float]:
-    """{} also where the planner cannot say: then the run will, or will do without."""
-    try:
-        return predict_here(planned)
-    except (PlanError, ConfigError):
-        return {}
-
-
-def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Callable[[], None]) -> None:
+def _wait(process: "subprocess.Popen[bytes]", interrupts: Sequence[int], watch: Callable[[], None]) -> None:
     """Until the run has ended. Whatever ends this early, or the launcher alone, leaves nothing of it
     behind."""
     told = 0
@@ -332,9 +307,9 @@ def _wait(process: "subprocess.Popen[bytes]", interrupts: Interrupts, watch: Cal
     try:
         while process.poll() is None:
             workers.update(find_running(children(process.pid)))
-            if interrupts.count > told:
+            if len(interrupts) > told:
                 _ask_to_end(process, first=told == 0)
-                told = interrupts.count
+                told = len(interrupts)
             watch()
             time.sleep(POLL_S)
         deadline_s = time.monotonic() + LAST_S

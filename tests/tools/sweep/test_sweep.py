@@ -145,7 +145,7 @@ def test_a_stranger_with_the_number_of_a_child_that_ended_is_left_alone(
         given = {stranger.pid: [compiler]}
         monkeypatch.setattr(runner, "find_running", lambda pids: given.get(*pids, []))
         monkeypatch.setattr(runner, "children", lambda pid: [stranger.pid])
-        runner._wait(process, runner.Interrupts(), lambda: None)
+        runner._wait(process, [], lambda: None)
         assert stranger.poll() is None
         stranger.kill()
 
