@@ -3,12 +3,11 @@ them, and what differs between two, whatever meshes they were saved on."""
 
 import argparse
 import difflib
-import json
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.tools.cli import format_table, run_tool
+from meshwright.tools.cli import format_table, run_tool, to_json
 from meshwright.tools.load_weights import (
     checkpoints_folder,
     find_newest,
@@ -58,16 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = Path(options.path)
     if options.command == "ls":
         rows = describe_checkpoints(checkpoints_folder(path))
-        print(json.dumps({"checkpoints": rows}, indent=2) if options.json else _list_text(path, rows))
+        print(to_json({"checkpoints": rows}) if options.json else _list_text(path, rows))
     elif options.command == "verify":
         verified = verify(path)
-        print(json.dumps(verified, indent=2) if options.json else _verify_text(verified))
+        print(to_json(verified) if options.json else _verify_text(verified))
     elif options.command == "show":
         shown = describe_checkpoint(find_newest(path))
-        print(json.dumps(shown, indent=2) if options.json else _show_text(shown))
+        print(to_json(shown) if options.json else _show_text(shown))
     elif options.command == "diff":
         differences = compare_checkpoints(find_newest(path), find_newest(Path(options.other)))
-        print(json.dumps(asdict(differences), indent=2) if options.json else difference_text(differences))
+        print(to_json(differences) if options.json else difference_text(differences))
         if not differences.same:
             sys.exit(EXIT_DIFFERENT)
     else:
@@ -116,7 +115,7 @@ def describe_checkpoints(folder: Path) -> list[dict[str, Any]]:
             row["problem"] = str(error)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         age_s = max(0.0, time.time() - path.lstat().st_mtime)  # of the last file that came into the folder
-        rows.append({**row, "size_bytes": size, "age_s": age_s, "path": str(path)})
+        rows.append({**row, "size_bytes": size, "age_s": age_s, "path": path})
     return rows
 
 
@@ -129,11 +128,7 @@ def verify(path: Path) -> dict[str, Any]:
     start_s = time.perf_counter()
     manifests = [verify_alone(checkpoint) for checkpoint in found]
     size_bytes = sum(file.size_bytes for manifest in manifests for file in manifest.files.values())
-    return {
-        "verified": [str(each) for each in found],
-        "size_bytes": size_bytes,
-        "seconds": time.perf_counter() - start_s,
-    }
+    return {"verified": found, "size_bytes": size_bytes, "seconds": time.perf_counter() - start_s}
 
 
 def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
@@ -143,21 +138,13 @@ def describe_checkpoint(checkpoint: Path) -> dict[str, Any]:
     tensors: list[dict[str, Any]] = []
     totals: dict[str, dict[str, int]] = {}
     for name, saved in manifest.tensors.items():
-        elements = math.prod(saved.shape)
-        tensors.append(
-            {"name": name, "shape": list(saved.shape), "dtype": saved.dtype, "size_bytes": saved.size_bytes}
-        )
+        tensors.append({"name": name, **vars(saved), "size_bytes": saved.size_bytes})
         total = totals.setdefault(name.split(".")[0], {"tensors": 0, "elements": 0, "size_bytes": 0})
         total["tensors"] += 1
-        total["elements"] += elements
+        total["elements"] += math.prod(saved.shape)
         total["size_bytes"] += saved.size_bytes
-    return {
-        "checkpoint": str(checkpoint),
-        "position": asdict(manifest.position),
-        "code": dict(manifest.code),
-        "tensors": tensors,
-        "totals": totals,
-    }
+    place = {"checkpoint": checkpoint, "position": manifest.position, "code": manifest.code}
+    return {**place, "tensors": tensors, "totals": totals}
 
 
 def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
@@ -183,21 +170,11 @@ def consolidate(checkpoint: Path, out: Path, force: bool) -> Path:
 def _list_text(path: Path, rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"{path}: no committed checkpoint"
-    head = ("step", "samples", "processes", "size GiB", "age", "path")
-    table = format_table(
-        head,
-        [
-            (
-                str(row["step"]),
-                _or_unknown(row["samples"]),
-                _or_unknown(row["processes"]),
-                f"{row['size_bytes'] / GIB:.3f}",
-                _age(row["age_s"]),
-                row["path"],
-            )
-            for row in rows
-        ],
-    )
+    cells = []
+    for row in rows:
+        saved = ("?" if row[key] is None else str(row[key]) for key in ("step", "samples", "processes"))
+        cells.append((*saved, f"{row['size_bytes'] / GIB:.3f}", _age(row["age_s"]), str(row["path"])))
+    table = format_table(("step", "samples", "processes", "size GiB", "age", "path"), cells)
     return "\n".join([table, *(row["problem"] for row in rows if "problem" in row)])
 
 
@@ -222,12 +199,8 @@ def _show_text(shown: dict[str, Any]) -> str:
         ],
     )
     place = shown["position"]
-    saved_by = f"step {place['step']}, {place['samples']} samples, saved by {place['world_size']} processes"
+    saved_by = f"step {place.step}, {place.samples} samples, saved by {place.world_size} processes"
     return f"{shown['checkpoint']}: {saved_by}\n\n{tensors}\n\n{totals}"
-
-
-def _or_unknown(value: int | None) -> str:
-    return "?" if value is None else str(value)
 
 
 def _age(seconds: float) -> str:

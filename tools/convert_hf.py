@@ -64,10 +64,8 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the subcommand asked for. Raises CheckpointError."""
     options = make_parser().parse_args(arguments)
-    source, out = (
-        user_path(options.source, "SOURCE", CheckpointError),
-        user_path(options.out, "OUT", CheckpointError),
-    )
+    source = user_path(options.source, "SOURCE", CheckpointError)
+    out = user_path(options.out, "OUT", CheckpointError)
     limit_bytes = int(options.shard_gb * 1e9)
     if options.command == "import":
         folder = open_folder(source)
