@@ -133,7 +133,7 @@ def test_a_good_machine_has_no_findings():
             "slow",
             "no NVLink between GPU0-GPU2 (SYS), GPU1-GPU2 (PHB)",
         ),
-        (software(missing_packages=("datasets",)), "note", "not installed: datasets"),
+        (software(versions={"datasets": "", "torchao": "0.18"}), "note", "not installed: datasets"),
         (
             facts(environment={"OMP_NUM_THREADS": "abc"}),
             "slow",

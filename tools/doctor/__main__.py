@@ -30,7 +30,6 @@ from meshwright.train.files import user_path
 
 EXIT_WILL_FAIL = 1
 WIDTH = 110
-HEADINGS = {"fails": "FAILS", "slow": "SLOW", "note": "NOTE"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,7 +91,7 @@ def format_findings(findings: Sequence[Finding]) -> str:
     """The most important first."""
     if not findings:
         return "nothing will fail or be slow, as far as can be seen"
-    lines = [f"  {HEADINGS[one.kind]:<6}{one.what}\n        {one.remedy}" for one in findings]
+    lines = [f"  {one.kind.upper():<6}{one.what}\n        {one.remedy}" for one in findings]
     return "\n".join(["what will be slow or fail, and how to mend it", *lines])
 
 

@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 
 from meshwright.parallel.errors import one_line
 
+OPTIONAL = ("transformers", "datasets", "torchao")  # packages that some features need
 MAX_WHY = 200  # characters of why something is unknown
 T = TypeVar("T")
 
@@ -54,7 +55,6 @@ class Software:
     """Versions by name, "" for what is not installed; what torch can use; how code is compiled."""
 
     versions: Mapping[str, str | Unknown] = field(default_factory=dict)
-    missing_packages: tuple[str, ...] = ()
     torch_cuda: str = ""  # the CUDA that torch was built for, "" for a CPU build
     gpus_of_torch: int | Unknown = 0
     compiler: str | Unknown = "g++"  # "" where there is none

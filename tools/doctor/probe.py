@@ -21,7 +21,7 @@ import torch
 
 from meshwright import __version__
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.tools.doctor.facts import Folder, Gpu, MachineFacts, Software, Unknown, find
+from meshwright.tools.doctor.facts import OPTIONAL, Folder, Gpu, MachineFacts, Software, Unknown, find
 from meshwright.train.cgroups import memory_limit_bytes
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.files import ENOUGH
@@ -138,7 +138,6 @@ def measure_write(folder: Path) -> float:
 
 
 PACKAGES = ("torch", "triton", "tensorboard", "numpy", "safetensors", "tokenizers")
-OPTIONAL = ("transformers", "datasets", "torchao")
 QUERY = ("name", "power.limit", "power.default_limit")
 DRIVER_S = 20.0  # nvidia-smi hangs where a GPU has fallen off the bus
 
@@ -146,10 +145,8 @@ DRIVER_S = 20.0  # nvidia-smi hangs where a GPU has fallen off the bus
 def look_at_software() -> Software:
     """Everything of it; what cannot be found out is Unknown."""
     gpus = find(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    versions = find_versions(bool(gpus))
     return Software(
-        versions=versions,
-        missing_packages=tuple(name for name in OPTIONAL if not versions[name]),
+        versions=find_versions(bool(gpus)),
         torch_cuda=torch.version.cuda or "",
         gpus_of_torch=gpus,
         compiler=find(find_compiler),
@@ -202,12 +199,8 @@ def look_at_gpus() -> tuple[Gpu, ...]:
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Of nvidia-smi's table, one line a GPU, values by commas; what it does not know it calls [N/A] and the
     like."""
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == len(QUERY):
-            found.append(Gpu(cells[0], *map(_number, cells[1:])))
-    return tuple(found)
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return tuple(Gpu(row[0], *map(_number, row[1:])) for row in rows if len(row) == len(QUERY))
 
 
 def look_at_topology() -> tuple[str, ...]:

@@ -4,8 +4,9 @@ functions of the facts."""
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_address
 
-from meshwright.tools.doctor.facts import Facts, Finding, Unknown
+from meshwright.tools.doctor.facts import OPTIONAL, Facts, Finding, Unknown
 
 SHOWN = (
     "NCCL_",
@@ -85,9 +86,9 @@ def judge_software(facts: Facts) -> Iterator[Finding]:
             f"cuDNN cannot be used: {cudnn.unknown}",
             "take another one's folder out of LD_LIBRARY_PATH: torch has its own",
         )
-    if software.missing_packages:
+    if missing := [name for name in OPTIONAL if software.versions.get(name) == ""]:
         remedy = "pip install -e '.[hf,float8]' for datasets, Hugging Face comparisons and float8"
-        yield Finding("note", f"not installed: {', '.join(software.missing_packages)}", remedy)
+        yield Finding("note", f"not installed: {', '.join(missing)}", remedy)
 
 
 def _unseen(facts: Facts, here: str) -> Finding:
@@ -194,17 +195,14 @@ def _judge_name(facts: Facts) -> Iterator[Finding]:
     if isinstance(addresses, Unknown):
         remedy = "add it to /etc/hosts; torchrun and gloo ask for it"
         yield Finding("slow", f"{name} resolves to nothing: {addresses.unknown}", remedy)
-    elif "GLOO_SOCKET_IFNAME" not in facts.environment and all(map(is_loopback, addresses)):
+    elif "GLOO_SOCKET_IFNAME" not in facts.environment and all(
+        ip_address(one).is_loopback for one in addresses
+    ):
         yield Finding(
             "note",
             f"{name} is {addresses[0]}: no other machine reaches gloo there",
             "for several machines: GLOO_SOCKET_IFNAME=eth0 or so; configs/launch/nodes.sh finds it",
         )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine itself reaches it."""
-    return address.startswith("127.") or address == "::1"
 
 
 def judge_gpus(facts: Facts) -> Iterator[Finding]:
