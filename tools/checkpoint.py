@@ -266,14 +266,10 @@ def difference_text(differences: Differences) -> str:
         (t.name, t.here, t.there, "" if t.largest is None else f"{t.largest:.3g}")
         for t in differences.tensors
     ]
-    if rows:
-        lines.append(format_table(("tensor", "here", "there", "largest difference"), rows[:40]))
-    count = (
-        f"{len(rows)} of {differences.compared} tensors differ"
-        if rows
-        else f"all {differences.compared} tensors are equal"
-    )
-    return "\n".join([*lines, count])
+    if not rows:
+        return "\n".join([*lines, f"all {differences.compared} tensors are equal"])
+    table = format_table(("tensor", "here", "there", "largest difference"), rows[:40])
+    return "\n".join([*lines, table, f"{len(rows)} of {differences.compared} tensors differ"])
 
 
 def _compare(name: str, one: _Opened, other: _Opened) -> TensorDifference | None:

@@ -38,6 +38,7 @@ _LAUNCHER = (
 _ERROR = re.compile(
     r"^(?:\[\w+\]:\s*)?(?:rank \d+: )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Unsupported|Interrupt): .*)$"
 )
+_DEVICE = re.compile(r"^device: (.+), \d+ process", re.MULTILINE)
 _IN_ERROR = re.compile(r"  \s*(?!File |rank)\S")  # what is indented below it, but for a traceback
 
 
@@ -124,6 +125,12 @@ def named_error(lines: Sequence[str]) -> list[str]:
             more = itertools.takewhile(_IN_ERROR.match, lines[i + 1 : i + REASON_LINES])
             return [match[1], *more]
     return []
+
+
+def named_device(output: str) -> str:
+    """The device that a run has named in its output; "" where there is none."""
+    match = _DEVICE.search(output)
+    return match[1] if match else ""
 
 
 def find_reason(output: str, letters: int) -> str:

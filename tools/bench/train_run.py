@@ -4,7 +4,6 @@ on the standard shape; and the options of all subcommands that start runs."""
 import argparse
 import dataclasses
 import json
-import re
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from meshwright.tools.processes import (
     BenchError,
     cache_environment,
     make_environment,
+    named_device,
     python_command,
     run_to_end,
 )
@@ -120,7 +120,8 @@ def measure_run(setup: Setup, cache: dict[str, str]) -> RunFigures:
         started_at = time.perf_counter()
         run_to_end(command, make_environment(setup.threads, cache), log, watch)
         watch()
-        return make_figures(read_rows(metrics), first_report_at - started_at, _device(log))
+        device = named_device(log.read_text(encoding="utf-8", errors="replace")) or "unknown"
+        return make_figures(read_rows(metrics), first_report_at - started_at, device)
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
@@ -166,13 +167,6 @@ def compile_seconds(step_times_s: Sequence[float]) -> float:
 def spread(values: Sequence[float], middle: float) -> float:
     """(Largest - smallest) / `middle`."""
     return (max(values) - min(values)) / middle
-
-
-def _device(log: Path) -> str:
-    match = re.search(
-        r"^device: (.+), \d+ process", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-    )
-    return match[1] if match else "unknown"
 
 
 SHAPE = (

@@ -6,6 +6,7 @@ from shlex import quote
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 
 from meshwright.parallel.errors import PlanError, each_line, one_line
 from meshwright.tools.import_accelerate.rules import Item
@@ -58,14 +59,10 @@ def _entry(item: Item) -> str:
 
 def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested mappings, by section."""
-    config: dict[str, Any] = {}
-    for key, value in sorted(settings.items(), key=lambda entry: entry[0].split(".")[0]):
-        *sections, name = key.split(".")
-        inner = config
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
-    return config
+    config = Namespace()
+    for key in sorted(settings, key=lambda key: key.split(".")[0]):
+        config[key] = settings[key]
+    return config.as_dict()
 
 
 def _plan(settings: Mapping[str, Any], processes: int) -> list[str]:

@@ -2,6 +2,7 @@
 compares them."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from meshwright.tools.sweep.progress import SweepScreen
 from meshwright.tools.sweep.results import SweepReport, read_sweep, report_json
 from meshwright.tools.sweep.runner import (
     Attempt,
-    as_lines,
     hear_interrupts,
     launched_with,
     make_folder,
@@ -182,13 +182,12 @@ def print_commands(planned: Sequence[PlannedRun], slurm: bool, retry_failed: boo
         elif state == "failed" and not retry_failed:
             print(f"# {one.cell.name}: failed: {one_line(reason, 200)} (--retry-failed prints it)")
         elif state == "running" and slurm:
-            print(
-                f"# {one.cell.name}: running, by its status.json. If it was killed: "
-                f"{as_lines([slurm_command(one)])}"
-            )
+            job = shlex.join(slurm_command(one))
+            print(f"# {one.cell.name}: running, by its status.json. If it was killed: {job}")
         elif state != "finished":
-            left.append(one)
-    print(as_lines((slurm_command if slurm else run_command)(one) for one in left))
+            left.append(slurm_command(one) if slurm else run_command(one))
+    for command in left:
+        print(shlex.join(command))
 
 
 def write_report(

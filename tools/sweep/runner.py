@@ -3,12 +3,11 @@ leaves, and the sweep's folder, which one sweep at a time takes for one spec. A 
 when the sweep is."""
 
 import json
-import re
 import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from meshwright.tools.processes import (
     children,
     find_reason,
     find_running,
+    named_device,
     own_environment,
     python_command,
     send,
@@ -42,7 +42,6 @@ NAME, OUTPUT = "attempt.json", "output.txt"
 LIMIT_BYTES = 1 << 20
 TAIL_BYTES = 1 << 18  # of an output, searched for a reason
 REASON_LETTERS = 600
-_DEVICE = re.compile(r"^device: (.+), \d+ process", re.MULTILINE)
 Ended = Literal["waiting", "running", "finished", "stopped", "failed", "refused"]
 
 
@@ -128,8 +127,7 @@ def output_since(folder: Path, offset: int) -> str:
 
 def device_of(folder: Path) -> str:
     """The device that a run has named in its output; "" where there is none."""
-    match = _DEVICE.search(output_since(folder, 0))
-    return match[1] if match else ""
+    return named_device(output_since(folder, 0))
 
 
 SLURM_SCRIPT = "configs/launch/slurm.sh"
@@ -156,11 +154,6 @@ def slurm_command(planned: PlannedRun) -> list[str]:
         f"--gpus-per-node={cell.processes}",
     ]
     return ["sbatch", *place, SLURM_SCRIPT, config.removeprefix("--config="), *arguments]
-
-
-def as_lines(commands: Iterable[Sequence[str]]) -> str:
-    """Each on a line of its own, as a shell takes it."""
-    return "\n".join(shlex.join(command) for command in commands)
 
 
 def refuse_nodes(planned: Sequence[PlannedRun]) -> None:
