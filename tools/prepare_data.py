@@ -140,11 +140,8 @@ class PlainLines:
 
     def __call__(self, progress: Progress) -> None:
         if progress.done_bytes == progress.kept_bytes > 0:
-            print(
-                f"going on after {progress.kept_bytes / 1e6:,.1f} MB that are finished",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = f"going on after {progress.kept_bytes / 1e6:,.1f} MB that are finished"
+            print(told, file=sys.stderr, flush=True)
         if progress.elapsed_s >= self._next_s:
             self._next_s = progress.elapsed_s + LINE_EVERY_S
             print(to_line(progress), file=sys.stderr, flush=True)
@@ -188,17 +185,14 @@ def make_figures(
 def to_text(figures: dict[str, Any]) -> str:
     """The figures for people, and the lines to put into a config."""
     vocab_size, padded = figures["vocab_size"], figures["padded_vocab_size"]
-    speed = (
-        ""
-        if figures["already_there"]
-        else f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"
-    )
+    made, speed = f"{figures['folder']} is already there, made from the same", ""
+    if not figures["already_there"]:
+        made = f"wrote {figures['folder']}"
+        speed = f", {figures['mb_per_s']:,.1f} MB/s in {figures['elapsed_s']:,.1f} s"
     rows = [[split, f"{figures['documents'][split]:,}", f"{figures['tokens'][split]:,}"] for split in SPLITS]
     return "\n".join(
         (
-            f"{figures['folder']} is already there, made from the same"
-            if figures["already_there"]
-            else f"wrote {figures['folder']}",
+            made,
             format_table(("split", "documents", "tokens"), rows),
             f"{figures['text_bytes'] / 1e6:,.1f} MB of text{speed}, {figures['bytes_per_token']:.2f} bytes "
             f"per token; {figures['empty_documents']:,} documents without text were left out",

@@ -94,10 +94,8 @@ def as_text(comparison: RunComparison) -> str:
     lines += [format_table(("", "first", "second", "second / first"), _side_by_side(*comparison.figures)), ""]
     lines += [f"data: {comparison.data}", *(_curve_words(curve) for curve in comparison.curves)]
     for title, found in (("config", comparison.config), ("plan", comparison.plan)):
-        lines += [
-            f"{title}: {'no difference' if not found else ''}".rstrip(),
-            *(f"- {line}" for line in found[:SHOWN]),
-        ]
+        lines.append(f"{title}:" if found else f"{title}: no difference")
+        lines += [f"- {line}" for line in found[:SHOWN]]
         if len(found) > SHOWN:
             lines.append(f"- and {len(found) - SHOWN} more")
     return "\n".join([*lines, *comparison.notes])
@@ -119,12 +117,10 @@ def _curve_words(curve: CurveDifference) -> str:
     step, one, other = curve.first
     at, most = curve.largest
     apart = f"by {most:.3g}" if math.isfinite(most) else "where only one is finite"
-    beyond = (
-        f"; beyond the band from step {curve.beyond} on" if curve.beyond is not None else "; within the band"
-    )
+    beyond = "within the band" if curve.beyond is None else f"beyond the band from step {curve.beyond} on"
     return (
         f"{curve.key}: first differs at step {step} ({one:.6g} and {other:.6g}), most at step {at}, "
-        f"{apart}{beyond}"
+        f"{apart}; {beyond}"
     )
 
 

@@ -258,11 +258,9 @@ def _verdict(
 
 def _furthest_words(curve: CurveDifference) -> str:
     step, most = curve.largest
-    return (
-        f"furthest apart at step {step}: {most:.3g}"
-        if math.isfinite(most)
-        else f"at step {step} only one of them is finite"
-    )
+    if not math.isfinite(most):
+        return f"at step {step} only one of them is finite"
+    return f"furthest apart at step {step}: {most:.3g}"
 
 
 def _grown(curves: Sequence[CurveDifference], steps: Sequence[int]) -> list[str]:

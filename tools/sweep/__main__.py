@@ -4,6 +4,7 @@ compares them."""
 import argparse
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -205,10 +206,8 @@ def write_report(
 
 def _conclude(report: SweepReport, spec: Spec, interrupts: Sequence[int], screen: SweepScreen) -> int:
     """Last words; the exit code."""
-    states = [row.state for row in report.rows]
-    screen.line(
-        f"{', '.join(f'{states.count(state)} {state}' for state in dict.fromkeys(states))}. {_where(spec)}"
-    )
+    states = Counter(row.state for row in report.rows)
+    screen.line(f"{', '.join(f'{count} {state}' for state, count in states.items())}. {_where(spec)}")
     if interrupts:
         screen.line("interrupted: the same command goes on")
         return EXIT_INTERRUPTED

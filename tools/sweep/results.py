@@ -83,9 +83,8 @@ def _read_row(one: PlannedRun, varied: Mapping[str, str], changed: Sequence[str]
     if one.refused and state in ("waiting", "refused"):
         state, reason = "refused", one.refused
     if changed:
-        reason = "; ".join(
-            filter(None, (f"begun with other keys than the spec has now ({', '.join(changed)})", reason))
-        )
+        told = f"begun with other keys than the spec has now ({', '.join(changed)})"
+        reason = f"{told}; {reason}" if reason else told
     figures = figures_of(run, read_attempt(one.folder).predicted) if run else None
     return ReportRow(
         one.cell.name,
