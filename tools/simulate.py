@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from meshwright.parallel.float8 import scale_weights, scales_ahead
-from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
-from meshwright.parallel.simulate.collectives import Collective
 from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
 from meshwright.tools.cli import format_table, natural, positive, run_tool
 from meshwright.train.build_model import fill_model, shard_model
@@ -131,10 +130,7 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
     """The simulation as plain data, memory in GiB."""
     return {
         "collectives": [dataclasses.asdict(collective) for collective in simulation.collectives],
-        "totals": [
-            {"op": op, "axis": axis, "count": count, "bytes": size}
-            for op, axis, count, size in totals(simulation)
-        ],
+        "totals": totals(simulation),
         "memory": simulation.memory.gib(),
         "peak_memory_gib": simulation.peak_bytes / GIB,
         "memory_at_peak": simulation.at_peak.gib(),
@@ -144,15 +140,10 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 
 def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
     """Totals, memory and the first collectives for people; `first` None is all of them."""
-    rows = [(op, axis, str(count), f"{size / GIB:9.3f}") for op, axis, count, size in totals(simulation)]
-    kinds = [
-        (kind, f"{gib:8.2f}", f"{simulation.at_peak.gib()[kind]:8.2f}")
-        for kind, gib in simulation.memory.gib().items()
-    ]
-    kinds.append(("total", "", f"{simulation.peak_bytes / GIB:8.2f}"))
+    rows = [(t["op"], t["axis"], str(t["count"]), f"{t['bytes'] / GIB:9.3f}") for t in totals(simulation)]
     parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
     parts.append(format_table(("collectives", "axis", "count", "GiB"), rows) if rows else "no collectives")
-    parts.append(format_table(("memory", "most GiB", "GiB at the peak"), kinds))
+    parts.append(memory_table(simulation))
     if simulation.host_bytes:
         parts.append(
             f"in host memory (cpu_offload): {simulation.host_bytes / GIB:.2f} GiB of parameters, gradients, "
@@ -160,30 +151,40 @@ def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) ->
         )
     if any(unit.activation_checkpoint == "budget" for unit in plan.units):
         parts.append(f"note: {NO_BUDGET}")
-    shown = simulation.collectives[:first]
-    if shown:
-        parts.append(
-            format_table(
-                ("#", "op", "axis", "unit", "phase", "MiB"), list(map(_row, range(1, len(shown) + 1), shown))
-            )
-        )
+    if shown := simulation.collectives[:first]:
+        cells = [
+            (str(number), c.op, c.axis, c.unit, c.phase, f"{c.bytes / 2**20:10.3f}")
+            for number, c in enumerate(shown, 1)
+        ]
+        parts.append(format_table(("#", "op", "axis", "unit", "phase", "MiB"), cells))
     if len(shown) < len(simulation.collectives):
         parts[-1] += f"\n... {len(simulation.collectives) - len(shown)} more (--all shows them)"
     return "\n\n".join(parts)
 
 
-def totals(simulation: Simulation) -> list[tuple[str, str, int, int]]:
+def memory_table(memory: StepMemory) -> str:
+    """The most of each kind, and each at the moment when all together are most."""
+    digits = 2 if memory.peak_bytes >= GIB else 4
+    at_peak = memory.at_peak.gib()
+    rows = [
+        (kind, f"{gib:8.{digits}f}", f"{at_peak[kind]:8.{digits}f}")
+        for kind, gib in memory.memory.gib().items()
+    ]
+    total = ("total", "", f"{memory.peak_bytes / GIB:8.{digits}f}")
+    return format_table(("memory", "most GiB", "GiB at the peak"), [*rows, total])
+
+
+def totals(simulation: Simulation) -> list[dict[str, Any]]:
     """Of each op and axis how many collectives, and the bytes of all together; the most bytes first."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for collective in simulation.collectives:
         counts[collective.op, collective.axis] += 1
         sizes[collective.op, collective.axis] += collective.bytes
-    return [(op, axis, counts[op, axis], size) for (op, axis), size in sizes.most_common()]
-
-
-def _row(number: int, c: Collective) -> tuple[str, ...]:
-    return (str(number), c.op, c.axis, c.unit, c.phase, f"{c.bytes / 2**20:10.3f}")
+    return [
+        {"op": op, "axis": axis, "count": counts[op, axis], "bytes": size}
+        for (op, axis), size in sizes.most_common()
+    ]
 
 
 if __name__ == "__main__":

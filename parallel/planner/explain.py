@@ -8,17 +8,9 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import regathered
 from meshwright.parallel.planner.cost_model import StepTimes
 from meshwright.parallel.planner.search import EQUAL, Candidate, Cluster, SearchResult
+from meshwright.parallel.planner.search_space import CHOICES
 from meshwright.parallel.planner.stream_simulator import OFFLOAD
 
-CHOICES = (
-    "tp",
-    "dp_shard",
-    "activation_checkpoint",
-    "activation_checkpoint_blocks",
-    "reshard_after_forward",
-    "prefetch",
-    "micro_batch_size",
-)
 MILLI = 1e3
 MOST_COMPARED = 3  # other values of one choice
 
@@ -101,6 +93,8 @@ def _host_memory(best: Candidate, times: StepTimes) -> Iterator[str]:
 
 def _alternatives(choice: SearchResult, machines: Cluster) -> Iterator[str]:
     for key in CHOICES:
+        if key == "dp_replicate":  # it follows from tp and dp_shard
+            continue
         said = [_compare(other, key, choice.best, machines) for other in _same_but_for(choice, key)]
         if said:
             fewest = (

@@ -88,12 +88,9 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
 
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
-    swept = sweep(job, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
-    print(
-        json.dumps(sweep_json(swept, options.tokens), indent=2)
-        if options.json
-        else sweep_text(swept, options.tokens)
-    )
+    rows = sweep(job, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
+    as_asked = sweep_json if options.json else sweep_text
+    print(as_asked(rows, options.tokens))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
@@ -212,7 +209,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="YAML file: a path, or a name in configs/, as llama_8b.yaml",
     )
-    add("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
+    how_many = parser.add_mutually_exclusive_group(required=True).add_argument
+    how_many("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
     add(
         "--gpus-per-node",
         type=positive,
@@ -243,12 +241,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="run a step of one rank with the real code on a fake process group, and compare collectives "
         "and memory; exit code 1 if they differ too much",
     )
-    add(
+    how_many(
         "--min-gpus",
         action=flag,
         help="find the fewest GPUs that will do, a power of two, and plan for them (needs --gpu)",
     )
-    add(
+    how_many(
         "--sweep",
         metavar="gpus=A..B",
         help="plan for A GPUs, twice as many, and so on: how the run scales (needs --gpu)",
@@ -313,14 +311,6 @@ def _check_names(config_arguments: Sequence[str]) -> None:
 
 def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
     """Options that need each other, or exclude each other."""
-    given = [name for name in ("gpus", "min_gpus", "sweep") if getattr(options, name)]
-    if len(given) != 1:
-        words = " and ".join(map(_option, given))
-        raise ConfigError(
-            f"{words}: give one of them only"
-            if words
-            else "say how many GPUs, with --gpus N, --min-gpus or --sweep gpus=A..B"
-        )
     if options.compare:
         _refuse(
             options,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import join_names
 from meshwright.parallel.plan.strategy import describe_strategy
@@ -23,16 +23,12 @@ COMPARED = {"no_shard": "DDP", "full_shard": "FSDP", "hybrid_shard": "HSDP"}
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ComparedStrategy:
-    """One strategy: its plan, memory in GiB by kind, predicted by formula and measured in a simulation, and
-    the sum or the peak of it."""
+    """One strategy: its plan, memory predicted by formula, and what a simulation measured."""
 
     plan: Plan
-    predicted: dict[str, float]
-    predicted_gib: float
-    measured: dict[str, float]
-    measured_gib: float
+    predicted: StepMemory
     simulation: Simulation
 
 
@@ -63,15 +59,13 @@ def comparison_text(compared: dict[str, ComparedStrategy]) -> str:
         "GiB per GPU",
         *(f"{short} {what}" for short in COMPARED.values() for what in ("predicted", "measured")),
     ]
-    strategies = list(compared.values())
-    kinds = list(strategies[0].predicted)
-    rows = [
-        [kind, *(_gib(side[kind]) for s in strategies for side in (s.predicted, s.measured))]
-        for kind in kinds
-    ]
-    rows.append(["total", *(_gib(total) for s in strategies for total in (s.predicted_gib, s.measured_gib))])
+    sides = [side for s in compared.values() for side in (s.predicted, s.simulation)]
+    by_kind = [side.memory.gib() for side in sides]
+    rows = [[kind, *(_gib(gib[kind]) for gib in by_kind)] for kind in by_kind[0]]
+    rows.append(["total", *(_gib(side.peak_bytes / GIB) for side in sides)])
     for op in OPS:
-        rows.append([op, *(cell for s in strategies for cell in ("", _gib(_moved_gib(s.simulation, op))))])
+        moved = [sum(c.bytes for c in s.simulation.collectives if c.op == op) for s in compared.values()]
+        rows.append([op, *(cell for size in moved for cell in ("", _gib(size / GIB)))])
     notes = [f"{COMPARED[name]}: {describe_strategy(name, s.plan.mesh)}" for name, s in compared.items()]
     notes += [
         "predicted: compiled as asked, from the compiler's own graphs. measured: every storage of one rank "
@@ -95,32 +89,18 @@ def _with_strategy(job: TrainingJob, strategy: str) -> TrainingJob:
 
 def _compared(job: TrainingJob, world_size: int, gpus_per_node: int) -> ComparedStrategy:
     plan = plan_run(job, world_size, gpus_per_node)
-    estimate = predict_memory(job, plan)
-    simulation = simulate_run(job, plan)
-    return ComparedStrategy(
-        plan,
-        estimate.memory.gib(),
-        estimate.peak_bytes / GIB,
-        simulation.memory.gib(),
-        simulation.peak_bytes / GIB,
-        simulation,
-    )
+    return ComparedStrategy(plan, predict_memory(job, plan), simulate_run(job, plan))
 
 
 def _plain(compared: ComparedStrategy) -> dict[str, Any]:
     return {
         "mesh": dataclasses.asdict(compared.plan.mesh),
-        "predicted": {"peak_memory_gib": compared.predicted_gib, "memory": compared.predicted},
-        "measured": {"peak_memory_gib": compared.measured_gib, "memory": compared.measured},
-        "collectives": [
-            {"op": op, "axis": axis, "count": count, "bytes": size}
-            for op, axis, count, size in totals(compared.simulation)
-        ],
+        **{
+            name: {"peak_memory_gib": side.peak_bytes / GIB, "memory": side.memory.gib()}
+            for name, side in (("predicted", compared.predicted), ("measured", compared.simulation))
+        },
+        "collectives": totals(compared.simulation),
     }
-
-
-def _moved_gib(simulation: Simulation, op: str) -> float:
-    return sum(c.bytes for c in simulation.collectives if c.op == op) / GIB
 
 
 def _gib(value: float) -> str:
@@ -142,24 +122,19 @@ class Difference:
 
 
 def diff_plans(a: Plan, b: Plan) -> list[Difference]:
-    """Every difference from `a` to `b`: mesh, batch, what holds for all units, then units in the order of the
-    forward. Empty if equal."""
-    differences = _diff_fields("mesh", a.mesh, b.mesh)
-    for where, key in (
-        ("batch", "micro_batch_size"),
-        ("batch", "accumulation"),
-        ("batch", "global_batch_size"),
-        ("plan", "cpu_offload"),
-        ("plan", "storage_dtype"),
-        ("plan", "attention"),
-        ("plan", "loss_chunk_tokens"),
-        ("plan", "fused_projections"),
-        ("plan", "async_tp"),
-    ):
-        if _differ(both := (getattr(a, key), getattr(b, key))):
-            differences.append(Difference(where, key, *both))
-    differences += _diff_fields("float8", a.float8, b.float8)
-    differences += _diff_tensor(a, b) + _diff_fields("compile", a.compile, b.compile)
+    """Every difference from `a` to `b`: what holds for all units, then units in the order of the forward.
+    Empty if equal."""
+    differences = list[Difference]()
+    for key, one, other in _changes(a, b):
+        if key == "tensor":
+            differences += _diff_tensor(a, b)
+        elif dataclasses.is_dataclass(one):
+            differences += _diff_fields(key, one, other)
+        elif key not in ("modules", "units"):
+            differences.append(Difference("plan", key, one, other))
+    if a.global_batch_size != b.global_batch_size:
+        both = (a.global_batch_size, b.global_batch_size)
+        differences.append(Difference("plan", "global_batch_size", *both))
     if a.modules != b.modules:
         differences.append(Difference("model", "modules", join_names(a.modules), join_names(b.modules)))
     return differences + _diff_units(a, b)

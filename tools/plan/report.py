@@ -19,6 +19,7 @@ from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.parallel.planner.search import Candidate, Cluster, SearchResult
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
+from meshwright.tools.simulate import memory_table
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import choose_plan
@@ -125,12 +126,6 @@ def answer(job: TrainingJob, place: Target) -> PlanReport:
     )
 
 
-def strategy_words(asked: PlanReport) -> str:
-    """What the strategy that was asked for comes to; "" without one."""
-    strategy = asked.job.parallel.strategy
-    return describe_strategy(strategy, asked.plan.mesh) if strategy else ""
-
-
 def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware | None) -> int:
     """The fewest GPUs, a power of two, that the run fits on: with any plan if the planner chooses, else as
     the config says. Raises PlanError if none does."""
@@ -169,8 +164,7 @@ def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str,
 
 
 def as_json(asked: PlanReport) -> dict[str, Any]:
-    """Plain data: plan, reasons, advice, predicted; if the planner chose, the candidates in order, and those
-    that were not timed because they are slower at best."""
+    """Plain data: plan, reasons, advice, predicted; if the planner chose, the candidates in order."""
     document: dict[str, Any] = {
         "plan": plan_to_dict(asked.plan),
         "reasons": list(asked.reasons),
@@ -179,7 +173,6 @@ def as_json(asked: PlanReport) -> dict[str, Any]:
     }
     if asked.choice:
         document["candidates"] = list(_candidates(asked, asked.choice))
-        document["slower"] = [_slower(asked.choice.best, candidate) for candidate in asked.choice.pruned]
     return document
 
 
@@ -224,12 +217,6 @@ def _candidates(asked: PlanReport, choice: SearchResult) -> Iterator[dict[str, A
         )
 
 
-def _slower(best: Candidate, candidate: Candidate) -> dict[str, Any]:
-    """One that was not looked at any further."""
-    ratio = 1 - candidate.rate() / best.rate()
-    return {"choices": dict(candidate.choices), "reason": f"at least {ratio:.1%} slower than the best"}
-
-
 def token_rate(job: TrainingJob, candidate: Candidate) -> float:
     """Tokens per second of each GPU."""
     return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
@@ -272,7 +259,9 @@ CHOICES = {
 
 def as_text(asked: PlanReport, tokens: float | None = None) -> str:
     """All of it in paragraphs. `tokens`: to say how long training on so many takes."""
-    said = [*filter(None, [strategy_words(asked)]), *(f"advice: {sentence}" for sentence in asked.advice)]
+    strategy = asked.job.parallel.strategy
+    said = [describe_strategy(strategy, asked.plan.mesh)] if strategy else []
+    said += [f"advice: {sentence}" for sentence in asked.advice]
     parts = ["\n".join([plan_to_table(asked.plan), *said])]
     if asked.reasons:
         parts.append("\n".join(["why:", *(f"- {sentence}" for sentence in asked.reasons)]))
@@ -282,18 +271,6 @@ def as_text(asked: PlanReport, tokens: float | None = None) -> str:
     if asked.choice:
         parts += _others(asked.job, asked.choice, asked.place.machines())
     return "\n\n".join(parts)
-
-
-def memory_table(memory: StepMemory) -> str:
-    """The most of each kind, and each at the moment when all together are most."""
-    digits = 2 if memory.peak_bytes >= GIB else 4
-    at_peak = memory.at_peak.gib()
-    rows = [
-        (kind, f"{gib:8.{digits}f}", f"{at_peak[kind]:8.{digits}f}")
-        for kind, gib in memory.memory.gib().items()
-    ]
-    total = ("total", "", f"{memory.peak_bytes / GIB:8.{digits}f}")
-    return format_table(("memory", "most GiB", "GiB at the peak"), [*rows, total])
 
 
 def _figures(asked: PlanReport, prediction: Prediction, tokens: float | None) -> str:

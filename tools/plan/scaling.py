@@ -1,17 +1,18 @@
 """`python -m tools.plan --sweep gpus=8..4096`: the best plan for each number of GPUs, and how the run
 scales."""
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.schema import AXES, Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.tools.cli import format_table
-from meshwright.tools.plan.report import DAY_S, Target, needed_words, seconds
+from meshwright.tools.plan.report import Target, needed_words, seconds, time_to_train
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import describe_choices
@@ -19,7 +20,6 @@ from meshwright.train.planning.predict import Prediction, predict, search_plans
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.suggest import MAX_PROCESSES
 
-HIDDEN = 0.05  # of the step: with less than that exposed, communication counts as hidden
 BAR = 30  # letters of the longest bar
 
 
@@ -50,15 +50,9 @@ def read_sweep(text: str) -> list[int]:
     return [low * 2**n for n in range(MAX_PROCESSES.bit_length()) if low * 2**n <= high]
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A row for each number of GPUs, and the axes whose degrees the planner was free to choose."""
-
-    rows: tuple[ScalingRow, ...]
-    free_axes: tuple[str, ...]
-
-
-def sweep(job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware: Hardware) -> Sweep:
+def sweep(
+    job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware: Hardware
+) -> list[ScalingRow]:
     """Plan for each number of GPUs. Raises PlanError where none can run, with all reasons."""
     look = _chosen if job.parallel.plan == "auto" else _asked
     rows = [look(job, Target(gpus, min(gpus, gpus_per_node), hardware)) for gpus in counts]
@@ -67,8 +61,7 @@ def sweep(job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware:
             "--sweep: the run is possible on none of these numbers of GPUs.\n"
             + "\n".join(f"  {row.gpus}: {row.reason}" for row in rows)
         )
-    free = [axis for axis in AXES if job.parallel.plan == "auto" and getattr(job.parallel, axis) == "auto"]
-    return Sweep(tuple(rows), tuple(free))
+    return rows
 
 
 def _chosen(job: TrainingJob, place: Target) -> ScalingRow:
@@ -111,12 +104,12 @@ def _first_line(error: PlanError) -> str:
     return first + (f" (and {len(rest)} more)" if rest else "")
 
 
-def sweep_json(swept: Sweep, tokens: float | None) -> dict[str, Any]:
-    """Plain data: the rows, and what they say, in sentences."""
-    return {"sweep": [_plain(row, tokens) for row in swept.rows], "said": list(conclusions(swept))}
+def sweep_json(rows: Sequence[ScalingRow], tokens: float | None) -> str:
+    """One JSON document with the rows."""
+    return json.dumps({"sweep": [row_json(row, tokens) for row in rows]}, indent=2)
 
 
-def _plain(row: ScalingRow, tokens: float | None) -> dict[str, Any]:
+def row_json(row: ScalingRow, tokens: float | None) -> dict[str, Any]:
     """A row; without a plan all but the number of GPUs and the reason is null."""
     prediction, values = row.prediction, _values(row)
     timeline = prediction.timeline if prediction else None
@@ -130,7 +123,9 @@ def _plain(row: ScalingRow, tokens: float | None) -> dict[str, Any]:
         "tokens_per_s_per_gpu": prediction and prediction.tokens_per_s_per_gpu,
         "exposed_share": timeline and timeline.exposed_share,
     }
-    return plain | ({"days": prediction and _days(row, prediction, tokens)} if tokens else {})
+    if tokens:
+        plain["days"] = prediction and time_to_train(prediction, row.gpus, tokens)["days"]
+    return plain
 
 
 def _values(row: ScalingRow) -> dict[str, Any] | None:
@@ -150,13 +145,8 @@ def _values(row: ScalingRow) -> dict[str, Any] | None:
     }
 
 
-def _days(row: ScalingRow, prediction: Prediction, tokens: float) -> float:
-    return tokens / (prediction.tokens_per_s_per_gpu * row.gpus) / DAY_S
-
-
-def sweep_text(swept: Sweep, tokens: float | None) -> str:
-    """A table with a bar for each count, the counts that cannot be, and what follows."""
-    rows = swept.rows
+def sweep_text(rows: Sequence[ScalingRow], tokens: float | None) -> str:
+    """A table with a bar for each count, and the counts that cannot be."""
     best = max(row.prediction.tokens_per_s_per_gpu for row in rows if row.prediction)
     head = [
         "GPUs",
@@ -173,19 +163,14 @@ def sweep_text(swept: Sweep, tokens: float | None) -> str:
         "tokens/s per GPU",
     ]
     cells = [_cells(row, row.prediction, best, tokens) for row in rows if row.prediction]
-    parts = [format_table(head, cells)]
-    parts += (
-        ["\n".join(f"{row.gpus} GPUs: {row.reason}" for row in rows if row.reason)]
-        if any(r.reason for r in rows)
-        else []
-    )
-    return "\n\n".join([*parts, "\n".join(conclusions(swept))])
+    reasons = "\n".join(f"{row.gpus} GPUs: {row.reason}" for row in rows if row.reason)
+    return "\n\n".join(filter(None, (format_table(head, cells), reasons)))
 
 
 def _cells(row: ScalingRow, prediction: Prediction, best: float, tokens: float | None) -> list[str]:
     values, timeline, rate = _values(row) or {}, prediction.timeline, prediction.tokens_per_s_per_gpu
     settings = [str(value).lower() for key, value in values.items() if key != "accumulation"]
-    days = [f"{_days(row, prediction, tokens):,.1f}"] if tokens else []
+    days = [f"{time_to_train(prediction, row.gpus, tokens)['days']:,.1f}"] if tokens else []
     bar = "#" * max(1, round(BAR * rate / best))
     return [
         str(row.gpus),
@@ -196,36 +181,3 @@ def _cells(row: ScalingRow, prediction: Prediction, best: float, tokens: float |
         *days,
         f"{rate:>8,.0f} {bar} {rate / best:.0%}",
     ]
-
-
-def conclusions(swept: Sweep) -> Iterator[str]:
-    """Where FSDP stops hiding its communication, and where replication and tensor parallelism take over, a
-    sentence each."""
-    possible = [(row.gpus, row.plan, row.prediction) for row in swept.rows if row.plan and row.prediction]
-    waiting = next(
-        ((gpus, p.timeline.exposed_share) for gpus, _, p in possible if p.timeline.exposed_share > HIDDEN),
-        None,
-    )
-    if waiting:
-        yield (
-            f"At {waiting[0]} GPUs communication is for the first time not hidden: {waiting[1]:.1%} of the "
-            f"step waits for it, which is over {HIDDEN:.0%}."
-        )
-    else:
-        yield f"Communication is hidden on all of them: at most {HIDDEN:.0%} of a step waits for it."
-    for name, axis in (("HSDP", "dp_replicate"), ("Tensor parallelism", "tp")):
-        if axis in swept.free_axes:
-            yield (
-                f"{name} "
-                f"{_takes_over([(gpus, getattr(plan.mesh, axis)) for gpus, plan, _ in possible], axis)}."
-            )
-
-
-def _takes_over(degrees: Sequence[tuple[int, int]], axis: str) -> str:
-    """Where an axis is used, of pairs of a number of GPUs and the axis's degree there."""
-    used = [(gpus, degree) for gpus, degree in degrees if degree > 1]
-    if not used:
-        return "is nowhere the best"
-    if used == list(degrees[-len(used) :]):
-        return f"takes over at {used[0][0]} GPUs, with {axis}={used[0][1]}"
-    return "is the best at " + ", ".join(f"{gpus} GPUs ({axis}={degree})" for gpus, degree in used) + " only"

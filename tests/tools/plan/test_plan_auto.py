@@ -77,7 +77,7 @@ def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
 
 def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) -> None:
     said = document(capsys, *AUTO, "--gpus=4", "--tokens=1e12")
-    assert set(said) == {"plan", "reasons", "advice", "predicted", "candidates", "slower", "time_to_train"}
+    assert set(said) == {"plan", "reasons", "advice", "predicted", "candidates", "time_to_train"}
     best, *others = said["candidates"]
     assert all(set(row["choices"]) == CHOICES for row in said["candidates"])
     assert best["step_time_s"] == pytest.approx(said["predicted"]["step_time_s"])
@@ -235,8 +235,8 @@ def test_the_step_as_picture_and_trace(tmp_path: Path, capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "say how many GPUs"),
-        (["--gpus=4", "--min-gpus", H100], "--gpus and --min-gpus: give one of them only"),
+        ([], "one of the arguments --gpus --min-gpus --sweep is required"),
+        (["--gpus=4", "--min-gpus", H100], "--min-gpus: not allowed with argument --gpus"),
         (
             ["--gpus=4", "--parallel.plan=auto"],
             "parallel.plan=auto needs --gpu KIND, to know memory and speed: a100-80gb",
@@ -309,4 +309,4 @@ def test_the_largest_model_on_the_most_gpus_is_planned_on_a_laptop() -> None:
     assert kib * 1024 < 2e9, f"{kib / 2**20:.2f} GiB"
     said = json.loads(result.stdout)
     assert said["predicted"]["fits"] is True
-    assert len(said["candidates"]) + len(said["slower"]) > 1000
+    assert int(said["reasons"][0].split()[1]) > 1000, "plans that were tried"

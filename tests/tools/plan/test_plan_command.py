@@ -177,9 +177,9 @@ DIFFERING = [
         [
             "mesh: dp_shard 4 -> 2",
             "mesh: tp 1 -> 2",
-            "batch: global_batch_size 4 -> 2",
             "tensor: sequence_parallel false -> true",
             "tensor: styles none -> of 13 patterns",
+            "plan: global_batch_size 4 -> 2",
         ],
     ),
     (["--parallel.cpu_offload=true"], ["plan: cpu_offload false -> true"]),

@@ -19,7 +19,7 @@ from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import positive
 from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.plan.report import find_gpu
-from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json
+from meshwright.tools.plan.scaling import read_sweep, row_json, sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -75,14 +75,14 @@ def predict_best(job: TrainingJob, gpus: int, hardware: Hardware) -> dict[str, A
     """What `tools.plan --sweep` says of the best plan, its MFU, and what is recomputed of how many blocks; or
     why there is none."""
     try:
-        swept = sweep(job, [gpus], min(gpus, GPUS_PER_NODE), hardware)
+        (row,) = sweep(job, [gpus], min(gpus, GPUS_PER_NODE), hardware)
     except PlanError as error:  # its last line is GPUS: REASON
         return {"fits": False, "reason": str(error).splitlines()[-1].partition(": ")[2]}
-    (row,), (said,) = swept.rows, sweep_json(swept, tokens=None)["sweep"]
     assert row.plan is not None, "a sweep without a plan is a PlanError"
     assert row.prediction is not None, "a plan has a prediction"
-    choices = said["choices"] | blocks_of(row.plan)
-    return {**said, "mfu": row.prediction.mfu, "choices": choices}
+    found = row_json(row, tokens=None)
+    choices = found["choices"] | blocks_of(row.plan)
+    return {**found, "mfu": row.prediction.mfu, "choices": choices}
 
 
 def blocks_of(plan: Plan) -> dict[str, Any]:
