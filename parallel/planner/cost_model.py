@@ -349,7 +349,7 @@ def host_bytes(plan: Plan, work: ModelWorkload) -> int:
 def stored_bytes(plan: Plan, work: ModelWorkload) -> int:
     """A rank's shards of parameters, gradients and moments, as if every weight could be divided evenly."""
     parameters = sum(work.modules[name].parameters for name in plan.modules)
-    trained = sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules)
+    trained = trained_parameters(plan.modules, work)
     values = DTYPE_BYTES[plan.storage_dtype] * (parameters + trained) + 2 * work.moment_bytes * trained
     return int(values / plan.mesh.dp_shard)
 

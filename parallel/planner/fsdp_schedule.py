@@ -294,7 +294,7 @@ def _optimizer(seconds: float) -> MicroBatchTimeline:
 def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
     """Rounds one after the other, each as often as said."""
     rounds, step_s, compute_s = list[MicroBatchTimeline](), 0.0, 0.0
-    by_lane, by_unit = defaultdict[str, float](float), defaultdict[str, float](float)
+    by_lane = defaultdict[str, float](float)
     for part, count in parts:
         for _ in range(count):
             rounds.append(replace(part, start_s=step_s))
@@ -304,5 +304,4 @@ def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
                 compute_s += count * event.seconds
             elif event.lane in (EXPOSED, "tp"):
                 by_lane[event.work] += count * event.seconds
-                by_unit[event.unit] += count * event.seconds
-    return Timeline(tuple(rounds), step_s, compute_s, sum(by_lane.values()), dict(by_lane), dict(by_unit))
+    return Timeline(tuple(rounds), step_s, compute_s, sum(by_lane.values()), dict(by_lane))

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from meshwright.parallel.memory_breakdown import GIB, MemoryBreakdown, StepMemory
 from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule, regathered
-from meshwright.parallel.planner.cost_model import sent_blocks
+from meshwright.parallel.planner.cost_model import sent_blocks, trained_parameters
 from meshwright.parallel.planner.hardware import Hardware
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, total
 
@@ -218,10 +218,7 @@ def usable_bytes(device_bytes: int, hardware: Hardware) -> int:
 def least_bytes(plan: Plan, work: ModelWorkload) -> int:
     """What a rank needs at least, known without a walk: its shards, and what the whole forward keeps."""
     parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.dp_shard
-    trained = (
-        sum(work.modules[name].parameters * work.trained.get(name, 1.0) for name in plan.modules)
-        / plan.mesh.dp_shard
-    )
+    trained = trained_parameters(plan.modules, work) / plan.mesh.dp_shard
     sent = sent_blocks(plan, work)
     kept = sum(
         work.modules[name].saved_bytes.at(plan.micro_batch_size)

@@ -43,14 +43,13 @@ class Span:
     released_by: int
 
 
-def run_tasks(tasks: Sequence[Task], slowdown: float, one_link: bool = True) -> list[Span]:
+def run_tasks(tasks: Sequence[Task], slowdown: float) -> list[Span]:
     """Play all tasks through, from second 0.
 
     Collectives in flight together share the link: n of them run at 1/n of their speed each. That is the worst
-    case: latencies add up only within one communicator; without `one_link` each runs as if alone, the best
-    case. Computing beside any of them runs at 1 - `slowdown` of its speed; tensor-parallel collectives, which
-    stop computing, neither slow down nor are slowed. Copies to host memory and back have a link, and an
-    engine, of their own.
+    case: latencies add up only within one communicator. Computing beside any of them runs at 1 - `slowdown`
+    of its speed; tensor-parallel collectives, which stop computing, neither slow down nor are slowed. Copies
+    to host memory and back have a link, and an engine, of their own.
     """
     spans: list[Span | None] = [None] * len(tasks)
     queues = _queues(tasks)
@@ -65,7 +64,7 @@ def run_tasks(tasks: Sequence[Task], slowdown: float, one_link: bool = True) -> 
                 )
         if not running:
             break
-        stream, passed_s = _advance(running, slowdown, one_link)
+        stream, passed_s = _advance(running, slowdown)
         now_s += passed_s
         ended = running.pop(stream)
         spans[ended.index] = Span(ended.start_s, now_s, ended.released_by)
@@ -83,10 +82,10 @@ class _Running:
     released_by: int
 
 
-def _advance(running: Mapping[str, _Running], slowdown: float, one_link: bool) -> tuple[str, float]:
+def _advance(running: Mapping[str, _Running], slowdown: float) -> tuple[str, float]:
     """Let all run until one of them ends. Returns its stream, and the seconds until then."""
     collectives = len(running.keys() - {COMPUTE, OFFLOAD})
-    speeds = dict.fromkeys(running, 1.0 / collectives if collectives and one_link else 1.0)
+    speeds = dict.fromkeys(running, 1.0 / max(collectives, 1))
     if OFFLOAD in running:
         speeds[OFFLOAD] = 1.0
     if COMPUTE in running:

@@ -1,7 +1,7 @@
 """A step as it passes on one GPU: events in lanes, what is waited for, and the same as a Chrome trace."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,9 +63,8 @@ class Timeline:
     and as slow as they are beside collectives), and `exposed_s`, when it waits for a collective or for host
     memory, or runs a tensor-parallel collective.
 
-    `exposed_by_lane` and `exposed_by_unit` say how much of `exposed_s` each lane and unit is waited for, 0
-    left out. If what is waited for itself waits, for the link or in a queue, whatever is in flight at that
-    time counts.
+    `exposed_by_lane` says how much of `exposed_s` each lane is waited for, 0 left out. If what is waited for
+    itself waits, for the link or in a queue, whatever is in flight at that time counts.
     """
 
     rounds: tuple[MicroBatchTimeline, ...]
@@ -73,32 +72,20 @@ class Timeline:
     compute_s: float
     exposed_s: float
     exposed_by_lane: Mapping[str, float]
-    exposed_by_unit: Mapping[str, float]
 
     @cached_property
     def events(self) -> tuple[TimelineEvent, ...]:
         """All events of the step."""
-        return tuple(_events(self.rounds))
+        return tuple(
+            replace(e, micro_batch=number, start_s=e.start_s + part.start_s, end_s=e.end_s + part.start_s)
+            for number, part in enumerate(self.rounds)
+            for e in part.events
+        )
 
     @property
     def exposed_share(self) -> float:
         """Of the step."""
         return self.exposed_s / self.step_s if self.step_s else 0.0
-
-
-def _events(rounds: tuple[MicroBatchTimeline, ...]) -> Iterator[TimelineEvent]:
-    for number, part in enumerate(rounds):
-        for e in part.events:
-            yield TimelineEvent(
-                e.lane,
-                e.work,
-                e.unit,
-                e.module,
-                e.phase,
-                number,
-                e.start_s + part.start_s,
-                e.end_s + part.start_s,
-            )
 
 
 def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
@@ -109,25 +96,16 @@ def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
     """
     used = [lane for lane in LANES if any(event.lane == lane for event in timeline.events)]
     threads = {lane: number for number, lane in enumerate(used, start=1)}
-    names = [_name("process_name", 0, title)]
+    about = [_about("process_name", 0, name=title)]
     for lane, number in threads.items():
-        names.append(_name("thread_name", number, LANES[lane]))
-        names.append(
-            {"ph": "M", "pid": 1, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
-        )
-    facts = {
-        "title": title,
-        "step_s": timeline.step_s,
-        "compute_s": timeline.compute_s,
-        "exposed_s": timeline.exposed_s,
-        "exposed_by_lane_s": dict(timeline.exposed_by_lane),
-    }
+        about.append(_about("thread_name", number, name=LANES[lane]))
+        about.append(_about("thread_sort_index", number, sort_index=number))
     bars = [_bar(event, threads[event.lane]) for event in timeline.events]
-    return {"traceEvents": names + bars, "displayTimeUnit": "ms", "otherData": facts}
+    return {"traceEvents": about + bars, "displayTimeUnit": "ms"}
 
 
-def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
+def _about(kind: str, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": args}
 
 
 def _bar(event: TimelineEvent, thread: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import ModuleTimes, StepTimes, UnitTimes
-from meshwright.parallel.planner.timeline import Timeline
+from meshwright.parallel.planner.timeline import EXPOSED, Timeline
 
 NOTHING = UnitTimes(0, 0, 0, 0, 0, 0)
 SHORT = {"embed": "e", "head": "h"}
@@ -49,3 +49,12 @@ def bars(timeline: Timeline, lane: str, phase: str = "") -> list[tuple[str, floa
 
 def _short(name: str) -> str:
     return "+".join(SHORT.get(part, part.removeprefix("layers.")) for part in name.split("+"))
+
+
+def exposed_by_unit(step: Timeline) -> dict[str, float]:
+    """Seconds for which each unit is waited for, its tensor-parallel collectives included."""
+    waited: dict[str, float] = {}
+    for event in step.events:
+        if event.lane in (EXPOSED, "tp"):
+            waited[event.unit] = waited.get(event.unit, 0.0) + event.seconds
+    return waited

@@ -193,14 +193,13 @@ def to_timeline(step: ProfiledStep) -> Timeline:
     """The step from second 0: a round per micro batch, the last one for the optimizer. Besides `compute_s`
     and `exposed_s` a measured `step_s` has time in which nothing happens."""
     events = sorted([*_works(step), *_transfers(step), *_exposed(step)], key=lambda event: event.start_s)
-    by_lane, by_unit = defaultdict[str, float](float), defaultdict[str, float](float)
+    by_lane = defaultdict[str, float](float)
     for event in events:
         if event.lane == EXPOSED:
             by_lane[event.work] += event.seconds
-            by_unit[event.unit] += event.seconds
     rounds = tuple(_rounds(events, step.length_ns / 1e9))
     computing_s, exposed_s = total(step.computing) / 1e9, total(step.exposed) / 1e9
-    return Timeline(rounds, step.length_ns / 1e9, computing_s, exposed_s, dict(by_lane), dict(by_unit))
+    return Timeline(rounds, step.length_ns / 1e9, computing_s, exposed_s, dict(by_lane))
 
 
 def _event(

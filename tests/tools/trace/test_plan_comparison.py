@@ -29,7 +29,7 @@ def timeline(events: Iterable[TimelineEvent], step_ms: float) -> Timeline:
         sum(b.seconds for b in bars if b.lane in lanes) for lanes in (("compute",), ("exposed", "tp"))
     )
     step = MicroBatchTimeline(0.0, step_ms / 1e3, bars)
-    return Timeline((step,), step_ms / 1e3, compute_s, exposed_s, {"all_gather": exposed_s}, {})
+    return Timeline((step,), step_ms / 1e3, compute_s, exposed_s, {"all_gather": exposed_s})
 
 
 def step(slower: float = 1.0) -> Timeline:
