@@ -114,7 +114,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             ):
                 reached = train_loop(config, state, data, saver, supervision, reporting)
             stopped = reached.step < data.total_steps
-            reporting.finish(stopped)
+            reporting.finish()
             supervision.finish(reached.step, stopped)
             progress = f"step {reached.step} of {data.total_steps}"
             saved = _describe_save(config.checkpoint, saver.failed)

@@ -22,7 +22,7 @@ from meshwright.train.config import MetricsConfig, TrainingJob
 from meshwright.train.evaluation import Score, mean_loss
 from meshwright.train.memory import peak_resident_bytes
 from meshwright.train.metrics.loss_spikes import Spike, SpikeDetector
-from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, Outcome, RunSummary
+from meshwright.train.metrics.tensorboard import PREDICTED, UNIT_NORMS, RunSummary
 from meshwright.train.metrics.writer import MetricsWriter
 from meshwright.train.step import StepResult
 
@@ -196,10 +196,10 @@ class Metrics:
         if self._rows is not None:
             self._rows.flush()
 
-    def close(self, outcome: Outcome | None = None) -> None:
-        """Write what has not been written yet, and how the run has ended."""
+    def close(self) -> None:
+        """Write what has not been written yet."""
         if self._rows is not None:
-            self._rows.close(outcome)
+            self._rows.close()
 
     def _rates(self, step_time_s: float) -> dict[str, float]:
         t = self._throughput

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from meshwright.train.step import StepResult
 
 
 class Reporting:
-    """Every rank has one; rank 0 writes. As a context it shows the training, and notes its failure."""
+    """Every rank has one; rank 0 writes. As a context it shows the training, and at its end writes what has
+    not been written yet."""
 
     def __init__(
         self,
@@ -42,14 +42,11 @@ class Reporting:
         self._console.start_progress(self._steps.start - 1, self._steps.stop - 1)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._console.close()
         if self._kernels:
             self._kernels.close()
-        if error:
-            self._metrics.close("failed")
+        self._metrics.close()
 
     def start_clock(self) -> None:
         """Training begins: what was before is not step time."""
@@ -116,10 +113,9 @@ class Reporting:
         finally:
             self._profiler.close()
 
-    def finish(self, stopped: bool) -> None:
-        """The run has ended by itself: write what has not been written yet, and print what the planner
-        predicted against what was measured, if it did."""
-        self._metrics.close("stopped" if stopped else "finished")
+    def finish(self) -> None:
+        """The run has ended by itself: print what the planner predicted against what was measured, if it
+        did."""
         if told := self._metrics.compare_with_predicted():
             self._console.print(told)
 
@@ -137,7 +133,7 @@ def build_reporting(
     plan, steps = planned.plan, range(state.position.step + 1, data.total_steps + 1)
     throughput = make_throughput(config.job, plan, planned.device_name)
     is_main = dist.get_rank() == 0
-    shown = describe_run(config, planned, data.corpus.description, data.total_steps)
+    shown = describe_run(config, planned)
     metrics = Metrics(
         config.metrics, throughput, folder, planned.device, is_main, planned.predicted, shown, console.print
     )

@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 
 PREDICTED_STEP = "predicted_step"  # the image's name
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
-USUAL = frozenset(
-    {
-        "optim.lr",
-        "parallel.activation_checkpoint",
-        "parallel.dp_shard",
-        "parallel.tp",
-        "train.micro_batch_size",
-    }
-)
 OF_UNITS = (
     "reshard_after_forward",
     "forward_prefetch",
@@ -49,14 +40,10 @@ OF_UNITS = (
 )
 
 
-def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> RunSummary:
-    """All of it. `data`: what is trained on; `steps`: how many."""
+def describe_run(config: Config, planned: RunPlan) -> RunSummary:
+    """What TensorBoard shows: the config, the plan, and the step that the planner expects."""
     plan, device_name, timeline = planned.plan, planned.device_name, planned.timeline
-    texts = {
-        "config": _code(config_to_yaml(config)),
-        "plan": _code(plan_to_yaml(plan)),
-        "about": _list(run_facts(config.job, plan, device_name, data, steps)),
-    }
+    texts = {"config": _code(config_to_yaml(config)), "plan": _code(plan_to_yaml(plan))}
     if planned.reasons:
         texts["planner"] = "\n".join(f"- {line}" for line in planned.reasons)
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
@@ -64,28 +51,6 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> Run
     values = hparams_of(config, plan, device_name)
     hparams = HParams(values, first_keys(values, sys.argv[1:]))
     return RunSummary(texts, images, hparams)
-
-
-def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
-    """Model, data and hardware, by what it is called on the page."""
-    model, mesh, tokens = job.model, plan.mesh, plan.global_batch_size * job.seq_len
-    shape = (
-        f"{model.n_layers} layers, dim {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key and value "
-        "heads, ffn_dim"
-    )
-    micro = f"{plan.accumulation} x {plan.micro_batch_size} sequences of {job.seq_len:,}"
-    return {
-        "Model": f"{count_parameters(model).total:,} parameters: {shape} {model.ffn_dim}, vocabulary "
-        f"{model.vocab_size:,}",
-        "Data": data,
-        "Training": f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens",
-        "Step": f"{micro} tokens on each of {mesh.data_parallel} data-parallel ranks",
-        "Hardware": f"{mesh.world_size} x {device_name}",
-        "Mesh": f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}; "
-        f"{len(plan.units)} FSDP units",
-        "Software": f"meshwright {__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}",
-    }
 
 
 def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
@@ -114,12 +79,11 @@ def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]
 
 
 def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozenset[str]:
-    """Keys that are shown first: those on the command line, where a sweep puts what it varies; without any
-    the usual ones."""
+    """Keys that are shown first: those on the command line, where a sweep puts what it varies."""
     given = {
         argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")
     }
-    return frozenset(given & values.keys()) or USUAL & values.keys()
+    return frozenset(given & values.keys())
 
 
 def _plain(value: Any, declared: Any) -> Value:
@@ -147,11 +111,6 @@ def _paint(timeline: "Timeline", title: str) -> bytes:
 
 def _code(text: str) -> str:
     return f"```\n{text}\n```"
-
-
-def _list(facts: Mapping[str, str]) -> str:
-    """In Markdown; not a table, whose columns are a letter wide on a narrow page."""
-    return "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items())
 
 
 def log_run_summary(

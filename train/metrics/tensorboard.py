@@ -5,21 +5,19 @@ The layout is the same in all runs: TensorBoard joins their layouts, and shows a
 same in each of them. What was predicted stands beside what is measured.
 """
 
-import contextlib
 import io
 import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
 
 Value = bool | float | str
-Outcome = Literal["finished", "stopped", "failed"]
 COMPARED = {  # tag -> the column's name: what runs are compared by
     "loss/eval": "loss, eval",
     "loss/train": "loss, train",
@@ -43,7 +41,6 @@ CHARTS = {  # category -> chart -> regular expressions of tags, matched at a tag
     },
 }
 VERSION = "brain.Event:2"  # of the format, which begins every file
-ENDED = ".ended"  # ends the name of the file that says how the run has ended
 PNG_SIZE = slice(16, 24)  # where a PNG has its width and height (https://www.w3.org/TR/png-3/#11IHDR)
 
 
@@ -79,43 +76,29 @@ class TensorBoardWriter:
     imports that.
     """
 
-    def __init__(self, folder: Path, trouble: WriteErrors, shown: RunSummary, first_step: int | None) -> None:
+    def __init__(self, folder: Path, trouble: WriteErrors, shown: RunSummary, first_step: int) -> None:
         """All of `shown` but its images is in the file from the first row on. Of files written before, steps
-        from `first_step` on, if any, are hidden: a resumed run does them again; and it is no longer said how
-        the run has ended."""
+        from `first_step` on are hidden: a resumed run does them again."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
         from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
-        for ended in folder.glob(f"*{ENDED}"):
-            with contextlib.suppress(OSError):
-                ended.unlink()
-        start = [_event(file_version=VERSION)]
-        if first_step is not None:
-            start.append(_event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        begin = SessionLog(status=SessionLog.START)
+        start = [_event(file_version=VERSION), _event(step=first_step, session_log=begin)]
         texts = [text_pb(name, text) for name, text in shown.texts.items()]
         summaries = [_layout(), *_begin_row(shown.hparams), *texts]
         start += [_event(summary=summary) for summary in summaries]
         # read in the order of names
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._path, self._trouble = folder / name, trouble
-        self._file = LogFile(self._path, trouble, _records(start))
+        self._file = LogFile(folder / name, trouble, _records(start))
 
-    def add(
-        self,
-        step: int,
-        scalars: Mapping[str, float],
-        texts: Mapping[str, str],
-        spreads: Mapping[str, Sequence[float]] | None = None,
-    ) -> None:
-        """Add scalars, texts, and of `spreads` histograms, by tag, of a step."""
+    def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Add scalars and texts, by tag, of a step."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from tensorboard.plugins.histogram.summary_v2 import histogram_pb  # type: ignore[import-untyped]
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         # One event for all scalars: an event each, as SummaryWriter does it, takes three times as long.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        spread = [histogram_pb(name, numbers) for name, numbers in (spreads or {}).items() if numbers]
-        self._append(step, Summary(value=values), *spread, *(text_pb(*text) for text in texts.items()))
+        self._append(step, Summary(value=values), *(text_pb(*text) for text in texts.items()))
 
     def add_image(self, step: int, name: str, png: bytes) -> None:
         """Add an image, a PNG file's bytes."""
@@ -125,19 +108,8 @@ class TensorBoardWriter:
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
         self._append(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
-    def end(self, outcome: Outcome) -> None:
-        """Say how the run has ended, in a file of its own, for TensorBoard believes the first that says so,
-        and a resumed run must be able to take it back. A run that was stopped goes on, some time: it has not
-        ended."""
-        if outcome != "stopped":
-            end = [_event(file_version=VERSION), _event(summary=_end_row(outcome))]
-            path = self._path.with_name(f"{self._path.name}{ENDED}")
-            LogFile(path, self._trouble, _records(end)).append(b"")
-
     def close(self) -> None:
-        """Try once more to write what waits; and write what every file begins with, where there was no
-        row."""
-        self._file.append(b"")
+        """Try once more to write what waits."""
         self._file.close()
 
     def _append(self, step: int, *summaries: Any) -> None:
@@ -216,15 +188,6 @@ def _begin_row(hparams: HParams | None) -> list[Any]:
     ]
 
 
-def _end_row(outcome: Outcome) -> Any:
-    """How the run of the row has ended."""
-    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-
-    status = api_pb2.STATUS_SUCCESS if outcome == "finished" else api_pb2.STATUS_FAILURE
-    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
-    return _of_row("session_end_info", session_end_info=end)
-
-
 def _of_row(name: str, **content: Any) -> Any:
     """A summary of the HParams plugin."""
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -237,7 +200,6 @@ def _of_row(name: str, **content: Any) -> Any:
 
 PREDICTED = "predicted_"  # begins the name of a figure of metrics.jsonl that the planner has predicted
 UNIT_NORMS = "unit_grad_norms"
-UNIT_NORMS_TAG = "gradient_norm"
 TAGS = {
     "loss": "loss/train",
     "eval_loss": "loss/eval",
@@ -278,4 +240,4 @@ def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
         for name, value in row.items()
         if name != "step" and isinstance(value, int | float)
     }
-    return scalars | {f"{UNIT_NORMS_TAG}/{unit}": norm for unit, norm in row.get(UNIT_NORMS, {}).items()}
+    return scalars | {f"gradient_norm/{unit}": norm for unit, norm in row.get(UNIT_NORMS, {}).items()}

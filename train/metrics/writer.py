@@ -14,14 +14,7 @@ from typing import Any
 from meshwright.parallel.errors import one_line
 from meshwright.train.background import BackgroundThread
 from meshwright.train.metrics.log_file import MAX_WAITING, LogFile, WriteErrors
-from meshwright.train.metrics.tensorboard import (
-    UNIT_NORMS,
-    UNIT_NORMS_TAG,
-    Outcome,
-    RunSummary,
-    TensorBoardWriter,
-    scalars_of,
-)
+from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter, scalars_of
 
 HANGS_S = 5.0  # a disk that has not taken a row for so long is no longer waited for
 
@@ -67,11 +60,10 @@ class MetricsWriter:
                 self._sent[0].exception(HANGS_S)
             self._look()
 
-    def close(self, outcome: Outcome | None) -> None:
-        """Write all that can be written, what failed before included, and how the run has ended, if it has
-        begun."""
+    def close(self) -> None:
+        """Write all that can be written, what failed before included."""
         self.later(self._file.close)
-        self.later(partial(self._close_board, outcome))
+        self.later(self._close_board)
         self.flush()
         self._thread.close(0.0 if self._hangs else HANGS_S)
         if lacking := len(self._sent) + self._lost:
@@ -97,10 +89,10 @@ class MetricsWriter:
     def _write(self, row: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         self._file.append(json.dumps(_finite(row)).encode() + b"\n")
         if self._board_folder is not None:
-            norms = [norm for norm in row.get(UNIT_NORMS, {}).values() if math.isfinite(norm)]
-            self._opened(self._board_folder, row["step"]).add(
-                row["step"], scalars_of(row), texts, {UNIT_NORMS_TAG: norms}
-            )
+            step = row["step"]
+            if self._board is None:
+                self._board = TensorBoardWriter(self._board_folder, self._trouble, self._shown, step)
+            self._board.add(step, scalars_of(row), texts)
 
     def _write_image(self, name: str, make: Callable[[], bytes]) -> None:
         if self._board is None:
@@ -113,17 +105,9 @@ class MetricsWriter:
         else:
             self._board.add_image(0, name, png)
 
-    def _opened(self, folder: Path, first_step: int | None) -> TensorBoardWriter:
-        self._board = self._board or TensorBoardWriter(folder, self._trouble, self._shown, first_step)
-        return self._board
-
-    def _close_board(self, outcome: Outcome | None) -> None:
-        """A run that failed before its first row has its place among the others all the same."""
-        if self._board_folder is not None and (self._board is not None or outcome == "failed"):
-            board = self._opened(self._board_folder, None)
-            board.close()
-            if outcome is not None:
-                board.end(outcome)
+    def _close_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
 
 
 def _finite(value: Any) -> Any:

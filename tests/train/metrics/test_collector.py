@@ -83,14 +83,14 @@ def test_on_ranks_that_write_nothing_what_is_to_come_later_comes_at_once(tmp_pat
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path, is_main=False, tensorboard=True)
     metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
-    metrics.close("finished")
+    metrics.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_tensorboard_there_is_only_the_json_file(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path)
     metrics.log_eval(1, {"a": Score(8.0, 4, 1.0)})
-    metrics.close("failed")
+    metrics.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

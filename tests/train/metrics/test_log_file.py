@@ -184,7 +184,7 @@ def write_until_killed(folder: Path) -> None:
     log, board = LogFile(folder / "log", trouble), TensorBoardWriter(folder / "tb", trouble, shown, 0)
     for step in itertools.count():
         log.append(b"%d\n" % step)
-        board.add(step, {"loss": 1.0}, {"note": "so"}, {"spread": [1.0, 2.0]})
+        board.add(step, {"loss": 1.0}, {"note": "so"})
         board.add_image(step, "picture", b"\x89PNG\r\n\x1a\n" + bytes(16) + b"x" * 5000)
         print(step, flush=True)
 
@@ -202,12 +202,7 @@ def test_every_row_that_was_written_outlives_a_kill(tmp_path: Path) -> None:
         b"%d" % step for step in range(last + 1)
     ]
     board = read_board(tmp_path / "tb")
-    for shown in (
-        board.Scalars("loss"),
-        board.Images("picture"),
-        board.Tensors("spread"),
-        board.Tensors("note"),
-    ):
+    for shown in (board.Scalars("loss"), board.Images("picture"), board.Tensors("note")):
         assert [event.step for event in shown][: last + 1] == list(range(last + 1))
     assert board.Tensors("custom_scalars__config__")
     assert "_hparams_/session_start_info" in board.PluginTagToContent("hparams")
@@ -365,10 +360,10 @@ def test_a_picture_that_cannot_be_drawn_is_said_in_a_line_and_ends_nothing(tmp_p
         raise ImportError("no\nlibrary")
 
     said: list[str] = []
-    writer = MetricsWriter(tmp_path, tensorboard=True, warn=said.append)
-    writer.show(RunSummary(images={"predicted_step": draw}))
+    shown = RunSummary(images={"predicted_step": draw})
+    writer = MetricsWriter(tmp_path, tensorboard=True, shown=shown, warn=said.append)
     for step in (1, 2):
         writer.write({"step": step, "loss": 1.0}, {})
-    writer.close("finished")
+    writer.close()
     assert said == ["warning: predicted_step is not drawn: ImportError: no library"]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
