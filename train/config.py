@@ -104,7 +104,7 @@ class DataConfig:
     eval_fraction: float = bounded(0.02, low=0, high=0.999)
     packing: bool = True
     document_mask: bool = False
-    verify: str = "full"
+    verify: VerifyMode = "full"
     cache_dir: str | None = None
     prefetch: int = bounded(2, low=1)
 
@@ -116,8 +116,6 @@ class DataConfig:
                 raise ValueError(
                     f"data.mixture: {source} has the weight {weight}, which must be greater than 0"
                 )
-        if self.verify not in ("full", "size"):
-            raise ValueError(f"data.verify={self.verify} must be full or size")
         if self.document_mask and not self.packing:
             raise ValueError(
                 "data.document_mask is for packed sequences: with data.packing=false each has one document "
@@ -167,16 +165,12 @@ class RunConfig:
 
     dir: str | None = None
     seed: int = bounded(0, low=0, high=2**63 - 1)
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = bounded(0, low=0, high=4096)
     expandable_segments: bool = True
     max_hours: float = bounded(0.0, low=0, high=1e6)
     grace_s: float = bounded(120.0, low=1, high=1e6)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-
-    def __post_init__(self) -> None:
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"run.device={self.device} must be auto, cpu or cuda")
 
 
 @dataclass(frozen=True)

@@ -159,13 +159,12 @@ class _ConfigParser(ArgumentParser):
         return re.sub(r"\n  --[\w.]+ CONFIG\s+Path to a configuration file\.", "", text)
 
 
-def make_parser(prog: str, description: str = "Train a Llama, sharded and compiled.") -> ArgumentParser:
+def make_parser(prog: str) -> ArgumentParser:
     """A parser of every section's keys, for train.main and for tools that take a config."""
     set_parsing_settings(docstring_parse_attribute_docstrings=False)
     usage = f"python -m {prog} --config NAME_OR_PATH [--section.key=value ...]"
-    parser = _ConfigParser(
-        prog=f"python -m {prog}", usage=usage, description=description, exit_on_error=False
-    )
+    about = "Train a Llama, sharded and compiled."
+    parser = _ConfigParser(prog=f"python -m {prog}", usage=usage, description=about, exit_on_error=False)
     defaults = Config()
     for section in dataclasses.fields(Config):
         parser.add_argument(f"--{section.name}", type=section.type, default=getattr(defaults, section.name))

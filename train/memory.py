@@ -3,7 +3,6 @@ cyclic garbage, which runs between steps and not in the middle of one."""
 
 import ctypes
 import gc
-import os
 import resource
 import sys
 from pathlib import Path
@@ -57,12 +56,10 @@ def device_memory_bytes(device: torch.device, ranks: RankInfo) -> int:
 
 def free_host_bytes(root: Path = Path("/")) -> int:
     """Memory that all processes of this machine, or of this container, can still have together: also what the
-    kernel can give back of its page cache. `root`: where /proc and /sys are."""
-    meminfo, left = root / "proc/meminfo", memory_left_bytes(root)
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if meminfo.is_file():
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), free)
+    kernel can give back of its page cache. `root`: where /proc and /sys are, of the container's limit."""
+    import psutil
+
+    free, left = int(psutil.virtual_memory().available), memory_left_bytes(root)
     return free if left is None else min(free, left)
 
 

@@ -205,16 +205,8 @@ class _FsdpLaunchOrder:
     def _copy(self, module: str, work: str, phase: str) -> None:
         """A copy behind what has been computed so far."""
         after = [*self._waits, self._last[COMPUTE]]
-        self._copies[module] = self._add(
-            OFFLOAD,
-            work,
-            self._owner[module].name,
-            module,
-            phase,
-            self._times.host_s[module],
-            after,
-            channel="",
-        )
+        unit, alone_s = self._owner[module].name, self._times.host_s[module]
+        self._copies[module] = self._add(OFFLOAD, work, unit, module, phase, alone_s, after)
 
     def _finish(self) -> None:
         """The compute stream waits for all streams; the next forward's all-gathers wait for it."""
@@ -236,7 +228,7 @@ class _FsdpLaunchOrder:
         self, work: str, unit: str, module: str, phase: str, alone_s: float, lane: str = COMPUTE
     ) -> int:
         after, self._waits = self._waits, []
-        return self._add(lane, work, unit, module, phase, alone_s, after, channel="")
+        return self._add(lane, work, unit, module, phase, alone_s, after)
 
     def _collective(
         self, lane: str, unit: UnitPlan, phase: str, alone_s: float, after: Sequence[int], channel: str = ""
@@ -252,7 +244,7 @@ class _FsdpLaunchOrder:
         phase: str,
         alone_s: float,
         after: Sequence[int],
-        channel: str,
+        channel: str = "",
     ) -> int:
         """Launch a task after the one before it on its stream, and on its channel if it shares one. Without
         streams everything runs one after the other."""

@@ -7,6 +7,7 @@ difference.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
@@ -114,13 +115,13 @@ def search(
     found = _Search(config, model, shape, machines, trace)
     for candidate in sorted(found.legal(), key=lambda c: (-c.rate(), _complexity(c))):
         found.take(candidate)
-    found.does_not_fit.sort(key=_needed)
+    found.does_not_fit.sort(key=attrgetter("needed_bytes"))
     if not found.ranked:
         nearest = [
             candidate if candidate.memory else found.judge(candidate)
             for candidate in found.does_not_fit[:NEAREST]
         ]
-        found.does_not_fit[:NEAREST] = sorted(nearest, key=_needed)
+        found.does_not_fit[:NEAREST] = sorted(nearest, key=attrgetter("needed_bytes"))
     return SearchResult(tuple(_ranked(found.ranked)), tuple(found.does_not_fit), tuple(found.pruned))
 
 
@@ -331,23 +332,18 @@ class _Search:
         )
 
 
+def _without(choices: Mapping[str, Any], *keys: str) -> tuple[Any, ...]:
+    """The other choices, without the number of blocks, which follows from them."""
+    left_out = {*keys, "activation_checkpoint_blocks"}
+    return tuple(value for key, value in choices.items() if key not in left_out)
+
+
 def _but_how_gathered(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The choices but for resharding and prefetching, and the number of blocks."""
-    without = ("reshard_after_forward", "prefetch", "activation_checkpoint_blocks")
-    return tuple(value for key, value in choices.items() if key not in without)
+    return _without(choices, "reshard_after_forward", "prefetch")
 
 
 def _but_checkpointing(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The choices but for what is done with activations."""
-    return tuple(
-        value
-        for key, value in choices.items()
-        if key not in ("activation_checkpoint", "activation_checkpoint_blocks")
-    )
-
-
-def _needed(candidate: Candidate) -> int:
-    return candidate.needed_bytes
+    return _without(choices, "activation_checkpoint")
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:

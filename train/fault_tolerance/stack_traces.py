@@ -1,6 +1,5 @@
 """Where this process's threads are: in short for a message, in full for a file."""
 
-import linecache
 import os
 import platform
 import re
@@ -11,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,6 @@ TRACE_FILE = "nccl_trace_rank_"
 
 
 @dataclass(frozen=True)
-class Call:
-    """One frame of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True)
 class Where:
     """Where a thread is; the fields are those of train.fault_tolerance.hang_diagnosis.RankReport."""
 
@@ -46,22 +37,22 @@ class Where:
     path: tuple[str, ...]
 
 
-def main_thread_calls() -> list[Call]:
+def main_thread_calls() -> list[FrameSummary]:
     """The main thread's frames, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return (
-        [Call(f.f_code.co_filename, line or 0, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
-        if frame
-        else []
-    )
+    walked = traceback.walk_stack(frame) if frame else ()
+    # not StackSummary.extract, which looks at every file, also on a network folder that hangs
+    return [
+        FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False) for f, line in walked
+    ]
 
 
-def find_where(calls: Sequence[Call]) -> Where:
+def find_where(calls: Sequence[FrameSummary]) -> Where:
     """Where a stack (innermost call first) is in our code, and which collective it waits in, if any."""
     ours = [call for call in calls if _is_ours(call)]
     inner = calls[: calls.index(ours[0])] if ours else calls
     inside = "" if not calls or calls[0] in ours[:1] else _show(calls[0])
-    path = tuple(_show(call) for call in reversed(ours) if call.function != "<module>")
+    path = tuple(_show(call) for call in reversed(ours) if call.name != "<module>")
     return Where(_show(ours[0]) if ours else "", _collective(inner) or _bare_wait(calls), inside, path)
 
 
@@ -120,36 +111,36 @@ def count_collectives() -> tuple[tuple[str, int], ...]:
     return tuple(begun.items())
 
 
-def _is_ours(call: Call) -> bool:
+def _is_ours(call: FrameSummary) -> bool:
     """In the package, or beside it in its checkout, but not in an environment that lies there."""
-    path = Path(call.file)
+    path = Path(call.filename)
     in_checkout = path.is_relative_to(ROOT) and not {"site-packages", "dist-packages"} & set(path.parts)
     return path.is_relative_to(PACKAGE) or in_checkout
 
 
-def _show(call: Call) -> str:
+def _show(call: FrameSummary) -> str:
     """file:line function, from the folder that tells most."""
-    path = Path(call.file)
+    path = Path(call.filename)
     ours = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
     base = ours if _is_ours(call) else TORCH.parent
     shown = path.relative_to(base) if path.is_relative_to(base) else Path(*path.parts[-2:])
-    return f"{shown}:{call.line} {call.function}"
+    return f"{shown}:{call.lineno} {call.name}"
 
 
-def _collective(inner: Sequence[Call]) -> str:
+def _collective(inner: Sequence[FrameSummary]) -> str:
     """The function of torch.distributed that code of ours (or autograd, for it) called and has not come back
     from."""
     folder = TORCH / "distributed"
-    calls = [call for call in inner if Path(call.file).is_relative_to(folder)]
-    named = [call.function for call in calls if call.file.endswith("distributed_c10d.py")]
+    calls = [call for call in inner if Path(call.filename).is_relative_to(folder)]
+    named = [call.name for call in calls if call.filename.endswith("distributed_c10d.py")]
     if named:
         return named[-1]
     waiting = ("fsdp", "_composable", "tensor", "_functional_collectives.py", "_symmetric_memory")
-    if calls and Path(calls[0].file).relative_to(folder).parts[0] in waiting:
-        return calls[0].function
+    if calls and Path(calls[0].filename).relative_to(folder).parts[0] in waiting:
+        return calls[0].name
     return ""
 
 
-def _bare_wait(calls: Sequence[Call]) -> str:
-    found = WAIT.search(linecache.getline(calls[0].file, calls[0].line)) if calls else None
+def _bare_wait(calls: Sequence[FrameSummary]) -> str:
+    found = WAIT.search(calls[0].line or "") if calls else None
     return "wait" if found else ""

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from traceback import FrameSummary
 
 import pytest
 
@@ -14,7 +15,7 @@ from meshwright.train.fault_tolerance.hang_diagnosis import (
     diagnose,
     diagnose_alone,
 )
-from meshwright.train.fault_tolerance.stack_traces import TORCH, Call, find_where
+from meshwright.train.fault_tolerance.stack_traces import TORCH, find_where
 
 # The message
 
@@ -207,32 +208,39 @@ def test_a_rank_that_speaks_for_itself() -> None:
 # Where a thread is
 
 
-STEP = Call(str(stack_traces.PACKAGE / "train/step.py"), 70, "train_step")
-LOOP = Call(str(stack_traces.PACKAGE / "train/loop.py"), 60, "train_loop")
+STEP = FrameSummary(str(stack_traces.PACKAGE / "train/step.py"), 70, "train_step")
+LOOP = FrameSummary(str(stack_traces.PACKAGE / "train/loop.py"), 60, "train_loop")
 C10D, WRAPPER = (
     str(TORCH / "distributed/distributed_c10d.py"),
-    Call(str(TORCH / "distributed/c10d_logger.py"), 83, "wrapper"),
+    FrameSummary(str(TORCH / "distributed/c10d_logger.py"), 83, "wrapper"),
 )
-FSDP = Call(str(TORCH / "distributed/fsdp/_fully_shard/_fsdp_param_group.py"), 300, "wait_for_unshard")
-SAVING = Call(str(TORCH / "distributed/checkpoint/filesystem.py"), 5, "write")
-AUTOGRAD = Call(str(TORCH / "autograd/graph.py"), 800, "_engine_run_backward")
+FSDP = FrameSummary(
+    str(TORCH / "distributed/fsdp/_fully_shard/_fsdp_param_group.py"), 300, "wait_for_unshard"
+)
+SAVING = FrameSummary(str(TORCH / "distributed/checkpoint/filesystem.py"), 5, "write")
+AUTOGRAD = FrameSummary(str(TORCH / "autograd/graph.py"), 800, "_engine_run_backward")
 
 
 @pytest.mark.parametrize(
     ("inner", "waits_in", "inside"),
     [
         (
-            [Call(C10D, 3252, "all_reduce"), WRAPPER],
+            [FrameSummary(C10D, 3252, "all_reduce"), WRAPPER],
             "all_reduce",
             "torch/distributed/distributed_c10d.py:3252 all_reduce",
         ),
         (
-            [Call(C10D, 4000, "all_gather"), WRAPPER, Call(C10D, 3000, "all_gather_object"), WRAPPER],
+            [
+                FrameSummary(C10D, 4000, "all_gather"),
+                WRAPPER,
+                FrameSummary(C10D, 3000, "all_gather_object"),
+                WRAPPER,
+            ],
             "all_gather_object",
             "torch/distributed/distributed_c10d.py:4000 all_gather",
         ),
         (
-            [Call(C10D, 9, "all_gather_into_tensor"), WRAPPER, FSDP, AUTOGRAD],
+            [FrameSummary(C10D, 9, "all_gather_into_tensor"), WRAPPER, FSDP, AUTOGRAD],
             "all_gather_into_tensor",
             "torch/distributed/distributed_c10d.py:9 all_gather_into_tensor",
         ),
@@ -246,7 +254,9 @@ AUTOGRAD = Call(str(TORCH / "autograd/graph.py"), 800, "_engine_run_backward")
         ([], "", ""),
     ],
 )
-def test_the_collective_that_our_code_called_is_found(inner: list[Call], waits_in: str, inside: str) -> None:
+def test_the_collective_that_our_code_called_is_found(
+    inner: list[FrameSummary], waits_in: str, inside: str
+) -> None:
     where = find_where([*inner, STEP, LOOP])
     assert (where.place, where.waits_in, where.inside) == ("train/step.py:70 train_step", waits_in, inside)
     assert where.path == ("train/loop.py:60 train_loop", "train/step.py:70 train_step")
@@ -256,7 +266,7 @@ def test_ours_is_the_package_wherever_it_lies_and_what_stands_beside_it_in_a_che
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def shown(file: Path) -> str:
-        return find_where([Call(str(file), 7, "f")]).place
+        return find_where([FrameSummary(str(file), 7, "f")]).place
 
     # `python -m train.main` runs the file itself, which everything else sees through the package's link
     assert shown(stack_traces.ROOT / "train/main.py") == "train/main.py:7 f"
@@ -275,6 +285,6 @@ def test_code_of_ours_that_torch_distributed_called_waits_for_nothing() -> None:
 def test_a_bare_wait_is_seen_in_the_source(tmp_path: Path) -> None:
     source = tmp_path / "graph.py"
     source.write_text("x = 1\nbuffer = torch.ops._c10d_functional.wait_tensor.default(buffer)\nwork.wait()\n")
-    calls = [Call(str(source), line, "call") for line in (1, 2, 3)]
+    calls = [FrameSummary(str(source), line, "call") for line in (1, 2, 3)]
     assert [find_where([call, STEP]).waits_in for call in calls] == ["", "wait", "wait"]
     assert find_where([]).place == ""

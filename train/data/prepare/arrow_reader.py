@@ -1,6 +1,7 @@
 """Parquet files, Arrow files, zstd streams and Hugging Face datasets, through pyarrow and the `datasets`
 library (extra hf)."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,22 +56,19 @@ def import_pyarrow(what: Path | str) -> Any:
     return pyarrow
 
 
-class reading:
+@contextlib.contextmanager
+def reading(path: Path | str) -> Iterator[None]:
     """Context in which what a library says of a file becomes a DataError that names the file."""
-
-    def __init__(self, path: Path | str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, DataError):
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DataError(
-                f"data.source: {self._path} cannot be read; it may be damaged or cut short ({said}): "
-                "restore it or leave it out"
-            ) from None
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"data.source: {path} cannot be read; it may be damaged or cut short ({said}): "
+            "restore it or leave it out"
+        ) from None
 
 
 def _read_parquet(pyarrow: Any, path: Path, first: int, last: int, field: str) -> Iterator[tuple[int, Any]]:
