@@ -1,5 +1,7 @@
 """The error of a plan that cannot be, and messages of bounded length about what others wrote."""
 
+from collections.abc import Sequence
+
 LETTERS = 900  # of a message, file names included
 
 
@@ -8,6 +10,12 @@ def one_line(message: object, letters: int = LETTERS) -> str:
     one the middle is left out."""
     line = "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(message).split()))
     return line if len(line) <= letters else f"{line[: letters // 2]} ... {line[-(letters // 2) + 5 :]}"
+
+
+def first_of(items: Sequence[object], separator: str = ", ", most: int = 3) -> str:
+    """The first items in words, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + more
 
 
 def each_line(message: str) -> str:

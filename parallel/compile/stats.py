@@ -1,9 +1,10 @@
 """What compiling has cost this process (by graph, by stage, and what the cache had), and the recompile guard:
 whatever is compiled after the first step is said, with the guard that failed."""
 
-import logging
 import re
+import sys
 from dataclasses import dataclass
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,8 @@ class RecompileGuard:
 
     def __init__(self, config: CompileConfig) -> None:
         self._action = config.on_recompile if config.enabled else "ignore"
-        self._heard: list[str] = []
+        self._heard = BufferingHandler(sys.maxsize)
         self._graphs: int | None = None
-        self._listener = _Listener(self._heard)
 
     def arm(self) -> None:
         """Start listening: what is compiled from now on should have been compiled in the first step."""
@@ -112,8 +112,8 @@ class RecompileGuard:
             return
         self._graphs = count_compiled_graphs()
         torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]
-        log = _recompiles_log()
-        log.handlers[:] = [self._listener]  # instead of printing on every rank
+        log = torch._logging.getArtifactLogger("torch._dynamo.guards", "recompiles")  # type: ignore[attr-defined]
+        log.handlers[:] = [self._heard]  # instead of printing on every rank
         log.propagate = False
 
     def news(self) -> list[str]:
@@ -121,7 +121,8 @@ class RecompileGuard:
         `error`."""
         if self._graphs is None:
             return []
-        heard, self._heard[:] = list(self._heard), []
+        heard = [in_words(record.getMessage()) for record in self._heard.buffer]
+        self._heard.flush()
         before, self._graphs = self._graphs, count_compiled_graphs()
         if self._graphs > before and not heard:  # set_logs gives way to TORCH_LOGS
             heard = [
@@ -135,25 +136,12 @@ class RecompileGuard:
         return heard
 
 
-class _Listener(logging.Handler):
-    def __init__(self, heard: list[str]) -> None:
-        super().__init__(logging.DEBUG)
-        self._heard = heard
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._heard.append(in_words(record.getMessage()))
-
-
 def in_words(message: str) -> str:
     """dynamo's report of a recompilation as one sentence: what was compiled again, and why."""
     head, *guards = [line.strip() for line in message.splitlines() if line.strip()]
     what = re.sub(r"^Recompiling function (\S+) in (\S+)$", r"recompiled \1 (\2)", head)
     reasons = [re.sub(r"^- \d+/\d+: ", "", guard) for guard in guards if guard.startswith("- ")]
     return f"{what}: {'; '.join(reasons) or 'dynamo names no guard'}"
-
-
-def _recompiles_log() -> logging.Logger:
-    return torch._logging.getArtifactLogger("torch._dynamo.guards", "recompiles")  # type: ignore[attr-defined]
 
 
 def count_compiled_graphs() -> int:

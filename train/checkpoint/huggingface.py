@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from meshwright.models.hf import EMBEDDING, OUTPUT, config_from_hf
 from meshwright.models.llama import LlamaConfig
-from meshwright.parallel.errors import one_line
+from meshwright.parallel.errors import first_of, one_line
 from meshwright.train.errors import CheckpointError
 from meshwright.train.files import read_json
 
@@ -124,9 +124,8 @@ def _find_files(path: Path) -> tuple[Path, ...]:
             f"{path / INDEX} names {one_line(outside[0], 200)}, which is no safetensors file of this folder"
         )
     if missing := [name for name in names if not (path / name).is_file()]:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"{path} lacks {', '.join(missing[:3])}{more}, which its index names: fetch the folder again"
+            f"{path} lacks {first_of(missing)}, which its index names: fetch the folder again"
         )
     return tuple(path / name for name in names)
 

@@ -5,7 +5,7 @@ left. Each rank reads the slices of its own shards straight into them, converted
 rank holds the model, nor sends any of it to another.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.models.hf import different_keys, hf_name, is_ignored
 from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.huggingface import CONFIG, DTYPES, FilesReader, HfFolder, open_folder
 from meshwright.train.checkpoint.manifest import MANIFEST, read_manifest
@@ -92,7 +93,7 @@ def check_folder(folder: HfFolder) -> None:
     ]
     if odd:
         raise CheckpointError(
-            f"{folder.path}: {_first(odd)} is stored in a dtype that we do not read (only "
+            f"{folder.path}: {first_of(odd)} is stored in a dtype that we do not read (only "
             f"{', '.join(DTYPES)}): save the model without quantization"
         )
 
@@ -163,11 +164,6 @@ def _check_tensors(
         "unexpected": saved.keys() - wanted.keys(),
         "of another shape": shapes,
     }
-    problems = [f"{kind}: {_first(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{kind}: {first_of(sorted(names))}" for kind, names in kinds.items() if names]
     if problems:
         raise CheckpointError(f"{path} does not hold the weights of its config. {'. '.join(problems)}")
-
-
-def _first(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

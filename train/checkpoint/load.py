@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from meshwright.parallel.errors import first_of
 from meshwright.train.checkpoint.commit import list_checkpoints, put_aside, refuse_newer
 from meshwright.train.checkpoint.huggingface import FilesReader
 from meshwright.train.checkpoint.manifest import CheckpointManifest, SavedTensor, describe_tensor, dtype_word
@@ -108,10 +109,9 @@ def refuse_different(
         if here.get(name) != saved.get(name)
     ]
     if different:
-        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
         what = _dtype_keys(here, saved) or "another model"
         raise CheckpointError(
-            f"{checkpoint} is of {what}: {'; '.join(different[:3])}{more}. Use its config, another "
+            f"{checkpoint} is of {what}: {first_of(different, '; ')}. Use its config, another "
             "run.dir, or for its weights alone checkpoint.init_from"
         )
 

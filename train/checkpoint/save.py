@@ -38,6 +38,7 @@ from meshwright.train.checkpoint.shards import (
 )
 from meshwright.train.checkpoint.verify import hash_file
 from meshwright.train.config import CheckpointConfig
+from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import ConfigError, SaveError
 from meshwright.train.memory import free_host_bytes
 
@@ -150,10 +151,8 @@ class CheckpointSaver:
         without room the training waits for saves."""
         if self._on_cpu:
             return ""
-        problems = [""] * dist.get_world_size()
         shards = self._own_shards(training_tensors(self._model, self._optimizer), random_state())
-        dist.all_gather_object(problems, self._take_room(shards), group=self._group)
-        return next(filter(None, problems), "")
+        return next(filter(None, gather_from_all(self._take_room(shards), self._group)), "")
 
     def _own_shards(
         self, tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
@@ -185,10 +184,8 @@ class CheckpointSaver:
     def _ask_room(self, values: Iterable[Tensor]) -> str:
         """What is missing for the copies of all ranks, or "": all of them ask, before any takes its part, and
         hear the same."""
-        asked: list[Any] = [None] * dist.get_world_size()
         mine = RoomAsked(self._machine, copy_bytes(values), self._host_bytes())
-        dist.all_gather_object(asked, mine, group=self._group)
-        return describe_missing(asked)
+        return describe_missing(gather_from_all(mine, self._group))
 
     def _copy(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
         """The shards in host memory, where the training does not change them, if it goes on."""
@@ -286,8 +283,7 @@ class CheckpointSaver:
 
     def _gather(self, stage: tuple[int, str], outcome: Any) -> list[Any]:
         """Every rank's outcome of a stage on every rank; the first error among them is raised."""
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (stage, outcome), group=self._group)
+        outcomes = gather_from_all((stage, outcome), self._group)
         return [self._unless_error(stage, *each) for each in outcomes]
 
     def _unless_error(self, stage: tuple[int, str], theirs: tuple[int, str], outcome: Any) -> Any:

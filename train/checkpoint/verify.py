@@ -6,12 +6,13 @@ import re
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.errors import one_line
+from meshwright.parallel.errors import first_of, one_line
 from meshwright.train.checkpoint.manifest import (
     GONE,
     MANIFEST,
@@ -21,6 +22,7 @@ from meshwright.train.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.train.config import VerifyMode
+from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import CheckpointError, UnreadableError
 
 _READ_BYTES = 16 * 2**20
@@ -46,9 +48,7 @@ def verify_together(checkpoint: Path, mode: VerifyMode) -> CheckpointManifest:
         ]
     except CheckpointError as error:
         problems = [("unreadable" if isinstance(error, UnreadableError) else "damaged", str(error))]
-    found: list[list[tuple[str, str]]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(found, problems)
-    every = list(dict.fromkeys(problem for one in found for problem in one))
+    every = list(dict.fromkeys(chain.from_iterable(gather_from_all(problems))))
     if unreadable := [text for kind, text in every if kind == "unreadable"]:
         raise UnreadableError(unreadable[0])
     raise_damage(checkpoint, [text for _, text in every])
@@ -62,10 +62,7 @@ def raise_damage(checkpoint: Path, problems: Sequence[str]) -> None:
     if len(problems) == 1 and problems[0].startswith(str(checkpoint)):
         raise CheckpointError(problems[0])
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(
-            f"{checkpoint} is damaged: {'; '.join(problems[:3])}{more}; use another checkpoint"
-        )
+        raise CheckpointError(f"{checkpoint} is damaged: {first_of(problems, '; ')}; use another checkpoint")
 
 
 def find_damage(

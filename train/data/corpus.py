@@ -7,9 +7,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares
@@ -34,7 +31,7 @@ from meshwright.train.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
-from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.distributed.ranks import RankInfo, gather_from_all
 from meshwright.train.errors import DataError
 from meshwright.train.files import user_path
 
@@ -284,14 +281,11 @@ def load_together(config: DataConfig, ranks: RankInfo, resume_from: Path | None)
             corpus = load_corpus(config)
         except DataError as error:
             problem = str(error)
-    problems = [""] * ranks.world_size
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise DataError(next(filter(None, problems)))
+    if problems := [one for one in gather_from_all(problem) if one]:
+        raise DataError(problems[0])
     corpus = corpus or load_corpus(config)
-    seen: list[Any] = [None] * ranks.world_size
     sizes = {name: split.tokens for name, split in {**corpus.held_out, **corpus.validation}.items()}
-    dist.all_gather_object(seen, (corpus.fingerprint, sizes, resume_from and resume_from.name))
+    seen = gather_from_all((corpus.fingerprint, sizes, resume_from and resume_from.name))
     if any(what != seen[0] for what in seen):
         raise DataError(
             "the processes see different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "

@@ -94,6 +94,13 @@ def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
     return made[0]  # type: ignore[no-any-return]
 
 
+def gather_from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank has, on every rank, exchanged on the host; every rank calls it."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
 def check_alike(ranks: RankInfo, mine: Mapping[str, str]) -> None:
     """That every rank was started with rank 0's settings, or makes its plan of them. Raises ConfigError on
     all ranks, with the first difference: else each would train its part of the model in its own way."""
@@ -104,9 +111,7 @@ def check_alike(ranks: RankInfo, mine: Mapping[str, str]) -> None:
     mine_differs = "".join(
         f"{key} is {theirs.get(key)} on rank 0, {mine.get(key)} on rank {ranks.rank}" for key in different
     )
-    said = [""] * ranks.world_size
-    dist.all_gather_object(said, mine_differs)
-    if others := [one for one in said if one]:
+    if others := [one for one in gather_from_all(mine_differs) if one]:
         raise ConfigError(
             f"the ranks were started with different settings: {others[0]} ({len(others)} of "
             f"{ranks.world_size} ranks differ from rank 0). Start all by the same command, with the same "

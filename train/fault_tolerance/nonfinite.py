@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.parallel.activation_checkpoint import recompute
+from meshwright.parallel.errors import first_of
 from meshwright.parallel.fsdp import local_part, set_last_micro_batch
 from meshwright.train.data.batch import Batch
 from meshwright.train.data.loader import BatchShape, StepData
 from meshwright.train.data.sample_order import SampleOrder
+from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.step import StepResult, count_targets, summed
 
@@ -265,7 +267,7 @@ class NonFiniteGuard:
             )
             return describe(done.step, self._max_skipped, [alone], positions)
         micro_batch = None if first is None else first.micro_batch
-        found = _gather(
+        found = gather_from_all(
             NonFiniteFinding(dist.get_rank(), damaged, first, self._sequences(done.first_sample, micro_batch))
         )
         return describe(done.step, self._max_skipped, found, positions)
@@ -280,7 +282,7 @@ class NonFiniteGuard:
         by_source: dict[str, list[int]] = {}
         for source, index in self._order.rows(begin, count).tolist():
             by_source.setdefault(self._order.names[source], []).append(index)
-        return "; ".join(f"{_listed(ids)} of {source}" for source, ids in by_source.items())
+        return "; ".join(f"{first_of(ids, most=_MANY)} of {source}" for source, ids in by_source.items())
 
 
 def describe(step: int, max_skipped: int, found: Sequence[NonFiniteFinding], positions: str) -> str:
@@ -320,21 +322,9 @@ def _damaged(found: Sequence[NonFiniteFinding]) -> list[str]:
     """Of the first ranks, what they hold that is not finite."""
     damaged = [one for one in found if one.parameters]
     return [
-        f"rank {one.rank} holds values that are not finite: {_listed(one.parameters)}"
+        f"rank {one.rank} holds values that are not finite: {first_of(one.parameters, most=_MANY)}"
         for one in damaged[:_MANY]
     ]
-
-
-def _listed(items: Sequence[object]) -> str:
-    more = f" and {len(items) - _MANY} more" if len(items) > _MANY else ""
-    return ", ".join(str(item) for item in items[:_MANY]) + more
-
-
-def _gather(mine: NonFiniteFinding) -> list[NonFiniteFinding]:
-    """The findings of all ranks, exchanged on the host."""
-    found: list[NonFiniteFinding] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def _to_host(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
