@@ -203,7 +203,7 @@ class TrainConfig:
     steps: int = bounded(1000, low=1)
     epochs: float = bounded(0.0, low=0)
     seq_len: int = bounded(1024, low=1)
-    micro_batch_size: int | str = "auto"
+    micro_batch_size: int | Literal["auto"] = "auto"
     global_batch_size: int = -1
     grad_clip: float = bounded(1.0, low=0)
     z_loss: float = bounded(0.0, low=0)
@@ -345,10 +345,6 @@ class Config:
     def __post_init__(self) -> None:
         for section in dataclasses.fields(self):
             check_bounds(section.name, getattr(self, section.name))
-        if isinstance(self.train.micro_batch_size, str) and self.train.micro_batch_size != "auto":
-            raise ValueError(
-                f"train.micro_batch_size={self.train.micro_batch_size} must be auto or a number of sequences"
-            )
         if self.train.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} must not exceed "

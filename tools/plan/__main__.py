@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,17 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print the answer, and write the files asked for. A plan that does not fit is an answer, not an
     error."""
-    targets = _targets(options)
+    if options.save:  # a plan may be in use, and is never overwritten
+        check_target("--save", options.save, PLAN_SUFFIXES, overwrites=False)
+    if options.timeline:
+        check_target("--timeline", options.timeline, TIMELINE_SUFFIXES, overwrites=True)
     hardware = find_gpu(options.gpu) if options.gpu else None
     gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
     asked = answer(job, Target(gpus, min(gpus, options.gpus_per_node), hardware))
     check = check_run(job, asked.plan) if options.check else None
-    _write(targets, asked, Path(options.config).stem)
+    written = _write(options, asked)
     if options.json:
         print(json.dumps(_document(options, asked, check), indent=2))
     else:
         first = [f"the fewest GPUs that will do: {gpus}"] if options.min_gpus else []
-        last = [*([check_text(check)] if check else []), *(f"wrote {path}" for path in targets.values())]
+        last = [*([check_text(check)] if check else []), *(f"wrote {path}" for path in written)]
         print("\n\n".join([*first, as_text(asked, options.tokens), *last]))
     if check and not check.agrees:
         sys.exit(EXIT_DIFFERS)
@@ -111,27 +114,17 @@ def compare_files(options: argparse.Namespace) -> None:
         print(f"{options.a} -> {options.b}", *map(in_words, differences), sep="\n")
 
 
-def _targets(options: argparse.Namespace) -> dict[str, Path]:
-    """The files to write, by option, each of them possible. A plan may be in use, and is never
-    overwritten."""
-    targets = {}
-    if options.save:
-        targets["save"] = check_target("--save", Path(options.save), PLAN_SUFFIXES, overwrites=False)
-    if options.timeline:
-        targets["timeline"] = check_target(
-            "--timeline", Path(options.timeline), TIMELINE_SUFFIXES, overwrites=True
-        )
-    return targets
-
-
-def _write(targets: Mapping[str, Path], asked: PlanReport, model: str) -> None:
+def _write(options: argparse.Namespace, asked: PlanReport) -> list[Path]:
+    """Write the files asked for, and say which."""
     mesh, place = asked.plan.mesh, asked.place
-    where = f"{mesh.world_size} {place.hardware.name}" if place.hardware else f"{mesh.world_size} GPUs"
-    if "timeline" in targets and asked.prediction:
+    kind = place.hardware.name if place.hardware else "GPUs"
+    about = f"{Path(options.config).stem} on {mesh.world_size} {kind}"
+    if options.timeline and asked.prediction:
         degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
-        save_timeline(targets["timeline"], asked.prediction.timeline, f"{model} on {where}: {degrees}")
-    if "save" in targets:
-        save_plan(targets["save"], asked.plan, [f"{model} on {where}", *asked.reasons])
+        save_timeline(options.timeline, asked.prediction.timeline, f"{about}: {degrees}")
+    if options.save:
+        save_plan(options.save, asked.plan, [about, *asked.reasons])
+    return [path for path in (options.save, options.timeline) if path]
 
 
 def _document(options: argparse.Namespace, asked: PlanReport, check: PlanCheck | None) -> dict[str, Any]:
@@ -229,9 +222,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="T",
         help="say how long training on so many tokens takes, as 1e12 (needs --gpu)",
     )
-    add("--save", metavar="FILE.yaml", help="write the plan to a new file, for --parallel.plan=FILE.yaml")
+    add(
+        "--save",
+        type=Path,
+        metavar="FILE.yaml",
+        help="write the plan to a new file, for --parallel.plan=FILE.yaml",
+    )
     add(
         "--timeline",
+        type=Path,
         metavar="FILE",
         help="write a step as a picture (.svg, .png) or as a trace for ui.perfetto.dev (.json); needs --gpu",
     )

@@ -25,8 +25,6 @@ from meshwright.train.config import VerifyMode
 from meshwright.train.distributed.ranks import gather_from_all
 from meshwright.train.errors import CheckpointError, UnreadableError
 
-_READ_BYTES = 16 * 2**20
-
 
 def verify_alone(checkpoint: Path) -> CheckpointManifest:
     """The manifest of a checkpoint of which every file has been compared with it by this process. Raises
@@ -117,10 +115,6 @@ def _differs(path: Path, saved: SavedFile, mode: VerifyMode) -> str:
 
 def hash_file(path: Path) -> SavedFile:
     """Size and SHA-256 of a file. Raises OSError."""
-    digest, size_bytes = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size_bytes += count
-    return SavedFile(size_bytes, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return SavedFile(file.tell(), digest.hexdigest())

@@ -94,7 +94,7 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
     out, that."""
     try:
         from meshwright.train.planning.predict import predict_memory  # late: only a run that fails asks
-        from meshwright.train.planning.suggest import Devices, suggest_changes
+        from meshwright.train.planning.suggest import Devices, suggest_savings
 
         predicted = predict_memory(job, plan)
         yield _in_gib(
@@ -106,7 +106,7 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
             else find_hardware(torch.cuda.get_device_name(device))
         )
         devices = Devices(device_memory_bytes(device, ranks), ranks.local_world_size, kind)
-        for change in suggest_changes(job, plan, devices, "less memory"):
+        for change in suggest_savings(job, plan, devices):
             yield f"would help: {change.describe()}"
         if job.parallel.plan not in ("manual", "auto"):
             yield (

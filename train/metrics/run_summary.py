@@ -14,14 +14,14 @@ from meshwright import __version__
 from meshwright.models.size import count_parameters
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.lint import advise, unused_keys
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.schema import AXES, Plan
 from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_parser import config_to_yaml, keys_of
 from meshwright.train.console import Console
 from meshwright.train.distributed.ranks import RankInfo
-from meshwright.train.metrics.tensorboard import HParams, RunSummary, Value
+from meshwright.train.metrics.tensorboard import RunSummary, Value
 from meshwright.train.planning.device_defaults import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
 
@@ -49,8 +49,7 @@ def describe_run(config: Config, planned: RunPlan) -> RunSummary:
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
     images = {} if timeline is None else {PREDICTED_STEP: partial(_paint, timeline, title)}
     values = hparams_of(config, plan, device_name)
-    hparams = HParams(values, first_keys(values, sys.argv[1:]))
-    return RunSummary(texts, images, hparams)
+    return RunSummary(texts, images, values, first_keys(values, sys.argv[1:]))
 
 
 def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
@@ -62,20 +61,17 @@ def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]
         for name, value, declared in keys_of(getattr(config, section), section)
     }
     del values["data.cache_dir"]
-    mesh = plan.mesh
-    values |= {
-        "parallel.dp_replicate": mesh.dp_replicate,
-        "parallel.dp_shard": mesh.dp_shard,
-        "parallel.tp": mesh.tp,
-    }
-    values |= {
+    of_units = {name: _of_units([getattr(unit, name) for unit in plan.units]) for name in OF_UNITS}
+    decided = {axis: getattr(plan.mesh, axis) for axis in AXES} | of_units
+    return {
+        **values,
+        **{f"parallel.{name}": value for name, value in decided.items()},
         "train.micro_batch_size": plan.micro_batch_size,
         "train.global_batch_size": plan.global_batch_size,
+        "run.seed": config.run.seed,
+        "run.device": device_name,
+        "run.processes": plan.mesh.world_size,
     }
-    values |= {
-        f"parallel.{name}": _of_units([getattr(unit, name) for unit in plan.units]) for name in OF_UNITS
-    }
-    return values | {"run.seed": config.run.seed, "run.device": device_name, "run.processes": mesh.world_size}
 
 
 def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozenset[str]:

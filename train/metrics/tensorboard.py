@@ -45,27 +45,16 @@ PNG_SIZE = slice(16, 24)  # where a PNG has its width and height (https://www.w3
 
 
 @dataclass(frozen=True)
-class HParams:
-    """What a run's row says.
-
-    Args:
-        values: by the key's name
-        first: keys that are shown from the start, five of them in the order of their names; the others when
-            they are ticked
-    """
-
-    values: Mapping[str, Value]
-    first: frozenset[str]
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """What TensorBoard shows of a run from its first row on, by name: texts in Markdown, PNG images, made
-    when they are needed by the thread that writes, and the run's row in the HParams tab."""
+    when they are needed by the thread that writes, and the run's row in the HParams tab, of which
+    `first_hparams` are shown from the start, five of them in the order of their names; the others when they
+    are ticked."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
-    hparams: HParams | None = None
+    hparams: Mapping[str, Value] = field(default_factory=dict)
+    first_hparams: frozenset[str] = frozenset()
 
 
 class TensorBoardWriter:
@@ -85,7 +74,7 @@ class TensorBoardWriter:
         begin = SessionLog(status=SessionLog.START)
         start = [_event(file_version=VERSION), _event(step=first_step, session_log=begin)]
         texts = [text_pb(name, text) for name, text in shown.texts.items()]
-        summaries = [_layout(), *_begin_row(shown.hparams), *texts]
+        summaries = [_layout(), *_begin_row(shown), *texts]
         start += [_event(summary=summary) for summary in summaries]
         # read in the order of names
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -155,26 +144,26 @@ def _layout() -> Any:
     return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=about)])
 
 
-def _begin_row(hparams: HParams | None) -> list[Any]:
+def _begin_row(shown: RunSummary) -> list[Any]:
     """Which columns the HParams tab has, and the run's row. TensorBoard takes the columns from any one of the
     runs that it shows: so every run names all keys and the same metrics. Of several rows in one folder it
     takes the first."""
     from google.protobuf.struct_pb2 import Struct  # type: ignore[import-untyped]
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
 
-    if hparams is None:
+    if not shown.hparams:
         return []
     types = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
     values = Struct()
-    values.update(dict(hparams.values))
+    values.update(dict(shown.hparams))
     # "Differs" over runs, which no single run can know, is what TensorBoard puts first.
     keys = [
         api_pb2.HParamInfo(
             name=name,
             type=types.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
-            differs=name in hparams.first,
+            differs=name in shown.first_hparams,
         )
-        for name, value in hparams.values.items()
+        for name, value in shown.hparams.items()
     ]
     metrics = [
         api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words)

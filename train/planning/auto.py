@@ -21,7 +21,7 @@ from meshwright.train.memory import device_memory_bytes
 from meshwright.train.planning.device_defaults import dtype_here
 from meshwright.train.planning.predict import Prediction, predict, run_workload, search_plans
 from meshwright.train.planning.resolve import check_here
-from meshwright.train.planning.suggest import Devices, suggest_changes
+from meshwright.train.planning.suggest import Devices, suggest_fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def choose_plan(job: TrainingJob, world_size: int, machines: Cluster) -> SearchR
         return choice
     nearest = choice.does_not_fit[0]
     devices = Devices(machines.available_bytes, machines.gpus_per_node, machines.hardware)
-    ways = suggest_changes(job, nearest.plan, devices, "fit")
+    ways = suggest_fits(job, world_size, devices)
     raise PlanError(
         f"parallel.plan=auto: none of {len(choice.does_not_fit)} plans fits. A process has "
         f"{machines.available_bytes / GIB:.1f} GiB, and the plan that needs least needs at least "

@@ -4,7 +4,7 @@ changes of single keys that free most. Each is tried against the planner's estim
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from meshwright.models.size import count_parameters
 from meshwright.parallel.errors import PlanError
@@ -26,8 +26,6 @@ MIN_SEQ_LEN = 512  # tokens: where the search for a shorter sequence ends
 SHOWN = 3  # changes that free most
 WORTH = 0.01  # of the peak: a change that frees less is not suggested
 RECOMPUTE: Mapping[str, object] = {"parallel.activation_checkpoint": "full"}
-
-Goal = Literal["fit", "less memory"]
 
 
 @dataclass(frozen=True)
@@ -87,21 +85,12 @@ def check_fits(job: TrainingJob, plan: Plan, devices: Devices, device_name: str)
     kinds = ", ".join(f"{kind} {gib:.1f}" for kind, gib in needed.at_peak.gib().items() if gib > 0.05)
     # what auto is here
     parallel = dataclasses.replace(job.parallel, param_dtype=plan.units[0].param_dtype)
-    fits = suggest_changes(dataclasses.replace(job, parallel=parallel), plan, devices, "fit")
+    fits = suggest_fits(dataclasses.replace(job, parallel=parallel), plan.mesh.world_size, devices)
     raise PlanError(
         f"this plan needs {needed.peak_bytes / GIB:.1f} GiB per process, and {device_name} has "
         f"{devices.usable_bytes / GIB:.1f} GiB for each.\n  It needs, in GiB: {kinds}.\n"
         + "\n".join(f"  Fits: {way.describe()}." for way in fits)
     )
-
-
-def suggest_changes(job: TrainingJob, plan: Plan, devices: Devices, goal: Goal) -> list[Suggestion]:
-    """What to change about a training under `plan`. To "fit": the nearest of each kind of change that does
-    (more processes, recomputation, shorter sequences, a smaller shipped model). For "less memory": the single
-    keys that free most, which leave data, model and global batch as they are, the largest first."""
-    if goal == "fit":
-        return list(_that_fit(job, plan.mesh.world_size, devices))
-    return _that_free_most(job, plan, devices)
 
 
 def fewest_processes(job: TrainingJob, devices_of: Callable[[int], Devices]) -> int:
@@ -112,7 +101,9 @@ def fewest_processes(job: TrainingJob, devices_of: Callable[[int], Devices]) -> 
     return next((count for count in counts if _needed_bytes(job, count, devices_of(count)) is not None), 0)
 
 
-def _that_fit(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
+def suggest_fits(job: TrainingJob, processes: int, devices: Devices) -> Iterator[Suggestion]:
+    """How to fit a training that does not: the nearest of each kind of change (more processes, recomputation,
+    shorter sequences, a smaller shipped model)."""
     opened, open_job = _on_any_number(job)
     for keys in _recomputing(job):
         count, needed = processes, None
@@ -222,7 +213,9 @@ def _on_any_number(job: TrainingJob) -> tuple[Mapping[str, object], TrainingJob]
     return left_open, with_keys(job, opened)
 
 
-def _that_free_most(job: TrainingJob, plan: Plan, devices: Devices) -> list[Suggestion]:
+def suggest_savings(job: TrainingJob, plan: Plan, devices: Devices) -> list[Suggestion]:
+    """The single keys that free most of what a training needs under `plan`, and leave data, model and global
+    batch as they are, the largest first."""
     now = _as_keys(job, plan)
     peak_bytes, step_s = _estimate(now, plan.mesh.world_size, devices)
     suggestions = []

@@ -18,7 +18,7 @@ from meshwright.train.fault_tolerance.out_of_memory import is_out_of_memory
 from meshwright.train.main import main
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.suggest import Devices, suggest_changes
+from meshwright.train.planning.suggest import Devices, suggest_savings
 from meshwright.train.step import train_step
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_status, write_text
@@ -105,7 +105,7 @@ def test_no_change_that_is_advised_changes_the_global_batch(monkeypatch: pytest.
     ]
     config = parse_config([*keys, "--train.global_batch_size=-1"])
     plan = plan_run(config.job, 8)
-    advised = [saving.keys for saving in suggest_changes(config.job, plan, Devices(0, 8), "less memory")]
+    advised = [saving.keys for saving in suggest_savings(config.job, plan, Devices(0, 8))]
     assert {"parallel.tp", "train.micro_batch_size", "parallel.dp_replicate"} <= {
         key for keys in advised for key in keys
     }
@@ -125,7 +125,7 @@ def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
     ]
     config = parse_config([*keys, "--train.global_batch_size=64", "--parallel.param_dtype=bfloat16"])
     plan, hardware = plan_run(config.job, 4, attention="cudnn"), load_hardware()["h100-sxm"]
-    savings = suggest_changes(config.job, plan, Devices(0, 4, hardware), "less memory")
+    savings = suggest_savings(config.job, plan, Devices(0, 4, hardware))
     peak = predict_memory(config.job, plan).peak_bytes
     assert len(savings) == 3
     assert [saving.freed_bytes for saving in savings] == sorted(
@@ -145,5 +145,5 @@ def test_each_saving_is_what_the_planner_predicts_for_these_keys() -> None:
             == predict_memory(changed.job, plan_run(changed.job, 4, attention="cudnn")).peak_bytes
         )
         assert saving.slower is None or saving.slower > -0.5
-    unknown = suggest_changes(config.job, plan, Devices(0, 4), "less memory")
+    unknown = suggest_savings(config.job, plan, Devices(0, 4))
     assert [dataclasses.replace(saving, slower=None) for saving in savings] == unknown

@@ -26,7 +26,7 @@ from meshwright.train.evaluation import Score
 from meshwright.train.metrics import log_file, writer
 from meshwright.train.metrics.collector import Metrics, Throughput
 from meshwright.train.metrics.log_file import LogFile, WriteErrors
-from meshwright.train.metrics.tensorboard import HParams, RunSummary, TensorBoardWriter
+from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
 from meshwright.train.metrics.writer import MetricsWriter
 from tests.support.forks import fork
 from tests.support.launch import EAGER, TINY, read_metrics, write_text
@@ -180,7 +180,7 @@ def test_a_board_on_a_full_disk_warns_once_and_has_all_rows_when_there_is_room(t
 def write_until_killed(folder: Path) -> None:
     """Rows of all kinds, and after each step its number on stdout."""
     trouble = WriteErrors(print)
-    shown = RunSummary({"config": "a: 1"}, {}, HParams({"optim.lr": 0.5}, frozenset()))
+    shown = RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5})
     log, board = LogFile(folder / "log", trouble), TensorBoardWriter(folder / "tb", trouble, shown, 0)
     for step in itertools.count():
         log.append(b"%d\n" % step)

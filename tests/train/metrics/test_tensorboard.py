@@ -26,15 +26,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.evaluation import Score
 from meshwright.train.metrics.collector import Metrics, Throughput
 from meshwright.train.metrics.run_summary import describe_run, first_keys, hparams_of
-from meshwright.train.metrics.tensorboard import (
-    CHARTS,
-    COMPARED,
-    TAGS,
-    HParams,
-    RunSummary,
-    scalars_of,
-    tag_of,
-)
+from meshwright.train.metrics.tensorboard import CHARTS, COMPARED, TAGS, RunSummary, scalars_of, tag_of
 from meshwright.train.planning.predict import predict
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.run_plan import RunPlan
@@ -103,7 +95,7 @@ def board_of(folder: Path, shown: RunSummary, steps: range, loss: float = 1.0) -
 
 def with_lr(lr: float) -> RunSummary:
     values = {"optim.lr": lr, "parallel.plan": "manual", "data.packing": True, "train.steps": 10.0}
-    return RunSummary({"config": "a: 1"}, {}, HParams(values, frozenset({"optim.lr"})))
+    return RunSummary({"config": "a: 1"}, {}, values, frozenset({"optim.lr"}))
 
 
 def test_what_is_predicted_stands_beside_what_is_measured_and_every_figure_has_a_group() -> None:
@@ -240,8 +232,8 @@ def test_keys_of_the_command_line_come_first() -> None:
 WRITE = """
 from pathlib import Path
 from meshwright.train.metrics.log_file import WriteErrors
-from meshwright.train.metrics.tensorboard import HParams, RunSummary, TensorBoardWriter
-shown = RunSummary({"config": "a: 1"}, {}, HParams({"optim.lr": 0.5}, frozenset()))
+from meshwright.train.metrics.tensorboard import RunSummary, TensorBoardWriter
+shown = RunSummary({"config": "a: 1"}, {}, {"optim.lr": 0.5})
 board = TensorBoardWriter(Path("tb"), WriteErrors(print), shown, 0)
 board.add(0, {"loss": 1.0}, {"note": "so"})
 board.add_image(0, "picture", bytes(30))

@@ -23,7 +23,7 @@ def check(available_bytes: list[int]) -> tuple[str, int, int]:
     planned = RunPlan(torch.device("cpu"), "CPU", plan_run(job, 2))
     with (
         mock.patch.object(run_plan, "device_memory_bytes", return_value=available_bytes[rank]),
-        mock.patch.object(suggest, "suggest_changes", return_value=[]),  # test_resolve.py has them
+        mock.patch.object(suggest, "suggest_fits", return_value=[]),  # test_resolve.py has them
         mock.patch.object(suggest, "predict_memory", wraps=predict.predict_memory) as asked,
     ):
         try:

@@ -18,7 +18,7 @@ from meshwright.train.planning.suggest import (
     Suggestion,
     check_fits,
     fewest_processes,
-    suggest_changes,
+    suggest_fits,
     with_keys,
 )
 from tests.support.launch import EAGER
@@ -54,7 +54,7 @@ def test_every_change_really_fits(gpus: int, devices: Devices, keys: list[str]) 
     plan = plan_run(job, gpus, 8, *best)
     with pytest.raises(PlanError) as error:
         check_fits(job, plan, devices, "this GPU")
-    changes = suggest_changes(job, plan, devices, "fit")
+    changes = list(suggest_fits(job, gpus, devices))
     said = [f"  Fits: {change.describe()}." for change in changes]
     assert str(error.value).splitlines()[-len(said) :] == said
     assert len(set(said)) == len(said) > 0
@@ -83,6 +83,6 @@ def test_the_fewest_processes_are_asked_what_so_many_run_on() -> None:
 def test_the_leanest_plans_of_the_planner_are_said_with_their_peak() -> None:
     job = dataclasses.replace(job_of("--parallel.plan=auto"), global_batch_size=64)
     plan = plan_run(with_keys(job, {"parallel.plan": "manual"}), 2, 8, "cudnn", "bfloat16")
-    first, *_ = suggest_changes(job, plan, Devices(40 * GIB, 8, H100), "fit")
+    first, *_ = suggest_fits(job, plan.mesh.world_size, Devices(40 * GIB, 8, H100))
     assert first.processes is not None
     assert 0 < first.peak_bytes < 40 * GIB

@@ -174,7 +174,7 @@ CONFIGS: list[tuple[list[str], int, list[str]]] = [
     (["--train.global_batch_size=12"], 8, ["train.global_batch_size=12", "1 x 8", "nearest is 16", "use -1"]),
     (["--train.micro_batch_size=3"], 8, ["train.global_batch_size=8", "3 x 8", "nearest is 24"]),
     (["--train.micro_batch_size=0"], 8, ["train.micro_batch_size=0", "must be at least 1"]),
-    (["--train.micro_batch_size=many"], 8, ["train.micro_batch_size=many", "auto or a number"]),
+    (["--train.micro_batch_size=many"], 8, ["train.micro_batch_size: must be a whole number or auto"]),
     # keys, types and files
     (["--parallel.plan=auto"], 8, ["parallel.plan=auto", "Let tools.plan choose, with --save FILE"]),
     (["--parallel.plan=nowhere.yaml"], 8, ["parallel.plan=nowhere.yaml", "no such file", "Use manual"]),
