@@ -51,26 +51,24 @@ def run_tasks(tasks: Sequence[Task], slowdown: float) -> list[Span]:
     of its speed; tensor-parallel collectives, which stop computing, neither slow down nor are slowed. Copies
     to host memory and back have a link, and an engine, of their own.
     """
-    spans: list[Span | None] = [None] * len(tasks)
+    spans: dict[int, Span] = {}
     queues = _queues(tasks)
     running: dict[str, _Running] = {}  # by stream
     now_s = 0.0
     while True:
         for stream, queue in queues.items():
-            if stream not in running and queue and all(spans[i] is not None for i in tasks[queue[-1]].after):
+            if stream not in running and queue and all(i in spans for i in tasks[queue[-1]].after):
                 task = tasks[queue[-1]]
-                running[stream] = _Running(
-                    queue.pop(), task.lane, task.alone_s, now_s, _last_ended(task.after, spans)
-                )
+                released_by = max(task.after, key=lambda i: spans[i].end_s, default=-1)
+                running[stream] = _Running(queue.pop(), task.lane, task.alone_s, now_s, released_by)
         if not running:
             break
         stream, passed_s = _advance(running, slowdown)
         now_s += passed_s
         ended = running.pop(stream)
         spans[ended.index] = Span(ended.start_s, now_s, ended.released_by)
-    done = [span for span in spans if span is not None]
-    assert len(done) == len(tasks), "every task waits only for tasks that were launched before it"
-    return done
+    assert len(spans) == len(tasks), "every task waits only for tasks that were launched before it"
+    return [spans[i] for i in range(len(tasks))]
 
 
 @dataclass(slots=True)
@@ -103,15 +101,6 @@ def _queues(tasks: Sequence[Task]) -> dict[str, list[int]]:
     for index, task in enumerate(tasks):
         queues.setdefault(STREAMS[task.lane], []).append(index)
     return {stream: queue[::-1] for stream, queue in queues.items()}
-
-
-def _last_ended(after: Sequence[int], spans: Sequence[Span | None]) -> int:
-    last, end_s = -1, -1.0
-    for i in after:
-        span = spans[i]
-        if span is not None and span.end_s > end_s:
-            last, end_s = i, span.end_s
-    return last
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,6 @@ class Phase:
     operations: tuple[Operation, ...]
     live_bytes: tuple[Linear, ...]
 
-    def peak(self, micro_batch_size: int) -> Linear:
-        """The fullest moment."""
-        return max(self.live_bytes, key=lambda moment: moment.at(micro_batch_size), default=Linear())
-
 
 @dataclass(frozen=True)
 class ModuleWorkload:

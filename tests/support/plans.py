@@ -9,6 +9,7 @@ from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner.workload import Phase
 
 STYLES = {
     "embedding": {"embed": "vocab"},
@@ -75,3 +76,8 @@ def change(plan: Plan, index: int, **keys: Any) -> Plan:
     units = list(plan.units)
     units[index] = dataclasses.replace(units[index], **keys)
     return dataclasses.replace(plan, units=tuple(units))
+
+
+def fullest(phase: Phase, micro_batch_size: int) -> float:
+    """Bytes at the fullest moment."""
+    return max(moment.at(micro_batch_size) for moment in phase.live_bytes)
