@@ -7,6 +7,7 @@ difference.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
 from operator import attrgetter
 from typing import Any
 
@@ -144,39 +145,32 @@ def frugal(config: ParallelConfig, shape: RunShape, blocks: int) -> tuple[Parall
     )
 
 
+@dataclasses.dataclass(eq=False)
 class _Search:
     """All legal plans, and what has become of those that were looked at."""
 
-    def __init__(
-        self,
-        config: ParallelConfig,
-        model: ModelUnits,
-        shape: RunShape,
-        machines: Cluster,
-        trace: Callable[[Plan], ModelWorkload],
-    ) -> None:
-        self.ranked: list[Candidate] = []
-        self.does_not_fit: list[Candidate] = []
-        self.pruned: list[Candidate] = []
-        self._config, self._model, self._job, self._machines, self._trace = (
-            config,
-            model,
-            shape,
-            machines,
-            trace,
-        )
-        self._bounds: dict[tuple[Any, ...], Bounds] = {}  # resharding and prefetching change none
-        self._fewest: dict[tuple[Any, ...], int] = {}  # blocks, with the frugal way to gather
-        # choices with which nothing has to be recomputed or sent away
-        self._keeps_all: set[tuple[Any, ...]] = set()
-        self._best_rate = 0.0
+    config: ParallelConfig
+    model: ModelUnits
+    shape: RunShape
+    machines: Cluster
+    trace: Callable[[Plan], ModelWorkload]
+    ranked: list[Candidate] = field(default_factory=list)
+    does_not_fit: list[Candidate] = field(default_factory=list)
+    pruned: list[Candidate] = field(default_factory=list)
+    # resharding and prefetching change none
+    bounds: dict[tuple[Any, ...], Bounds] = field(default_factory=dict)
+    # blocks, with the frugal way to gather
+    fewest: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    # choices with which nothing has to be recomputed or sent away
+    keeps_all: set[tuple[Any, ...]] = field(default_factory=set)
+    best_rate: float = 0.0
 
     def legal(self) -> Iterator[Candidate]:
         """All legal plans: with every block treated alike, or as many as the config says, and with as few as
         could fit."""
         mistakes: list[PlanError] = []
         found = False
-        for choices in combinations(self._config, self._job, self._machines.gpus_per_node):
+        for choices in combinations(self.config, self.shape, self.machines.gpus_per_node):
             try:
                 plan = self._plan(choices)
             except PlanError as error:
@@ -194,25 +188,25 @@ class _Search:
     def take(self, candidate: Candidate) -> None:
         """Put a candidate where it belongs, after judging it if it can be the best. The fastest bound must
         come first."""
-        if not candidate.at_least and candidate.needed_bytes > self._machines.available_bytes:
+        if not candidate.at_least and candidate.needed_bytes > self.machines.available_bytes:
             self.does_not_fit.append(candidate)
         elif self._is_slower(candidate):
             self.pruned.append(candidate)
         elif not candidate.at_least:
             judged = self.judge(candidate)
             (self.ranked if judged.timeline else self.does_not_fit).append(judged)
-            self._best_rate = max(self._best_rate, judged.rate() if judged.timeline else 0.0)
+            self.best_rate = max(self.best_rate, judged.rate() if judged.timeline else 0.0)
             if judged.timeline and candidate.choices["activation_checkpoint"] == "none":
-                self._keeps_all.add(_but_checkpointing(candidate.choices))
-        elif _but_checkpointing(candidate.choices) not in self._keeps_all and (
+                self.keeps_all.add(_but_checkpointing(candidate.choices))
+        elif _but_checkpointing(candidate.choices) not in self.keeps_all and (
             settled := self._settle(candidate)
         ):
             self.take(settled)
 
     def judge(self, candidate: Candidate) -> Candidate:
         """The candidate with its memory and, if it fits, its step."""
-        plan, machines = candidate.plan, self._machines
-        work = self._trace(plan)
+        plan, machines = candidate.plan, self.machines
+        work = self.trace(plan)
         memory = predict_step_memory(plan, work)
         needed = reserved_bytes(memory, machines.hardware)
         judged = dataclasses.replace(candidate, memory=memory, needed_bytes=needed)
@@ -222,19 +216,19 @@ class _Search:
         return dataclasses.replace(judged, timeline=simulate_step(plan, times))
 
     def _is_slower(self, candidate: Candidate) -> bool:
-        return candidate.rate() < self._best_rate * (1 - EQUAL) and len(self.ranked) >= JUDGED
+        return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= JUDGED
 
     def _plan(self, choices: Mapping[str, Any]) -> Plan:
-        config, shape = with_choices(self._config, self._job, choices)
-        return make_plan(config, self._model, shape)
+        config, shape = with_choices(self.config, self.shape, choices)
+        return make_plan(config, self.model, shape)
 
     def _blocks(self, plan: Plan) -> int:
         """Units that activation checkpointing can be for."""
-        return sum(self._model.checkpointed.issuperset(unit.modules) for unit in plan.units)
+        return sum(self.model.checkpointed.issuperset(unit.modules) for unit in plan.units)
 
     def _alike(self, choices: Mapping[str, Any], plan: Plan) -> Candidate:
         """The candidate of a plan that was made with these choices."""
-        asked, blocks = self._config.activation_checkpoint_blocks, self._blocks(plan)
+        asked, blocks = self.config.activation_checkpoint_blocks, self._blocks(plan)
         treated = (
             0
             if choices["activation_checkpoint"] == "none"
@@ -251,35 +245,31 @@ class _Search:
 
     def _look(self, choices: Mapping[str, Any], plan: Plan) -> Bounds:
         key = (*_but_how_gathered(choices), choices["activation_checkpoint_blocks"])
-        if key not in self._bounds:
-            work = self._trace(plan)
-            times = step_times(plan, work, self._machines.hardware, self._machines.gpus_per_node)
-            self._bounds[key] = Bounds(
+        if key not in self.bounds:
+            work = self.trace(plan)
+            times = step_times(plan, work, self.machines.hardware, self.machines.gpus_per_node)
+            self.bounds[key] = Bounds(
                 times, times.busy_s(plan.accumulation), least_bytes(plan, work), host_bytes(plan, work)
             )
-        return self._bounds[key]
+        return self.bounds[key]
 
     def _fewest_blocks(self, choices: Mapping[str, Any], plan: Plan) -> Candidate | None:
         """The same for fewer blocks: as many as are needed at least, if what blocks keep were all there is.
         None where that is all of them, or where the config says how many, or how. Its plan is that of all
         blocks."""
         mode, blocks = choices["activation_checkpoint"], self._blocks(plan)
-        if (
-            mode not in PART_OF_THE_BLOCKS
-            or self._config.activation_checkpoint_blocks != "auto"
-            or blocks < 2
-        ):
+        if mode not in PART_OF_THE_BLOCKS or self.config.activation_checkpoint_blocks != "auto" or blocks < 2:
             return None
         treated = self._look({**choices, "activation_checkpoint_blocks": blocks}, plan)
         keeping = {**choices, "activation_checkpoint": "none", "activation_checkpoint_blocks": 0}
-        kept = self._bounds.get((*_but_how_gathered(keeping), 0)) or self._look(keeping, self._plan(keeping))
-        excess = kept.needed_bytes - self._machines.available_bytes
+        kept = self.bounds.get((*_but_how_gathered(keeping), 0)) or self._look(keeping, self._plan(keeping))
+        excess = kept.needed_bytes - self.machines.available_bytes
         share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / blocks)
         if (count := math.ceil(share * blocks)) >= blocks:
             return None
         in_order = {name: choices.get(name, count) for name in CHOICES}
         lower_bound_s = part_s(kept, treated, share, plan.accumulation)
-        needed = min(kept.needed_bytes, self._machines.available_bytes)
+        needed = min(kept.needed_bytes, self.machines.available_bytes)
         return Candidate(in_order, plan, lower_bound_s, needed, at_least=True)
 
     def _settle(self, candidate: Candidate) -> Candidate | None:
@@ -294,30 +284,30 @@ class _Search:
 
         def fits(count: int) -> bool:
             plan = with_blocks(count).plan
-            memory = predict_step_memory(plan, self._trace(plan))
+            memory = predict_step_memory(plan, self.trace(plan))
             needs[count] = memory.peak_bytes
-            return reserved_bytes(memory, self._machines.hardware) <= self._machines.available_bytes
+            return reserved_bytes(memory, self.machines.hardware) <= self.machines.available_bytes
 
         # Gathering otherwise than asked first never needs less memory, so never fewer blocks.
-        least = max(candidate.choices["activation_checkpoint_blocks"], self._fewest.get(key, 0))
+        least = max(candidate.choices["activation_checkpoint_blocks"], self.fewest.get(key, 0))
         if least >= blocks or self._is_slower(with_blocks(least)):
             return with_blocks(least) if least < blocks else None
         count = blocks
         if fits(blocks - 1):
-            room = usable_bytes(self._machines.available_bytes, self._machines.hardware) - needs[blocks - 1]
+            room = usable_bytes(self.machines.available_bytes, self.machines.hardware) - needs[blocks - 1]
             keeping = (*_but_how_gathered({**candidate.choices, "activation_checkpoint": "none"}), 0)
             saved = max(
-                1, (self._bounds[keeping].needed_bytes - self._bounds[*key, blocks].needed_bytes) / blocks
+                1, (self.bounds[keeping].needed_bytes - self.bounds[*key, blocks].needed_bytes) / blocks
             )
             count = smallest(least, blocks - 1, blocks - 1 - int(room / saved), fits)
-        self._fewest.setdefault(key, count)
+        self.fewest.setdefault(key, count)
         if count == blocks:
             return None
         settled = with_blocks(count)
         return None if self._host_mistake(settled) else settled
 
     def _host_mistake(self, candidate: Candidate) -> PlanError | None:
-        kind = self._machines.hardware
+        kind = self.machines.hardware
         if (
             candidate.choices["activation_checkpoint"] != "offload"
             or candidate.host_bytes <= kind.host_memory_gib * GIB

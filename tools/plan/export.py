@@ -16,8 +16,8 @@ PLAN_SUFFIXES = (".yaml", ".yml")
 TIMELINE_SUFFIXES = (".svg", ".png", ".json")
 
 
-def check_target(option: str, path: Path, suffixes: Sequence[str], overwrites: bool) -> None:
-    """Raise ConfigError where no file can be written, before anything is computed."""
+def check_target(option: str, path: Path, suffixes: Sequence[str], overwrites: bool) -> Path:
+    """The path, if a file can be written there. Raises ConfigError, before anything is computed."""
     place = f"{option}={path}"
     if path.suffix not in suffixes:
         raise ConfigError(f"{place}: its name must end in {' or '.join(suffixes)}")
@@ -29,6 +29,7 @@ def check_target(option: str, path: Path, suffixes: Sequence[str], overwrites: b
         raise ConfigError(
             f"{place} is there already, and is not overwritten: take another name, or remove it"
         )
+    return path
 
 
 def save_plan(path: Path, plan: Plan, about: Sequence[str]) -> None:

@@ -71,11 +71,6 @@ def first_bad_value(
     return watch.first
 
 
-def parameters_not_finite(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of which this rank's part is not finite."""
-    return tuple(name for name, p in model.named_parameters() if not all_finite([p]))
-
-
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether everything that this rank holds of them is finite. Waits for the device, once, and makes no
     copies."""
@@ -256,7 +251,7 @@ class NonFiniteGuard:
     def _diagnose(self, done: _Step) -> str:
         """What all ranks together find out about a step. On a GPU the step after it may have changed the
         weights a little."""
-        damaged = parameters_not_finite(self._model)
+        damaged = tuple(name for name, p in self._model.named_parameters() if not all_finite([p]))
         positions = f"{done.first_sample} to {done.first_sample + self._shape.global_batch_size - 1}"
         try:
             first = first_bad_value(self._model, done.micro_batches, self._data_parallel)

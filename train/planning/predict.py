@@ -1,7 +1,7 @@
 """What a run will need and how fast it will be, before anything runs."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -79,13 +79,8 @@ def predict_memory(job: TrainingJob, plan: Plan) -> StepMemory:
 def search_plans(job: TrainingJob, world_size: int, cluster: Cluster) -> SearchResult:
     """All legal plans of the job on so many processes of a cluster, judged. Raises PlanError if none is
     legal."""
-    return search(
-        job.parallel,
-        model_units(job.model),
-        shape_on(job, world_size, cluster),
-        cluster,
-        lambda plan: run_workload(job, plan),
-    )
+    model, shape = model_units(job.model), shape_on(job, world_size, cluster)
+    return search(job.parallel, model, shape, cluster, partial(run_workload, job))
 
 
 def search_leanest(job: TrainingJob, world_size: int, cluster: Cluster, seq_len: int) -> SearchResult:
