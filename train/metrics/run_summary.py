@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 
 PREDICTED_STEP = "predicted_step"  # the image's name
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # whose keys make runs differ
+USUAL = frozenset(
+    {
+        "optim.lr",
+        "parallel.activation_checkpoint",
+        "parallel.dp_shard",
+        "parallel.tp",
+        "train.micro_batch_size",
+    }
+)
 OF_UNITS = (
     "reshard_after_forward",
     "forward_prefetch",
@@ -40,16 +49,36 @@ OF_UNITS = (
 )
 
 
-def describe_run(config: Config, planned: RunPlan) -> RunSummary:
-    """What TensorBoard shows: the config, the plan, and the step that the planner expects."""
+def describe_run(config: Config, planned: RunPlan, data: str, steps: int) -> RunSummary:
+    """What TensorBoard shows: the config, the plan, and the step that the planner expects; of `data`, in
+    `steps` steps."""
     plan, device_name, timeline = planned.plan, planned.device_name, planned.timeline
-    texts = {"config": _code(config_to_yaml(config)), "plan": _code(plan_to_yaml(plan))}
+    facts = run_facts(config.job, plan, device_name, data, steps)
+    texts = {
+        "config": _code(config_to_yaml(config)),
+        "plan": _code(plan_to_yaml(plan)),
+        # A list, not a table, whose columns are a letter wide on a narrow page.
+        "about": "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
+    }
     if planned.reasons:
         texts["planner"] = "\n".join(f"- {line}" for line in planned.reasons)
     title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
     images = {} if timeline is None else {PREDICTED_STEP: partial(_paint, timeline, title)}
     values = hparams_of(config, plan, device_name)
     return RunSummary(texts, images, values, first_keys(values, sys.argv[1:]))
+
+
+def run_facts(job: TrainingJob, plan: Plan, device_name: str, data: str, steps: int) -> dict[str, str]:
+    """Model, data and hardware, by what it is called on the page."""
+    model, mesh, tokens = job.model, plan.mesh, plan.global_batch_size * job.seq_len
+    python, axes = platform.python_version(), " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES)
+    return {
+        "Model": f"{count_parameters(model).total:,} parameters in {model.n_layers} layers",
+        "Data": data,
+        "Training": f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens",
+        "Hardware": f"{mesh.world_size} x {device_name}: {axes}",
+        "Software": f"meshwright {__version__}, torch {torch.__version__}, Python {python}",
+    }
 
 
 def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]:
@@ -75,11 +104,12 @@ def hparams_of(config: Config, plan: Plan, device_name: str) -> dict[str, Value]
 
 
 def first_keys(values: Mapping[str, Value], arguments: Sequence[str]) -> frozenset[str]:
-    """Keys that are shown first: those on the command line, where a sweep puts what it varies."""
+    """Keys that are shown first: those on the command line, where a sweep puts what it varies; without any
+    the usual ones."""
     given = {
         argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")
     }
-    return frozenset(given & values.keys())
+    return frozenset(given & values.keys()) or USUAL & values.keys()
 
 
 def _plain(value: Any, declared: Any) -> Value:

@@ -191,14 +191,15 @@ def test_a_run_shows_config_plan_and_the_predicted_step(config: Config, tmp_path
     plan = plan_run(config.job, 2)
     timeline = predict(config.job, plan, load_hardware()["cpu"], 2).timeline
     planned = RunPlan(torch.device("cpu"), CPU, plan, 0, {}, ("tp=2: faster",), timeline)
-    board_of(tmp_path / "run", describe_run(config, planned), range(2))
+    board_of(tmp_path / "run", describe_run(config, planned, "1,000 tokens", 350), range(2))
     page = Page(tmp_path)
     texts = {
         name: page.runs.Tensors("run/tb", name)[0].tensor_proto.string_val[0].decode()
-        for name in ("config", "plan", "planner")
+        for name in ("about", "config", "plan", "planner")
     }
     assert "n_layers: 2" in texts["config"]
-    assert "tp: 2" in texts["plan"]
+    for words in ("350 steps of 256 tokens", "1,000 tokens", f"2 x {CPU}", "tp 2", "2 layers"):
+        assert words in texts["about"]
     assert texts["planner"] == "- tp=2: faster"
     (picture,) = page.runs.Tensors("run/tb", "predicted_step")
     width, height, png = picture.tensor_proto.string_val
@@ -226,7 +227,7 @@ def test_the_row_says_what_the_plan_is_where_the_config_leaves_it_open(config: C
 def test_keys_of_the_command_line_come_first() -> None:
     values = {"optim.lr": 1.0, "train.steps": 5, "parallel.tp": 1}
     assert first_keys(values, ["--config=a", "--train.steps=5", "--run.dir=x"]) == {"train.steps"}
-    assert not first_keys(values, ["--run.dir=x"])
+    assert first_keys(values, ["--run.dir=x"]) == {"optim.lr", "parallel.tp"}
 
 
 WRITE = """
