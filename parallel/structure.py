@@ -22,6 +22,7 @@ _WORDS = {
     "int": "an integer",
     "float": "a number",
     "str": "a word",
+    "Path": "a path",
     "bool": "true or false",
     "null": "null",
     "array": "a list",

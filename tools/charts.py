@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.planner.timeline_plot import FAINT, GRID, INK, LETTER, SMALL, new_figure
+from meshwright.parallel.planner.timeline_plot import FAINT, GRID, INK, LETTER, SMALL, new_figure, plainly
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +58,7 @@ def style_of(number: int) -> Style:
     return Style(COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)])
 
 
+@plainly
 def draw_curves(title: str, x_words: str, curves: Sequence[Curve]) -> "Figure":
     """One chart. Without a finite point it says so."""
     if not any(math.isfinite(y) for curve in curves for _, y in curve.points):
@@ -82,6 +83,7 @@ def add_curves(axes: "Axes", curves: Sequence[Curve]) -> None:
     axes.set_xlim(left=0)
 
 
+@plainly
 def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     """A row for each: its name, and below it a bar with its figure."""
     known = [bar.high or bar.value for bar in bars if bar.value is not None]
@@ -99,6 +101,7 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> "Figure":
     return figure
 
 
+@plainly
 def draw_errors(title: str, names: Sequence[str], errors: Mapping[str, Sequence[float | None]]) -> "Figure":
     """A row for each name: how far what was predicted lies below (left) or above what was measured, of each
     kind of `errors`."""

@@ -67,7 +67,7 @@ def in_words(report: str) -> str:
 
 def _type_in_words(name: str) -> str:
     if name.startswith("Literal["):
-        return name[len("Literal[") : -1].replace("'", "")
+        return " or ".join(choice.strip(" '") for choice in name[len("Literal[") : -1].split(","))
     words = {
         "int": "a whole number",
         "float": "a number",

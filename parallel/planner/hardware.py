@@ -126,6 +126,8 @@ def find_hardware(device_name: str) -> Hardware | None:
 def read_hardware(path: Path) -> Hardware:
     """The kind that a file describes. Raises YamlError with all of its mistakes, each naming its key."""
     data = load_mapping(path)
+    if "name" in data:
+        raise YamlError(f"{path}: unknown key name: the file's own name is the kind's, so leave it out")
     try:
         hardware = structure(Hardware, {**data, "name": path.stem}, str(path))
     except ValueError as error:

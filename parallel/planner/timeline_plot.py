@@ -1,14 +1,16 @@
 """A simulated step as a picture: all of it in one strip of lanes, and a few units in the middle of the last
 backward large below. matplotlib draws it, imported with the first picture."""
 
+import functools
 import io
 import logging
+import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -55,6 +57,8 @@ ROWS = {  # lane -> row of the picture
     "offload": "host memory",
 }
 Span = tuple[float, float]  # start, end
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,35 @@ class Panel:
         return (self.window[1] - self.window[0]) / LANES_WIDTH
 
 
+def plainly(draw: Callable[P, T]) -> Callable[P, T]:
+    """`draw` under matplotlib's own settings, whatever a user's matplotlibrc says (as text.usetex)."""
+
+    @functools.wraps(draw)
+    def under_defaults(*arguments: P.args, **options: P.kwargs) -> T:
+        matplotlib = _import_matplotlib()
+        defaults = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
+        with matplotlib.rc_context(defaults):
+            return draw(*arguments, **options)
+
+    return under_defaults
+
+
+def _import_matplotlib() -> Any:
+    """The library without its word on the font cache that it makes the first time, or on a home that it
+    cannot write to; and without $MPLBACKEND, which nothing here needs and a wrong one of which it refuses."""
+    log, backend = logging.getLogger("matplotlib"), os.environ.pop("MPLBACKEND", None)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        import matplotlib.figure
+    finally:
+        log.setLevel(level)
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    return matplotlib
+
+
+@plainly
 def draw_timeline(timeline: Timeline, title: str) -> "Figure":
     """The step in two panels, the second with a few units of the first."""
     start_s, end_s, units = zoom_window(timeline)
@@ -97,6 +130,7 @@ def draw_timeline(timeline: Timeline, title: str) -> "Figure":
     return figure
 
 
+@plainly
 def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
     """The panels below each other, under a title and the legend of their colours."""
     assert all(panel.timeline.step_s > 0 for panel in panels), "a step that takes no time has no picture"
@@ -309,19 +343,13 @@ def join_spans(spans: Mapping[str, Span], units: Sequence[str]) -> Span:
 
 def new_figure(width: float, height: float) -> "Figure":
     """An empty picture, of so many points. Without pyplot: there is no display and nothing to close."""
-    log = logging.getLogger("matplotlib")
-    level = log.level
-    # The first import may tell of the font cache that it makes, and of a home that it cannot write to.
-    log.setLevel(logging.ERROR)
-    try:
-        from matplotlib.figure import Figure
-    finally:
-        log.setLevel(level)
+    matplotlib = _import_matplotlib()
     # A run's name may have letters that matplotlib's font lacks; in an SVG the viewer's fonts have them.
     warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)
-    return Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="white")
+    return matplotlib.figure.Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="white")
 
 
+@plainly
 def to_svg(figure: "Figure") -> str:
     """An SVG document, the same for the same figure, that can stand in an HTML page too. Its words are text,
     in the fonts of whoever looks at it."""
@@ -339,6 +367,7 @@ def picture_bytes(figure: "Figure", suffix: str) -> bytes:
     return to_svg(figure).encode() if suffix == ".svg" else to_png(figure)
 
 
+@plainly
 def to_png(figure: "Figure") -> bytes:
     """A PNG file, of PNG_SCALE pixels for each point."""
     file = io.BytesIO()

@@ -24,8 +24,9 @@ from meshwright.models.llama import LlamaConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.serialize import load_plan, plan_to_yaml
+from meshwright.tools.cli import to_json
 from meshwright.tools.import_accelerate.__main__ import read_accelerate
-from meshwright.tools.import_accelerate.convert import as_document, as_text, as_yaml
+from meshwright.tools.import_accelerate.convert import as_text, as_yaml
 from meshwright.train.checkpoint.huggingface import open_folder
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.config_parser import (
@@ -236,8 +237,8 @@ def import_targets(folder: Path) -> Iterator[Target]:
     """accelerate's YAML."""
 
     def read(path: Path) -> None:
-        imported = read_accelerate(str(path), "my.yaml")
-        json.dumps(as_document(imported), default=str)
+        imported = read_accelerate(str(path))
+        assert to_json(imported)
         assert as_text(imported)
         (folder / "my.yaml").write_text(as_yaml(imported))
         load_config(folder / "my.yaml")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.parallel.errors import one_line
-from meshwright.parallel.planner.timeline_plot import INK, LETTER, SMALL, new_figure
+from meshwright.parallel.planner.timeline_plot import INK, LETTER, SMALL, new_figure, plainly
 from meshwright.tools.charts import HEIGHT, WIDTH, Curve, Style, add_curves, dress, say_nothing, style_of
 from meshwright.tools.compare.comparison import RunComparison, ToleranceBand, distance
 from meshwright.tools.run_reader import RunFolder, series
@@ -23,6 +23,7 @@ SHADE = "#e4e4e4"  # of the band
 MOST_RUNS = 30
 
 
+@plainly
 def draw_comparisons(comparisons: Sequence[RunComparison]) -> "Figure":
     """Two columns: loss and gradient norm; the curves above, the differences from the first run below."""
     first, shown = comparisons[0].a, comparisons[:MOST_RUNS]

@@ -197,6 +197,7 @@ MALFORMED = [
         edit("units", 1, "forward_prefetch", value=True),
         ["forward_prefetch=True must be an integer or a list"],
     ),
+    (edit("units", 1, "forward_prefetch", value=10**30), ["unit layers.[0-3]", "forward_prefetch=1000"]),
     (edit("units", 1, "param_dtype", value=16), ["unit layers.[0-3]", "param_dtype=16 must be a word"]),
     (edit("units", 1, "reduce_dtype", value=None), ["unit layers.[0-3]", "reduce_dtype=None must be a word"]),
     (

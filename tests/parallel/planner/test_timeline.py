@@ -190,3 +190,21 @@ def test_a_picture_says_nothing_and_leaves_matplotlib_as_it_was(tmp_path: Path) 
     there = os.environ | {"MPLCONFIGDIR": str(tmp_path / "file")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=there)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_users_settings_of_matplotlib_do_not_reach_a_picture(tmp_path: Path) -> None:
+    """A backend that there is not, and words set by a LaTeX that is not installed."""
+    code = (
+        "from pathlib import Path\n"
+        "from meshwright.parallel.planner.timeline_plot import to_svg\n"
+        "from meshwright.tools.charts import Curve, draw_curves, style_of\n"
+        "curve = Curve([(0, 1), (1, 2)], style_of(0))\n"
+        "Path('x.svg').write_text(to_svg(draw_curves('title', 'x', [curve])))"
+    )
+    drawn = []
+    for settings in ("", "text.usetex: True\nfont.size: 30\n"):
+        (tmp_path / "matplotlibrc").write_text(settings)
+        there = {"MPLBACKEND": "bogus", "MATPLOTLIBRC": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | there, check=True)
+        drawn.append((tmp_path / "x.svg").read_text())
+    assert drawn[0] == drawn[1]

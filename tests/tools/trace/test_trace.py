@@ -116,6 +116,10 @@ def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
             r"nested too deeply \(before character [\d,]+, after \d+ events\)",
         ),
         (
+            lambda text: b'{"traceEvents": ' + b"[" * 500 + b"]" * 500 + b"}",
+            "a list stands in place of an event",
+        ),
+        (
             lambda text: text.replace(b"1000000000000000000", b'"x"'),
             "baseTimeNanoseconds is 'x' in place of a whole number",
         ),

@@ -4,7 +4,16 @@ kind of GPU."""
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.parallel.planner.timeline_plot import BODY, FAINT, GRID, INK, LARGE, SMALL, new_figure
+from meshwright.parallel.planner.timeline_plot import (
+    BODY,
+    FAINT,
+    GRID,
+    INK,
+    LARGE,
+    SMALL,
+    new_figure,
+    plainly,
+)
 from meshwright.tools.charts import COLORS, MARKERS
 
 if TYPE_CHECKING:
@@ -18,6 +27,7 @@ KEYS = {"mfu": "MFU, attention in full", "exposed_share": "exposed share of the 
 WAYS = {"planner's choice": 0, "FSDP alone": 1}  # the place of each in a pair
 
 
+@plainly
 def draw_scaling(both: Sequence[Both]) -> "Figure":
     """Two panels for each model, under a title and a legend."""
     models, kinds, gpus = (

@@ -46,7 +46,8 @@ def partial_folder(folder: Path) -> Iterator[Path]:
     partial, lock_file = (folder.with_name(f".{folder.name}.{ending}") for ending in ("partial", "lock"))
     lock = make_lock(lock_file)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        # First: where no file can be made filelock would take the error for another's lock, and wait.
+        partial.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except OSError as error:

@@ -41,11 +41,15 @@ class _WorkerContext(SpawnContext):
 
     def __init__(self) -> None:
         super().__init__()
-        self.workers: list[_Worker] = []
+        self._workers: list[_Worker] = []
 
     def Process(self, *arguments: Any, **options: Any) -> _Worker:  # type: ignore[override]
-        self.workers.append(_Worker(*arguments, **options))
-        return self.workers[-1]
+        self._workers.append(_Worker(*arguments, **options))
+        return self._workers[-1]
+
+    def started(self) -> list[_Worker]:
+        """Those that run or have run: a start may fail."""
+        return [worker for worker in self._workers if worker.pid is not None]
 
 
 def tokenise_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_batch: OnBatch) -> None:
@@ -58,15 +62,25 @@ def tokenise_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_
     table = np.frombuffer(shared, np.int64).reshape(-1, len(COLUMNS))
     with ProcessPoolExecutor(min(workers, len(pieces)), context, start_worker, (shared,)) as pool:
         try:
-            jobs = {pool.submit(tokenise_shared, row, piece, job) for row, piece in enumerate(pieces)}
-            _follow(jobs, table, on_batch)
+            _follow(_submit(pool, pieces, job), table, on_batch)
         except BrokenProcessPool:
-            if (dead := _find_dead(context.workers)) is None:
+            if (dead := _find_dead(context.started())) is None:
                 raise
             raise DataError(_how_it_ended(dead, table, pieces)) from None
         finally:  # on Ctrl-C, and on an error in one piece, nobody waits for the others
-            for worker in context.workers:
+            for worker in context.started():
                 worker.kill()
+
+
+def _submit(pool: ProcessPoolExecutor, pieces: Sequence[Piece], job: TokenizeJob) -> set[Future[None]]:
+    """A future for each piece. Raises DataError where the system gives no process."""
+    try:
+        return {pool.submit(tokenise_shared, row, piece, job) for row, piece in enumerate(pieces)}
+    except OSError as error:
+        raise DataError(
+            f"the preparation cannot start its worker processes ({error.strerror}): use fewer "
+            "(--workers), or raise the limits of open files and of processes (ulimit -n, ulimit -u)"
+        ) from None
 
 
 def _follow(jobs: set[Future[None]], table: NDArray[np.int64], on_batch: OnBatch) -> None:

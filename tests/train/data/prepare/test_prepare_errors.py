@@ -1,11 +1,13 @@
 """Text that cannot be prepared: one clear sentence with the place, and no folder under the final name."""
 
+import errno
 import gzip
 import json
 import os
 import resource
 import subprocess
 import sys
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pyarrow
@@ -13,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
+from meshwright.train.data.prepare import worker_pool
 from meshwright.train.data.prepare.partition import cut_source
 from meshwright.train.data.prepare.prepare import PrepareSettings, prepare
 from meshwright.train.data.prepare.readers import read_part
@@ -260,3 +263,23 @@ def test_a_full_file_system_is_one_error(workers: int, tmp_path: Path) -> None:
         "no space left for full/out (No space left on device): about 4.0 MB are still needed" in done.stdout
     ), done.stderr
     assert done.stdout.endswith("[]\n")
+
+
+def test_a_system_that_gives_no_more_processes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "texts" / f"{name}.txt").write_text("x" * 3_000_000)  # a piece each
+    started = list[SpawnProcess]()
+
+    def start(worker: SpawnProcess) -> None:
+        started.append(worker)
+        if len(started) > 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        SpawnProcess.start(worker)
+
+    monkeypatch.setattr(worker_pool._Worker, "start", start)
+    said = r"cannot start its worker processes \(Too many open files\): use fewer"
+    refuses(tmp_path / "texts", said, tmp_path, workers=(2,))
+    assert not started[0].is_alive()
