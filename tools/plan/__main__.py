@@ -8,13 +8,13 @@ side by side. `python -m tools.plan diff A.yaml B.yaml` says what differs betwee
 
 import argparse
 import dataclasses
-import difflib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import AXES
 from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.planner.hardware import load_hardware
@@ -41,7 +41,7 @@ from meshwright.tools.plan.report import (
     as_json,
     as_text,
     find_fewest,
-    find_gpu,
+    find_kind,
     time_to_train,
 )
 from meshwright.tools.plan.scaling import read_sweep, sweep, sweep_json, sweep_text
@@ -74,7 +74,7 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
         check_target("--save", options.save, PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
         check_target("--timeline", options.timeline, TIMELINE_SUFFIXES, overwrites=True)
-    hardware = find_gpu(options.gpu) if options.gpu else None
+    hardware = find_kind(options.gpu, "--gpu") if options.gpu else None
     gpus = options.gpus or find_fewest(job, options.gpus_per_node, hardware)
     asked = answer(job, Target(gpus, min(gpus, options.gpus_per_node), hardware))
     check = check_run(job, asked.plan) if options.check else None
@@ -91,7 +91,7 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> None:
 
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
-    rows = sweep(job, read_sweep(options.sweep), options.gpus_per_node, find_gpu(options.gpu))
+    rows = sweep(job, read_sweep(options.sweep), options.gpus_per_node, find_kind(options.gpu, "--gpu"))
     as_asked = sweep_json if options.json else sweep_text
     print(as_asked(rows, options.tokens))
 
@@ -302,10 +302,7 @@ def _check_names(config_arguments: Sequence[str]) -> None:
     for argument in config_arguments:
         name = argument.split("=")[0]
         if name.startswith("--") and "." not in name and name != "--print_config":
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"unknown option {name}. {f'Did you mean {near[0]}?' if near else 'See -h for all of them.'}"
-            )
+            raise ConfigError(f"unknown option {name}.{nearest(name, known) or ' See -h for all of them.'}")
 
 
 def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:

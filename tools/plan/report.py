@@ -83,8 +83,8 @@ class PlanReport:
     advice: tuple[str, ...]
 
 
-def find_gpu(name: str) -> Hardware:
-    """A kind of GPU from configs/hardware. ConfigError names the nearest."""
+def find_kind(name: str, option: str) -> Hardware:
+    """A kind of machine from configs/hardware, which `option` names. ConfigError names the nearest."""
     kinds = load_hardware()
     if name not in kinds:
         near = sorted(
@@ -92,7 +92,7 @@ def find_gpu(name: str) -> Hardware:
         ) or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"--gpu={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}"
+            f"{option}={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}"
         )
     return kinds[name]
 

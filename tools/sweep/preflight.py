@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 
-from meshwright.parallel.errors import PlanError
+from meshwright.parallel.errors import PlanError, first_of
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.planner.hardware import find_hardware, load_hardware
 from meshwright.tools.run_reader import changed_keys, flatten, read_config
@@ -62,7 +62,11 @@ def check_sweep(spec: Spec, here: bool) -> list[PlannedRun]:
         except (ConfigError, DataError) as error:
             mistakes.setdefault(str(error), []).append(cell.name)
     if mistakes:
-        lines = [f"  {_some(names, len(cells))}: {error}" for error, names in mistakes.items()]
+        every = len(cells) if len(cells) > 1 else 0
+        lines = [
+            f"  {'all runs' if len(names) == every else first_of(names)}: {error}"
+            for error, names in mistakes.items()
+        ]
         raise ConfigError("\n".join(["nothing was started:", *lines]))
     if all(one.refused for one in planned):
         reasons = (f"  {one.cell.name}: {one.refused}" for one in planned)
@@ -161,9 +165,3 @@ def _place(cell: SweepRun) -> RankInfo:
     """Of the first process."""
     world_size = cell.processes * cell.nodes
     return RankInfo(0, world_size, 0, cell.processes, under_torchrun=world_size > 1)
-
-
-def _some(names: Sequence[str], of: int) -> str:
-    if len(names) == of and of > 1:
-        return "all runs"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

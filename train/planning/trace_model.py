@@ -4,7 +4,6 @@ depends on its config, our code and torch, and takes seconds to find out."""
 import contextlib
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from meshwright.parallel.plan.schema import Plan, TensorPlan, UnitPlan
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.trace import apply_as_one_rank, module_workload
 from meshwright.parallel.planner.workload import ModelWorkload, ModuleWorkload
+from meshwright.train.files import write_whole
 
 BLOCKS = "layers."
 BLOCK = f"{BLOCKS}0"  # stands for every block
@@ -160,11 +160,9 @@ def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) ->
         return msgspec.json.decode(path.read_bytes(), type=ModuleWorkload)
     except (OSError, ValueError):
         work = trace()
-    own = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
     with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have
         folder.mkdir(parents=True, exist_ok=True)
-        own.write_bytes(msgspec.json.encode(work))
-        own.replace(path)
+        write_whole(path, msgspec.json.encode(work))
     return work
 
 

@@ -40,6 +40,7 @@ from meshwright.tools.bench.calibrate.measure import (
 )
 from meshwright.tools.bench.timing import AttentionShape, Timer
 from meshwright.tools.processes import BenchError
+from meshwright.train.errors import ConfigError
 
 SHARES = {
     "all_gather": ((2, 1.0), (4, 0.5)),
@@ -155,7 +156,7 @@ def test_a_file_is_not_overwritten_unasked(folder: Path) -> None:
 
 
 def test_a_base_that_is_not_there_is_told_before_anything_is_measured(folder: Path) -> None:
-    with pytest.raises(BenchError, match=r"no configs/hardware/h100\.yaml\. Known: .*h100-sxm"):
+    with pytest.raises(ConfigError, match=r"no configs/hardware/h100\.yaml\. Did you mean h100-sxm"):
         calibrate(options_of("--name=x", "--base=h100"), [])
     assert not list(folder.iterdir())
 

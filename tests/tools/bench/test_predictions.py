@@ -10,7 +10,6 @@ from meshwright.tools.bench.planner.predictions import (
     PredictionCase,
     PredictionRow,
     cpu_cases,
-    find_kind,
     kendall_tau,
     predict_run,
     predictions_text,
@@ -19,7 +18,6 @@ from meshwright.tools.bench.planner.predictions import (
     summarise,
 )
 from meshwright.tools.bench.train_run import WARM_UP_STEPS, RunFigures
-from meshwright.tools.processes import BenchError
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
 
@@ -78,12 +76,6 @@ def test_the_text_shows_every_run_and_what_is_asked_for() -> None:
     assert "first   1,000         2,000        -50.0%" in text
     assert "mean error 75.0% (asked: 15%), worst 100.0%; Kendall's tau -1.00 (asked: 0.8)" in text
     assert "chosen for x: 100.0% slower" in text
-
-
-def test_no_file_no_prediction() -> None:
-    with pytest.raises(BenchError, match=r"no configs/hardware/mine\.yaml.*calibrate.*h200"):
-        find_kind("mine")
-    assert find_kind("cpu").name == "cpu"
 
 
 def test_every_run_has_a_legal_plan_of_its_own() -> None:

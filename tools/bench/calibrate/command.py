@@ -22,6 +22,7 @@ from meshwright.tools.bench.calibrate.hardware_file import (
 )
 from meshwright.tools.bench.calibrate.measure import CollectiveTiming
 from meshwright.tools.bench.harness import BenchResult, Measurement, run_workers
+from meshwright.tools.plan.report import find_kind
 from meshwright.tools.processes import BenchError
 
 CPU_RANKS = (2, 4)
@@ -74,21 +75,17 @@ def find_machine(quick: bool) -> CalibratedMachine:
 
 
 def find_base(name: str | None, machine: CalibratedMachine) -> Hardware:
-    """The kind to take over from. Raises BenchError."""
+    """The kind to take over from. Raises BenchError and ConfigError."""
+    if name is not None:
+        return find_kind(name, "--base")
     kinds = load_hardware()
-    if name is None:
-        base = kinds.get(CPU_BASE) if machine.device == "cpu" else find_hardware(machine.name)
-        if base is None:
-            raise BenchError(
-                f"{machine.name} is of no known kind: name one to take over what cannot be measured here, "
-                f"with --base {' | '.join(kinds)}"
-            )
-        return base
-    if name not in kinds:
+    base = kinds.get(CPU_BASE) if machine.device == "cpu" else find_hardware(machine.name)
+    if base is None:
         raise BenchError(
-            f"--base {name}: there is no configs/hardware/{name}.yaml. Known: {', '.join(kinds)}"
+            f"{machine.name} is of no known kind: name one to take over what cannot be measured here, with "
+            f"--base {' | '.join(kinds)}"
         )
-    return kinds[name]
+    return base
 
 
 def measure(machine: CalibratedMachine) -> Found:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.planner.hardware import Hardware, load_hardware
+from meshwright.parallel.planner.hardware import Hardware
 from meshwright.tools.bench.harness import BenchResult, Measurement, config_keys
 from meshwright.tools.bench.train_run import (
     ONLY_TRAINING,
@@ -23,7 +23,7 @@ from meshwright.tools.bench.train_run import (
     resolve,
 )
 from meshwright.tools.cli import format_table, positive
-from meshwright.tools.processes import BenchError
+from meshwright.tools.plan.report import find_kind
 from meshwright.train.config import TrainingJob
 from meshwright.train.planning.device_defaults import best_attention
 from meshwright.train.planning.predict import predict
@@ -132,7 +132,7 @@ def add_predictions_options(parser: argparse.ArgumentParser) -> None:
 
 def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Configs by name, figures, and a text. Raises BenchError, and what a run's config may raise."""
-    hardware = find_kind(options.hardware)
+    hardware = find_kind(options.hardware, "--hardware")
     keys = [f"--train.steps={options.steps}", *overrides]
     cases = {case: Setup(case.processes, THREADS, [*case.keys, *keys]) for case in cpu_cases()}
     configs = {case: resolve(setup) for case, setup in cases.items()}
@@ -152,17 +152,6 @@ def compare_predictions(options: argparse.Namespace, overrides: Sequence[str]) -
     }
     recorded = {case.name: config_to_record(config) for case, config in configs.items()}
     return BenchResult(recorded, figures, predictions_text(rows))
-
-
-def find_kind(name: str) -> Hardware:
-    """The hardware file to predict with. Raises BenchError."""
-    kinds = load_hardware()
-    if name not in kinds:
-        raise BenchError(
-            f"there is no configs/hardware/{name}.yaml. Make one with `python -m tools.bench calibrate`, or "
-            f"name one with --hardware: {', '.join(kinds)}"
-        )
-    return kinds[name]
 
 
 def predict_run(job: TrainingJob, processes: int, threads: int, hardware: Hardware) -> Predicted:

@@ -18,7 +18,7 @@ from meshwright.tools.bench.planner.scaling_plot import draw_scaling
 from meshwright.tools.bench.train_run import config_to_record
 from meshwright.tools.cli import positive
 from meshwright.tools.plan.export import check_target, write_whole
-from meshwright.tools.plan.report import find_gpu
+from meshwright.tools.plan.report import find_kind
 from meshwright.tools.plan.scaling import read_sweep, row_json, sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
@@ -52,7 +52,7 @@ def measure_scale(options: argparse.Namespace, overrides: Sequence[str]) -> Benc
         )
     if options.picture:
         check_target("--picture", options.picture, (".svg", ".png"), overwrites=True)
-    counts, kinds = read_sweep(f"gpus={options.gpus}"), [find_gpu(name) for name in options.gpu]
+    counts, kinds = read_sweep(f"gpus={options.gpus}"), [find_kind(name, "--gpu") for name in options.gpu]
     configs, cases = dict[str, Any](), dict[str, Cell]()
     for name, hardware, gpus, way in product(options.config, kinds, counts, WAYS):
         began_at = time.monotonic()
