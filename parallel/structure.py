@@ -14,6 +14,7 @@ from meshwright.parallel.errors import one_line
 
 T = TypeVar("T")
 # What a field may be beyond its type. The upper bounds leave out infinity, and integers too large for torch.
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]

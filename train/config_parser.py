@@ -67,7 +67,7 @@ def in_words(report: str) -> str:
 
 def _type_in_words(name: str) -> str:
     if name.startswith("Literal["):
-        return " or ".join(choice.strip(" '") for choice in name[len("Literal[") : -1].split(","))
+        return name[len("Literal[") : -1].replace("'", "")
     words = {
         "int": "a whole number",
         "float": "a number",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.parallel.config import CompileConfig
-from meshwright.parallel.structure import Count, Natural
+from meshwright.parallel.structure import Count, Integer
 
 AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first: neighbours in tp are neighbours in rank
 DTYPES = ("float32", "bfloat16")
@@ -94,9 +94,9 @@ class UnitPlan:
     """
 
     modules: tuple[str, ...]
-    reshard_after_forward: bool | Natural
-    forward_prefetch: Natural | tuple[str, ...]
-    backward_prefetch: Natural | tuple[str, ...]
+    reshard_after_forward: bool | Integer
+    forward_prefetch: Integer | tuple[str, ...]
+    backward_prefetch: Integer | tuple[str, ...]
     activation_checkpoint: str
     saved_ops: tuple[str, ...]
     activation_budget: float
@@ -127,7 +127,7 @@ class Plan:
     cpu_offload: bool
     storage_dtype: str
     attention: str
-    loss_chunk_tokens: Natural
+    loss_chunk_tokens: Integer
     fused_projections: bool
     async_tp: bool
     float8: Float8Plan

@@ -286,14 +286,14 @@ def test_an_address_is_no_further_line_or_command(key: str, value: str, tmp_path
     text = ACCELERATE.replace("main_process_ip: 10.0.0.1\n", "") + f"{key}: {json.dumps(value)}\n"
     (tmp_path / "accelerate.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"it must be all|must be such as"):
-        read_accelerate(str(tmp_path / "accelerate.yaml"), "my.yaml")
+        read_accelerate(str(tmp_path / "accelerate.yaml"))
 
 
 def test_a_key_without_end_is_shown_short(tmp_path: Path) -> None:
     text = ACCELERATE.replace("mixed_precision", f"mixed_{'x' * 900}")
     (tmp_path / "accelerate.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"mixed_x+ \.\.\. x+=bf16: unknown key") as error:
-        read_accelerate(str(tmp_path / "accelerate.yaml"), "my.yaml")
+        read_accelerate(str(tmp_path / "accelerate.yaml"))
     assert max(map(len, str(error.value).splitlines())) < 600
 
 

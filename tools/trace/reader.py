@@ -139,7 +139,8 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     with _opened(path) as text:
         for event in ijson.items(text, "traceEvents.item", use_float=True):
             if not isinstance(event, dict):
-                raise ijson.JSONError(f"a {type(event).__name__} stands in place of an event")
+                shown = "a list" if isinstance(event, list) else repr(str(event)[:80])
+                raise ijson.JSONError(f"{shown} stands in place of an event")
             text.events += 1
             yield event
 
