@@ -114,14 +114,14 @@ def draw_errors(title: str, names: Sequence[str], errors: Mapping[str, Sequence[
     most = min(max(0.1, math.ceil(max(known) * 10) / 10), MOST_ERROR)
     axes.set_xlim(-1.25 * most, 1.25 * most)
     axes.xaxis.set_visible(True)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_locator(MaxNLocator(6, prune="both"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+.0%}" if x else "as measured"))
     axes.grid(axis="x", color=GRID)
     axes.axvline(0, color=FAINT, lw=1)
     for number, (kind, of_kind) in enumerate(errors.items()):
-        rows = [row + 0.5 + 0.32 * number for row in range(len(names))]
+        rows = [row + 0.6 + 0.27 * number for row in range(len(names))]
         lengths = [max(-most, min(error or 0.0, most)) for error in of_kind]
-        painted = axes.barh(rows, lengths, 0.25, color=COLORS[5 * number], label=kind)
+        painted = axes.barh(rows, lengths, 0.22, color=COLORS[5 * number], label=kind)
         words = ["" if error is None else f"{error:+.0%}" for error in of_kind]
         axes.bar_label(painted, words, padding=3, fontsize=SMALL, color=INK)
     place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
@@ -141,7 +141,7 @@ def _rows(names: Sequence[str], title: str, above: float, below: float) -> "tupl
     style: Any = {"fontsize": SMALL, "color": FAINT, "parse_math": False}
     for row, name in enumerate(names):
         words = one_line(name, int((WIDTH - 2 * SIDE) / (LETTER * SMALL)))
-        axes.text(0, row + 0.36, words, transform=axes.get_yaxis_transform(), **style)
+        axes.text(0, row + 0.33, words, transform=axes.get_yaxis_transform(), **style)
     return figure, axes
 
 
