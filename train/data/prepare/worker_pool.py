@@ -2,10 +2,10 @@
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from meshwright.train.data.prepare.worker import COLUMNS, OnBatch, TokenizeJob, 
 from meshwright.train.errors import DataError
 
 _POLL_S = 0.1
+_REAPED_S = 5.0  # until the exit code of a dead process is known
 
 
 class _Worker(SpawnProcess):
@@ -97,13 +98,18 @@ def _follow(jobs: set[Future[None]], table: NDArray[np.int64], on_batch: OnBatch
 
 
 def _find_dead(workers: Sequence[_Worker]) -> _Worker | None:
-    """The worker that broke the pool; the pool cannot end the others, which do not hear SIGTERM."""
-    dead = connection.wait([worker.sentinel for worker in workers], timeout=_POLL_S)
-    return next((worker for worker in workers if worker.sentinel in dead), None)
+    """The worker that broke the pool: the pool lets idle ones end, with exit code 0, and cannot end the
+    others, which do not hear SIGTERM. Its thread may be the one that is told the code, a moment later."""
+    deadline_s = time.monotonic() + _REAPED_S
+    while time.monotonic() < deadline_s:
+        for worker in workers:
+            if worker.exitcode:
+                return worker
+        time.sleep(_POLL_S / 10)
+    return None
 
 
 def _how_it_ended(worker: _Worker, table: NDArray[np.int64], pieces: Sequence[Piece]) -> str:
-    worker.join()
     code = worker.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     memory = ", as when memory runs out," if code == -signal.SIGKILL else ""
