@@ -28,6 +28,7 @@ from tests.support.pictures import assert_alike
 
 PAGES = (
     "README.md",
+    "docs/README.md",
     "docs/architecture.md",
     "docs/planner.md",
     "docs/profiling.md",
@@ -59,6 +60,7 @@ SMALLER = [  # pattern, what it becomes; all that match, in this order
     (r"(?<!standalone )--nproc-per-node 2", "--standalone --nproc-per-node 2"),
     (r"(train\.main .*llama_(?:1b|8b|70b|405b)\.yaml.*)", rf"\1 {SMALL} {QUICK}"),
     (r"(train\.main .*llama_debug\.yaml.*)", rf"\1 {SMALL} --train.steps=12"),
+    (r"(executed_code .*)", rf"\1 {SMALL} {QUICK}"),
     (r"(train\.main .*start/config\.yaml.*)", rf"\1 {QUICK} --train.seq_len=32"),
     (r"/data/web", "web"),
     (r"--workers 16", "--workers 2"),
@@ -225,6 +227,15 @@ def test_every_page_is_read_and_every_link_leads_somewhere() -> None:
         assert "@@" not in text, f"{page} has a place that is still to be filled"
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+def test_the_readme_is_short_and_the_index_lists_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 250, "move details to a page of docs/"
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\]\((\w+\.md)\)", index)
+    assert sorted(listed) == sorted(set(listed)), "a page has one line"
+    assert {f"docs/{name}" for name in listed} == set(PAGES) - {"README.md", "docs/README.md"}
 
 
 def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
