@@ -1,5 +1,5 @@
-"""A run's folder as it lies on disk, also while the run is still going: its rows, state, config and plan, and
-what they come to in a few figures."""
+"""Read a run's folder, also while the run is in progress: rows of metrics.jsonl, status, config and plan,
+and summary figures of them."""
 
 import math
 import statistics
@@ -18,19 +18,19 @@ from meshwright.train.errors import ConfigError
 from meshwright.train.fault_tolerance.run_status import Status, read_status
 from meshwright.train.files import parse_mapping
 
-MAX_LINE_BYTES = 1 << 20  # of a row; ours have less than a thousandth of it
+MAX_LINE_BYTES = 1 << 20  # of a row; real rows have less than a thousandth of that
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run has left so far.
+    """The contents of a run's folder.
 
     Args:
-        rows: of metrics.jsonl by step, ascending; of a step that was done again the last one
-        config: config.yaml with dotted keys; empty where there is none
-        plan: None where there is none that can be read, `plan_problem` then says why
-        unreadable: lines of metrics.jsonl that are no rows, such as one that is being written
+        rows: rows of metrics.jsonl by step, ascending; for a step that was repeated, its last row
+        config: config.yaml with dotted keys; empty without a config.yaml
+        plan: the plan; None if it cannot be read, for the reason in `plan_problem`
+        unreadable: number of lines of metrics.jsonl that are not rows, such as a partially written one
     """
 
     folder: Path
@@ -43,25 +43,25 @@ class RunFolder:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that were trained and reported."""
+        """Steps with a reported training loss."""
         return [step for step, row in self.rows.items() if "loss" in row]
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read it all; what is not there is empty. Raises ConfigError where the folder is none, or config.yaml is
-    not readable."""
+    """Read a run's folder; a missing file counts as empty. Raises ConfigError if the folder does not exist
+    or a file in it cannot be read."""
     if folder.is_file():
-        raise ConfigError(f"{folder} is a file: name the run's folder, such as {folder.parent}")
+        raise ConfigError(f"{folder} is a file: give the run's folder, such as {folder.parent}")
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder. Name a run's folder, such as runs/llama_debug")
+        raise ConfigError(f"{folder}: no such folder: give a run's folder, such as runs/llama_debug")
     rows, unreadable = read_rows(folder / "metrics.jsonl")
     plan, problem = _read_plan(folder / "plan.yaml")
     return RunFolder(folder, read_status(folder), rows, read_config(folder), plan, problem, unreadable)
 
 
 def read_rows(path: Path) -> tuple[dict[int, Row], int]:
-    """Rows by step, and how many lines, each of bounded length, are no rows; none where there is no such
-    file."""
+    """Return the rows of metrics.jsonl by step and the number of lines that are not rows; lines are read
+    up to MAX_LINE_BYTES. A missing file has no rows. Raises ConfigError if the file cannot be read."""
     rows, unreadable = dict[int, Row](), 0
     try:
         with path.open("rb") as file:
@@ -78,8 +78,8 @@ def read_rows(path: Path) -> tuple[dict[int, Row], int]:
 
 
 def read_tail(path: Path, most: int, start: int = 0) -> bytes:
-    """Of a file that may be growing its end, from byte `start` on and `most` bytes of it; nothing where it
-    cannot be read."""
+    """Return at most the last `most` bytes of a file that may be growing, none of them before byte
+    `start`; empty if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(start, file.seek(0, 2) - most))
@@ -89,8 +89,8 @@ def read_tail(path: Path, most: int, start: int = 0) -> bytes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.yaml of a run's folder with dotted keys, by their names of today; {} where there is none. Raises
-    ConfigError for one that is no YAML."""
+    """Return config.yaml of a run's folder with dotted keys under their current names; {} without the
+    file. Raises ConfigError if it is not valid YAML."""
     path = folder / "config.yaml"
     if not path.is_file():
         return {}
@@ -101,8 +101,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "", whole: Sequence[str] = ()) -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; a key in `whole` keeps the mapping that is its value, and an
-    empty one stays."""
+    """Flatten nested mappings to dotted keys. A key in `whole` keeps its mapping as a value, and so does a
+    key with an empty mapping."""
     flat = dict[str, Any]()
     for key, value in mapping.items():
         name = f"{prefix}{key}"
@@ -115,26 +115,29 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "", whole: Sequence[str] =
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys of two flat configs with both values where these differ. A key that only one of them knows is of
-    another version of the program, and no change; unless the other has null in its place."""
+    """Return the keys whose values differ between two flat configs, with both values. A key that only one
+    config has comes from another version of the program and does not count, unless the other config has
+    null for its parent."""
     changed = {key: (old[key], new[key]) for key in old if key in new and _differ(old[key], new[key])}
-    for here, there, flip in ((old, new, False), (new, old, True)):
-        for key, value in here.items():
+    for config, other_config, swapped in ((old, new, False), (new, old, True)):
+        for key, value in config.items():
             parent = key.rpartition(".")[0]
-            if key not in there and parent in there and value is not None:
-                changed[key] = (there[parent], value) if flip else (value, there[parent])
+            if key not in other_config and parent in other_config and value is not None:
+                changed[key] = (other_config[parent], value) if swapped else (value, other_config[parent])
     return changed
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Typed, but for numbers: 1 and 1.0 are one value, true and 1 are not."""
+    """Whether two values differ. Types count, except among numbers: 1 equals 1.0, but true does not equal
+    1."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
     return (isinstance(a, bool) != isinstance(b, bool)) or a != b
 
 
 def value_of(row: Row, key: str) -> float | None:
-    """A figure of a row: None where it has none, NaN where it was not finite (JSON's null)."""
+    """Return a figure of a row: None if the row lacks it or it is not a number, NaN if it was not finite
+    (null in JSON)."""
     if key not in row:
         return None
     value = row[key]
@@ -144,13 +147,13 @@ def value_of(row: Row, key: str) -> float | None:
 
 
 def series(rows: Mapping[int, Row], key: str) -> dict[int, float]:
-    """A figure by step, where rows have it; NaN where it was not finite."""
+    """Return a figure by step, for the rows that have it; NaN where it was not finite."""
     return {step: value for step, row in rows.items() if (value := value_of(row, key)) is not None}
 
 
 def tokens_per_step(run: RunFolder) -> float | None:
-    """Tokens of an optimizer step: of plan and config, else of a row's rate and time. None where nothing says
-    it."""
+    """Return the tokens per optimizer step, from plan and config or else from the rate and time of a row;
+    None if neither is available."""
     seq_len = run.config.get("train.seq_len")
     if run.plan is not None and isinstance(seq_len, int):
         return float(run.plan.global_batch_size * seq_len)
@@ -162,19 +165,19 @@ def tokens_per_step(run: RunFolder) -> float | None:
 
 
 def training_s(rows: Mapping[int, Row]) -> dict[int, float]:
-    """Seconds of training up to each reported step: the steps' own time, without start, evaluations and
-    checkpoints."""
-    times, done_s = dict[int, float](), 0.0
+    """Return the cumulative training time in seconds at each reported step: the step times alone, without
+    startup, evaluation and checkpoints."""
+    times, total_s = dict[int, float](), 0.0
     reported = [step for step, row in rows.items() if math.isfinite(value_of(row, "step_time_s") or math.nan)]
-    for before, step in pairwise([0, *reported]):
-        done_s += (step - before) * float(rows[step]["step_time_s"])
-        times[step] = done_s
+    for previous, step in pairwise([0, *reported]):
+        total_s += (step - previous) * float(rows[step]["step_time_s"])
+        times[step] = total_s
     return times
 
 
 def _read_plan(path: Path) -> tuple[Plan | None, str]:
     if not path.is_file():
-        return None, "there is no plan.yaml"
+        return None, "no plan.yaml"
     try:
         return load_plan(path), ""
     except (PlanError, YamlError) as error:
@@ -182,7 +185,8 @@ def _read_plan(path: Path) -> tuple[Plan | None, str]:
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The row that a line of metrics.jsonl holds; None if it is none, such as one that is being written."""
+    """Return the row in a line of metrics.jsonl; None if the line is not a row, such as a partially
+    written one."""
     try:
         row = parse_mapping(line.decode("utf-8"))
     except ValueError:
@@ -191,15 +195,14 @@ def parse_row(line: bytes) -> Row | None:
     return row if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 
-# not counted in rates: compilation, caches and allocators settle in the first ones, as in tools.bench
+# excluded from rates, as in tools.bench: compilation, caches and allocators settle in these steps
 WARM_UP_STEPS = 4
-PREDICTED = ("step_time_s", "peak_memory_gib")  # what the planner predicts, by the names of a row
+PREDICTED = ("step_time_s", "peak_memory_gib")  # figures that the planner predicts, as named in a row
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Median over reports after the warm-up, and half of them lie between `low` and `high` (the
-    quartiles)."""
+    """The median of a figure over the reports after warm-up; `low` and `high` are the quartiles."""
 
     median: float
     low: float
@@ -208,21 +211,21 @@ class Rate:
 
     @property
     def spread(self) -> float:
-        """(high - low) / median; 0 where the median is."""
+        """(high - low) / median; 0 if the median is 0."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run; None where no row says it, NaN where it was not finite.
+    """Summary figures of a run; None if no row has the figure, NaN if it was not finite.
 
     Args:
-        step: the last one reported
-        loss, eval_loss: the last ones
+        step: last reported step
+        loss, eval_loss: last reported values
         tokens_per_s: over all processes
-        step_time_s: of an optimizer step
-        peak_memory_gib: of the fullest process
-        predicted: what a planner has predicted, by the names of `PREDICTED`
+        step_time_s: seconds per optimizer step
+        peak_memory_gib: of the process that uses most
+        predicted: what the planner predicted, by the names in `PREDICTED`
     """
 
     step: int
@@ -235,25 +238,25 @@ class Figures:
     predicted: Mapping[str, float]
 
     def measured(self, name: str) -> float | None:
-        """The figure that belongs to a predicted one."""
+        """Return the measured figure that corresponds to a predicted one."""
         if name == "step_time_s":
             return self.step_time_s.median if self.step_time_s else None
         return self.peak_memory_gib
 
     def error_of(self, name: str) -> float | None:
-        """How far what was predicted lies beside what was measured: (predicted - measured) / measured."""
+        """Return the relative error of a prediction, (predicted - measured) / measured."""
         measured = self.measured(name)
         return self.predicted[name] / measured - 1 if name in self.predicted and measured else None
 
 
-def number_words(value: float | None, form: str) -> str:
-    """As `format` has it; "" where there is none."""
+def format_number(value: float | None, form: str) -> str:
+    """Format a number; "" for None, "not finite" for NaN and infinity."""
     return "" if value is None else format(value, form) if math.isfinite(value) else "not finite"
 
 
 def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> Figures:
-    """Of a run's rows. `predicted`: where its own rows say nothing of that."""
-    counted = warmed_up(run.rows)
+    """Summarize a run's rows. `predicted` supplies predictions that the rows lack."""
+    counted = rows_after_warm_up(run.rows)
     memory = series(run.rows, "peak_memory_gib")
     own = {
         name: values[max(values)] for name in PREDICTED if (values := series(run.rows, f"predicted_{name}"))
@@ -271,9 +274,9 @@ def figures_of(run: RunFolder, predicted: Mapping[str, float] | None = None) -> 
     )
 
 
-def warmed_up(rows: Mapping[int, Row]) -> dict[int, Row]:
-    """Rows whose rates count: without the first report, whose steps include compiling, and the first
-    WARM_UP_STEPS steps; all there are where that leaves none."""
+def rows_after_warm_up(rows: Mapping[int, Row]) -> dict[int, Row]:
+    """Return the rows that count for rates: without the first report, which includes compilation, and
+    without the first WARM_UP_STEPS steps; only the last report if none remains."""
     reported = [step for step, row in rows.items() if "step_time_s" in row]
     counted = [step for step in reported[1:] if step > WARM_UP_STEPS] or reported[-1:]
     return {step: rows[step] for step in counted}

@@ -1,1 +1,1 @@
-"""`python -m tools.compare A B`: whether runs are the same training, and where they begin to differ."""
+"""`python -m tools.compare A B`: whether runs are the same training, and from which step on they differ."""

@@ -1,4 +1,4 @@
-"""`python -m tools.compare A B`: whether runs are the same training, and where they begin to differ."""
+"""`python -m tools.compare A B`: whether runs are the same training, and from which step on they differ."""
 
 import argparse
 import math
@@ -14,27 +14,28 @@ from meshwright.tools.compare.comparison import (
     CurveDifference,
     RunComparison,
     compare_runs,
-    own_band,
+    custom_band,
 )
 from meshwright.tools.compare.plot import draw_comparisons
 from meshwright.tools.plan.export import check_target, write_whole
-from meshwright.tools.run_reader import Figures, Rate, number_words, read_run
+from meshwright.tools.run_reader import Figures, Rate, format_number, read_run
 from meshwright.train.errors import ConfigError
 
-EXIT_DIFFERENT = 1  # as of the diff command
+EXIT_DIFFERENT = 1  # as the diff command
 PICTURES = (".svg", ".png")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, and leave with EXIT_DIFFERENT where runs are not the same training. Raises ConfigError."""
+    """Compare runs; exit with EXIT_DIFFERENT if any is not the same training as the first. Raises
+    ConfigError."""
     options = make_parser().parse_args(arguments)
     if options.picture:
         check_target("--picture", options.picture, PICTURES, overwrites=True)
-    own = options.rtol is not None or options.atol is not None
-    bands = (BITWISE, own_band(options.rtol or 0.0, options.atol or 0.0)) if own else None
+    is_custom = options.rtol is not None or options.atol is not None
+    bands = (BITWISE, custom_band(options.rtol or 0.0, options.atol or 0.0)) if is_custom else None
     first, *others = [read_run(folder) for folder in options.runs]
     if not others:
-        raise ConfigError(f"{options.runs[0]}: name at least two runs' folders")
+        raise ConfigError(f"{options.runs[0]}: give the folders of at least two runs")
     comparisons = [compare_runs(first, other, bands, options.until) for other in others]
     same = all(comparison.same for comparison in comparisons)
     if options.picture:
@@ -50,77 +51,77 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare",
-        description="Are these runs the same training? Data, loss and gradient norm at the steps that both "
-        "report, the first step that differs and by how much; rate and memory side by side; config and plan "
-        "in words. Of more than two runs each is compared with the first.",
-        epilog="exit codes: 0 the same within the band, 1 different, 2 a mistake in what was asked. Bands: "
-        "bit for bit; within float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 of its size: what "
-        "every mesh is tested to, at each of ten steps); and where one of the runs computes or keeps "
-        "something in bfloat16 or float8, within what that rounds (loss 0.02, gradient norm 4.2% of its "
-        "size). Noise grows with the steps, as fast as the training is unstable: --until looks at the first "
-        "ones only.",
+        description="Report whether runs are the same training: compare data, loss and gradient norm at the "
+        "steps that both report, with the first step that differs and the largest difference; list "
+        "throughput and memory side by side, and the differences in config and plan. With more than two "
+        "runs, each is compared with the first.",
+        epilog="exit codes: 0 the same within a band, 1 different, 2 invalid arguments. Bands: bit for bit; "
+        "within float32 re-ordering noise (loss 5e-5, gradient norm 1e-5 relative: the tolerance that tests "
+        "hold every mesh to, at each of ten steps); and, if one of the runs computes or stores values in "
+        "bfloat16 or float8, within bfloat16 rounding (loss 0.02, gradient norm 4.2% relative). Rounding "
+        "noise grows with every step, faster in an unstable training: --until compares the first steps only.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, of a run that may still be going"
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder; the run may still be in progress"
     )
     parser.add_argument(
         "--rtol",
         type=number_from(0),
         metavar="R",
-        help="a band of your own: this share of the first run's value",
+        help="custom band: relative tolerance, as a share of the first run's value",
     )
     parser.add_argument(
-        "--atol", type=number_from(0), metavar="A", help="and so much beside, for every curve"
+        "--atol", type=number_from(0), metavar="A", help="custom band: absolute tolerance, for every curve"
     )
-    parser.add_argument("--until", type=positive, metavar="STEP", help="the last step to look at")
+    parser.add_argument("--until", type=positive, metavar="STEP", help="compare steps up to this one")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw curves and differences, as .svg or .png"
+        "--picture", type=Path, metavar="FILE", help="draw curves and differences (.svg or .png)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 
-SHOWN = 40  # lines of a config's or a plan's differences
+SHOWN = 40  # differences listed per config and per plan
 
 
 def as_text(comparison: RunComparison) -> str:
-    """The verdict first, then what it rests on."""
+    """Return a comparison as text: the verdict first, then the evidence."""
     a, b = comparison.a, comparison.b
     lines = [comparison.verdict, f"  first:  {a.folder}", f"  second: {b.folder}", ""]
     lines += [format_table(("", "first", "second", "second / first"), _side_by_side(*comparison.figures)), ""]
-    lines += [f"data: {comparison.data}", *(_curve_words(curve) for curve in comparison.curves)]
-    for title, found in (("config", comparison.config), ("plan", comparison.plan)):
-        lines.append(f"{title}:" if found else f"{title}: no difference")
-        lines += [f"- {line}" for line in found[:SHOWN]]
-        if len(found) > SHOWN:
-            lines.append(f"- and {len(found) - SHOWN} more")
+    lines += [f"data: {comparison.data}", *(_describe_curve(curve) for curve in comparison.curves)]
+    for title, differences in (("config", comparison.config), ("plan", comparison.plan)):
+        lines.append(f"{title}:" if differences else f"{title}: no difference")
+        lines += [f"- {line}" for line in differences[:SHOWN]]
+        if len(differences) > SHOWN:
+            lines.append(f"- and {len(differences) - SHOWN} more")
     return "\n".join([*lines, *comparison.notes])
 
 
 def as_json(comparison: RunComparison) -> dict[str, Any]:
-    """Its fields, with the runs by their folders and the bands by their names."""
+    """Return the fields of a comparison, with runs as their folders and bands as their names."""
     folders = {"a": comparison.a.folder, "b": comparison.b.folder}
     bands = {
         "band": comparison.band and comparison.band.name,
-        "bands": [one.name for one in comparison.bands],
+        "bands": [band.name for band in comparison.bands],
     }
     return vars(comparison) | folders | bands
 
 
-def _curve_words(curve: CurveDifference) -> str:
+def _describe_curve(curve: CurveDifference) -> str:
     if curve.first is None:
         return f"{curve.key}: equal at all {curve.steps} steps"
-    step, one, other = curve.first
-    at, most = curve.largest
-    apart = f"by {most:.3g}" if math.isfinite(most) else "where only one is finite"
-    beyond = "within the band" if curve.beyond is None else f"beyond the band from step {curve.beyond} on"
+    step, first, second = curve.first
+    largest_at, most = curve.largest
+    size = f"by {most:.3g}" if math.isfinite(most) else "where only one is finite"
+    beyond = "within the band" if curve.beyond is None else f"outside the band from step {curve.beyond} on"
     return (
-        f"{curve.key}: first differs at step {step} ({one:.6g} and {other:.6g}), most at step {at}, "
-        f"{apart}; {beyond}"
+        f"{curve.key}: first differs at step {step} ({first:.6g} and {second:.6g}), most at step "
+        f"{largest_at}, {size}; {beyond}"
     )
 
 
@@ -135,9 +136,9 @@ def _side_by_side(a: Figures, b: Figures) -> list[tuple[str, str, str, str]]:
         ("MFU", a.mfu, b.mfu, ".1%"),
     ]
     return [
-        (words, number_words(one, form), number_words(other, form), _ratio(one, other))
-        for words, one, other, form in rows
-        if one is not None or other is not None
+        (label, format_number(first, form), format_number(second, form), _ratio(first, second))
+        for label, first, second, form in rows
+        if first is not None or second is not None
     ]
 
 

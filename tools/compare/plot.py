@@ -1,5 +1,5 @@
-"""Runs beside each other as a picture: the curves with the band around the first, and below how far apart
-they lie."""
+"""Draw compared runs: the curves with the band around the first run, and below them the differences from
+it."""
 
 import math
 import textwrap
@@ -17,28 +17,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KEYS = ("loss", "grad_norm")  # a column for each
-HEAD, ROW = 48, 20  # points for the verdict, and for a run's name
-LETTERS = int((2 * WIDTH - 60) / (LETTER * SMALL))  # that fit into a line
+HEAD, ROW = 48, 20  # height of the verdict and of a run's name, in points
+LETTERS = int((2 * WIDTH - 60) / (LETTER * SMALL))  # per line
 SHADE = "#e4e4e4"  # of the band
 MOST_RUNS = 30
 
 
 @plainly
 def draw_comparisons(comparisons: Sequence[RunComparison]) -> "Figure":
-    """Two columns: loss and gradient norm; the curves above, the differences from the first run below."""
+    """Draw loss and gradient norm in two columns: the curves on top, below them the differences from the
+    first run."""
     first, shown = comparisons[0].a, comparisons[:MOST_RUNS]
     runs = [(first, style_of(0)), *((each.b, style_of(number + 1)) for number, each in enumerate(shown))]
     same = sum(each.same for each in comparisons)
     count = f"{same} of {len(comparisons)} runs are the same training as the first"
     verdict = comparisons[0].verdict if len(comparisons) == 1 else count
-    words = textwrap.wrap(verdict, int(LETTERS * 0.85))
-    head = HEAD + ROW * (len(words) - 1)
+    lines = textwrap.wrap(verdict, int(LETTERS * 0.85))
+    head = HEAD + ROW * (len(lines) - 1)
     width, top = 2 * WIDTH, head + len(runs) * ROW
     height = top + 2 * HEIGHT
     figure = new_figure(width, height)
-    style_of_words: Any = {"fontsize": SMALL + 1, "weight": "bold", "color": INK, "parse_math": False}
-    for row, line in enumerate(words):
-        figure.text(8 / width, 1 - (24 + row * ROW) / height, line, **style_of_words)
+    text_style: Any = {"fontsize": SMALL + 1, "weight": "bold", "color": INK, "parse_math": False}
+    for row, line in enumerate(lines):
+        figure.text(8 / width, 1 - (24 + row * ROW) / height, line, **text_style)
     for row, (run, style) in enumerate(runs):
         axes = figure.add_axes((0, 1 - (head + row * ROW) / height, 1, ROW / height), xlim=(0, width))
         axes.set_axis_off()
@@ -53,16 +54,16 @@ def draw_comparisons(comparisons: Sequence[RunComparison]) -> "Figure":
 
 
 def _draw_runs(axes: "Axes", key: str, runs: Sequence[tuple[RunFolder, Style]], band: ToleranceBand) -> None:
-    """The curves, and in grey the band around the first."""
-    title = f"{key} (grey: the band around the first)"
-    found = [Curve([*series(run.rows, key).items()], style) for run, style in runs]
-    if not any(math.isfinite(value) for curve in found for _, value in curve.points):
+    """Draw the curves, with the band around the first run in gray."""
+    title = f"{key} (gray: the band around the first)"
+    curves = [Curve([*series(run.rows, key).items()], style) for run, style in runs]
+    if not any(math.isfinite(value) for curve in curves for _, value in curve.points):
         return say_nothing(axes, title, "no finite value")
     dress(axes, title, "step")
-    add_curves(axes, found)
+    add_curves(axes, curves)
     limits = axes.get_ylim()
     steps, values = zip(
-        *[(x, y) for x, y in found[0].points if math.isfinite(y)] or [(0, math.nan)], strict=True
+        *[(x, y) for x, y in curves[0].points if math.isfinite(y)] or [(0, math.nan)], strict=True
     )
     widths = [band.tolerances[key].width(value) for value in values]
     low, high = ([v + sign * w for v, w in zip(values, widths, strict=True)] for sign in (-1, 1))
@@ -72,19 +73,20 @@ def _draw_runs(axes: "Axes", key: str, runs: Sequence[tuple[RunFolder, Style]], 
 
 
 def _draw_differences(axes: "Axes", key: str, comparisons: Sequence[RunComparison]) -> None:
-    """On a logarithmic axis that has a 0; the band is grey below the widest distance that it allows."""
+    """Draw the differences on a logarithmic axis with a 0; gray below the widest difference that the band
+    allows."""
     from matplotlib.ticker import FuncFormatter
 
-    title = f"{key}: distance from the first"
-    found = [_distances(comparison, key) for comparison in comparisons]
-    sizes = [size for values in found for size in values.values() if 0 < size < math.inf]
+    title = f"{key}: difference from the first"
+    differences = [_distances(comparison, key) for comparison in comparisons]
+    sizes = [size for values in differences for size in values.values() if 0 < size < math.inf]
     if not sizes:
-        some = any(values for values in found)
+        has_values = any(values for values in differences)
         return say_nothing(
-            axes, title, "none at any step that is in both" if some else "no step in both has it"
+            axes, title, "no difference at any common step" if has_values else "no common step has it"
         )
     dress(axes, title, "step")
-    add_curves(axes, [Curve([*values.items()], style_of(n + 1)) for n, values in enumerate(found)])
+    add_curves(axes, [Curve([*values.items()], style_of(n + 1)) for n, values in enumerate(differences)])
     widest = max(_widest(comparison, key) for comparison in comparisons)
     axes.axhspan(0, widest, color=SHADE, zorder=0.4)
     axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(sizes))))
@@ -94,8 +96,8 @@ def _draw_differences(axes: "Axes", key: str, comparisons: Sequence[RunCompariso
 
 
 def _distances(comparison: RunComparison, key: str) -> dict[int, float]:
-    one, other = series(comparison.a.rows, key), series(comparison.b.rows, key)
-    return {step: distance(one[step], other[step]) for step in one if step in other}
+    first, second = series(comparison.a.rows, key), series(comparison.b.rows, key)
+    return {step: distance(first[step], second[step]) for step in first if step in second}
 
 
 def _widest(comparison: RunComparison, key: str) -> float:
