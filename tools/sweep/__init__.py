@@ -1,2 +1,2 @@
-"""`python -m tools.sweep SPEC.yaml`: runs that differ in a few keys, one after another, and a page that
-compares them."""
+"""`python -m tools.sweep SPEC.yaml`: run a training with several variants of its config, one after
+another, and compare them in one HTML page."""

@@ -1,5 +1,5 @@
-"""`python -m tools.sweep SPEC.yaml`: runs that differ in a few keys, one after another, and a page that
-compares them."""
+"""`python -m tools.sweep SPEC.yaml`: run a training with several variants of its config, one after
+another, and compare them in one HTML page."""
 
 import argparse
 import shlex
@@ -17,11 +17,11 @@ from meshwright.tools.sweep.progress import SweepScreen
 from meshwright.tools.sweep.results import SweepReport, read_sweep, report_json
 from meshwright.tools.sweep.runner import (
     Attempt,
-    hear_interrupts,
+    catch_interrupts,
     launched_with,
+    locked_folder,
     make_folder,
-    note_owner,
-    own_folder,
+    record_owner,
     refuse_nodes,
     refuse_other_owner,
     run_command,
@@ -34,12 +34,13 @@ from meshwright.tools.sweep.spec import Spec, read_spec
 from meshwright.train.config_parser import RENAMED_KEYS, known_keys, near_key, rename_keys, warn_once
 from meshwright.train.errors import ConfigError
 
-EXIT_NOT_ALL = 1  # not every run has finished
+EXIT_NOT_ALL = 1  # a run is neither finished nor refused
 STUDIES = Path(__file__).resolve().parents[2] / "configs" / "experiments"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is asked for. Raises ConfigError, PlanError, DataError and LockError."""
+    """Run the sweep, print its commands, or make its report, as the options request. Raises ConfigError,
+    PlanError, DataError and LockError."""
     options = make_parser().parse_args(arguments)
     path = find_spec(options.spec)
     given = {key: getattr(options, key) for key in ("config", "processes", "nodes", "folder")}
@@ -49,20 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read_overrides(options.override),
     )
     refuse_other_owner(spec.folder, path.stem)
-    printing = options.slurm or options.dry_run
-    planned = check_sweep(spec, here=not (printing or options.report))
+    prints_commands = options.slurm or options.dry_run
+    planned = check_sweep(spec, local=not (prints_commands or options.report))
     changed = changed_runs(planned, launched_with)
     if options.report:
         report = write_report(path.stem, spec, planned, changed)
         print(to_json(report_json(report)) if options.json else _where(spec))
         return
     refuse_changed(changed, spec.folder)
-    if printing:
+    if prints_commands:
         print_commands(planned, options.slurm, options.retry_failed)
         return
     refuse_nodes(planned)
     screen = SweepScreen(len(planned), to_stderr=options.json)
-    with own_folder(spec.folder, path.stem), hear_interrupts() as interrupts:
+    with locked_folder(spec.folder, path.stem), catch_interrupts() as interrupts:
         run_all(path.stem, spec, planned, options.retry_failed, interrupts, screen)
     report = write_report(path.stem, spec, planned, {})
     if options.json:
@@ -71,48 +72,59 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.sweep",
-        description="Run a list or grid of overrides one after another on this machine, each in a folder of "
-        "its own, and compare them in one HTML page. The same command goes on where it stopped: finished "
-        "runs stay, a stopped or killed one goes on from its checkpoint, a failed one stays as it is unless "
-        "--retry-failed. Ctrl-C: the run at hand saves and stops.",
-        epilog="exit codes: 0 every run has finished or its plan is refused, 1 not so, 2 a mistake in the "
-        "spec, 130 interrupted. "
-        f"The spec's keys: docs/experiments.md. Studies that come with the project: {', '.join(_studies())}.",
+        description="Run a list or grid of config overrides one after another on this machine, each run in "
+        "its own folder, and compare them in one HTML page. The same command resumes a sweep: finished runs "
+        "are kept, a stopped or killed run resumes from its checkpoint, a failed run is started again only "
+        "with --retry-failed. Ctrl-C: the current run saves and stops.",
+        epilog="exit codes: 0 every run finished or its plan was refused, 1 otherwise, 2 an error in the "
+        "spec or the options, 130 interrupted. "
+        f"Keys of the spec: docs/experiments.md. Included studies: {', '.join(_studies())}.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "spec", metavar="SPEC.yaml", help="the sweep: a path, or a name in configs/experiments/"
+        "spec", metavar="SPEC.yaml", help="the sweep: a path, or the name of a study in configs/experiments/"
     )
     parser.add_argument(
-        "--config", metavar="NAME_OR_PATH", help="instead of the spec's config, in a folder of its own"
+        "--config",
+        metavar="NAME_OR_PATH",
+        help="config to use instead of the spec's; changes the default folder",
     )
     parser.add_argument(
-        "--processes", type=positive, metavar="N", help="of a node, for runs that do not say their own"
+        "--processes", type=positive, metavar="N", help="processes per node, for runs that do not set it"
     )
     parser.add_argument(
-        "--nodes", type=positive, metavar="N", help="of runs that do not say their own; for --slurm"
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="nodes, for runs that do not set it; more than 1 requires --slurm",
     )
     parser.add_argument(
-        "--override", action="append", default=[], metavar="KEY=VALUE", help="of all runs; may be repeated"
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="config override for all runs; may be repeated",
     )
     parser.add_argument(
-        "--folder", metavar="DIR", help="where runs and report go (default: sweeps/ and the spec's name)"
+        "--folder",
+        metavar="DIR",
+        help="folder of the runs and the report (default: sweeps/ and the spec's name)",
     )
     parser.add_argument(
-        "--retry-failed", action="store_true", help="start failed runs again, from their checkpoints"
+        "--retry-failed", action="store_true", help="restart failed runs from their checkpoints"
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--report", action="store_true", help="start nothing: make report.html and report.json anew"
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument(
+        "--report", action="store_true", help="start nothing: only rewrite report.html and report.json"
     )
-    what.add_argument("--dry-run", action="store_true", help="start nothing: print the commands")
-    what.add_argument(
+    action.add_argument("--dry-run", action="store_true", help="start nothing: print the commands")
+    action.add_argument(
         "--slurm",
         action="store_true",
-        help="start nothing: print a Slurm job for each run that is left to do",
+        help="start nothing: print an sbatch command for each run left to do",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the report as one JSON document; progress goes to stderr"
@@ -121,25 +133,25 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find_spec(name: str) -> Path:
-    """A path as it is, or the name of a study that comes with the project. Raises ConfigError."""
+    """Return the path of a spec: a file, or a study in configs/experiments by its name. Raises
+    ConfigError."""
     for path in (Path(name), STUDIES / name, STUDIES / f"{name}.yaml"):
         if path.is_file():
             return path
     raise ConfigError(
-        f"{name}: no such file, here or in configs/experiments, where there are {', '.join(_studies())}"
+        f"{name}: no such file, nor a study in configs/experiments: use a path or one of "
+        f"{', '.join(_studies())}"
     )
 
 
 def read_overrides(texts: Sequence[str]) -> dict[str, str]:
-    """Of --override, values as they were written: the config's parser knows their types. Raises
+    """Parse --override KEY=VALUE options. Values stay text; the config parser converts them. Raises
     ConfigError."""
     overrides = dict[str, str]()
     for text in texts:
         key, is_given, value = text.removeprefix("--").partition("=")
         if not is_given:
-            raise ConfigError(
-                f"--override {text} must be as train.steps=100: a key of a config and its value"
-            )
+            raise ConfigError(f"--override {text}: must be a config key and a value, such as train.steps=100")
         if key not in known_keys() and key not in RENAMED_KEYS:
             raise ConfigError(f"--override {text}: unknown key {one_line(key, 80)}. {near_key(key)}")
         overrides[key] = value
@@ -154,65 +166,66 @@ def run_all(
     interrupts: Sequence[int],
     screen: SweepScreen,
 ) -> None:
-    """Every run that is left to do, with the report made anew after each."""
-    for number, one in enumerate(planned):
-        state, reason = state_of(one.folder)
-        if one.refused:
-            one.folder.mkdir(parents=True, exist_ok=True)
-            write_attempt(one.folder, Attempt("refused", reason=one.refused))
-            screen.ended(number, one, "refused", one.refused)
+    """Start or resume every run that is not finished; write the report after each."""
+    for number, run in enumerate(planned):
+        state, reason = state_of(run.folder)
+        if run.refused:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            write_attempt(run.folder, Attempt("refused", reason=run.refused))
+            screen.ended(number, run, "refused", run.refused)
         elif state == "finished" or (state == "failed" and not retry_failed):
-            again = " (--retry-failed starts it again)" if state == "failed" else ""
-            screen.ended(number, one, state, f"before: {reason}{again}" if reason or again else "before")
+            retry = " (--retry-failed restarts it)" if state == "failed" else ""
+            screen.ended(number, run, state, f"earlier: {reason}{retry}" if reason or retry else "earlier")
         else:
-            with screen.run(number, one) as watch:
-                attempt = run_once(one, interrupts, watch)
-            screen.ended(number, one, attempt.state, attempt.reason)
+            with screen.run(number, run) as watch:
+                attempt = run_once(run, interrupts, watch)
+            screen.ended(number, run, attempt.state, attempt.reason)
             write_report(name, spec, planned, {})
         if interrupts:
             return
 
 
 def print_commands(planned: Sequence[PlannedRun], slurm: bool, retry_failed: bool) -> None:
-    """What is left to do, as commands, and in comments why a run that has not finished is not among it."""
-    left = []
-    for one in planned:
-        state, reason = state_of(one.folder)
-        if one.refused:
-            print(f"# {one.cell.name}: {one.refused.splitlines()[0]}")
+    """Print the commands of all runs left to do; comments give the reason for each unfinished run that is
+    not among them."""
+    commands = []
+    for run in planned:
+        state, reason = state_of(run.folder)
+        if run.refused:
+            print(f"# {run.cell.name}: {run.refused.splitlines()[0]}")
         elif state == "failed" and not retry_failed:
-            print(f"# {one.cell.name}: failed: {one_line(reason, 200)} (--retry-failed prints it)")
+            print(f"# {run.cell.name}: failed: {one_line(reason, 200)} (--retry-failed includes it)")
         elif state == "running" and slurm:
-            job = shlex.join(slurm_command(one))
-            print(f"# {one.cell.name}: running, by its status.json. If it was killed: {job}")
+            job = shlex.join(slurm_command(run))
+            print(f"# {run.cell.name}: running according to its status.json. If it was killed: {job}")
         elif state != "finished":
-            left.append(slurm_command(one) if slurm else run_command(one))
-    for command in left:
+            commands.append(slurm_command(run) if slurm else run_command(run))
+    for command in commands:
         print(shlex.join(command))
 
 
 def write_report(
     name: str, spec: Spec, planned: Sequence[PlannedRun], changed: Mapping[str, Sequence[str]]
 ) -> SweepReport:
-    """report.html and report.json, of the runs as they are now. Raises ConfigError where they cannot be
+    """Write report.html and report.json from the runs' folders. Raises ConfigError if they cannot be
     written."""
     report = read_sweep(name, spec, planned, changed)
     make_folder(spec.folder)
-    note_owner(spec.folder, name)
+    record_owner(spec.folder, name)
     write_whole(spec.folder / "report.json", (to_json(report_json(report)) + "\n").encode())
     write_whole(spec.folder / "report.html", make_page(report).encode())
     return report
 
 
 def _conclude(report: SweepReport, spec: Spec, interrupts: Sequence[int], screen: SweepScreen) -> int:
-    """Last words; the exit code."""
+    """Print the closing summary; return the exit code."""
     states = Counter(row.state for row in report.rows)
     screen.line(f"{', '.join(f'{count} {state}' for state, count in states.items())}. {_where(spec)}")
     if interrupts:
-        screen.line("interrupted: the same command goes on")
+        screen.line("interrupted: the same command resumes the sweep")
         return EXIT_INTERRUPTED
     if "stopped" in states:
-        screen.line("a stopped run goes on with the same command")
+        screen.line("a stopped run resumes with the same command")
     return 0 if all(state in ("finished", "refused") for state in states) else EXIT_NOT_ALL
 
 

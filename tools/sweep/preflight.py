@@ -1,5 +1,5 @@
-"""Every run of a sweep is checked before the first is started: its config, its plan, and that it goes on with
-what it began."""
+"""Check every run of a sweep before the first one starts: its config, its plan, and that its folder was
+not started with other keys."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +28,13 @@ SHOWN = 8  # changed keys of a run, in a message
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that can be started; or `refused`: why its plan cannot be, which is a result.
+    """A run that can be started; or one whose plan is refused, for the reason in `refused`, which is a
+    result.
 
     Args:
         folder: run.dir
-        arguments: of train.main
-        config: as these resolve
+        arguments: arguments of train.main
+        config: the config that these arguments resolve to
     """
 
     cell: SweepRun
@@ -44,32 +45,36 @@ class PlannedRun:
 
     @property
     def world_size(self) -> int:
+        """Number of processes on all nodes."""
         return self.cell.processes * self.cell.nodes
 
 
-def check_sweep(spec: Spec, here: bool) -> list[PlannedRun]:
-    """All runs, planned. `here`: for this machine's devices; else only for their number, as of a cluster that
-    is elsewhere.
+def check_sweep(spec: Spec, local: bool) -> list[PlannedRun]:
+    """Plan all runs.
 
-    Raises ConfigError with the mistakes of all runs; a plan that is refused is none, unless all are.
+    Args:
+        local: plan for this machine's devices; otherwise for their number only, for runs on another machine
+
+    Raises ConfigError with the errors of all runs, and PlanError if the plan of every run is refused. A
+    single refused plan is not an error.
     """
     find_config(spec.config)
     cells = make_cells(spec)
     planned, mistakes, parser = list[PlannedRun](), dict[str, list[str]](), make_parser("tools.sweep")
     for cell in cells:
         try:
-            planned.append(_plan(parser, spec, cell, here))
+            planned.append(_plan(parser, spec, cell, local))
         except (ConfigError, DataError) as error:
             mistakes.setdefault(str(error), []).append(cell.name)
     if mistakes:
-        every = len(cells) if len(cells) > 1 else 0
+        all_runs = len(cells) if len(cells) > 1 else 0
         lines = [
-            f"  {'all runs' if len(names) == every else first_of(names)}: {error}"
+            f"  {'all runs' if len(names) == all_runs else first_of(names)}: {error}"
             for error, names in mistakes.items()
         ]
-        raise ConfigError("\n".join(["nothing was started:", *lines]))
-    if all(one.refused for one in planned):
-        reasons = (f"  {one.cell.name}: {one.refused}" for one in planned)
+        raise ConfigError("\n".join(["no run was started:", *lines]))
+    if all(run.refused for run in planned):
+        reasons = (f"  {run.cell.name}: {run.refused}" for run in planned)
         raise PlanError("\n".join(["the plan of every run is refused:", *reasons]))
     return planned
 
@@ -77,53 +82,57 @@ def check_sweep(spec: Spec, here: bool) -> list[PlannedRun]:
 def changed_runs(
     planned: Sequence[PlannedRun], launched: Callable[[Path], Mapping[str, int]]
 ) -> dict[str, list[str]]:
-    """Runs whose folder was begun with other keys than the spec says now, each with what differs. `launched`:
-    processes and nodes that a folder's run was started with, where that is known."""
-    found = dict[str, list[str]]()
-    for one in planned:
-        changes = changed_keys(read_config(one.folder), flat_config(one.config))
-        for key, count in launched(one.folder).items():
-            if count != (now := getattr(one.cell, key)):
+    """Return the runs whose folder was started with other keys than the spec has now, each with the
+    differences.
+
+    Args:
+        launched: returns the processes and nodes with which a folder's run was started, where known
+    """
+    changed = dict[str, list[str]]()
+    for run in planned:
+        changes = changed_keys(read_config(run.folder), flat_config(run.config))
+        for key, count in launched(run.folder).items():
+            if count != (now := getattr(run.cell, key)):
                 changes[key] = count, now
-        if words := change_words(changes):
-            found[one.cell.name] = words
-    return found
+        if differences := describe_changes(changes):
+            changed[run.cell.name] = differences
+    return changed
 
 
-def change_words(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Changed keys of a config, but for the run's own folder."""
+def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Describe changed config keys; run.dir is omitted."""
     return [
         f"{key}: {value_text(a)} -> {value_text(b)}" for key, (a, b) in changes.items() if key != "run.dir"
     ]
 
 
 def flat_config(config: Config) -> dict[str, Any]:
-    """Every key, dotted."""
+    """Return every config key, dotted."""
     return flatten(dataclasses.asdict(config), whole=known_keys())
 
 
 def refuse_changed(changed: Mapping[str, Sequence[str]], folder: Path) -> None:
-    """ConfigError where runs were begun with other keys."""
+    """Raise ConfigError if runs were started with other keys."""
     if not changed:
         return
-    lines = [f"{len(changed)} runs in {folder} were begun with other keys than the spec has now:"]
+    lines = [f"{len(changed)} runs in {folder} were started with other keys than the spec has now:"]
     for name, keys in changed.items():
         lines.append(f"  {name}: {', '.join(keys[:SHOWN])}{', ...' if len(keys) > SHOWN else ''}")
-    lines.append("Take another --folder, or remove these runs' folders to start them anew")
+    lines.append("Use another --folder, or remove these runs' folders to start them again")
     raise ConfigError("\n".join(lines))
 
 
 def predict_here(planned: PlannedRun) -> dict[str, float]:
-    """Step time and peak memory that are predicted for a run on this machine, by the names that its rows
-    have; {} for a kind of device that is not known, under parallel.plan=auto, where the run itself says it,
-    and where the planner cannot: then the run will, or will do without."""
+    """Predict step time and peak memory of a run on this machine, by the names in its rows. Returns {} for
+    an unknown device, with parallel.plan=auto (the run reports its own prediction), and if the plan or the
+    planner fails (the run then fails with that error, or trains without a prediction)."""
     config, processes = planned.config, planned.cell.processes
     place = _place(planned.cell)
     device, name = choose_device(config.run, place)
     kind = load_hardware()["cpu"] if device.type == "cpu" else find_hardware(name)
     if config.parallel.plan == "auto" or kind is None:
         return {}
-    if kind.cores:  # its rates are of one core
+    if kind.cores:  # the rates of kind are per core
         kind = dataclasses.replace(
             kind, cores=min(usable_cores(), processes * max(1, torch.get_num_threads() // processes))
         )
@@ -135,7 +144,7 @@ def predict_here(planned: PlannedRun) -> dict[str, float]:
     return {"step_time_s": figures.timeline.step_s, "peak_memory_gib": peak / GIB}
 
 
-def _plan(parser: ArgumentParser, spec: Spec, cell: SweepRun, here: bool) -> PlannedRun:
+def _plan(parser: ArgumentParser, spec: Spec, cell: SweepRun, local: bool) -> PlannedRun:
     folder = spec.folder / cell.name
     arguments = [
         f"--config={spec.config}",
@@ -145,23 +154,23 @@ def _plan(parser: ArgumentParser, spec: Spec, cell: SweepRun, here: bool) -> Pla
     config = config_from(parser, parser_arguments(parser, arguments))
     refused = ""
     try:
-        _try_plan(config, cell, here)
+        _try_plan(config, cell, local)
     except PlanError as error:
         refused = f"PlanError: {error}"
     return PlannedRun(cell, folder, tuple(arguments), config, refused)
 
 
-def _try_plan(config: Config, cell: SweepRun, here: bool) -> Any:
-    """PlanError where there is no such plan. What plan=auto chooses is left to the run."""
+def _try_plan(config: Config, cell: SweepRun, local: bool) -> Any:
+    """Raise PlanError if the plan is invalid. parallel.plan=auto is left to the run."""
     if config.parallel.plan == "auto":
         return None
-    if not here:
+    if not local:
         return plan_run(config.job, cell.processes * cell.nodes, cell.processes)
     place = _place(cell)
     return plan_here(config.job, place, *choose_device(config.run, place))
 
 
 def _place(cell: SweepRun) -> RankInfo:
-    """Of the first process."""
+    """Return the rank information of the first process."""
     world_size = cell.processes * cell.nodes
     return RankInfo(0, world_size, 0, cell.processes, under_torchrun=world_size > 1)

@@ -1,6 +1,6 @@
-"""One run of a sweep from its start to its end: its command, what is noted of it beside what the run itself
-leaves, and the sweep's folder, which one sweep at a time takes for one spec. A run is asked to save and stop
-when the sweep is."""
+"""Run one run of a sweep: its command, attempt.json in its folder, its end; and the sweep's folder, which
+belongs to one spec and to one process at a time. Interrupting the sweep makes the current run save and
+stop."""
 
 import json
 import shlex
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 NAME, OUTPUT = "attempt.json", "output.txt"
 LIMIT_BYTES = 1 << 20
-TAIL_BYTES = 1 << 18  # of an output, searched for a reason
+TAIL_BYTES = 1 << 18  # of the output, searched for the reason of a failure
 REASON_LETTERS = 600
-Ended = Literal["waiting", "running", "finished", "stopped", "failed", "refused"]
+RunState = Literal["waiting", "running", "finished", "stopped", "failed", "refused"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Attempt:
     """The last start of a run.
 
     Args:
-        state: waiting where there was none; running also where sweep and run were killed together
-        reason: why it failed, was stopped or is refused
-        began_s: when, in seconds of Unix time
-        predicted: step_time_s and peak_memory_gib, where they were predicted for this machine
+        state: waiting if it was never started; still running if sweep and run were killed together
+        reason: why it failed, was stopped or was refused
+        began_s: start, in seconds of Unix time
+        predicted: step_time_s and peak_memory_gib, if they were predicted for this machine
     """
 
-    state: Ended = "waiting"
+    state: RunState = "waiting"
     processes: int = 0
     nodes: int = 0
     arguments: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Attempt:
 
 
 def read_attempt(folder: Path) -> Attempt:
-    """Of a run's folder; waiting where there is none, or nothing that can be understood."""
+    """Read attempt.json of a run's folder; a waiting attempt if the file is missing or invalid."""
     try:
         return msgspec.convert(read_json(folder / NAME, LIMIT_BYTES), Attempt)
     except (OSError, ValueError):
@@ -75,58 +75,58 @@ def read_attempt(folder: Path) -> Attempt:
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> float:
-    """By one rename. Returns when, by the clock of the folder's disk, which may be another machine's. Raises
-    ConfigError where the folder cannot be written."""
+    """Write attempt.json with an atomic rename. Returns its modification time, by the clock of the file
+    system, which may be another machine's. Raises ConfigError if the folder cannot be written."""
     write_whole(folder / NAME, (to_json(attempt) + "\n").encode())
     return (folder / NAME).stat().st_mtime
 
 
 def launched_with(folder: Path) -> dict[str, int]:
-    """Processes and nodes of the run that was started in a folder; {} if none was."""
+    """Return processes and nodes of the run that was started in a folder; {} if none was."""
     attempt = read_attempt(folder)
     known = attempt.state not in ("waiting", "refused") and (folder / "config.yaml").is_file()
     return {"processes": attempt.processes, "nodes": attempt.nodes} if known else {}
 
 
-def state_of(folder: Path) -> tuple[Ended, str]:
-    """How a run stands and why: by the sweep's note, and where others started it (Slurm) by its own status.
-    Whether its plan is refused is found anew each time: one that was refused before, and no longer is,
-    waits."""
+def state_of(folder: Path) -> tuple[RunState, str]:
+    """Return the state of a run and the reason, by attempt.json, or by status.json if something else
+    (Slurm) started the run. Plans are checked anew each time, so a run that was refused earlier waits
+    again."""
     attempt, status = read_attempt(folder), read_status(folder)
     if attempt.state in ("waiting", "running", "refused") and status is not None:
         return status.state, status.reason
     return ("waiting", "") if attempt.state == "refused" else (attempt.state, attempt.reason)
 
 
-def judge(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[Ended, str]:
-    """What has become of a run that was started at `began_s` and has ended: its own word, where it has left
-    one, else what it printed."""
-    said = last_word(folder, began_s)
-    if said and (said.state == "stopped" or (said.state == "finished" and exit_code == 0)):
-        return said.state, said.reason
-    if said and said.state == "failed" and said.reason:
-        return "failed", one_line(said.reason, REASON_LETTERS)
-    reason = find_reason(output, REASON_LETTERS) or "it printed nothing"
-    return "failed", reason if exit_code else f"it ended without a last word in status.json: {reason}"
+def outcome_of(folder: Path, exit_code: int, began_s: float, output: str) -> tuple[RunState, str]:
+    """Return state and reason of a run that was started at `began_s` and has exited: from its status.json
+    if it wrote a final one, otherwise from its output."""
+    status = final_status(folder, began_s)
+    if status and (status.state == "stopped" or (status.state == "finished" and exit_code == 0)):
+        return status.state, status.reason
+    if status and status.state == "failed" and status.reason:
+        return "failed", one_line(status.reason, REASON_LETTERS)
+    reason = find_reason(output, REASON_LETTERS) or "no output"
+    return "failed", reason if exit_code else f"exited without a final state in status.json: {reason}"
 
 
-def last_word(folder: Path, began_s: float) -> Status | None:
-    """How a run has ended by what it said itself since `began_s`, as `write_attempt` says it; None where it
-    has not."""
+def final_status(folder: Path, began_s: float) -> Status | None:
+    """Return the final status that a run wrote since `began_s` (a time returned by `write_attempt`); None
+    if it wrote none."""
     status = read_status(folder)
     if status is None or status.state == "running":
         return None
     written_s = (folder / "status.json").stat().st_mtime
-    return status if written_s >= began_s - 1.0 else None  # file systems that count in whole seconds
+    return status if written_s >= began_s - 1.0 else None  # some file systems store whole seconds
 
 
 def output_since(folder: Path, offset: int) -> str:
-    """What a run has printed after so many bytes, of much its end."""
+    """Return the output of a run after byte `offset`; if it is long, only its end."""
     return read_tail(folder / OUTPUT, TAIL_BYTES, offset).decode("utf-8", errors="replace")
 
 
 def device_of(folder: Path) -> str:
-    """The device that a run has named in its output; "" where there is none."""
+    """Return the device named in a run's output; "" if there is none."""
     return named_device(output_since(folder, 0))
 
 
@@ -134,18 +134,18 @@ SLURM_SCRIPT = "configs/launch/slurm.sh"
 
 
 def run_command(planned: PlannedRun) -> list[str]:
-    """The run on this machine: through torchrun, unless it is one process."""
+    """Return the command of a run on this machine: through torchrun, unless it has one process."""
     return [*python_command("meshwright.train.main", planned.cell.processes), *planned.arguments]
 
 
 def run_environment(planned: PlannedRun) -> dict[str, str]:
-    """This process's, without what a launcher of its own has put there. torchrun (from torch 2.13 on) leaves
-    the workers as long to save in as they allow themselves, instead of 30 s."""
+    """Return the environment of a run: this process's, without variables set by a launcher. torchrun
+    (torch 2.13 or later) then gives the workers their grace period to save, instead of 30 s."""
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(planned.config.run.grace_s)), **own_environment()}
 
 
 def slurm_command(planned: PlannedRun) -> list[str]:
-    """The run as a Slurm job of its own."""
+    """Return the sbatch command of a run."""
     cell, (config, *arguments) = planned.cell, planned.arguments
     place = [
         f"--job-name={cell.name}",
@@ -157,11 +157,11 @@ def slurm_command(planned: PlannedRun) -> list[str]:
 
 
 def refuse_nodes(planned: Sequence[PlannedRun]) -> None:
-    """ConfigError for runs on several nodes, which nobody can start from one."""
-    if names := [one.cell.name for one in planned if one.cell.nodes > 1]:
+    """Raise ConfigError for runs on several nodes, which cannot be started from one."""
+    if names := [run.cell.name for run in planned if run.cell.nodes > 1]:
         raise ConfigError(
             f"nodes is more than 1 for {', '.join(names[:3])}: a sweep starts processes on this machine "
-            "only. Use --slurm, which prints a job for each run"
+            "only: use --slurm, which prints a job for each run"
         )
 
 
@@ -170,83 +170,85 @@ NOTE_LIMIT_BYTES = 4096
 
 
 @contextmanager
-def own_folder(folder: Path, name: str) -> Iterator[None]:
-    """The folder of the spec of this name, made, noted and taken. Raises LockError and ConfigError."""
+def locked_folder(folder: Path, name: str) -> Iterator[None]:
+    """Create the folder of the spec `name`, lock it and record the owner. Raises LockError and
+    ConfigError."""
     make_folder(folder)
     lock = lock_folder(folder)
     try:
         refuse_other_owner(folder, name)
-        note_owner(folder, name)
+        record_owner(folder, name)
         yield
     finally:
         lock.release()
 
 
 def make_folder(folder: Path) -> None:
-    """And those above it. Raises ConfigError."""
+    """Create a folder and its parents. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made ({error.strerror}): take another --folder") from None
+        raise ConfigError(f"{folder}: cannot be created ({error.strerror}): use another --folder") from None
 
 
-def note_owner(folder: Path, name: str) -> None:
-    """Write down the spec's name. Raises ConfigError."""
+def record_owner(folder: Path, name: str) -> None:
+    """Record the spec's name in the folder. Raises ConfigError."""
     write_whole(folder / NOTE, (json.dumps({"spec": name}) + "\n").encode())
 
 
 def refuse_other_owner(folder: Path, name: str) -> None:
-    """ConfigError where the folder belongs to the spec of another name; nothing where no spec has been
-    noted."""
+    """Raise ConfigError if the folder belongs to a spec of another name; a folder without a record belongs
+    to any."""
     try:
         owner = read_json(folder / NOTE, NOTE_LIMIT_BYTES).get("spec", name)
     except (OSError, ValueError):
         return
     if owner != name:
         raise ConfigError(
-            f"{folder} has the runs of the sweep {one_line(owner, 80)}, not of {name}: take another --folder"
+            f"{folder} contains the runs of the sweep {one_line(owner, 80)}, not of {name}: use another "
+            "--folder"
         )
 
 
 POLL_S = 0.2
-LAST_S = 10.0  # that workers may take to end when their launcher has; then they are killed
-# a run's own, in train/fault_tolerance/run_lock.py: a sweep's runs have their folders
+LAST_S = 10.0  # for workers to exit after their launcher; then they are killed
+# the advice of train/fault_tolerance/run_lock.py, which does not apply: a sweep sets run.dir
 TAKEN_ADVICE = ": end that run, or use another run.dir"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def hear_interrupts() -> Iterator[list[int]]:
-    """The signals that have asked this process to end: the first asks the run to save and stop, the second
-    ends it at once. They are heard and not obeyed, until the block ends; what nohup has set to be ignored
-    stays so. In the main thread only."""
-    heard = list[int]()
-    wanted = [
+def catch_interrupts() -> Iterator[list[int]]:
+    """Collect the signals that request the end of this process instead of ending it, until the block ends:
+    the first makes the run save and stop, the second kills it. A SIGHUP that nohup set to be ignored stays
+    ignored. Main thread only."""
+    received = list[int]()
+    caught = [
         number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     ]
-    before = {number: signal.signal(number, lambda one, _: heard.append(one)) for number in wanted}
+    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in caught}
     try:
-        yield heard
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def run_once(planned: PlannedRun, interrupts: Sequence[int], watch: Callable[[], None]) -> Attempt:
-    """Start the run, or go on with it, and wait for its end; how that was stands in its folder too. `watch`
-    is called again and again.
+    """Start or resume the run and wait for its end; the result is also written to its folder. Calls `watch`
+    repeatedly.
 
-    Raises LockError where the run is still going, as after a sweep that was killed; ConfigError for a folder
-    that cannot be used.
+    Raises LockError if the run is still training, such as after a sweep was killed; ConfigError if the folder
+    cannot be used.
     """
     folder = planned.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         output = (folder / OUTPUT).open("ab")
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be used ({error.strerror}): take another --folder") from None
+        raise ConfigError(f"{folder}: cannot be used ({error.strerror}): use another --folder") from None
     with output:
-        _refuse_taken(planned)
+        _refuse_running(planned)
         cell = planned.cell
         attempt = Attempt(
             "running",
@@ -270,39 +272,38 @@ def run_once(planned: PlannedRun, interrupts: Sequence[int], watch: Callable[[],
             start_new_session=True,
         )
         _wait(process, interrupts, watch)
-    state, reason = judge(folder, process.returncode, began_s, output_since(folder, offset))
-    if interrupts and not last_word(folder, began_s):
-        state, reason = "stopped", "interrupted before it could save"
+    state, reason = outcome_of(folder, process.returncode, began_s, output_since(folder, offset))
+    if interrupts and not final_status(folder, began_s):
+        state, reason = "stopped", "interrupted before it saved"
     attempt = replace(attempt, state=state, reason=reason, exit_code=process.returncode)
     write_attempt(folder, attempt)
     return attempt
 
 
-def _refuse_taken(planned: PlannedRun) -> None:
-    """LockError, with the process to end, where the run still trains."""
+def _refuse_running(planned: PlannedRun) -> None:
+    """Raise LockError, with the process to end, if the run is still training."""
     try:
         lock_folder(planned.folder).release()
     except LockError as error:
         taken = str(error).removesuffix(TAKEN_ADVICE)
         raise LockError(
-            f"{planned.cell.name} still trains, as after a sweep that was killed: {taken}. Wait for its end, "
-            "or kill that process (SIGTERM: it saves, and all of the run stops); then the same command goes "
-            "on"
+            f"{planned.cell.name} is still training, such as after a killed sweep: {taken}: wait for its end "
+            "or kill that process (SIGTERM: it saves, and the entire run stops), then repeat the command"
         ) from None
 
 
 def _wait(process: "subprocess.Popen[bytes]", interrupts: Sequence[int], watch: Callable[[], None]) -> None:
-    """Until the run has ended. Whatever ends this early, or the launcher alone, leaves nothing of it
-    behind."""
-    told = 0
-    # not their numbers: hours later one may be another program's
+    """Wait until the run has ended. Leaves no process of it behind, even if this function or the launcher
+    ends early."""
+    forwarded = 0
+    # processes, not their ids: an id may be reused by another program
     launcher, workers = find_running([process.pid]), set["psutil.Process"]()
     try:
         while process.poll() is None:
             workers.update(find_running(children(process.pid)))
-            if len(interrupts) > told:
-                _ask_to_end(process, first=told == 0)
-                told = len(interrupts)
+            if len(interrupts) > forwarded:
+                _request_end(process, first=forwarded == 0)
+                forwarded = len(interrupts)
             watch()
             time.sleep(POLL_S)
         deadline_s = time.monotonic() + LAST_S
@@ -313,8 +314,8 @@ def _wait(process: "subprocess.Popen[bytes]", interrupts: Sequence[int], watch: 
         process.wait()
 
 
-def _ask_to_end(process: "subprocess.Popen[bytes]", first: bool) -> None:
-    """torchrun passes the first signal on; the second goes to the workers themselves, for torchrun would
-    leave them behind."""
+def _request_end(process: "subprocess.Popen[bytes]", first: bool) -> None:
+    """Send SIGTERM. torchrun forwards the first one; the second goes to the workers directly, because
+    torchrun would leave them behind."""
     pids = [process.pid] if first else children(process.pid) or [process.pid]
     send(signal.SIGTERM, find_running(pids))

@@ -1,4 +1,4 @@
-"""The file that describes a sweep, and the runs it comes to."""
+"""The spec of a sweep, a YAML file, and the runs that it describes."""
 
 import itertools
 import json
@@ -19,28 +19,28 @@ from meshwright.train.config_parser import is_config_key, known_keys, near_key, 
 from meshwright.train.errors import ConfigError
 from meshwright.train.files import user_path
 
-# of the keys that a spec may leave out; without folder, which is called after spec and config
+# of the optional keys, except folder, whose default contains the names of spec and config
 DEFAULTS = {"processes": 1, "nodes": 1, "overrides": {}, "grid": {}, "runs": {}, "seeds": [], "repeat": 1}
-LAUNCH = ("processes", "nodes")  # keys of a run that are no keys of a config
-FIXED = ("run.dir", "config")  # what the sweep itself says
-MAX_RUNS = 1000  # of one sweep: more are a slip of the pen
-NAME_LETTERS = 80  # of a run's name, which is a folder's
-RESERVED = ("report.html", "report.json", "sweep.json")  # files beside the runs' folders
+LAUNCH = ("processes", "nodes")  # keys of a run that are not config keys
+FIXED = ("run.dir", "config")  # set by the sweep itself
+MAX_RUNS = 1000  # a larger sweep is most likely a mistake
+NAME_LETTERS = 80  # of a run's name, which is also its folder's name
+RESERVED = ("report.html", "report.json", "sweep.json")  # files next to the runs' folders
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A sweep as asked for.
+    """A sweep, as its spec and the command line describe it.
 
     Args:
         config: name or path, as --config of train.main
-        processes, nodes: of every run that does not say its own; processes are those of a node
+        processes, nodes: of every run that does not set its own; processes are per node
         overrides: config keys of all runs
-        grid: keys, each with the values to try: all combinations
-        runs: named runs, each with its keys; with a grid each of them for every combination
-        seeds: run.seed of each copy; none leaves the config's
-        repeat: how often each is run, to see how much a figure varies by itself
-        folder: where the runs' folders and the report go
+        grid: values to try for each key, in all combinations
+        runs: named runs, each with its keys; with a grid, each of them for every combination
+        seeds: run.seed of each copy; empty keeps the config's
+        repeat: how often each run is repeated, to measure the noise of a figure
+        folder: folder of the runs and the report
     """
 
     config: str
@@ -56,7 +56,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep: its name, where it runs, and its config keys; `own` are those that the sweep
+    """One run of a sweep: name, processes, nodes and config keys; `own` are the keys that the sweep
     varies."""
 
     name: str
@@ -67,8 +67,15 @@ class SweepRun:
 
 
 def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> Spec:
-    """The file's sweep. `changes`: keys of the spec that the command line gives instead; `overrides`: config
-    keys likewise. Raises ConfigError with all mistakes of the file's form, else with all in what it says."""
+    """Read a spec.
+
+    Args:
+        changes: keys of the spec that the command line replaces
+        overrides: config keys that the command line replaces
+
+    Raises ConfigError with all errors of the file's form or, if the form is valid, with all errors of its
+    values.
+    """
     try:
         written = load_mapping(path)
         if problems := [
@@ -85,11 +92,11 @@ def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, An
 
 
 def _complete(path: Path, written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's mapping with every key of Spec, and config keys dotted, by their names of today."""
+    """Return the file's mapping with every key of Spec, and config keys dotted under their current names."""
     given = str(changes.get("config", ""))
     folder = Path("sweeps", "-".join(filter(None, (path.stem, Path(given).stem))))
-    said = {key: value for key, value in written.items() if value is not None}
-    data = {**DEFAULTS, "folder": str(folder), **said, **changes}
+    present = {key: value for key, value in written.items() if value is not None}
+    data = {**DEFAULTS, "folder": str(folder), **present, **changes}
     if isinstance(data["folder"], str):
         data["folder"] = user_path(data["folder"], f"{path}: folder", ConfigError)
     for key in ("overrides", "grid"):
@@ -103,20 +110,20 @@ def _complete(path: Path, written: Mapping[str, Any], changes: Mapping[str, Any]
 
 
 def _flat(path: Path, place: str, keys: Any) -> Any:
-    """Config keys of one place of the spec, dotted, by their names of today; what is no mapping stays."""
+    """Return the config keys of one place in the spec, dotted under their current names; a value that is
+    not a mapping is returned unchanged."""
     if not isinstance(keys, dict):
         return keys
     return rename_keys(flatten(keys, whole=known_keys()), f"{path}: {place}", warn_once)
 
 
 def make_cells(spec: Spec) -> list[SweepRun]:
-    """Every run of the sweep, in the order of the file: named runs, the grid with its last key fastest,
-    seeds, repeats. Raises ConfigError for more than MAX_RUNS, before any is made."""
+    """Return every run of the sweep in the order of the file: named runs, the grid with its last key
+    fastest, seeds, repeats. Raises ConfigError for more than MAX_RUNS, before any run is created."""
     count = math.prod([len(spec.runs) or 1, *map(len, spec.grid.values()), len(spec.seeds) or 1, spec.repeat])
     if count > MAX_RUNS:
         raise ConfigError(
-            f"this sweep comes to {count} runs, more than {MAX_RUNS}: take values out of its grid, or lower "
-            "repeat"
+            f"the sweep has {count} runs, more than {MAX_RUNS}: remove values from grid, or lower repeat"
         )
     cells = []
     for name, keys in spec.runs.items() or [("", {})]:
@@ -124,36 +131,36 @@ def make_cells(spec: Spec) -> list[SweepRun]:
             grid = dict(zip(spec.grid, values, strict=True))
             for seed, turn in itertools.product(spec.seeds or (None,), range(spec.repeat)):
                 own = {**keys, **grid, **({} if seed is None else {"run.seed": seed})}
-                words = [
+                parts = [
                     name,
-                    *(f"{_short(key, spec.grid)}={_value_words(value)}" for key, value in grid.items()),
+                    *(f"{_short_key(key, spec.grid)}={_compact_value(value)}" for key, value in grid.items()),
                 ]
-                words += [f"seed={seed}"] if len(spec.seeds) > 1 else []
-                words += [f"turn={turn + 1}"] if spec.repeat > 1 else []
+                parts += [f"seed={seed}"] if len(spec.seeds) > 1 else []
+                parts += [f"turn={turn + 1}"] if spec.repeat > 1 else []
                 place = {key: own.pop(key, getattr(spec, key)) for key in LAUNCH}
                 cells.append(
                     SweepRun(
-                        _folder_name(" ".join(filter(None, words)) or "run"),
+                        _folder_name(" ".join(filter(None, parts)) or "run"),
                         **place,
                         overrides={**spec.overrides, **own},
                         own=own,
                     )
                 )
-    return list(_with_own_names(cells))
+    return list(_with_unique_names(cells))
 
 
 def override_text(key: str, value: Any) -> str:
-    """As it is written on a command line."""
+    """Format a key and value as a command-line option."""
     return f"--{key}={value_text(value)}"
 
 
 def value_text(value: Any) -> str:
-    """A YAML value on one line, also one that no config can have."""
+    """Format a YAML value on one line, even one that is not valid in a config."""
     return value if isinstance(value, str) else json.dumps(value) if _is_plain(value) else str(value)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON has it; it has no dates, which YAML makes of 2024-01-31."""
+    """Whether JSON can represent the value. It cannot represent dates, which YAML makes of 2024-01-31."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -163,15 +170,15 @@ def _is_plain(value: Any) -> bool:
 
 def _wrong_values(spec: Spec) -> Iterator[str]:
     if len(set(spec.seeds)) < len(spec.seeds):
-        yield f"seeds={one_line(list(spec.seeds), 80)} must be a list of different whole numbers"
+        yield f"seeds={one_line(list(spec.seeds), 80)} must be a list of distinct integers"
     for key, values in spec.grid.items():
         if len({value_text(value) for value in values}) < len(values):
-            yield f"grid: {key} has a value twice: to run something several times, use repeat"
+            yield f"grid: {key} has a value twice: use repeat to repeat runs"
 
 
 def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that no config has, that the sweep says itself, that two places would say, counts that are none,
-    and values that no config can have. `given`: --override's."""
+    """Yield the errors in config keys: unknown keys, keys that the sweep sets itself, keys set in two
+    places, invalid counts, and values that no config accepts. `given`: the keys of --override."""
     known = known_keys()
     runs = {f"runs: {name}": keys for name, keys in spec.runs.items()}
     places = {"overrides": spec.overrides, "grid": spec.grid, **runs}
@@ -179,57 +186,57 @@ def _wrong_config_keys(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
         for key, value in keys.items():
             varied = place != "overrides"
             if varied and key in LAUNCH:
-                wrong = [count for count in (value if place == "grid" else [value]) if not _is_count(count)]
+                invalid = [count for count in (value if place == "grid" else [value]) if not _is_count(count)]
                 yield from (
-                    f"{place}: {key}={one_line(count, 80)} must be a whole number of at least 1"
-                    for count in wrong
+                    f"{place}: {key}={one_line(count, 80)} must be an integer of at least 1"
+                    for count in invalid
                 )
             elif key in FIXED:
                 yield (
-                    f"{place}: {key} is not for a run of a sweep: each has a folder of its own, and all have "
-                    "one config"
+                    f"{place}: {key} is set by the sweep (each run has its own folder, all share one "
+                    "config): remove it"
                 )
             elif key not in known:
                 yield f"{place}: unknown key {one_line(key, 80)}. {near_key(key)}"
             elif not _is_plain(value):
                 yield (
-                    f"{place}: {key}={one_line(value, 80)} is a date to YAML, which no key takes: put it in "
-                    "quotes"
+                    f"{place}: {key}={one_line(value, 80)} is a date in YAML, which no key accepts: put it "
+                    "in quotes"
                 )
             elif key == "run.seed" and spec.seeds:
                 yield (
-                    f"{'--override' if key in given else place}: run.seed is what seeds says. Leave one of "
-                    "the two out"
+                    f"{'--override' if key in given else place}: run.seed is also set by seeds: remove one "
+                    "of the two"
                 )
             elif varied and key in given:
-                yield f"--override {key}: {place} varies this key. Leave one of the two out"
+                yield f"--override {key}: {place} varies this key: remove one of the two"
             elif place.startswith("runs") and key in spec.grid:
-                yield f"{place}: {key} is in the grid too. Leave one of the two out"
+                yield f"{place}: {key} is in the grid too: remove one of the two"
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _short(key: str, grid: Mapping[str, Any]) -> str:
-    """The last part of a key, where the grid has no other key that ends so."""
+def _short_key(key: str, grid: Mapping[str, Any]) -> str:
+    """Return the last part of a key, or the full key if another key of the grid has the same last part."""
     last = key.rpartition(".")[2]
     return key if sum(other.rpartition(".")[2] == last for other in grid) > 1 else last
 
 
-def _value_words(value: Any) -> str:
+def _compact_value(value: Any) -> str:
     return value_text(value).replace('"', "").replace(" ", "")
 
 
-def _folder_name(words: str) -> str:
-    """A name that needs no quotes in a shell, of bounded length."""
-    name = re.sub(r"[^\w.=,+-]+", "_", words).strip("._-")
+def _folder_name(text: str) -> str:
+    """Return a name of bounded length that needs no quotes in a shell."""
+    name = re.sub(r"[^\w.=,+-]+", "_", text).strip("._-")
     return name[:NAME_LETTERS] or "run"
 
 
-def _with_own_names(cells: Sequence[SweepRun]) -> Iterator[SweepRun]:
-    """Where names came out alike, as of values that are the same but for letters no folder can have, they are
-    numbered."""
+def _with_unique_names(cells: Sequence[SweepRun]) -> Iterator[SweepRun]:
+    """Number runs whose names collide, such as those whose values differ only in characters that are not
+    allowed in folder names."""
     taken = set(RESERVED)
     for cell in cells:
         names = itertools.chain([cell.name], (f"{cell.name}-{number}" for number in itertools.count(2)))

@@ -1,4 +1,4 @@
-"""tools/sweep's report: what stands in it, of every kind of run, and that the page stands alone."""
+"""tools.sweep's report: its contents for every kind of run; the page is self-contained."""
 
 import json
 import math
@@ -31,8 +31,8 @@ BLUE = Style(COLORS[0], "o")
 
 def report_of(folder: Path, capsys: pytest.CaptureFixture[str], **spec: Any) -> tuple[Page, dict[str, Any]]:
     main([str(write_spec(folder, **spec)), "--report"])
-    told = capsys.readouterr().out
-    assert told == f"report: {folder / 'study' / 'report.html'}\n"
+    printed = capsys.readouterr().out
+    assert printed == f"report: {folder / 'study' / 'report.html'}\n"
     return Page((folder / "study" / "report.html").read_text()), json.loads(
         (folder / "study" / "report.json").read_text()
     )
@@ -40,7 +40,7 @@ def report_of(folder: Path, capsys: pytest.CaptureFixture[str], **spec: Any) -> 
 
 @pytest.fixture
 def five(tmp_path: Path) -> dict[str, Any]:
-    """Runs of every kind: finished, diverged to NaN, failed, without any row, and not begun."""
+    """Runs of every kind: finished, diverged to NaN, failed, without any row, and not started."""
     study = tmp_path / "study"
     rates = [100.0, *([900.0, 1000.0, 1100.0] * 6)]
     last = row(
@@ -90,7 +90,7 @@ def test_every_kind_of_run_is_a_row_with_its_state_and_reason(
         "",
     ]
     assert (nan["step"], cells["going"]["state"], cells["going"]["step"]) == ("8/20", "running", "3/20")
-    assert {key: words for key, words in rowless.items() if words} == {
+    assert {key: cell for key, cell in rowless.items() if cell} == {
         "run": "rowless",
         "optim.lr": "0.3",
         "state": "failed",
@@ -99,7 +99,7 @@ def test_every_kind_of_run_is_a_row_with_its_state_and_reason(
     text = "".join(page.words)
     assert "5 runs of llama_debug.yaml: 1 finished, 2 failed, 1 running, 1 waiting" in text
     assert "Devices: CPU (no GPU)." in text
-    assert "nan failed: NonFiniteError: <b>layers.1</b> & more" in text, "as it was said, not as HTML"
+    assert "nan failed: NonFiniteError: <b>layers.1</b> & more" in text, "the reason is escaped"
     assert "rowless failed: DataError: no text" in text
     marks = [attrs["class"] for tag, attrs in page.elements if tag == "th" and attrs.get("scope") == "row"]
     assert marks == ["run1", "run2", "run3", "run4", "run5"]
@@ -125,7 +125,7 @@ def test_figures_are_medians_after_the_warm_up_beside_predictions(
 def test_the_page_has_its_charts_and_nothing_from_elsewhere(
     five: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
-    page, _ = report_of(tmp_path, capsys, **five)  # the parser fails on scripts, links and what is not closed
+    page, _ = report_of(tmp_path, capsys, **five)  # the parser fails on scripts, links and unclosed elements
     labels = [
         attrs["aria-label"] for tag, attrs in page.elements if tag == "figure" and attrs.get("role") == "img"
     ]
@@ -198,7 +198,7 @@ def test_a_curve_leaves_gaps_and_spikes_and_says_what_is_not_finite() -> None:
     line, crosses = lines_of(axes, BLUE.color)
     assert [x for x, y in zip(*line.get_data(), strict=True) if not math.isfinite(y)] == [50]
     assert (list(crosses.get_xdata()), crosses.get_marker()) == ([50], "x")
-    assert axes.get_ylim()[0] < 1 < 100 < axes.get_ylim()[1], "the spike is there"
+    assert axes.get_ylim()[0] < 1 < 100 < axes.get_ylim()[1], "the spike is visible"
     assert axes.get_xlim()[0] == 0
     assert_readable(figure)
     assert len(to_svg(figure)) < 100_000
@@ -222,14 +222,16 @@ def test_errors_lie_beside_what_was_measured() -> None:
     )
     figure = draw_errors("t", ["one", long], errors)
     (axes,) = figure.axes
-    assert [bar.get_width() for bar in axes.patches] == [-0.25, 1.0, 0.1, 0.0], "the worst one at the edge"
+    assert [bar.get_width() for bar in axes.patches] == [-0.25, 1.0, 0.1, 0.0], (
+        "the worst error is clipped to the edge"
+    )
     assert {"-25%", "+4000%", "+10%", "step time", "memory", "as measured"} <= set(words_of(figure))
     assert_readable(figure)
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "text"),
     [(12_500, "12.5k"), (3.2e6, "3.2M"), (1234, "1234"), (0.25, "0.25"), (0, "0"), (2e-13, "0")],
 )
-def test_figures_beside_an_axis_are_short(value: float, words: str) -> None:
-    assert short_number(value) == words
+def test_figures_beside_an_axis_are_short(value: float, text: str) -> None:
+    assert short_number(value) == text
