@@ -1,1 +1,1 @@
-"""`python -m tools.trace RUN`: what a profiled step did with its time."""
+"""`python -m tools.trace RUN`: how a profiled step spent its time."""

@@ -1,4 +1,4 @@
-"""`python -m tools.trace RUN`: what a profiled step did with its time, and what to do about it."""
+"""`python -m tools.trace RUN`: how a profiled step spent its time, and what to change."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from meshwright.parallel.planner.timeline_plot import draw_timeline, picture_byt
 from meshwright.tools.cli import format_table, natural, run_tool
 from meshwright.tools.plan.export import check_target, write_whole
 from meshwright.tools.trace.advice import ms
-from meshwright.tools.trace.analysis import ProfileAnalysis, answer
+from meshwright.tools.trace.analysis import ProfileAnalysis, analyze_profile
 from meshwright.tools.trace.kernel_stats import KernelRow
 from meshwright.tools.trace.kernels import KernelTable
 from meshwright.tools.trace.plan_comparison import (
@@ -32,14 +32,14 @@ EPILOG = """
 examples:
   torchrun --nproc-per-node 2 -m train.main --config llama_debug.yaml --profile.start=10 --profile.all_ranks=true
   python -m tools.trace runs/NAME                     the newest profile of a run
-  python -m tools.trace runs/NAME --picture step.svg  beside the step that the plan predicted
-  python -m tools.trace trace.json.gz --json          any trace of torch's profiler with ProfilerStep annotations
+  python -m tools.trace runs/NAME --picture step.svg  with the step that the plan predicted
+  python -m tools.trace trace.json.gz --json          any torch.profiler trace with ProfilerStep annotations
 """  # noqa: E501
 
 
 @dataclass(frozen=True)
 class AgainstPlan:
-    """The step that the plan predicted; None and why where there is none."""
+    """The step that the plan predicted; None if it cannot be predicted, for the reason in `why_not`."""
 
     predicted: Timeline | None
     why_not: str
@@ -47,7 +47,7 @@ class AgainstPlan:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read, judge, print. Raises ConfigError and DataError."""
+    """Analyze a profile and print the result. Raises ConfigError and DataError."""
     options = make_parser().parse_args(arguments)
     picture = (
         check_target("--picture", Path(options.picture), (".svg", ".png"), overwrites=True)
@@ -56,77 +56,81 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     traces = find_traces(Path(options.path), options.step)
     table = KernelTable()
-    found = answer(traces, next(iter(traces)) if options.rank is None else options.rank, table.add)
-    measured = to_timeline(found.step)
-    kernels = table.rows(len(found.steps), find_roof(str(found.facts.get("device_name", ""))))
-    plan = compare_with_plan(found, measured)
+    analysis = analyze_profile(
+        traces, next(iter(traces)) if options.rank is None else options.rank, table.add
+    )
+    measured = to_timeline(analysis.step)
+    kernels = table.rows(len(analysis.steps), find_roof(str(analysis.facts.get("device_name", ""))))
+    plan = compare_with_plan(analysis, measured)
     if picture is not None:
-        draw(picture, found, measured, plan.predicted)
+        draw(picture, analysis, measured, plan.predicted)
     if options.json:
-        print(json.dumps(_document(found, kernels, plan), indent=2))
+        print(json.dumps(_document(analysis, kernels, plan), indent=2))
     else:
-        print("\n\n".join([*describe(found), *_kernel_text(kernels), _plan_text(plan)]))
+        print("\n\n".join([*describe(analysis), *_kernel_text(kernels), _plan_text(plan)]))
     if picture is not None:
         print(f"picture: {picture}", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The tool's options."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.trace",
         allow_abbrev=False,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Say what a profiled step did with its time: computing, waiting for communication, for "
-        "the host; which "
-        "all-gathers came late,\nwhich units and ranks are slow, how fast the kernels were, and how it "
-        "compares with "
-        "the plan. See docs/profiling.md.",
+        description="Report how a profiled step spent its time: computing, exposed communication, "
+        "host-bound; which all-gathers were late,\nwhich units and ranks are slow, how fast the kernels "
+        "were, and how the step compares with the plan. See docs/profiling.md.",
     )
     add = parser.add_argument
     add(
         "path",
         metavar="RUN",
-        help="folder of a run (run.dir), of a profile in it, or one trace (.json, .json.gz)",
+        help="folder of a run (run.dir) or of a profile in it, or one trace (.json, .json.gz)",
     )
-    add("--step", type=natural, metavar="N", help="the profile that began at step N (default: the newest)")
+    add("--step", type=natural, metavar="N", help="the profile that starts at step N (default: the newest)")
     add(
         "--rank",
         type=natural,
         metavar="R",
-        help="the rank whose step is looked into (default: the first profiled)",
+        help="the rank whose step is analyzed (default: the first profiled)",
     )
     add("--json", action="store_true", help="print one JSON document")
     add(
-        "--picture", metavar="FILE", help="draw the step, beside the plan's where there is one (.svg or .png)"
+        "--picture",
+        metavar="FILE",
+        help="draw the step, below the predicted one if there is one (.svg or .png)",
     )
     return parser
 
 
-def compare_with_plan(found: ProfileAnalysis, measured: Timeline) -> AgainstPlan:
-    """Lane by lane, for a trace that lies in its run's folder."""
-    if found.run is None:
-        return AgainstPlan(None, "the trace does not lie in the folder of its run", ())
+def compare_with_plan(analysis: ProfileAnalysis, measured: Timeline) -> AgainstPlan:
+    """Compare the measured step with the predicted one, lane by lane; requires a trace in its run's
+    folder."""
+    if analysis.run is None:
+        return AgainstPlan(None, "the trace is not in the folder of its run", ())
     try:
-        per_node = int(found.facts.get("local_world_size", found.facts.get("world_size", 1)))
-        predicted = predict_run(found.run, str(found.facts.get("device_name", "")), per_node)
+        per_node = int(analysis.facts.get("local_world_size", analysis.facts.get("world_size", 1)))
+        predicted = predict_run(analysis.run, str(analysis.facts.get("device_name", "")), per_node)
     except DataError as error:
         return AgainstPlan(None, str(error), ())
     return AgainstPlan(predicted, "", compare_lanes(predicted, measured))
 
 
-def draw(path: Path, found: ProfileAnalysis, measured: Timeline, predicted: Timeline | None) -> None:
-    """The step, below the predicted one if there is one."""
+def draw(path: Path, analysis: ProfileAnalysis, measured: Timeline, predicted: Timeline | None) -> None:
+    """Draw the step to a file, below the predicted one if there is one."""
     title = (
-        f"{found.run.name if found.run else found.trace.name}: step {found.step.number}, rank {found.rank}"
+        f"{analysis.run.name if analysis.run else analysis.trace.name}: step {analysis.step.number}, rank "
+        f"{analysis.rank}"
     )
-    drawn = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
-    write_whole(path, picture_bytes(drawn, path.suffix))
+    figure = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
+    write_whole(path, picture_bytes(figure, path.suffix))
 
 
-def _document(found: ProfileAnalysis, kernels: Sequence[KernelRow], plan: AgainstPlan) -> dict[str, Any]:
-    against = {"why_not": plan.why_not or None, "lanes": [asdict(row) for row in plan.lanes]}
-    return {**make_document(found), "kernels": [asdict(row) for row in kernels], "plan": against}
+def _document(analysis: ProfileAnalysis, kernels: Sequence[KernelRow], plan: AgainstPlan) -> dict[str, Any]:
+    plan_document = {"why_not": plan.why_not or None, "lanes": [asdict(row) for row in plan.lanes]}
+    return {**make_document(analysis), "kernels": [asdict(row) for row in kernels], "plan": plan_document}
 
 
 def _kernel_text(kernels: Sequence[KernelRow]) -> list[str]:
@@ -144,7 +148,7 @@ def _kernel_text(kernels: Sequence[KernelRow]) -> list[str]:
         )
         for row in kernels
     ]
-    head = ("share", "a step", "calls", "achieved", "achieved", "of roof", "kernel or operator")
+    head = ("share", "per step", "calls", "achieved", "achieved", "of roof", "kernel or operator")
     return ["Top kernels\n" + format_table(head, rows)]
 
 
@@ -154,7 +158,7 @@ def _figure(value: float | None, unit: str) -> str:
 
 def _plan_text(plan: AgainstPlan) -> str:
     if plan.predicted is None:
-        return f"Plan against measured: not compared, {plan.why_not}"
+        return f"Plan against measured: not compared: {plan.why_not}"
     rows = [
         (
             row.lane,

@@ -1,4 +1,4 @@
-"""All that `tools.trace` finds out about a profile, as data."""
+"""The full analysis of a profile, as data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from meshwright.tools.trace.prefetch import (
     split_step,
     sum_communication,
 )
-from meshwright.tools.trace.reader import find_mesh, run_of, why_apart
+from meshwright.tools.trace.reader import find_difference, find_mesh, run_of
 from meshwright.tools.trace.steps import ProfiledStep
 from meshwright.tools.trace.stragglers import (
     SlowUnit,
@@ -31,15 +31,15 @@ from meshwright.train.errors import DataError
 
 @dataclass(frozen=True)
 class ProfileAnalysis:
-    """What a profile says.
+    """The analysis of a profile.
 
     Args:
-        trace: the file that all is of, but for `slow_units` and `stragglers`, which are of all ranks profiled
-        run: the folder it lies in, if in a run's
-        facts: what train.profiling wrote about the run
-        steps: of `rank`; `step` is the one of median length
-        left_out: traces of other runs that lie beside it, each with what tells them apart
-        clock: how times of several ranks were brought together, "" with one
+        trace: the analyzed file; only `slow_units` and `stragglers` cover all profiled ranks
+        run: the run's folder; None if the trace is not in one
+        facts: what train.profiling recorded about the run
+        steps: profiled steps of `rank`; `step` is the one of median length
+        left_out: traces of other runs in the same folder, each with what differs
+        clock: how times of several ranks were aligned; "" for one rank
     """
 
     trace: Path
@@ -59,28 +59,34 @@ class ProfileAnalysis:
     left_out: Sequence[str]
 
 
-def answer(
-    traces: Mapping[int, Path], shown: int, look: Callable[[dict[str, Any]], None] | None = None
+def analyze_profile(
+    traces: Mapping[int, Path], shown: int, on_event: Callable[[dict[str, Any]], None] | None = None
 ) -> ProfileAnalysis:
-    """Read the traces, one after the other, and judge; `shown` is the rank whose step is looked into, and
-    whose events `look` sees. Raises DataError."""
+    """Read the traces, one after the other, and analyze them.
+
+    Args:
+        shown: the rank whose step is analyzed
+        on_event: called with every event of that rank
+
+    Raises DataError.
+    """
     if shown not in traces:
-        raise DataError(f"--rank={shown} was not profiled: there are {', '.join(map(str, traces))}")
+        raise DataError(f"--rank={shown} was not profiled: use one of {', '.join(map(str, traces))}")
     path = traces[shown]
-    store = load_store(path, look)
+    store = load_store(path, on_event)
     own, facts, device_type = find_steps(store), store.facts, store.device_type
     rank = store.rank if len(traces) == 1 else shown
     steps, clocks, slow, left_out = {shown: own}, {shown: _clock(store)}, find_slow_units(own), list[str]()
     for other in sorted(traces.keys() - {shown}):
-        store = load_store(traces[other])  # in the place of the one before: one large trace is in memory
-        if why := why_apart(store.facts, other, facts):
-            left_out.append(f"{traces[other].name} ({why})")
+        store = load_store(traces[other])  # replaces the one before, to keep one large trace in memory
+        if difference := find_difference(store.facts, other, facts):
+            left_out.append(f"{traces[other].name} ({difference})")
             continue
-        found = find_steps(store)
+        other_steps = find_steps(store)
         clocks[other] = _clock(store)
-        slow += find_slow_units(found)
-        # what ranks are compared by; the rest of a large trace is let go
-        steps[other] = [replace(step, works=(), runs=(), needs=()) for step in found]
+        slow += find_slow_units(other_steps)
+        # keep what ranks are compared by; the rest may be large
+        steps[other] = [replace(step, works=(), runs=(), needs=()) for step in other_steps]
     stragglers, clock = list[Straggler](), ""
     if len(steps) > 1:
         steps = dict(sorted(steps.items()))
@@ -106,15 +112,15 @@ def answer(
 
 
 def find_steps(store: TraceEvents) -> list[ProfiledStep]:
-    """The profiled steps of one rank, on whatever device it ran. Raises DataError for one that takes no
-    time."""
+    """Return the profiled steps of one rank, from a CPU or GPU trace. Raises DataError if a step has no
+    duration."""
     mesh = find_mesh(store.path)
     steps = cpu_steps(store, mesh) if store.device_type == "cpu" else cuda_steps(store, mesh)
     for step in steps:
         if step.length_ns <= 0:
             raise DataError(
-                f"{store.path}: step {step.number} takes no time, so there is nothing to share out. Profile "
-                "again"
+                f"{store.path}: step {step.number} has a duration of 0, so it has no shares to compute: "
+                "profile again"
             )
     return steps
 

@@ -1,4 +1,5 @@
-"""A trace of a run on a CPU over gloo as steps: operators of the threads that train, and gloo's own spans."""
+"""Profiled steps of a CPU run over gloo: compute from the operators of the training threads, communication
+from gloo's own spans."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -27,7 +28,7 @@ Timed = TypeVar("Timed", ComputeSpan, Transfer, UnitRun)
 
 
 def cpu_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[ProfiledStep]:
-    """Every profiled step; `mesh`: the run's, where it is known."""
+    """Return every profiled step. `mesh`: the run's mesh, if known."""
     places = Places(store.steps, store.labels)
     works = sorted(_works(store, places), key=lambda work: work.start_ns)
     transfers = sorted(_transfers(store, places, mesh), key=lambda transfer: transfer.start_ns)
@@ -52,20 +53,21 @@ def cpu_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[Profiled
 
 
 def _with_host(step: ProfiledStep) -> ProfiledStep:
-    """The device is the host: what neither computes nor waits for something that was launched is Python
-    between operators."""
+    """Set the host-bound time. On a CPU the host is the device: time without compute, communication or a
+    launched collective is Python between operators."""
     queued = union(spans_of(step.transfers, "issued_ns", "start_ns"))
     return replace(step, host=subtract(step.quiet, queued))
 
 
 def _within(items: Sequence[Timed], start_ns: int, end_ns: int) -> list[Timed]:
-    """Those that start in the window; sorted."""
+    """Return the items that start in the window; `items` are sorted by start."""
     first = bisect_left(items, start_ns, key=lambda item: item.start_ns)
     return list(items[first : bisect_left(items, end_ns, key=lambda item: item.start_ns)])
 
 
 def _works(store: TraceEvents, places: Places) -> Iterator[ComputeSpan]:
-    """Each operator once, without what it waits in it, nor what gloo does when something is launched."""
+    """Yield compute spans: each operator once, without its waits and without the work that gloo does while
+    a collective is launched."""
     for thread in (places.threads | store.step_threads) & set(store.operators):
         launching = spans_of(launch for launch in store.launches if launch.thread == thread)
         waits = union(np.concatenate([store.waits[thread].spans, launching]))
@@ -78,13 +80,13 @@ def _works(store: TraceEvents, places: Places) -> Iterator[ComputeSpan]:
 
 
 def _transfers(store: TraceEvents, places: Places, mesh: MeshPlan | None) -> Iterator[Transfer]:
-    """gloo's spans, each with the launch that it carries out; one that was launched before the profile began
-    is left out."""
+    """Yield gloo's spans, each with the launch that it carries out; a span launched before the profile
+    started is left out."""
     around = _launch_labels(store.labels)
     for launch, carried in match_launches(store.launches, store.carried):
         place = places.at(launch.thread, launch.start_ns)
         axis = find_axis(launch.collective, place, mesh)
-        inside = _around(around.get(launch.thread, []), launch.start_ns)
+        launch_label = _around(around.get(launch.thread, []), launch.start_ns)
         yield Transfer(
             find_lane(launch.collective, axis),
             axis,
@@ -94,15 +96,16 @@ def _transfers(store: TraceEvents, places: Places, mesh: MeshPlan | None) -> Ite
             launch.start_ns,
             carried.start_ns,
             carried.end_ns,
-            blocking=bool(inside and inside.end_ns >= carried.end_ns),
+            blocking=bool(launch_label and launch_label.end_ns >= carried.end_ns),
             bytes=0,
             during=places.hook(launch.thread, launch.start_ns),
         )
 
 
 def match_launches(launches: Sequence[Launch], carried: Sequence[Launch]) -> Iterator[tuple[Launch, Launch]]:
-    """Launches in order, each with the first span of its collective not yet taken that began after it: groups
-    work in the order of their launches. gloo carries some reduce-scatters out as all-reduces, and says so."""
+    """Pair each launch, in order, with the first unused span of its collective that starts after it:
+    process groups execute collectives in launch order. gloo executes some reduce-scatters as all-reduces
+    and names them so."""
     waiting = defaultdict[str, list[Launch]](list)
     for span in sorted(carried, key=lambda span: span.start_ns, reverse=True):
         waiting[span.collective].append(span)
@@ -117,21 +120,22 @@ def match_launches(launches: Sequence[Launch], carried: Sequence[Launch]) -> Ite
 
 
 def _launch_labels(labels: Sequence[Label]) -> dict[int, list[Label]]:
-    """By thread, FSDP2's around the launching of its collectives, in order."""
-    found = defaultdict[int, list[Label]](list)
+    """Return FSDP2's annotations around the launches of its collectives, by thread and in order."""
+    by_thread = defaultdict[int, list[Label]](list)
     for label in labels:
         if label.kind in ("all_gather", "post_backward_reduce"):
-            found[label.thread].append(label)
-    return found
+            by_thread[label.thread].append(label)
+    return by_thread
 
 
 def _around(labels: Sequence[Label], time_ns: int) -> Label | None:
+    """Return the last label that starts by `time_ns` if it contains that time, else None."""
     i = bisect_right(labels, time_ns, key=lambda label: label.start_ns) - 1
     return labels[i] if i >= 0 and labels[i].end_ns >= time_ns else None
 
 
 def _unit_runs(labels: Sequence[Label], places: Places) -> Iterator[UnitRun]:
-    """By the labels of each unit's own work."""
+    """Yield the forward and backward of each unit, from its annotations."""
     for label in labels:
         if label.kind in ("forward", "backward"):
             place = places.at(label.thread, label.start_ns)
@@ -139,14 +143,14 @@ def _unit_runs(labels: Sequence[Label], places: Places) -> Iterator[UnitRun]:
 
 
 def _needs(labels: Sequence[Label], places: Places) -> Iterator[UnitDeadline]:
-    """From the start of FSDP2's hook before a unit to the end of the copy out of what was gathered, which
-    waits for it."""
+    """Yield for each unit the time from the start of FSDP2's hook before the unit to the end of the copy
+    out of the gathered buffer, which waits for the all-gather."""
     hooks = defaultdict[str, list[Label]](list)
     for label in labels:
         if label.kind in ("pre_forward", "pre_backward"):
             hooks[label.unit].append(label)
     for copy in (label for label in labels if label.kind == "all_gather_copy_out"):
         place = places.at(copy.thread, copy.start_ns)
-        before = _around(hooks[copy.unit], copy.start_ns)
-        needed_ns = before.start_ns if before else copy.start_ns
+        hook = _around(hooks[copy.unit], copy.start_ns)
+        needed_ns = hook.start_ns if hook else copy.start_ns
         yield UnitDeadline(copy.unit, place.phase, place.micro_batch, needed_ns, copy.end_ns)

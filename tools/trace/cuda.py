@@ -1,5 +1,5 @@
-"""A trace of a run on a GPU as steps: kernels on their streams, each with the launch that its correlation
-names."""
+"""Profiled steps of a GPU run: kernels on their streams, each with its launch on the CPU by correlation
+id."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -22,8 +22,9 @@ from meshwright.tools.trace.steps import (
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedKernel:
-    """One that ran. `issued_ns` to `launched_ns`: its launch, at `place` on a CPU thread; where the trace has
-    none, as if on no thread and at the kernel's start. `sent`: of a collective."""
+    """A kernel that ran. It was launched from `issued_ns` to `launched_ns` at `place` on a CPU thread; if
+    the trace lacks the launch, thread is -1 and both times are the kernel's start. `sent`: set for a
+    collective."""
 
     start_ns: int
     end_ns: int
@@ -37,9 +38,9 @@ class _LaunchedKernel:
 
 
 def cuda_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[ProfiledStep]:
-    """Every profiled step. It begins with its first kernel on the GPU and ends where the next one begins; the
-    first one begins, and the last one ends, no later and no sooner than on the CPU. `mesh`: the run's, where
-    it is known."""
+    """Return every profiled step. A step starts with its first GPU kernel and ends where the next step
+    starts; the first starts no later, and the last ends no earlier, than on the CPU. `mesh`: the run's
+    mesh, if known."""
     places, axes = Places(store.steps, store.labels), group_axes(store)
     kernels = _kernels(store, places)
     starts = [start_ns for _, start_ns, _ in store.steps]
@@ -61,21 +62,22 @@ def cuda_steps(store: TraceEvents, mesh: MeshPlan | None = None) -> list[Profile
 
 
 def _kernels(store: TraceEvents, places: Places) -> list[_LaunchedKernel]:
-    """In the order of their starts."""
+    """Return the kernels in the order of their starts."""
     calls = {correlation: call for *call, correlation in store.calls.rows.tolist()}
-    found = []
+    kernels = []
     for i, (start_ns, end_ns, stream, correlation, kind) in enumerate(store.kernels.rows.tolist()):
         issued_ns, launched_ns, thread = calls.get(correlation, (start_ns, start_ns, -1))
         place, sent = places.at(thread, issued_ns), store.sent.get(i)
-        found.append(
+        kernels.append(
             _LaunchedKernel(
                 start_ns, end_ns, stream, kind == KERNEL, sent, issued_ns, launched_ns, thread, place
             )
         )
-    return sorted(found, key=lambda kernel: kernel.start_ns)
+    return sorted(kernels, key=lambda kernel: kernel.start_ns)
 
 
 def _bounds(store: TraceEvents, parts: Sequence[Sequence[_LaunchedKernel]]) -> list[Interval]:
+    """Return start and end of each step."""
     begins = [
         part[0].start_ns if part else start_ns
         for part, (_, start_ns, _) in zip(parts, store.steps, strict=True)
@@ -86,7 +88,7 @@ def _bounds(store: TraceEvents, parts: Sequence[Sequence[_LaunchedKernel]]) -> l
 
 
 def _busiest(kernels: Sequence[_LaunchedKernel]) -> int:
-    """The stream that computes most."""
+    """Return the stream that computes longest."""
     busy = Counter[int]()
     for kernel in kernels:
         if kernel.computes:
@@ -118,8 +120,8 @@ def _transfer(
 
 
 def _needs(main: Sequence[_LaunchedKernel]) -> Iterator[UnitDeadline]:
-    """On the main stream, between the kernel before a unit's copying out and that; not before the copy was
-    launched, as until then the GPU stood for the CPU."""
+    """Yield for each unit, on the main stream, the time between the kernel before its copy out and that
+    copy; it starts no earlier than the copy's launch, because until then the GPU waited for the CPU."""
     before_ns, last = 0, None
     for kernel in main:
         copies = kernel.place[2:] if kernel.place.kind == "all_gather_copy_out" else None
@@ -130,8 +132,8 @@ def _needs(main: Sequence[_LaunchedKernel]) -> Iterator[UnitDeadline]:
 
 
 def _host(step: ProfiledStep, launched: Mapping[int, int]) -> Iterator[Interval]:
-    """Of each gap in which nothing ran, the part until what ended it had been launched; all of one that
-    nothing ended."""
+    """Yield the host-bound part of each gap without any GPU work: until the launch of the kernel that ends
+    the gap, or the entire gap if no kernel ends it."""
     for start_ns, end_ns in step.quiet.tolist():
         until_ns = min(launched.get(end_ns, end_ns), end_ns)
         if until_ns > start_ns:
@@ -139,7 +141,7 @@ def _host(step: ProfiledStep, launched: Mapping[int, int]) -> Iterator[Interval]
 
 
 def _unit_runs(works: Sequence[ComputeSpan]) -> Iterator[UnitRun]:
-    """From the first to the last kernel of each unit's own work."""
+    """Yield the forward and backward of each unit, from its first to its last kernel."""
     spans = defaultdict[tuple[str, str, int], list[ComputeSpan]](list)
     for work in works:
         if work.unit and work.work in ("forward", "backward"):

@@ -1,9 +1,9 @@
-"""What is needed of a trace, in compact tables, and what its annotations and operators mean: names given by
-train/profiling.py, FSDP2, c10d, gloo and torch.compile.
+"""The events of a trace in compact tables, and the meaning of annotations and operators, by the names that
+train/profiling.py, FSDP2, c10d, gloo and torch.compile give them.
 
-One pass reads a file of any size. In memory it takes 16 bytes an operator that lies in no other, 32 a call
-that launches, 40 a kernel (180 one of NCCL's), 140 a collective's launch or gloo's span, and 265 an
-annotation.
+One pass reads a file of any size. Memory: 16 bytes per operator that is not nested in another, 32 per call
+that launches work, 40 per kernel (180 for one of NCCL's), 140 per launch of a collective or span of gloo, and
+265 per annotation.
 """
 
 import re
@@ -35,7 +35,7 @@ BACKWARD_KINDS = frozenset(
         ROOT_END,
     }
 )
-WORK_OF = {  # kind of label -> what the compute lane does in it
+WORK_OF = {  # kind of label -> work of the compute lane in it
     "forward": "forward",
     "backward": "backward",
     "all_gather": "copy_in",
@@ -51,7 +51,7 @@ _STEP = re.compile(r"ProfilerStep#(\d+)")
 _UNIT_WORK = re.compile(r"(\S+) (forward|backward)")
 _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\)| for (.*))?")
 _COMPILED = "## Call CompiledFxGraph"
-# Not computing itself, and looked into: what autograd and c10d wrap around operators.
+# Wrappers of autograd and c10d around operators: not compute themselves, but the operators in them are.
 _WRAPPERS = (
     "autograd::engine::",
     "torch::autograd::",
@@ -60,7 +60,7 @@ _WRAPPERS = (
     "_c10d_functional::",
     "symm_mem::",
 )
-COLLECTIVES = {  # part of a name of c10d, gloo or NCCL, the first that is found -> collective
+COLLECTIVES = {  # part of a c10d, gloo or NCCL name -> collective; the first match counts
     "reduce_scatter": "reduce_scatter",
     "reducescatter": "reduce_scatter",
     "all_gather": "all_gather",
@@ -81,8 +81,8 @@ COLLECTIVES = {  # part of a name of c10d, gloo or NCCL, the first that is found
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """An annotation on a CPU thread. `kind`: forward, backward, optimizer, or FSDP2's own, as in
-    "FSDP::pre_forward"; `unit` as in plan.yaml, "" where there is none."""
+    """An annotation on a CPU thread. `kind`: forward, backward, optimizer, or FSDP2's name, such as
+    pre_forward for "FSDP::pre_forward"; `unit` as in plan.yaml, "" if there is none."""
 
     thread: int
     kind: str
@@ -93,19 +93,19 @@ class Label:
 
 @cache
 def parse_label(name: str) -> tuple[str, str] | None:
-    """Kind and unit of an annotation that says what is being done for whom, else None."""
-    if found := _FSDP.fullmatch(name):
-        unit = found[2] or found[3] or ""
-        return found[1], unit.replace(", ", "+")  # of several modules, as UnitPlan.name joins them
-    if found := _UNIT_WORK.fullmatch(name):
-        return found[2], found[1]
+    """Return kind and unit of an annotation; None if it is not of a unit, FSDP2 or the optimizer."""
+    if match := _FSDP.fullmatch(name):
+        unit = match[2] or match[3] or ""
+        return match[1], unit.replace(", ", "+")  # several modules are joined as in UnitPlan.name
+    if match := _UNIT_WORK.fullmatch(name):
+        return match[2], match[1]
     return ("optimizer", "") if name.startswith("Optimizer.step#") else None
 
 
 @cache
 def counts_as_compute(name: str) -> bool:
-    """Whether a CPU operator is work as a whole: a kernel's or a compiled graph, not what only wraps
-    others."""
+    """Whether a CPU operator counts as compute: an operator with a kernel or a compiled graph, but not a
+    wrapper of other operators."""
     return name.startswith(_COMPILED) or ("::" in name and not name.startswith(_WRAPPERS))
 
 
@@ -117,26 +117,26 @@ def is_wait(name: str) -> bool:
 
 @cache
 def launched_collective(name: str) -> str | None:
-    """The collective that a CPU operator of c10d launches."""
+    """Return the collective that a CPU operator of c10d launches; None if it launches none."""
     return find_collective(name[6:]) if name.startswith("c10d::") else None
 
 
 def find_collective(name: str) -> str | None:
-    """The collective that a name is of."""
+    """Return the collective that a name contains; None if it contains none."""
     lowered = name.lower()
     return next((collective for part, collective in COLLECTIVES.items() if part in lowered), None)
 
 
-MESH = "mesh_"  # DeviceMesh describes the group of an axis as mesh_AXIS
+MESH = "mesh_"  # DeviceMesh describes the process group of an axis as mesh_AXIS
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHING = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
-LAUNCHES = ("Launch", "Memcpy", "Memset")  # parts of the names of calls that put something on a stream
+LAUNCHES = ("Launch", "Memcpy", "Memset")  # parts of the names of calls that put work on a stream
 KERNEL, COLLECTIVE, HOST_COPY = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A collective's launch by an operator of c10d, or one on a thread of gloo's own that carries it out."""
+    """The launch of a collective by a c10d operator, or its execution on one of gloo's threads."""
 
     thread: int
     collective: str
@@ -146,8 +146,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class NcclKernelInfo:
-    """What a kernel of NCCL says of itself: the group's name, and bytes of its larger side, 0 where it does
-    not tell."""
+    """What an NCCL kernel records: its collective, the name of its process group, and the bytes of its
+    larger side (0 if not recorded)."""
 
     collective: str
     group: str
@@ -155,7 +155,7 @@ class NcclKernelInfo:
 
 
 class Table:
-    """Rows of whole numbers that begin with a start and an end; numpy sees them without a copy."""
+    """Rows of integers that start with a start and an end; numpy reads them without a copy."""
 
     def __init__(self, *names: str) -> None:
         self._names = ("start_ns", "end_ns", *names)
@@ -165,21 +165,22 @@ class Table:
         return len(self._numbers) // len(self._names)
 
     def add(self, *row: int) -> None:
+        """Append a row."""
         self._numbers.extend(row)
 
     def covers(self, start_ns: int, end_ns: int) -> bool:
-        """Whether the last row does: it is the parent, and counts whole."""
+        """Whether the last row contains the span: then it is the parent and already counted."""
         last = self._numbers[-len(self._names) :]
         return bool(last) and last[0] <= start_ns and end_ns <= last[1]
 
     @property
     def rows(self) -> np.ndarray[Any, Any]:
-        """By name. None can be added as long as they are in use."""
+        """The rows as a structured array. No row can be added while it is in use."""
         return np.frombuffer(self._numbers, [(name, np.int64) for name in self._names])
 
     @property
     def spans(self) -> np.ndarray[Any, Any]:
-        """Start and end of each."""
+        """Start and end of each row."""
         return np.frombuffer(self._numbers, np.int64).reshape(-1, len(self._names))[:, :2]
 
 
@@ -188,14 +189,14 @@ class TraceEvents:
     """One rank's trace.
 
     Args:
-        steps: number, start and end of each, and `labels`, in the order of their starts
-        operators, waits: on each CPU thread, those that are work, and that wait
-        step_threads: on which steps are annotated: they train, with labels or without
-        carried: launches by gloo
-        kernels: what ran on a GPU, besides when: on which `stream`, launched by which call (`correlation`),
-            and `kind`, KERNEL, COLLECTIVE or HOST_COPY
-        sent: by index in `kernels`, of collectives
-        calls: that launch something: on which `thread`, and `correlation`
+        steps: number, start and end of each step; these and `labels` are in the order of their starts
+        operators, waits: by CPU thread, the operators that compute and those that wait
+        step_threads: CPU threads with step annotations: they train, with or without labels
+        carried: collectives executed by gloo
+        kernels: work on a GPU, with its `stream`, the `correlation` id of its launch, and `kind`: KERNEL,
+            COLLECTIVE or HOST_COPY
+        sent: what each collective sends, by its index in `kernels`
+        calls: calls that launch GPU work, with `thread` and `correlation` id
     """
 
     path: Path
@@ -213,40 +214,43 @@ class TraceEvents:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What train.profiling says of the run."""
+        """What train.profiling recorded about the run."""
         facts: dict[str, Any] = self.header.get("meshwright") or {}
         return facts
 
     @property
     def rank(self) -> int:
+        """The rank of the trace, 0 if not recorded."""
         return int((self.facts or self.header.get("distributedInfo") or {}).get("rank", 0))
 
     @property
     def device_type(self) -> str:
+        """ "cuda" or "cpu"."""
         return str(self.facts.get("device_type") or ("cuda" if len(self.kernels) else "cpu"))
 
 
-def load_store(path: Path, look: Callable[[dict[str, Any]], None] | None = None) -> TraceEvents:
-    """Read a trace, in one pass; `look` sees each event that has a length too. Raises DataError: broken, or
-    without a profiled step in it."""
+def load_store(path: Path, on_event: Callable[[dict[str, Any]], None] | None = None) -> TraceEvents:
+    """Read a trace in one pass. `on_event` is called with each event that has a duration. Raises DataError if
+    the trace is damaged or has no profiled step."""
     store = TraceEvents(path, read_header(path))
     check_header(path, store.header)
     for event in read_events(path):
         if event.get("ph") == "X":
             try:
                 _add(store, event, str(event.get("cat", "")))
-                if look:
-                    look(event)
+                if on_event:
+                    on_event(event)
             except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError):
                 raise DataError(
-                    f"{path}: an event of no kind that torch's profiler writes: {str(event)[:200]}"
+                    f"{path}: unknown event, not written by torch's profiler: {str(event)[:200]}: profile "
+                    "again"
                 ) from None
     store.steps.sort(key=lambda step: step[1])
     store.labels.sort(key=lambda label: label.start_ns)
     if not store.steps:
         raise DataError(
-            f'{path}: no step in it: there is no annotation "ProfilerStep#N", as train.main makes with '
-            "--profile.start=N"
+            f'{path}: no profiled step: it has no "ProfilerStep#N" annotation: profile with '
+            "train.main --profile.start=N"
         )
     return store
 
@@ -263,10 +267,10 @@ def _add(store: TraceEvents, event: dict[str, Any], category: str) -> None:
 
 
 def span_of(event: dict[str, Any]) -> tuple[int, int]:
-    """Start and end in nanoseconds: Kineto writes microseconds with three digits behind the point."""
+    """Return start and end in nanoseconds; Kineto writes microseconds with three decimals."""
     start_ns, length_ns = round(event["ts"] * 1000), round(event["dur"] * 1000)
     if length_ns < 0:
-        raise ValueError("it ends before it begins")
+        raise ValueError("negative duration")
     return start_ns, start_ns + length_ns
 
 
@@ -283,8 +287,8 @@ def _add_operator(store: TraceEvents, event: dict[str, Any], name: str) -> None:
 
 def _add_annotation(store: TraceEvents, event: dict[str, Any], name: str) -> None:
     thread, span = int(event["tid"]), span_of(event)
-    if found := _STEP.fullmatch(name):
-        store.steps.append((int(found[1]), *span))
+    if match := _STEP.fullmatch(name):
+        store.steps.append((int(match[1]), *span))
         store.step_threads.add(thread)
     elif name.startswith("gloo:"):
         store.carried.append(Launch(thread, find_collective(name) or name, *span))
@@ -306,11 +310,11 @@ def _add_kernel(store: TraceEvents, event: dict[str, Any], name: str) -> None:
 
 
 def collective_of(kernel: str, args: dict[str, Any]) -> str | None:
-    """Of a kernel of NCCL."""
+    """Return the collective of an NCCL kernel; None if it is unknown."""
     return find_collective(str(args.get("Collective name", ""))) or find_collective(kernel)
 
 
 def bytes_sent(args: dict[str, Any]) -> int:
-    """Of a kernel of NCCL, on its larger side; 0 where it does not tell."""
+    """Return the bytes of the larger side of an NCCL kernel; 0 if not recorded."""
     _, width = dtype_of(str(args.get("dtype", ""))) or ("", 0)
     return max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0))) * width

@@ -1,5 +1,4 @@
-"""A row for each kernel, with a readable name, the unit that a compiled graph is of, and how what is known of
-its calls adds up."""
+"""A row per kernel: readable names, the units of compiled graphs, and totals over the calls."""
 
 import re
 from collections import defaultdict
@@ -10,11 +9,11 @@ from typing import NamedTuple
 
 from meshwright.tools.trace.roofline import OperatorWork, Roof
 
-LONGEST = 64  # characters
+MAX_NAME = 64  # characters
 COMPILED = re.compile(r"## Call CompiledFxGraph (\w+) ##")
-HASH_SHOWN = 8  # characters of a graph's hash: enough to find it in inductor's cache
+HASH_SHOWN = 8  # characters of a graph's hash, enough to find it in inductor's cache
 _PARENTHESES = re.compile(r"\(anonymous namespace\)::|\(anonymous class\)")
-# Of a template's arguments, the words that say what it computes, and those that only seem to.
+# Words in template arguments that name the computation, and generic ones that do not.
 _TELLING = re.compile(
     r"\w*Functor\w*|\w*(?:Ops|FwdSm\d+|BwdSm\d+)\b|\w*(?:gemm|Gemm|GEMM)\w*|\w{3,}_kernel\w*"
 )
@@ -26,8 +25,8 @@ _NUMBERED = re.compile(r"(.+)\.\d+")
 
 @cache
 def short_name(kernel: str) -> str:
-    """A kernel's name for a table: without types, namespaces and addresses; Triton's, cuBLAS's and cuDNN's as
-    they are, with their middle left out where they are long."""
+    """Shorten a kernel's name for a table: drop types, namespaces and addresses; keep names of Triton,
+    cuBLAS and cuDNN, with the middle of long ones left out."""
     name = _PARENTHESES.sub("", kernel).removeprefix("void ").strip()
     if "<" not in name and "(" not in name:
         return _cut(name)
@@ -40,18 +39,18 @@ def short_name(kernel: str) -> str:
 
 
 def _cut(name: str) -> str:
-    """Both ends of a long name: Triton's end with a number that tells them apart."""
-    if len(name) <= LONGEST:
+    """Keep both ends of a long name, because Triton's names end with the number that distinguishes them."""
+    if len(name) <= MAX_NAME:
         return name
-    half = (LONGEST - 1) // 2
+    half = (MAX_NAME - 1) // 2
     return f"{name[:half]}…{name[-half:]}"
 
 
 def graph_name(graph: str, places: Collection[tuple[str, str]]) -> str:
-    """Of a compiled graph by its hash, and the units and phases that its calls were in ("", "": in none): the
-    one that all share, as "compiled forward of layers.*", else the start of its hash."""
+    """Name a compiled graph after the units and phases of its calls ("", "" for a call outside any), such
+    as "compiled forward of layers.*"; if they differ, after the start of its hash."""
     units, phases = {unit for unit, _ in places}, {phase for _, phase in places}
-    stems = {found[1] if (found := _NUMBERED.fullmatch(unit)) else unit for unit in units}
+    stems = {match[1] if (match := _NUMBERED.fullmatch(unit)) else unit for unit in units}
     if "" in units or len(stems) != 1 or len(phases) != 1:
         return f"compiled graph {graph[:HASH_SHOWN]}"
     unit = min(units) if len(units) == 1 else f"{min(stems)}.*"
@@ -60,18 +59,17 @@ def graph_name(graph: str, places: Collection[tuple[str, str]]) -> str:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel, or operator, in a step on average.
+    """A kernel or operator, averaged per step.
 
     Args:
-        name: readable; "(causal: half)" where causal attention is counted as half of its operations
-        calls_per_step: how often it ran
-        seconds_per_step: how long, all calls together
-        share: of the seconds of all kernels of its sort: that compute, or that communicate
-        tflops: 10^12 operations per second; None where those of a call are not known
-        gb_s: 10^9 bytes read or written per second, or, of a collective, the bus bandwidth as nccl-tests
-            count it; None likewise, and where they are more than the device's memory can have moved
-        roof_share: the time that it would take at the device's roof / the time that it took; None where that
-            is not known
+        name: readable; with "(causal: half)" if causal attention counts half of its operations
+        calls_per_step: number of calls
+        seconds_per_step: duration of all calls
+        share: share of the time of all compute kernels or, for a collective, of all collectives
+        tflops: 10^12 operations per second; None if the operations of a call are not known
+        gb_s: 10^9 bytes read and written per second or, for a collective, the bus bandwidth as nccl-tests
+            defines it; None if not known, or if the device's memory could not have moved that much
+        roof_share: time at the device's roofline / measured time; None if not known
         communication: whether it is a collective
     """
 
@@ -86,14 +84,13 @@ class KernelRow:
 
 
 class CallKey(NamedTuple):
-    """Calls that are counted together: of one kernel or operator, each doing this work, None where that is
-    not known.
+    """Calls that are counted together: one kernel or operator, with the same work (None if not known).
 
     Args:
         communication: whether it is a collective
-        launched: whether the trace has their launches; of those that it has not, nothing can be known
-        thread: on a CPU, -1 on a GPU
-        place: the unit and phase that a call of a compiled graph was in
+        launched: whether the trace has the launches; without them the work is not known
+        thread: the CPU thread; -1 on a GPU
+        place: unit and phase in which a compiled graph was called
     """
 
     name: str
@@ -104,31 +101,31 @@ class CallKey(NamedTuple):
     place: tuple[str, str] = ("", "")
 
 
-Calls = tuple[CallKey, int, int]  # how many of a key, and how long they took, in nanoseconds
+Calls = tuple[CallKey, int, int]  # key, number of calls, total nanoseconds
 
 
 def rank_rows(calls: Iterable[Calls], steps: int, most: int, roof: Roof | None) -> list[KernelRow]:
-    """A row for each name that takes longest: at most so many that compute, then at most so many
+    """Return a row for each of the `most` compute kernels that take longest, then likewise for
     collectives."""
     sorts: dict[bool, dict[str, list[Calls]]] = {False: defaultdict(list), True: defaultdict(list)}
     for key, count, ns in calls:
         sorts[key.communication][key.name].append((key, count, ns))
     rows = []
     for names in sorts.values():
-        took = {name: sum(ns for _, _, ns in parts) for name, parts in names.items()}
-        for name in sorted(names, key=lambda name: (-took[name], name))[:most]:
-            share = took[name] / sum(took.values()) if took[name] else 0.0
+        total_ns = {name: sum(ns for _, _, ns in parts) for name, parts in names.items()}
+        for name in sorted(names, key=lambda name: (-total_ns[name], name))[:most]:
+            share = total_ns[name] / sum(total_ns.values()) if total_ns[name] else 0.0
             rows.append(_row(names[name], steps, share, roof))
     return rows
 
 
 def _row(calls: Sequence[Calls], steps: int, share: float, roof: Roof | None) -> KernelRow:
-    """Of the calls of one name in so many steps."""
+    """Sum the calls of one name over `steps` steps."""
     launched = [each for each in calls if each[0].launched]
     flops = _rate(launched, lambda work: work.flops)
     moved = _rate(launched, lambda work: work.bytes)
     roof_share = _rate(launched, lambda work: roof.least_s(work) if roof else None)
-    if flops is None and (roof_share or 0) > 1:  # it stayed in a cache, or was not read as a whole
+    if flops is None and (roof_share or 0) > 1:  # the data stayed in a cache, or was read only in part
         moved = roof_share = None
     name, _, communication, *_ = calls[0][0]
     return KernelRow(
@@ -144,7 +141,7 @@ def _row(calls: Sequence[Calls], steps: int, share: float, roof: Roof | None) ->
 
 
 def _rate(calls: Sequence[Calls], amount_of: Callable[[OperatorWork], float | None]) -> float | None:
-    """Amount per second, if it is known of every call."""
+    """Return the amount per second; None unless it is known for every call."""
     amounts = [(amount_of(key.work) if key.work else None, count) for key, count, _ in calls]
     all_ns = sum(ns for _, _, ns in calls)
     if not all_ns or any(amount is None for amount, _ in amounts):

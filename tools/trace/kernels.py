@@ -1,9 +1,9 @@
-"""Which kernels take the time of a profiled step, and how near each comes to the roof of its device.
+"""The kernels that take the time of a profiled step, and how near each comes to its device's roofline.
 
-On a GPU the kernels that ran on it, each with the operator that launched it: the two share an external id. On
-a CPU its operators, each without those that it called (of a compiled graph what is left are its fused loops:
-products and attention have rows of their own), read in the order in which the profiler writes them: every
-thread's by their starts, callers before what they call.
+On a GPU: kernels, each with the operator that launched it, by their common external id. On a CPU: operators,
+each without the operators that it called. For a compiled graph that leaves its fused loops; matrix products
+and attention have their own rows. Operators are read in the order in which the profiler writes them: by
+thread, by start, callers before callees.
 """
 
 import math
@@ -38,16 +38,17 @@ from meshwright.tools.trace.kernel_stats import (
 )
 from meshwright.tools.trace.roofline import OperatorWork, Roof, work_of
 
-NOWHERE = ("", "")  # unit, phase
-# Bytes that each link carries, as a share of the larger side, in a group of n: nccl-tests, doc/PERFORMANCE.md
+NO_PLACE = ("", "")  # unit, phase
+# Bytes per link as a share of the larger side, in a group of n ranks: nccl-tests, doc/PERFORMANCE.md
 BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}  # times (n - 1) / n
-WHOLE = frozenset({"broadcast", "reduce", "send", "recv"})  # all of it
+FULL_SIZE = frozenset({"broadcast", "reduce", "send", "recv"})  # share 1
 Event = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _OpenCall:
-    """An operator that has begun; `key`: None for one that only waits; `inside_ns`: what it called."""
+    """An operator that has started; `key` is None if it only waits; `inside_ns`: time in the operators
+    that it called."""
 
     key: CallKey | None
     start_ns: int
@@ -57,16 +58,16 @@ class _OpenCall:
 
 @dataclass(slots=True)
 class _Thread:
-    """Where a CPU thread is."""
+    """The open calls of a CPU thread and its current unit and phase."""
 
     stack: list[_OpenCall] = field(default_factory=list)
-    place: tuple[str, str] = NOWHERE
+    place: tuple[str, str] = NO_PLACE
     place_until_ns: int = 0
 
 
 class KernelTable:
-    """The calls of each kernel of a GPU or operator of a CPU. In memory are a few numbers for every kernel of
-    a GPU and operator that is a product, and a row for every name and shape."""
+    """The calls of each GPU kernel or CPU operator. Memory: a few numbers per GPU kernel and per operator
+    with known work, and a row per name and shape."""
 
     def __init__(self) -> None:
         self._calls = defaultdict[CallKey, list[int]](lambda: [0, 0])  # count, ns
@@ -75,11 +76,12 @@ class KernelTable:
         self._has_gpu = False
         self._works = dict[OperatorWork, OperatorWork]()
         self._work_of_call = dict[int, OperatorWork]()  # by external id
-        # of each kernel of a GPU that an operator launched: place of its name, external id, ns
+        # of each GPU kernel that an operator launched: index of its name, external id, ns
         self._launched, self._names = array("q"), dict[str, int]()
 
     def add(self, event: Event) -> None:
-        """Of a trace, in its order. Raises KeyError and the like for what the profiler does not write."""
+        """Add an event of a trace, in the order of the file. Raises KeyError, TypeError or ValueError for
+        events that the profiler does not write."""
         category = event.get("cat")
         if category == "cpu_op":
             self._add_operator(event, event["name"])
@@ -90,8 +92,8 @@ class KernelTable:
             self._add_kernel(event, event["name"], event.get("args") or {})
 
     def rows(self, steps: int, roof: Roof | None, most: int = 12) -> list[KernelRow]:
-        """Once, after the last event of so many steps: those that take longest, then the collectives, at most
-        so many of each."""
+        """Return the rows for a profile of `steps` steps: at most `most` compute kernels that take
+        longest, then at most `most` collectives. Call once, after the last event."""
         for number, thread in self._threads.items():
             self._end_calls(number, thread, math.inf)
         return rank_rows(self._of_gpu() if self._has_gpu else self._of_cpu(), steps, most, roof)
@@ -102,7 +104,8 @@ class KernelTable:
         calls[1] += ns
 
     def _add_annotation(self, event: Event, name: str) -> None:
-        """A unit's forward or backward, or a collective of gloo's, whose bytes are not noted."""
+        """Record a unit's forward or backward, or count a collective of gloo, whose bytes are not
+        recorded."""
         number, (start_ns, end_ns) = int(event["tid"]), span_of(event)
         if name.startswith("gloo:"):
             self._gloo_threads.add(number)
@@ -112,7 +115,8 @@ class KernelTable:
             thread.place, thread.place_until_ns = (label[1], label[0]), end_ns
 
     def _add_operator(self, event: Event, name: str) -> None:
-        """One that computes or waits; and, whatever it is, its work, which a kernel may do."""
+        """Count an operator that computes or waits; record the work of any operator, which its kernels may
+        do."""
         work = work_of(event)
         if work and (external := (event.get("args") or {}).get("External id")):
             self._work_of_call[int(external)] = self._works.setdefault(work, work)
@@ -124,21 +128,21 @@ class KernelTable:
         self._end_calls(number, thread, start_ns)
         if thread.stack:
             thread.stack[-1].inside_ns += end_ns - start_ns
-        # only graphs are called by where they run
+        # only graphs are named after their place
         placed = name.startswith("## ") and start_ns < thread.place_until_ns
-        place = thread.place if placed else NOWHERE
+        place = thread.place if placed else NO_PLACE
         key = None if waits else CallKey(name, work, thread=number, place=place)
         thread.stack.append(_OpenCall(key, start_ns, end_ns))
 
     def _end_calls(self, number: int, thread: _Thread, now_ns: float) -> None:
-        """Count the calls that are over by now."""
+        """Count the calls that have ended by `now_ns`."""
         while thread.stack and thread.stack[-1].end_ns <= now_ns:
             call = thread.stack.pop()
             if call.key is not None:
                 self._count(call.key, max(call.end_ns - call.start_ns - call.inside_ns, 0))
 
     def _add_kernel(self, event: Event, name: str, args: Event) -> None:
-        """A kernel, or a copy within, to or from the GPU."""
+        """Count a kernel, or a copy within, to or from the GPU."""
         start_ns, end_ns = span_of(event)
         if name.startswith("nccl"):
             key = CallKey(_collective_name(name, args), _bus_work(args), communication=True)
@@ -152,8 +156,8 @@ class KernelTable:
             self._count(CallKey(short_name(name), launched=False), end_ns - start_ns)
 
     def _of_gpu(self) -> Iterator[Calls]:
-        """Of the kernels that an operator launched, the longest did its work, and of the others (that sum up
-        its parts, say) nothing is known."""
+        """Yield the calls on a GPU. Of the kernels that an operator launched, the longest did its work;
+        the work of the others (such as reductions of partial sums) is not known."""
         yield from ((key, count, ns) for key, (count, ns) in self._calls.items() if key.thread < 0)
         launched, names = np.frombuffer(self._launched, np.int64).reshape(-1, 3), list(self._names)
         by_length = np.lexsort((-launched[:, 2], launched[:, 1]))
@@ -164,8 +168,8 @@ class KernelTable:
             yield CallKey(names[place], work), 1, ns
 
     def _of_cpu(self) -> Iterator[Calls]:
-        """The threads of a process, without those on which gloo carries out its collectives; graphs by the
-        units that they are of. Those that would be called alike get the start of their hash too."""
+        """Yield the calls on a CPU, except those of gloo's threads; graphs are named after their units,
+        and identical names get the start of the hash."""
         calls = {
             key: counts
             for key, counts in self._calls.items()
@@ -173,33 +177,33 @@ class KernelTable:
         }
         places = defaultdict[str, set[tuple[str, str]]](set)
         for key in calls:
-            if found := COMPILED.fullmatch(key.name):
-                places[found[1]].add(key.place)
-        names = {graph: graph_name(graph, at) for graph, at in places.items()}
-        alike = Counter(names.values())
+            if match := COMPILED.fullmatch(key.name):
+                places[match[1]].add(key.place)
+        names = {graph: graph_name(graph, unit_phases) for graph, unit_phases in places.items()}
+        name_counts = Counter(names.values())
         for key, (count, ns) in calls.items():
-            if found := COMPILED.fullmatch(key.name):
-                name = names[found[1]]
-                shown = name if alike[name] == 1 else f"{name} ({found[1][:HASH_SHOWN]})"
+            if match := COMPILED.fullmatch(key.name):
+                name = names[match[1]]
+                shown = name if name_counts[name] == 1 else f"{name} ({match[1][:HASH_SHOWN]})"
                 key = CallKey(shown, key.work, thread=key.thread)
             yield key, count, ns
 
 
 def _collective_name(kernel: str, args: Event) -> str:
-    """As "NCCL all_gather over dp_shard"."""
+    """Return a name such as "NCCL all_gather over dp_shard"."""
     group = str(args.get("Process Group Description", ""))
     over = f" over {group.removeprefix(MESH)}" if group.startswith(MESH) else ""
     return f"NCCL {collective_of(kernel, args) or short_name(kernel)}{over}"
 
 
 def _bus_work(args: Event) -> OperatorWork | None:
-    """None where the kernel does not say what it carries, in a group of how many."""
+    """Return the bytes on the bus; None if the kernel does not record its size or the size of its group."""
     collective, members = (
         find_collective(str(args.get("Collective name", ""))),
         int(args.get("Group size", 0)),
     )
     size, share = bytes_sent(args), 0.0
-    if collective in WHOLE:
+    if collective in FULL_SIZE:
         share = 1.0
     elif collective in BUS_SHARE and members:
         share = BUS_SHARE[collective] * (members - 1) / members
@@ -207,7 +211,8 @@ def _bus_work(args: Event) -> OperatorWork | None:
 
 
 def _copy_work(name: str, args: Event) -> OperatorWork | None:
-    """Within the GPU every byte is read and written; one to or from the host is on its link."""
+    """Return the work of a copy: within the GPU every byte is read and written; a copy to or from the host
+    is on its link."""
     if (size := args.get("bytes")) is None:
         return None
     within = "DtoD" in name

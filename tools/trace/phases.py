@@ -1,5 +1,5 @@
-"""Where in the step a CPU thread was at a time (at which unit's work, in which phase of which micro batch),
-and whose a collective is: FSDP2's or tensor parallelism's, and on which axis of the mesh."""
+"""The place of a CPU thread in the step at a given time (unit, phase, micro batch), and the owner of a
+collective: FSDP2 or tensor parallelism, and the mesh axis."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -20,9 +20,9 @@ from meshwright.tools.trace.events import (
 
 
 class StepPhase(NamedTuple):
-    """`kind`: of the innermost label, "" outside all; `work`: what computing there is; `unit`: of the label,
-    or of the one before it in the same phase. From `work` on as in ComputeSpan, from `unit` on as in
-    UnitDeadline."""
+    """A place in the step. `kind`: the innermost label's, "" outside all labels; `work`: kind of compute
+    there; `unit`: the label's, or that of the last one in the same phase. The fields from `work` on are
+    those of ComputeSpan, from `unit` on those of UnitDeadline."""
 
     kind: str
     work: str
@@ -32,7 +32,7 @@ class StepPhase(NamedTuple):
 
 
 class Places:
-    """Of all threads that carry labels, which are in the order of their starts."""
+    """Look up places for all threads with labels; `labels` are in the order of their starts."""
 
     def __init__(self, steps: Sequence[tuple[int, int, int]], labels: Sequence[Label]) -> None:
         threads = defaultdict[int, list[Label]](list)
@@ -47,20 +47,20 @@ class Places:
 
     @property
     def threads(self) -> set[int]:
-        """Those that carry labels."""
+        """The threads with labels."""
         return set(self._segments)
 
     def hook(self, thread: int, time_ns: int) -> str:
-        """The unit whose turn it is: the last one that FSDP2's hook before its forward or backward was called
-        for."""
+        """Return the unit whose turn it is: the one for which FSDP2's hook before forward or backward was
+        called last."""
         hooks = self._hooks.get(thread, [])
-        found = bisect_right(hooks, time_ns, key=lambda label: label.start_ns) - 1
-        return hooks[found].unit if found >= 0 else ""
+        index = bisect_right(hooks, time_ns, key=lambda label: label.start_ns) - 1
+        return hooks[index].unit if index >= 0 else ""
 
     def at(self, thread: int, time_ns: int) -> StepPhase:
-        """The place of a thread at a time."""
-        found = bisect_right(self._phases, time_ns, key=itemgetter(0)) - 1
-        since_ns, phase, micro_batch = self._phases[max(found, 0)] if self._phases else (0, "forward", 0)
+        """Return the place of a thread at a time."""
+        index = bisect_right(self._phases, time_ns, key=itemgetter(0)) - 1
+        since_ns, phase, micro_batch = self._phases[max(index, 0)] if self._phases else (0, "forward", 0)
         kind, unit, named_ns = "", "", 0
         segments = self._segments.get(thread, [])
         if (i := bisect_right(segments, time_ns, key=itemgetter(0)) - 1) >= 0:
@@ -73,8 +73,8 @@ class Places:
 
 
 def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Iterator[tuple[int, str, int]]:
-    """Time, phase and micro batch that begin then. Labels of the forward in a backward are of its
-    recomputation."""
+    """Yield each phase change: time, phase and micro batch. Forward labels during the backward belong to
+    its recompute."""
     _, start_ns, end_ns = step
     phase, micro_batch, over_ns = "forward", 0, start_ns
     yield start_ns, phase, micro_batch
@@ -94,9 +94,9 @@ def _phase_changes(step: tuple[int, int, int], labels: Sequence[Label]) -> Itera
 
 
 def _segments(labels: Sequence[Label]) -> Iterator[tuple[int, str, str, int]]:
-    """Start, kind of the innermost label, unit, and until when a label says so, each until the next. The
-    innermost is the last one begun of those open; the unit is that of the innermost that has one, or the last
-    one that had."""
+    """Yield segments, each until the next: start, kind of the innermost label, unit, and end of the label
+    that names the unit. The innermost label is the open one that started last; the unit is that of the
+    innermost label with a unit, or else of the last such label."""
     marks = [(label.end_ns, 0, i) for i, label in enumerate(labels)] + [
         (label.start_ns, 1, i) for i, label in enumerate(labels)
     ]
@@ -104,7 +104,7 @@ def _segments(labels: Sequence[Label]) -> Iterator[tuple[int, str, str, int]]:
     for time_ns, begins, i in sorted(marks):
         if begins:
             opened.append(i)
-        elif i in opened:  # one of no length ends before it begins
+        elif i in opened:  # a label without duration ends before it starts
             opened.remove(i)
         inner = labels[opened[-1]] if opened else None
         if named := next((labels[j] for j in reversed(opened) if labels[j].unit), None):
@@ -122,18 +122,21 @@ FSDP_LAUNCHES = frozenset({"all_gather", "post_backward_reduce"})
 
 
 def find_lane(collective: str, axis: str) -> str:
+    """Return the lane of a collective on an axis."""
     if axis == "tp":
         return "tp"
     return collective if collective in ("all_gather", "reduce_scatter") else "all_reduce"
 
 
 def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:
-    """By the label in which it was launched; `mesh`: the run's, None where that is not known. "" for what is
-    of no axis that can be told: the number of tokens and the norm of the gradients, before all units and
-    behind them.
+    """Return the mesh axis of a collective, by the label in which it was launched; "" if it belongs to no
+    known axis, such as the all-reduces of the token count and the gradient norm before and after all units.
 
-    FSDP2 launches in labels of its own only. The rest of a forward or backward is tensor parallelism's, if
-    there is any.
+    Args:
+        mesh: the run's mesh; None if not known
+
+    FSDP2 launches collectives only in labels of its own. Any other collective in a forward or backward
+    belongs to tensor parallelism, if the run uses it.
     """
     if place.kind in FSDP_LAUNCHES:
         axis = AXIS_OF_LANE[find_lane(collective, "")]
@@ -146,7 +149,8 @@ def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:
 
 
 def group_axes(store: TraceEvents) -> dict[str, str]:
-    """Name of a process group -> axis of the mesh, where the group is one's and the trace lists it (NCCL)."""
+    """Return the mesh axis of each process group of an axis, by name, if the trace lists groups (NCCL
+    does)."""
     groups = (store.header.get("distributedInfo") or {}).get("pg_config") or []
     return {
         str(group.get("pg_name", "")): str(group["pg_desc"]).removeprefix(MESH)

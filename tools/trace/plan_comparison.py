@@ -1,6 +1,5 @@
-"""The step that the plan promised against the one that was measured: lane under lane in a picture, and in
-figures. A profiled step is made a Timeline of the planner's, so that both are drawn and compared by the same
-code."""
+"""Compare the measured step with the one that the plan predicted, in a picture and in figures. A profiled
+step is converted to a planner Timeline, so that the same code draws and compares both."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -42,9 +41,9 @@ SIDES = ("predicted", "measured")
 
 @dataclass(frozen=True)
 class LaneRow:
-    """Seconds of a step. `lane`: step; compute and, of it, forward, backward, copies and optimizer; exposed;
-    and how long each link lane (tp, all_gather, ...) has something in flight. `ratio`: measured / predicted,
-    None where nothing was predicted."""
+    """Seconds of a step. `lane`: step; compute, and within it forward, backward, copies and optimizer;
+    exposed; and each link lane (tp, all_gather, ...), while it has a collective in flight. `ratio`:
+    measured / predicted, None if nothing was predicted."""
 
     lane: str
     predicted_s: float
@@ -53,17 +52,19 @@ class LaneRow:
 
 
 def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timeline:
-    """A step of the run in this folder as the planner expects it, by its config.yaml and plan.yaml.
+    """Predict a step of the run in a folder from its config.yaml and plan.yaml.
 
-    `device_name`: what torch calls the device that it ran on. Raises DataError that says why nothing can be
-    predicted.
+    Args:
+        device_name: torch's name of the device that the run used
+
+    Raises DataError with the reason if the step cannot be predicted.
     """
     config, plan = _read_run(run)
     hardware = _hardware_of(device_name, config.run.threads, plan, run)
     try:
         return predict(config.job, plan, hardware, processes_per_node).timeline
     except ValueError as error:
-        raise DataError(f"{run}: this run cannot be predicted: {error}") from None
+        raise DataError(f"{run}: its step cannot be predicted: {error}") from None
 
 
 def _read_run(run: Path) -> tuple[Config, Plan]:
@@ -79,13 +80,13 @@ def _read_run(run: Path) -> tuple[Config, Plan]:
 
 
 def _hardware_of(device_name: str, threads: int, plan: Plan, run: Path) -> Hardware:
-    """As far as the run used it: with `run.threads` fewer cores."""
+    """Return the hardware that the run used: with `run.threads`, only that many cores per process."""
     kinds = load_hardware()
     hardware = find_hardware(device_name) or (kinds["cpu"] if device_name.startswith("CPU") else None)
     if hardware is None:
         raise DataError(
-            f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}. "
-            "Measure it: python -m tools.bench calibrate -h"
+            f"{run}: its step cannot be predicted: no file in configs/hardware describes {device_name!r}: "
+            "measure it (python -m tools.bench calibrate -h)"
         )
     if not hardware.cores or not threads:
         return hardware
@@ -93,13 +94,18 @@ def _hardware_of(device_name: str, threads: int, plan: Plan, run: Path) -> Hardw
 
 
 def compare_lanes(predicted: Timeline, measured: Timeline) -> list[LaneRow]:
-    """A row for each lane that either has."""
+    """Return a row for each lane that either timeline has."""
     rows = []
-    before, after = (_lane_seconds(timeline) for timeline in (predicted, measured))
+    expected, actual = (_lane_seconds(timeline) for timeline in (predicted, measured))
     for lane in ("step", "compute", *COMPUTE_KINDS, EXPOSED, *LINK_LANES):
-        if before[lane] or after[lane]:
+        if expected[lane] or actual[lane]:
             rows.append(
-                LaneRow(lane, before[lane], after[lane], after[lane] / before[lane] if before[lane] else None)
+                LaneRow(
+                    lane,
+                    expected[lane],
+                    actual[lane],
+                    actual[lane] / expected[lane] if expected[lane] else None,
+                )
             )
     return rows
 
@@ -116,7 +122,7 @@ def _lane_seconds(timeline: Timeline) -> Mapping[str, float]:
 
 
 def _covered(events: Iterable[TimelineEvent]) -> float:
-    """Seconds in which at least one of them runs."""
+    """Return the seconds in which at least one event runs."""
     total_s = end_s = 0.0
     for event in sorted(events, key=lambda event: event.start_s):
         total_s += max(0.0, event.end_s - max(event.start_s, end_s))
@@ -125,33 +131,33 @@ def _covered(events: Iterable[TimelineEvent]) -> float:
 
 
 def draw_against(predicted: Timeline, measured: Timeline, title: str) -> "Figure":
-    """Both steps from their starts on, lane under lane on one axis; below, on another, a few units of both
+    """Draw both steps on one time axis, lane below lane; below them, on another axis, a few units of both
     backwards."""
     both = (predicted, measured)
     spans = [backward_spans(timeline) for timeline in both]
     units = middle_units([unit for unit in spans[0] if unit in spans[1]])
     windows = _windows([join_spans(each, units) for each in spans]) if units else [None, None]
-    whole = (0.0, max(timeline.step_s for timeline in both))
+    full_range = (0.0, max(timeline.step_s for timeline in both))
     panels = [
-        Panel(_facts(timeline, predicted, side), timeline, whole, [*phases(timeline)], window)
+        Panel(_facts(timeline, predicted, side), timeline, full_range, [*phases(timeline)], window)
         for timeline, side, window in zip(both, SIDES, windows, strict=True)
     ]
-    for timeline, side, window, its_spans in zip(both, SIDES, windows, spans, strict=True):
+    for timeline, side, window, unit_spans in zip(both, SIDES, windows, spans, strict=True):
         if window is not None:
-            words = _backward_facts(its_spans, spans[0], units, side)
-            panels.append(Panel(words, timeline, window, _within(its_spans, window), large=True))
+            caption = _backward_facts(unit_spans, spans[0], units, side)
+            panels.append(Panel(caption, timeline, window, _within(unit_spans, window), large=True))
     return draw_panels(title, panels)
 
 
 def _windows(spans: Sequence[Span]) -> list[Span]:
-    """Start and end of each panel, equally long and as far before the first unit."""
+    """Return start and end of each panel: equally long, and starting equally far before the first unit."""
     longest_s = max(end_s - start_s for start_s, end_s in spans)
     before_s = min(MARGIN * longest_s, *(start_s for start_s, _ in spans))
     return [(start_s - before_s, start_s + (1 + MARGIN) * longest_s) for start_s, _ in spans]
 
 
 def _within(spans: Mapping[str, Span], window: Span) -> list[tuple[str, float, float]]:
-    """The parts of them that the window shows."""
+    """Return the parts of the spans within the window."""
     parts = (
         (unit, max(start_s, window[0]), min(end_s, window[1])) for unit, (start_s, end_s) in spans.items()
     )
@@ -159,14 +165,14 @@ def _within(spans: Mapping[str, Span], window: Span) -> list[tuple[str, float, f
 
 
 def _facts(timeline: Timeline, predicted: Timeline, side: str) -> str:
-    """The step's numbers in one line, each with its difference from the prediction's."""
+    """Return the figures of a step on one line, each with its difference from the prediction."""
     neither_s = timeline.step_s - timeline.compute_s - timeline.exposed_s
     parts = [
         f"{side.capitalize()}: step {_with_change(timeline.step_s, predicted.step_s, side)}",
         f"computing {_with_change(timeline.compute_s, predicted.compute_s, side)}",
         f"exposed {_with_change(timeline.exposed_s, predicted.exposed_s, side)}, "
         f"{timeline.exposed_share:.1%} of the step",
-        *([f"doing neither {in_ms(neither_s)}"] if neither_s > 1e-3 * timeline.step_s else []),
+        *([f"host-bound or idle {in_ms(neither_s)}"] if neither_s > 1e-3 * timeline.step_s else []),
     ]
     return "; ".join(parts)
 
@@ -181,7 +187,7 @@ def _backward_facts(
 
 
 def _with_change(seconds: float, predicted_s: float, side: str) -> str:
-    """As "120 ms (+20%)"."""
+    """Format as "120 ms (+20%)"."""
     changed = side == "measured" and predicted_s > 0
     return in_ms(seconds) + (f" ({round(100 * (seconds / predicted_s - 1)):+,d}%)" if changed else "")
 
@@ -190,8 +196,8 @@ COMPUTE = "compute"
 
 
 def to_timeline(step: ProfiledStep) -> Timeline:
-    """The step from second 0: a round per micro batch, the last one for the optimizer. Besides `compute_s`
-    and `exposed_s` a measured `step_s` has time in which nothing happens."""
+    """Convert a measured step to a Timeline that starts at 0, with a round per micro batch; the last round
+    is the optimizer. Besides `compute_s` and `exposed_s`, a measured `step_s` contains idle time."""
     events = sorted([*_works(step), *_transfers(step), *_exposed(step)], key=lambda event: event.start_s)
     by_lane = defaultdict[str, float](float)
     for event in events:
@@ -203,14 +209,15 @@ def to_timeline(step: ProfiledStep) -> Timeline:
 
 
 def _event(
-    step: ProfiledStep, lane: str, work: str, of: ComputeSpan | Transfer, start_ns: int, end_ns: int
+    step: ProfiledStep, lane: str, work: str, source: ComputeSpan | Transfer, start_ns: int, end_ns: int
 ) -> TimelineEvent:
     start_s, end_s = (start_ns - step.start_ns) / 1e9, (end_ns - step.start_ns) / 1e9
-    return TimelineEvent(lane, work, of.unit, "", of.phase, of.micro_batch, start_s, end_s)
+    return TimelineEvent(lane, work, source.unit, "", source.phase, source.micro_batch, start_s, end_s)
 
 
 def _works(step: ProfiledStep) -> Iterator[TimelineEvent]:
-    """One bar at a time, the first begun first: streams beside each other share the lane."""
+    """Yield compute events, one at a time in the order of their starts, because parallel streams share the
+    lane."""
     done_ns = step.start_ns
     for w in step.works:
         start_ns, end_ns = max(w.start_ns, done_ns), min(w.end_ns, step.end_ns)
@@ -227,8 +234,8 @@ def _transfers(step: ProfiledStep) -> Iterator[TimelineEvent]:
 
 
 def _exposed(step: ProfiledStep) -> Iterator[TimelineEvent]:
-    """What nothing computed under, each piece with the transfer that is waited for: where several are in
-    flight, the one that began first."""
+    """Yield exposed time, each piece with the transfer that is waited for: of several in flight, the one
+    that started first."""
     first = 0
     for start_ns, end_ns in step.exposed.tolist():
         while first < len(step.transfers) and step.transfers[first].end_ns <= start_ns:
@@ -250,12 +257,12 @@ def _by_transfer(
 
 
 def _rounds(events: Sequence[TimelineEvent], step_s: float) -> Iterator[MicroBatchTimeline]:
-    """Cut where the first event of each micro batch, and of the optimizer, begins; the first round begins
-    with the step."""
+    """Yield the rounds, cut at the first event of each micro batch and of the optimizer; the first round
+    starts with the step."""
     parts = defaultdict[tuple[int, bool], list[TimelineEvent]](list)
     for event in events:
         parts[event.micro_batch, event.phase == "optimizer"].append(event)
-    ordered = [parts[key] for key in sorted(parts)] or [[]]  # nothing happened in the step
+    ordered = [parts[key] for key in sorted(parts)] or [[]]  # a step without events
     starts = [0.0, *(part[0].start_s for part in ordered[1:])]
     for part, start_s, end_s in zip(ordered, starts, [*starts[1:], step_s], strict=True):
         moved = (

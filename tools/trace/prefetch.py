@@ -1,6 +1,5 @@
-"""When each unit's parameters were gathered and when they were needed (in time, late, far too early, and what
-would mend it), and where a step's time went, in shares that sum to exactly 1; of each kind of communication,
-how much was hidden."""
+"""Judge a step's all-gathers (in time, late or far too early, and which prefetch depth is best), split the
+step's time into shares that sum to exactly 1, and sum communication by kind, with the hidden part."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,11 @@ from meshwright.tools.trace.steps import (
     union,
 )
 
-LATE_SHARE, LATE_NS = 0.001, 20_000  # of the step, and at least: a shorter wait is none
-# other units that pass between a gather's end and its need: with a depth of 1 it ends within the one before
+LATE_SHARE, LATE_NS = 0.001, 20_000  # share of the step, and minimum: shorter waits do not count
+# other units that run between an all-gather's end and its need; at depth 1 it ends during the unit before
 EARLY_UNITS = 2
 LINK_LIMIT = "no depth helps: the link is the limit"
-WORTH = 0.005  # of the step: what another depth must save to be named
+WORTH = 0.005  # of the step: the least saving that is worth advice
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Gather:
 
     Args:
         times_ns: when it was "issued", "started" and "finished", and when it was "needed"
-        ahead: how many units before its own it was launched; None where the trace does not tell
-        waited_ns: how long computing stood before it
-        held_units: how many other units passed between its end and its need
-        first: of its phase
-        blocking: whoever launched it stood until it was over
-        depth: the least prefetch depth with which it would have ended in time; None if none does, or if it
+        ahead: how many units before its own it was launched; None if not known
+        waited_ns: how long compute waited for it
+        held_units: number of other units that ran between its end and its need
+        first: whether it is the first of its phase
+        blocking: whether its launch blocked the thread until it ended
+        depth: smallest prefetch depth with which it would have been in time; None if there is none, or if it
             was in time
     """
 
@@ -56,14 +55,14 @@ class Gather:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The judgment as text."""
         if self.late and self.blocking:
-            return f"stood {self.waited_ns / 1e6:.2f} ms: its launch waits for its end"
+            return f"blocked for {self.waited_ns / 1e6:.2f} ms: its launch waits for its end"
         if self.late and self.first:
-            return f"waited {self.waited_ns / 1e6:.2f} ms: the first, nothing computes before it"
+            return f"waited {self.waited_ns / 1e6:.2f} ms: the first one, no compute before it"
         if self.late:
-            mend = f"depth {self.depth} mends it" if self.depth is not None else LINK_LIMIT
-            return f"late by {self.waited_ns / 1e6:.2f} ms ({mend})"
+            fix = f"depth {self.depth} hides it" if self.depth is not None else LINK_LIMIT
+            return f"late by {self.waited_ns / 1e6:.2f} ms ({fix})"
         return (
             f"far too early: held for {self.held_units} units"
             if self.held_units >= EARLY_UNITS
@@ -73,8 +72,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What a unit takes in a phase: its all-gather and its reduce-scatter on the link, its computing. 0 where
-    it has none."""
+    """Durations of a unit in a phase: all-gather and reduce-scatter on the link, and compute; 0 for what
+    it does not have."""
 
     gather_ns: int
     compute_ns: int
@@ -83,14 +82,14 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """A phase of one micro batch: what was waited, and what each depth from 0 on would bring.
+    """A phase of one micro batch: measured waits, and predicted waits for each prefetch depth from 0.
 
     Args:
-        used: the depth that most units were gathered with
-        waited_ns: in the step as measured, with the waits that no depth hides
-        waits_ns: by depth, as computed from the measured durations
-        best: the least depth that brings (nearly) all that any does
-        blocking: launches stood until their gathers were over, so that no depth hides any
+        used: the depth with which most units were gathered
+        waited_ns: measured wait, including waits that no depth hides
+        waits_ns: wait by depth, computed from the measured durations
+        best: smallest depth that is (nearly) as good as any
+        blocking: whether launches blocked until their all-gathers ended, so that no depth hides any
     """
 
     phase: str
@@ -104,26 +103,26 @@ class Prefetch:
 
     @property
     def saving_ns(self) -> int:
-        """What the best depth would save."""
+        """The time that the best depth would save."""
         return 0 if self.blocking else max(self.waited_ns - self.waits_ns[self.best], 0)
 
 
 def judge_prefetch(step: ProfiledStep) -> list[Prefetch]:
-    """Each phase in which anything was gathered."""
+    """Judge each phase with all-gathers."""
     needs = sorted(step.needs, key=lambda need: need.needed_ns)
     judged = (_judge_phase(step, key) for key in dict.fromkeys((n.phase, n.micro_batch) for n in needs))
     return [prefetch for prefetch in judged if prefetch is not None]
 
 
-def _judge_phase(step: ProfiledStep, here: tuple[str, int]) -> Prefetch | None:
-    # the first run of each unit is what it is gathered for
-    first_runs = {run.unit: run for run in reversed(step.runs) if (run.phase, run.micro_batch) == here}
+def _judge_phase(step: ProfiledStep, key: tuple[str, int]) -> Prefetch | None:
+    # a unit is gathered for its first run
+    first_runs = {run.unit: run for run in reversed(step.runs) if (run.phase, run.micro_batch) == key}
     runs = sorted(first_runs.values(), key=lambda run: run.start_ns)
-    needs = {need.unit: need for need in reversed(step.needs) if (need.phase, need.micro_batch) == here}
-    sent = {t.unit: t for t in reversed(step.transfers) if is_gather(t) and (t.phase, t.micro_batch) == here}
+    needs = {need.unit: need for need in reversed(step.needs) if (need.phase, need.micro_batch) == key}
+    sent = {t.unit: t for t in reversed(step.transfers) if is_gather(t) and (t.phase, t.micro_batch) == key}
     if not (gathered := [run.unit for run in runs if run.unit in needs and run.unit in sent]):
         return None
-    costs = _costs(step, runs, sent, here)
+    costs = _costs(step, runs, sent, key)
     waits = [waits_with_depth(costs, depth) for depth in range(len(runs) + 1)]
     late_ns = max(LATE_NS, round(LATE_SHARE * step.length_ns))
     order = {run.unit: i for i, run in enumerate(runs)}
@@ -136,41 +135,42 @@ def _judge_phase(step: ProfiledStep, here: tuple[str, int]) -> Prefetch | None:
     best = next(
         depth for depth, waited in enumerate(totals) if waited <= min(totals) + WORTH * step.length_ns / 2
     )
-    # nothing comes before the first
+    # no unit runs before the first
     ahead = [gather.ahead for gather in gathers[1:] if gather.ahead is not None]
     used = mode(ahead) if ahead else 0
     waited_ns = sum(gather.waited_ns for gather in gathers)
-    return Prefetch(*here, used, waited_ns, totals, best, blocking, tuple(gathers))
+    return Prefetch(*key, used, waited_ns, totals, best, blocking, tuple(gathers))
 
 
 def _costs(
-    step: ProfiledStep, runs: Sequence[UnitRun], sent: dict[str, Transfer], here: tuple[str, int]
+    step: ProfiledStep, runs: Sequence[UnitRun], sent: dict[str, Transfer], key: tuple[str, int]
 ) -> list[UnitCost]:
-    """From unit to unit: what passes between their starts without what computing stood for communication."""
+    """Return the cost of each unit; compute is the time between the starts of units, without waits for
+    communication."""
     scatters = defaultdict[str, int](int)
     for t in step.transfers:
-        if t.lane == "reduce_scatter" and (t.phase, t.micro_batch) == here:
+        if t.lane == "reduce_scatter" and (t.phase, t.micro_batch) == key:
             scatters[t.unit] += t.end_ns - t.start_ns
     starts = [*(run.start_ns for run in runs), max(run.end_ns for run in runs)]
     costs = []
     for run, (start_ns, next_ns) in zip(runs, pairwise(starts), strict=True):
         gather = sent.get(run.unit)
         gather_ns = gather.end_ns - gather.start_ns if gather else 0
-        compute_ns = next_ns - start_ns - standing(step, start_ns, next_ns)
+        compute_ns = next_ns - start_ns - exposed_within(step, start_ns, next_ns)
         costs.append(UnitCost(gather_ns, compute_ns, scatters[run.unit]))
     return costs
 
 
 def waits_with_depth(costs: Sequence[UnitCost], depth: int) -> list[int]:
-    """How long each unit would wait for its all-gather if each started those of the next `depth` units when
-    it starts itself. The link runs one collective at a time, in the order of launching; a unit reduces behind
-    its backward."""
+    """Return how long each unit would wait for its all-gather if every unit launched the all-gathers of
+    the next `depth` units when it starts. The link runs one collective at a time, in launch order; a
+    unit's reduce-scatter follows its backward."""
     now_ns, link_ns, ends, waits = 0, 0, dict[int, int](), []
     for i, cost in enumerate(costs):
         for j in range(i, min(i + depth + 1, len(costs))):
             if j not in ends:
                 if j > i:
-                    now_ns = max(now_ns, ends[i])  # the next ones are launched once this one is there
+                    now_ns = max(now_ns, ends[i])  # the next ones are launched once this one has ended
                 link_ns = ends[j] = (
                     max(link_ns, now_ns) + costs[j].gather_ns if costs[j].gather_ns else now_ns
                 )
@@ -193,7 +193,7 @@ def _judge(
 ) -> Gather:
     waited_ns = max(min(sent.end_ns, need.served_ns) - need.needed_ns, 0)
     if sent.blocking:
-        waited_ns = standing(step, sent.start_ns, sent.end_ns)
+        waited_ns = exposed_within(step, sent.start_ns, sent.end_ns)
     late = waited_ns > late_ns
     order = [run.unit for run in runs]
     ahead = order.index(need.unit) - order.index(sent.during) if sent.during in order else None
@@ -205,24 +205,24 @@ def _judge(
     return Gather(need.unit, need.phase, times_ns, waited_ns, ahead, held, late, first, sent.blocking, depth)
 
 
-KINDS = {  # of time -> in words
-    "compute": "computing, nothing in flight",
-    "overlapped": "computing, with communication under it",
+KINDS = {  # kind of time -> description
+    "compute": "computing, no communication in flight",
+    "overlapped": "computing, with hidden communication",
     "exposed": "exposed communication: nothing computes",
     "host": "host-bound: nothing launched yet",
-    "idle": "idle otherwise",
+    "idle": "otherwise idle",
 }
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Nanoseconds of each of KINDS, which sum to the step's length."""
+    """Nanoseconds of each kind in KINDS; they sum to the step's length."""
 
     length_ns: int
     ns: dict[str, int]
 
     def of_step(self) -> dict[str, float]:
-        """As shares, the last one what is left: added up in this order they are exactly 1."""
+        """Return the shares; the last one is the remainder, so that they sum to exactly 1 in this order."""
         *first, last = self.ns
         shares = {kind: self.ns[kind] / self.length_ns for kind in first}
         return shares | {last: 1.0 - sum(shares.values())}
@@ -230,7 +230,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Communication:
-    """One kind of collective on one axis: seconds in flight, and in how many of them something computed."""
+    """One kind of collective on one axis: time in flight, and the part of it that is hidden under compute."""
 
     lane: str
     axis: str
@@ -241,12 +241,12 @@ class Communication:
 
 
 def split_step(step: ProfiledStep) -> Shares:
-    """The step's time by what happened in it."""
+    """Split the step's time into KINDS."""
     overlapped = total(intersect(step.computing, step.in_flight))
     host = total(step.host)
     compute, exposed = total(step.computing) - overlapped, total(step.exposed)
     idle = step.length_ns - compute - overlapped - exposed - host
-    assert idle >= 0, "the host's part lies where nothing else does"
+    assert idle >= 0, "host-bound time overlaps other time"
     return Shares(
         step.length_ns,
         {"compute": compute, "overlapped": overlapped, "exposed": exposed, "host": host, "idle": idle},
@@ -254,12 +254,12 @@ def split_step(step: ProfiledStep) -> Shares:
 
 
 def sum_communication(step: ProfiledStep) -> list[Communication]:
-    """By lane and axis, longest first. What two at once send counts for each."""
-    found = defaultdict[tuple[str, str], list[Transfer]](list)
+    """Sum transfers by lane and axis, longest first. The bytes of concurrent transfers add up."""
+    by_kind = defaultdict[tuple[str, str], list[Transfer]](list)
     for t in step.transfers:
-        found[t.lane, t.axis].append(t)
+        by_kind[t.lane, t.axis].append(t)
     rows = []
-    for kind, sent in found.items():
+    for kind, sent in by_kind.items():
         spans = union(clip(spans_of(sent), step.start_ns, step.end_ns))
         hidden_ns, size = total(intersect(spans, step.computing)), sum(t.bytes for t in sent)
         rows.append(Communication(*kind, len(sent), total(spans), hidden_ns, size))
@@ -267,10 +267,10 @@ def sum_communication(step: ProfiledStep) -> list[Communication]:
 
 
 def median_step(steps: Sequence[ProfiledStep]) -> ProfiledStep:
-    """The one of median length, the longer of the two in the middle."""
+    """Return the step of median length; of two middle ones, the longer."""
     return sorted(steps, key=lambda step: step.length_ns)[len(steps) // 2]
 
 
-def standing(step: ProfiledStep, start_ns: int, end_ns: int) -> int:
-    """For how long of a window nothing computed while something was in flight."""
+def exposed_within(step: ProfiledStep, start_ns: int, end_ns: int) -> int:
+    """Return how long within a window nothing computed while communication was in flight."""
     return total(clip(step.exposed, start_ns, end_ns))

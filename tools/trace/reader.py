@@ -1,5 +1,5 @@
-"""Chrome traces as torch's profiler writes them: where a profile's lie, what each says before its events,
-checked once, and the events read as a stream: a file of any size in a few megabytes of memory.
+"""Read Chrome traces as torch's profiler writes them: find a profile's files, validate their headers, and
+stream their events, so that a file of any size takes a few megabytes of memory.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -23,46 +23,47 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def find_traces(path: Path, step: int | None) -> dict[int, Path]:
-    """The trace of each profiled rank, by rank: of a run's newest profile, or the one that begins at `step`;
-    of a profile's folder; or one file, as rank 0. Raises DataError."""
+    """Return the trace of each profiled rank, by rank: of a run's newest profile or the one that starts at
+    `step`, of a profile's folder, or of one file (as rank 0). Raises DataError."""
     if path.is_file():
         return {0: path}
     if not path.is_dir():
-        raise DataError(f"{path}: no such run, profile or trace")
+        raise DataError(f"{path}: no such run, profile or trace: give the folder of a run or a trace file")
     return _in_folder(path) or _of_run(path, step)
 
 
 def _of_run(run: Path, step: int | None) -> dict[int, Path]:
     folders = {
-        int(named[1]): folder
+        int(match[1]): folder
         for folder in run.glob("profile/step-*")
-        if (named := _STEP.fullmatch(folder.name))
+        if (match := _STEP.fullmatch(folder.name))
     }
-    found = {first: traces for first, folder in folders.items() if (traces := _in_folder(folder))}
-    if not found:
+    profiles = {first: traces for first, folder in folders.items() if (traces := _in_folder(folder))}
+    if not profiles:
         raise DataError(
-            f"{run}: no profile in it. A run makes one with --profile.start=STEP, and with "
-            "--profile.all_ranks=true one of every rank"
+            f"{run} contains no profile: start the run with --profile.start=STEP (and "
+            "--profile.all_ranks=true for every rank)"
         )
-    if step is not None and step not in found:
-        there = ", ".join(map(str, sorted(found)))
-        raise DataError(f"{run}: no profile that begins at --step={step}; there is one from step {there}")
-    return found[max(found) if step is None else step]
+    if step is not None and step not in profiles:
+        available = ", ".join(map(str, sorted(profiles)))
+        raise DataError(f"{run}: no profile starts at --step={step}: use one of {available}")
+    return profiles[max(profiles) if step is None else step]
 
 
 def _in_folder(folder: Path) -> dict[int, Path]:
-    named = {int(found[1]): path for path in folder.iterdir() if (found := _RANK.fullmatch(path.name))}
-    return dict(sorted(named.items()))
+    traces = {int(match[1]): path for path in folder.iterdir() if (match := _RANK.fullmatch(path.name))}
+    return dict(sorted(traces.items()))
 
 
 def run_of(trace: Path) -> Path | None:
-    """The run's folder, where the trace lies in one."""
+    """Return the run's folder; None if the trace is not in one."""
     run = trace.absolute().parent.parent.parent
     return run if (run / "plan.yaml").is_file() and (run / "config.yaml").is_file() else None
 
 
 def find_mesh(trace: Path) -> MeshPlan | None:
-    """The mesh of the run in whose folder it lies; None where there is none, or no plan that can be read."""
+    """Return the mesh of the run whose folder contains the trace; None if there is no run or no valid
+    plan."""
     run = run_of(trace)
     try:
         return load_plan(run / "plan.yaml").mesh if run else None
@@ -72,51 +73,54 @@ def find_mesh(trace: Path) -> MeshPlan | None:
 
 RUN, GROUPS = "meshwright", "distributedInfo"  # written by train.profiling, and by torch's profiler
 COUNTS = ("rank", "world_size", "local_world_size", "first_step", "steps")
-SAME = ("world_size", "first_step")  # in all traces of one profile
+SAME = ("world_size", "first_step")  # identical in all traces of one profile
 
 
 def check_header(path: Path, header: Mapping[str, Any]) -> None:
-    """Raises DataError for what neither of the two writes."""
+    """Raise DataError for values that neither train.profiling nor torch's profiler writes."""
     parts = {key: header.get(key) or {} for key in (RUN, GROUPS)}
     for key, part in parts.items():
         _check(path, key, part, isinstance(part, dict), "an object")
     counts = [("baseTimeNanoseconds", header), *((name, part) for part in parts.values() for name in COUNTS)]
     for name, part in counts:
         value = part.get(name, 0)
-        _check(path, name, value, type(value) is int and value >= 0, "a whole number")
+        _check(path, name, value, type(value) is int and value >= 0, "an integer")
     groups = parts[GROUPS].get("pg_config") or []
     is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
     _check(path, "pg_config", groups, is_list, "a list of objects")
 
 
-def _check(path: Path, name: str, value: object, right: bool, kind: str) -> None:
-    if not right:
+def _check(path: Path, name: str, value: object, valid: bool, kind: str) -> None:
+    if not valid:
         raise DataError(
-            f"{path}: {name} is {str(value)[:80]!r} in place of {kind}, as torch's profiler writes it. "
-            "Profile again"
+            f"{path}: {name} is {str(value)[:80]!r}, but torch's profiler writes {kind}: profile again"
         )
 
 
-def why_apart(facts: Mapping[str, Any], rank: int, shown: Mapping[str, Any]) -> str:
-    """Why a rank's trace is not of the same profile as the one shown, by what train.profiling says of both;
-    "" if it is."""
+def find_difference(facts: Mapping[str, Any], rank: int, shown: Mapping[str, Any]) -> str:
+    """Return how a rank's trace differs from the profile of the one shown, by what train.profiling
+    recorded in both; "" if it belongs to that profile."""
     for name in SAME:
         if facts.get(name) != shown.get(name):
             return f"{name} {facts.get(name)}, not {shown.get(name)}"
     world_size = shown.get("world_size")
-    return f"no rank of {world_size}" if world_size is not None and rank >= world_size else ""
+    return (
+        f"rank {rank} does not exist at world_size {world_size}"
+        if world_size is not None and rank >= world_size
+        else ""
+    )
 
 
 GZIP_MAGIC = b"\x1f\x8b"
-# Names of kernels have been seen with raw control characters in them, which JSON forbids.
+# Kernel names sometimes contain raw control characters, which JSON forbids.
 _NO_CONTROLS = bytes(range(32)), b" " * 32
-# More brackets than this, opened in one chunk and not closed: no trace. ijson notes the way to each, and
-# would take all memory.
-MOST_OPEN = 1_000
+# A trace never opens more brackets than this in one chunk without closing them. ijson stores the path to
+# each, which would exhaust the memory.
+MAX_OPEN = 1_000
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """What stands before the events, which is all that torch's profiler says besides them. Raises
+    """Return the keys before the events, which are all that torch's profiler writes besides them. Raises
     DataError."""
     import ijson
 
@@ -126,47 +130,47 @@ def read_header(path: Path) -> dict[str, Any]:
             if (place, kind) == ("traceEvents", "start_array"):
                 break
             header.event(kind, value)
-    if not isinstance(found := getattr(header, "value", None), dict):
-        raise DataError(f"{path}: not a trace: an object was expected. Give another file")
-    return found
+    if not isinstance(content := getattr(header, "value", None), dict):
+        raise DataError(f"{path}: not a trace: it does not contain a JSON object: give another file")
+    return content
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Its events in the order of the file. Raises DataError, also in the middle of a file that is cut off
-    there."""
+    """Yield the events in the order of the file. Raises DataError, at the end of what can be read if the
+    file is truncated."""
     import ijson
 
     with _opened(path) as text:
         for event in ijson.items(text, "traceEvents.item", use_float=True):
             if not isinstance(event, dict):
                 shown = "a list" if isinstance(event, list) else repr(str(event)[:80])
-                raise ijson.JSONError(f"{shown} stands in place of an event")
+                raise ijson.JSONError(f"{shown} instead of an event")
             text.events += 1
             yield event
 
 
 class _TraceText:
-    """The bytes of a trace as a JSON parser takes them: unpacked, in valid UTF-8."""
+    """The bytes of a trace for the JSON parser: decompressed and valid UTF-8."""
 
     def __init__(self, file: io.BufferedReader) -> None:
-        packed = file.peek(2)[:2] == GZIP_MAGIC  # by what it holds, not by its name
+        packed = file.peek(2)[:2] == GZIP_MAGIC  # by its content, not its name
         unpacked: Any = gzip.GzipFile(fileobj=file) if packed else file
         self._text = io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="replace", newline="")
         self._table = bytes.maketrans(*_NO_CONTROLS)
         self.characters = self.events = 0
 
     def read(self, size: int) -> bytes:
+        """Return the next `size` characters, encoded. Raises ValueError for text nested too deeply."""
         text = self._text.read(size)
         self.characters += len(text)
-        if sum(map(text.count, "[{")) - sum(map(text.count, "]}")) > MOST_OPEN:
+        if sum(map(text.count, "[{")) - sum(map(text.count, "]}")) > MAX_OPEN:
             raise ValueError("nested too deeply")
         return text.encode().translate(self._table)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_TraceText]:
-    """The text of a trace. Raises DataError, for whatever is wrong with it, that names the file and the
-    place."""
+    """Open the text of a trace. Any failure to read it raises DataError with the file and the position."""
     import ijson
 
     place, text = "at its start", None
@@ -178,11 +182,11 @@ def _opened(path: Path) -> Iterator[_TraceText]:
         if text:
             place = f"before character {text.characters:,}, after {text.events:,} events"
         raise DataError(
-            f"{path}: not a whole trace, {_reason(error)} ({place}). Profile again, or give another file"
+            f"{path}: unreadable trace: {_reason(error)} ({place}): profile again, or give another file"
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """On one line; ijson shows the text before and behind what is wrong, sometimes as bytes."""
-    said = error.args[0] if error.args and isinstance(error.args[0], bytes) else str(error).encode()
-    return one_line(said.decode(errors="replace").partition("(right here)")[0]) or type(error).__name__
+    """Return the error on one line; ijson quotes the surrounding text, sometimes as bytes."""
+    message = error.args[0] if error.args and isinstance(error.args[0], bytes) else str(error).encode()
+    return one_line(message.decode(errors="replace").partition("(right here)")[0]) or type(error).__name__

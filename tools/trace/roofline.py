@@ -1,7 +1,7 @@
-"""What an operator of a trace does, by the shapes that the profiler noted (record_shapes): operations and
-bytes; and the most that a device can do.
+"""The work of an operator in a trace (operations and bytes), by the shapes that the profiler recorded
+(record_shapes), and the peak rates of a device.
 
-Only what its arguments tell is counted. Everything else is None: no guess.
+Only work that follows from the arguments is counted; everything else is None.
 """
 
 import re
@@ -16,8 +16,8 @@ import torch
 
 from meshwright.parallel.planner.hardware import find_hardware
 
-# "Input type" of an operator and "dtype" of a kernel of NCCL, in small letters and without "c10::" and
-# " int" -> name as in configs/hardware, bytes of an element
+# "Input type" of an operator and "dtype" of an NCCL kernel, in lower case and without "c10::" and " int" ->
+# name as in configs/hardware, bytes per element
 _DTYPES = {
     "float": ("float32", 4),
     "bfloat16": ("bfloat16", 2),
@@ -34,7 +34,7 @@ _DTYPES = {
     "int": ("int32", 4),
     "long": ("int64", 8),
 }
-PRODUCTS = {  # operator -> the places of its two factors
+PRODUCTS = {  # operator -> positions of its two factors
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
     "aten::_scaled_mm": (0, 1),
@@ -47,21 +47,21 @@ ATTENTION = re.compile(
     r"aten::(_(?:scaled_dot_product_(?:flash|cudnn|efficient)|flash|cudnn|efficient)_attention\w*)"
 )
 TOKENS_FIRST = ("_flash_attention", "_efficient_attention")  # q[B, T, N, H]; the others q[B, N, T, H]
-# of T x T per head; the backward's with the scores once more (arXiv 2205.14135)
+# T x T products per head; the backward recomputes the scores (arXiv 2205.14135)
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 # custom_mask_type of _efficient_attention_forward (ATen/native/transformers/cuda/sdp_utils.h)
 CAUSAL_MASKS = ("1", "2")
-POINTWISE = re.compile(  # one result as large as the arguments are together when broadcast
+POINTWISE = re.compile(  # one result, in the shape to which the arguments broadcast
     r"aten::(add|sub|mul|div|silu|silu_backward|sigmoid|tanh|exp|exp2|neg|sqrt|rsqrt|abs|relu|gelu)(_?)"
 )
-# Of a fused kernel, words for arguments that it reads or writes in part only.
+# In the name of a fused kernel: operations that read or write only part of an argument.
 PARTLY = re.compile(r"embedding|gather|scatter|index|slice|select|split|narrow|cat|unbind|pad|triton_tem")
 
 
 class OperatorWork(NamedTuple):
-    """Floating-point operations, of numbers of `dtype` ("" without operations), and bytes read and written,
-    each once. `halved`: attention is causal, and half of its operations are counted; `on_link`: the bytes
-    pass a link, whose roof is not known."""
+    """Floating-point operations on numbers of `dtype` ("" without operations), and bytes read and written,
+    each counted once. `halved`: attention is causal, and half of its operations count; `on_link`: the
+    bytes cross a link, whose bandwidth is not known."""
 
     flops: float | None
     bytes: float | None
@@ -72,23 +72,24 @@ class OperatorWork(NamedTuple):
 
 class _Tensor(NamedTuple):
     dims: tuple[int, ...]
-    stored: int  # elements in memory: an expanded dim has one
+    stored: int  # elements in memory: an expanded axis counts once
     dtype: str
     width: int
 
     @property
     def bytes(self) -> int:
+        """Bytes in memory."""
         return self.stored * self.width
 
 
 @cache
 def dtype_of(kind: str) -> tuple[str, int] | None:
-    """The name of a dtype as in configs/hardware, and the bytes of an element; None for what is none."""
+    """Return the dtype's name as in configs/hardware and the bytes per element; None for an unknown dtype."""
     return _DTYPES.get(kind.removeprefix("c10::").removesuffix(" int").lower())
 
 
 def work_of(event: Mapping[str, Any]) -> OperatorWork | None:
-    """Of an operator's event; None where its arguments do not tell."""
+    """Return the work of an operator's event; None if its arguments do not determine it."""
     name, args = event["name"], event.get("args") or {}
     if args.get("kernel_backend") == "triton":
         return _fused(name, args)
@@ -96,18 +97,19 @@ def work_of(event: Mapping[str, Any]) -> OperatorWork | None:
         return None
     if name in PRODUCTS:
         return _product(name, args)
-    if found := ATTENTION.fullmatch(name):
-        return _attention(found[1], args)
+    if match := ATTENTION.fullmatch(name):
+        return _attention(match[1], args)
     if name in ("aten::copy_", "aten::fill_", "aten::zero_"):
         tensors = _tensors(args)
         return OperatorWork(None, float(sum(tensor.bytes for tensor in tensors))) if tensors else None
-    if found := POINTWISE.fullmatch(name):
-        return _pointwise(_tensors(args), in_place=bool(found[2]))
+    if match := POINTWISE.fullmatch(name):
+        return _pointwise(_tensors(args), in_place=bool(match[2]))
     return None
 
 
 def _tensor(args: Mapping[str, Any], place: int) -> _Tensor | None:
-    """The tensor argument at a place; None for a list, a number, nothing, or an unknown type."""
+    """Return the tensor argument at a position; None for a list, a number, no argument, or an unknown
+    dtype."""
     dims, kinds, strides = args["Input Dims"], args.get("Input type") or [], args.get("Input Strides") or []
     dtype = dtype_of(kinds[place]) if place < min(len(dims), len(kinds)) else None
     if dtype is None:
@@ -122,8 +124,8 @@ def _tensors(args: Mapping[str, Any]) -> list[_Tensor]:
 
 
 def _product(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
-    """x[..., M, K] · y[..., K, N]: a multiplication and an addition each. What it is added to is read too;
-    the result of a scaled product has a dtype that is not noted."""
+    """x[..., M, K] · y[..., K, N]: a multiplication and an addition per element of the contraction. An
+    added term is read too; the result dtype of a scaled product is not recorded."""
     x, y = (_tensor(args, place) for place in PRODUCTS[name])
     if not x or not y or len(x.dims) < 2 or x.dims[-1] != y.dims[-2]:
         return None
@@ -139,15 +141,15 @@ def _product(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
 
 @cache
 def _places(operator: str) -> dict[str, int]:
-    """Name of an argument of an operator of aten -> its place, by its schema; empty if this torch does not
-    have it."""
+    """Return the positions of an aten operator's arguments by name, from its schema; empty if this torch
+    does not have it."""
     packet = getattr(torch.ops.aten, operator, None)
     return {argument.name: i for i, argument in enumerate(packet.default._schema.arguments)} if packet else {}
 
 
 def _attention(operator: str, args: Mapping[str, Any]) -> OperatorWork | None:
-    """q · k^T and its product with v, and what their backward multiplies, half of it if causal. Of sequences
-    packed into one (three dims) the lengths are not noted."""
+    """q · k^T and its product with v, or the products of their backward; half of them if causal. The
+    lengths of packed sequences (three axes) are not recorded."""
     places = _places(operator)
     q, k = (_tensor(args, places[name]) if name in places else None for name in ("query", "key"))
     if not q or not k or len(q.dims) != 4:
@@ -162,8 +164,8 @@ def _attention(operator: str, args: Mapping[str, Any]) -> OperatorWork | None:
 
 
 def _is_causal(places: Mapping[str, int], concrete: Sequence[str]) -> bool | None:
-    """None where the trace does not say; an argument that was left out has its default, which is not
-    causal."""
+    """Whether attention is causal; None if the trace does not show it. An omitted argument has its
+    default, which is not causal."""
     place = places.get("is_causal", places.get("custom_mask_type"))
     if place is None or not concrete:
         return None
@@ -171,8 +173,8 @@ def _is_causal(places: Mapping[str, int], concrete: Sequence[str]) -> bool | Non
 
 
 def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> OperatorWork | None:
-    """Reads its arguments and writes a result; of several dtypes the result's is not noted. Single numbers do
-    not count."""
+    """An operator that reads its arguments and writes one result. With several dtypes the result's is not
+    recorded. Scalars do not count."""
     large = [tensor for tensor in tensors if tensor.dims]
     if not large or len({tensor.dtype for tensor in large}) > 1:
         return None
@@ -182,8 +184,8 @@ def _pointwise(tensors: Sequence[_Tensor], in_place: bool) -> OperatorWork | Non
 
 
 def _fused(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
-    """A kernel of Triton's that torch.compile launched: what it says of itself (with inductor's
-    config.benchmark_kernel), else every tensor that it gets, once. One that it reads and then overwrites
+    """A Triton kernel of torch.compile: the work that it records (with inductor's
+    config.benchmark_kernel), otherwise each of its tensors once. A tensor that it both reads and writes
     moves twice that."""
     flops, gb = args.get("kernel_flop"), args.get("kernel_num_gb")
     moved = float(gb) * 1e9 if gb else None
@@ -194,15 +196,15 @@ def _fused(name: str, args: Mapping[str, Any]) -> OperatorWork | None:
 
 @dataclass(frozen=True)
 class Roof:
-    """Of one device, by its data sheet (configs/hardware): the bandwidth of its memory, 10^9 bytes per
-    second, and its dense products by dtype, 10^12 operations per second."""
+    """The peak rates of one device by its data sheet (configs/hardware): memory bandwidth in 10^9 bytes
+    per second, and dense matrix products by dtype in 10^12 operations per second."""
 
     memory_gb_s: float
     peak_tflops: Mapping[str, float]
 
     def least_s(self, work: OperatorWork) -> float | None:
-        """The time that the work takes at the roof: its operations or its bytes, whichever takes longer. None
-        where neither is known, where there are operations of a dtype without a peak, and for a link."""
+        """Return the least time for the work: that of its operations or of its bytes, whichever is longer.
+        None if neither is known, if the dtype of the operations has no peak, and for a link."""
         if work.on_link or (work.flops is not None and not self.peak_tflops.get(work.dtype)):
             return None
         parts = []
@@ -214,7 +216,7 @@ class Roof:
 
 
 def find_roof(device_name: str) -> Roof | None:
-    """The roof of the device that torch calls so; None for one that no file in configs/hardware describes,
-    such as a CPU."""
+    """Return the peak rates of a device by torch's name for it; None if no file in configs/hardware
+    describes it, such as for a CPU."""
     hardware = find_hardware(device_name)
     return Roof(hardware.memory_gb_s, hardware.peak_tflops) if hardware else None

@@ -1,8 +1,7 @@
-"""A profiled step of one rank as what computed, what was in flight, and what was waited for; alike for CPU
-and GPU.
+"""A profiled step of one rank: compute, communication and waits, in the same form for CPU and GPU.
 
-Times are whole nanoseconds of the trace's own clock. Sets of times are arrays of starts and ends, sorted and
-separate, so that what is added up is exact.
+Times are integer nanoseconds of the trace's clock. Sets of times are arrays of starts and ends, sorted and
+disjoint, so that sums are exact.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,60 +17,61 @@ Spans = npt.NDArray[np.int64]  # a row for each: start, end
 
 
 def spans_of(timed: Iterable[Any], start: str = "start_ns", end: str = "end_ns") -> Spans:
-    """From one time of each to another, in their order."""
+    """Return the times from one attribute of each item to another, in the order of the items."""
     return as_spans([(getattr(each, start), getattr(each, end)) for each in timed])
 
 
 def as_spans(intervals: Sequence[Interval]) -> Spans:
+    """Convert (start, end) pairs to an array of shape [n, 2]."""
     return np.array(intervals, np.int64).reshape(-1, 2)
 
 
 def union(spans: Spans) -> Spans:
-    """The times that are in any of them; in any order, they may overlap."""
+    """Merge spans in any order, which may overlap, into sorted, disjoint ones."""
     spans = spans[spans[:, 0] < spans[:, 1]]
     spans = spans[np.argsort(spans[:, 0])]
     ends = np.maximum.accumulate(spans[:, 1])
-    apart = spans[1:, 0] > ends[:-1]
-    starts = np.concatenate([spans[:1, 0], spans[1:, 0][apart]])
-    return np.column_stack([starts, np.concatenate([ends[:-1][apart], ends[-1:]])])
+    gaps = spans[1:, 0] > ends[:-1]
+    starts = np.concatenate([spans[:1, 0], spans[1:, 0][gaps]])
+    return np.column_stack([starts, np.concatenate([ends[:-1][gaps], ends[-1:]])])
 
 
 def intersect(first: Spans, second: Spans) -> Spans:
-    """The times that are in both; each is sorted and separate."""
+    """Return the times in both; both are sorted and disjoint."""
     return _pieces(first, second, inside=True)
 
 
 def subtract(first: Spans, second: Spans) -> Spans:
-    """The times of the first that are not in the second; each is sorted and separate."""
+    """Return the times of `first` that are not in `second`; both are sorted and disjoint."""
     return _pieces(first, second, inside=False)
 
 
 def _pieces(first: Spans, second: Spans, inside: bool) -> Spans:
-    """Those of the first that lie in the second, or do not. Of the first's that touch each stays its own."""
+    """Return the pieces of `first` inside or outside `second`. Adjacent spans of `first` stay separate."""
     edges = np.unique(np.concatenate([first, second]))
     pieces = np.column_stack([edges[:-1], edges[1:]])
     return pieces[_covers(first, edges[:-1]) & (_covers(second, edges[:-1]) == inside)]
 
 
 def _covers(spans: Spans, times: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether each time is in one of them: more have begun than are over."""
+    """Whether each time is in a span: more spans have started than ended."""
     return np.searchsorted(spans[:, 0], times, "right") > np.searchsorted(spans[:, 1], times, "right")
 
 
 def clip(spans: Spans, start: int, end: int) -> Spans:
-    """The parts within a window."""
+    """Return the parts within a window."""
     parts = np.clip(spans, start, end)
     return parts[parts[:, 0] < parts[:, 1]]
 
 
 def total(spans: Spans) -> int:
-    """Their length."""
+    """Return the total length."""
     return int((spans[:, 1] - spans[:, 0]).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeSpan:
-    """Something that computed. `work`, `unit` and `phase` as in parallel.planner.timeline.Event."""
+    """A span of compute. `work`, `unit` and `phase` as in parallel.planner.timeline.TimelineEvent."""
 
     start_ns: int
     end_ns: int
@@ -87,11 +87,11 @@ class Transfer:
 
     Args:
         lane: tp, all_gather, reduce_scatter, all_reduce or offload
-        axis: of the mesh, "" where the trace does not tell
+        axis: mesh axis; "" if not known
         issued_ns: when the CPU launched it
-        blocking: the thread that launched it stood until it was over
-        bytes: of its larger side, 0 where the trace does not tell
-        during: the unit whose turn it was on the CPU when it was launched, "" before all
+        blocking: whether the launch blocked its thread until the collective ended
+        bytes: of its larger side; 0 if not known
+        during: the unit whose turn it was on the CPU at the launch; "" before the first
     """
 
     lane: str
@@ -109,7 +109,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class UnitDeadline:
-    """Computing stood before a unit's gathered parameters from `needed_ns` on, and went on at `served_ns`."""
+    """Compute waited for a unit's gathered parameters from `needed_ns` to `served_ns`."""
 
     unit: str
     phase: str
@@ -120,7 +120,7 @@ class UnitDeadline:
 
 @dataclass(frozen=True, slots=True)
 class UnitRun:
-    """A unit's own forward or backward."""
+    """The forward or backward of a unit."""
 
     unit: str
     phase: str
@@ -135,8 +135,9 @@ class ProfiledStep:
 
     Args:
         works, transfers, runs, needs: in the order of their starts
-        host: when nothing computed nor was in flight because the next thing had not been launched
-        launching: on a CPU: when the operators that launch collectives ran; gloo copies in them
+        host: host-bound time: no compute and no communication because the next kernel or operator was not
+            launched yet
+        launching: on a CPU, when operators that launch collectives ran; gloo copies data in them
     """
 
     number: int
@@ -152,16 +153,17 @@ class ProfiledStep:
 
     @property
     def length_ns(self) -> int:
+        """Duration of the step."""
         return self.end_ns - self.start_ns
 
     @cached_property
     def computing(self) -> Spans:
-        """When something computed."""
+        """When anything computed."""
         return union(clip(spans_of(self.works), self.start_ns, self.end_ns))
 
     @cached_property
     def in_flight(self) -> Spans:
-        """When a collective was in flight, or being launched."""
+        """When a collective was in flight or being launched."""
         spans = np.concatenate([spans_of(self.transfers), self.launching])
         return union(clip(spans, self.start_ns, self.end_ns))
 
@@ -172,11 +174,11 @@ class ProfiledStep:
 
     @property
     def quiet(self) -> Spans:
-        """When nothing computed nor was in flight."""
-        whole = as_spans([(self.start_ns, self.end_ns)])
-        return subtract(subtract(whole, self.computing), self.in_flight)
+        """When nothing computed and no collective was in flight."""
+        full = as_spans([(self.start_ns, self.end_ns)])
+        return subtract(subtract(full, self.computing), self.in_flight)
 
 
 def is_gather(transfer: Transfer) -> bool:
-    """Whether it brings a unit's parameters."""
+    """Whether the transfer is the all-gather of a unit's parameters."""
     return transfer.lane == "all_gather" and bool(transfer.unit)

@@ -1,4 +1,4 @@
-"""Units that take longer than their equals, and ranks that the others wait for."""
+"""Units that are slower than their peers, and ranks that the others wait for."""
 
 import re
 from collections import defaultdict
@@ -9,17 +9,16 @@ from statistics import mean, median
 from meshwright.parallel.plan.schema import AXES, MeshPlan
 from meshwright.tools.trace.steps import ProfiledStep, Transfer, clip, intersect, spans_of, total, union
 
-EQUALS = 3  # units of one shape at least, or there is no telling which of them is slow
-# By how much a unit must exceed the median of its equals: a factor, and a multiple of their spread. The
-# spread is the median absolute deviation times 1.4826, the standard deviation where they are normally
-# distributed.
+MIN_PEERS = 3  # units of one shape; with fewer, a slow one cannot be identified
+# A slow unit exceeds the median of its peers by this factor and by this multiple of their spread. The spread
+# is the median absolute deviation times 1.4826, which is the standard deviation of a normal distribution.
 SLOW_FACTOR, SLOW_SPREADS, NORMAL = 1.25, 4.0, 1.4826
 
 
 @dataclass(frozen=True)
 class SlowUnit:
-    """A unit's own work in a phase, in the profiled step in which it was fastest (what slows it now and then
-    is not its own), against that of its equals on the same rank: their median and spread."""
+    """A unit's time in a phase, in the profiled step in which it was fastest (occasional slowness does not
+    count), with the median and spread of its peers on the same rank."""
 
     rank: int
     unit: str
@@ -32,13 +31,12 @@ class SlowUnit:
 
 @dataclass(frozen=True)
 class Straggler:
-    """How a rank comes to the collectives.
+    """How a rank arrives at the collectives.
 
     Args:
-        last_share: of the collectives, those that it came to last
-        others_waited_ns: the mean of the other ranks' waits for it, where it was last; of a step, the median
-            of all
-        waited_ns: what it waited for whoever was last; of a step, the median of all
+        last_share: share of the collectives at which it arrived last
+        others_waited_ns: mean wait of the other ranks for it, where it was last; per step, the median of all
+        waited_ns: its wait for the rank that was last; per step, the median of all
     """
 
     rank: int
@@ -50,39 +48,41 @@ class Straggler:
 
 @dataclass(frozen=True)
 class TraceClock:
-    """Of a rank's trace: what its times count from, and on which host."""
+    """The clock of a rank's trace: its base and its host."""
 
     base_ns: int
     host: str
 
 
 def find_slow_units(steps: Sequence[ProfiledStep]) -> list[SlowUnit]:
-    """Of one rank's steps, the worst first."""
+    """Return the slow units of one rank's steps, slowest first."""
     times = defaultdict[tuple[str, str], dict[str, list[int]]](dict)
     for step in steps:
         for (unit, phase), ns in _own_work(step).items():
             times[_family(unit), phase].setdefault(unit, []).append(ns)
-    slow = [found for (_, phase), units in times.items() for found in _slow_of(steps[0].rank, phase, units)]
-    return sorted(slow, key=lambda found: found.equals_ns - found.ns)
+    slow = [row for (_, phase), units in times.items() for row in _slow_of(steps[0].rank, phase, units)]
+    return sorted(slow, key=lambda row: row.equals_ns - row.ns)
 
 
 def _family(unit: str) -> str:
-    """Blocks are equals if their names differ in numbers only."""
+    """Return the unit's name without numbers: units that differ only in numbers are peers."""
     return re.sub(r"\d+", "*", unit)
 
 
 def _own_work(step: ProfiledStep) -> dict[tuple[str, str], int]:
-    """By unit and phase, without what it stood for tensor-parallel collectives; all micro batches
-    together."""
-    stood = intersect(step.exposed, union(spans_of(t for t in step.transfers if t.lane == "tp")))
+    """Return time by unit and phase, summed over micro batches, without exposed tensor-parallel
+    communication."""
+    exposed_tp = intersect(step.exposed, union(spans_of(t for t in step.transfers if t.lane == "tp")))
     times = defaultdict[tuple[str, str], int](int)
     for run in step.runs:
-        times[run.unit, run.phase] += run.end_ns - run.start_ns - total(clip(stood, run.start_ns, run.end_ns))
+        times[run.unit, run.phase] += (
+            run.end_ns - run.start_ns - total(clip(exposed_tp, run.start_ns, run.end_ns))
+        )
     return times
 
 
 def _slow_of(rank: int, phase: str, units: Mapping[str, Sequence[int]]) -> list[SlowUnit]:
-    if len(units) < EQUALS:
+    if len(units) < MIN_PEERS:
         return []
     own = {unit: min(times) for unit, times in units.items()}
     slow = []
@@ -101,29 +101,34 @@ def find_stragglers(
     on_device: bool,
     mesh: MeshPlan | None,
 ) -> tuple[list[Straggler], str]:
-    """Every rank, the one most waited for first; and which clock. `on_device`: a collective's kernel starts
-    when the rank has come to it; else it comes when it launches it. `mesh`: who meets whom in a collective;
-    None: all meet all."""
+    """Return a row per rank, the one most waited for first, and a description of the clock.
+
+    Args:
+        on_device: a rank arrives at a collective when its kernel starts; otherwise when it launches the
+            collective
+        mesh: determines the ranks of each collective; None: all ranks are in all of them
+    """
     sent = {rank: dict(_numbered(steps)) for rank, steps in ranks.items()}
     shifts, clock = _shifts(clocks, sent)
     meetings = defaultdict[Key, dict[tuple[int, ...], dict[int, int]]](lambda: defaultdict(dict))
     for rank, transfers in sent.items():
         for key, t in transfers.items():
-            came_ns = shifts[rank] + (t.start_ns if on_device else t.issued_ns)
-            meetings[key][_group(rank, key[1], mesh)][rank] = came_ns
+            arrived_ns = shifts[rank] + (t.start_ns if on_device else t.issued_ns)
+            meetings[key][_group(rank, key[1], mesh)][rank] = arrived_ns
     by_step = defaultdict[int, list[dict[int, int]]](list)
     for (number, *_), groups in meetings.items():
         most = max(map(len, groups.values()))
-        by_step[number] += [came for came in groups.values() if 1 < len(came) == most]
+        by_step[number] += [arrivals for arrivals in groups.values() if 1 < len(arrivals) == most]
     rows = [row for rank in ranks if (row := _straggler(rank, list(by_step.values())))]
     return sorted(rows, key=lambda row: -row.others_waited_ns), clock
 
 
-Key = tuple[int, str, str, str, str, int, int]  # step, axis, lane, unit, phase, micro batch, which of these
+Key = tuple[int, str, str, str, str, int, int]  # step, axis, lane, unit, phase, micro batch, index
 
 
 def _group(rank: int, axis: str, mesh: MeshPlan | None) -> tuple[int, ...]:
-    """What is the same for all ranks that meet in a collective on this axis: their places on the others."""
+    """Return a key shared by the ranks that meet in a collective on this axis: their positions on the
+    other axes."""
     if mesh is None or axis not in AXES:
         return ()
     places = {
@@ -147,32 +152,40 @@ def _numbered(steps: Iterable[ProfiledStep]) -> Iterable[tuple[Key, Transfer]]:
 def _shifts(
     clocks: Mapping[int, TraceClock], sent: Mapping[int, Mapping[Key, Transfer]]
 ) -> tuple[dict[int, int], str]:
-    """What to add to each rank's times so that they are on one clock. A collective ends everywhere at nearly
-    one time."""
+    """Return the offsets that bring all ranks' times to one clock, and a description of it. Without a
+    common host, ends of collectives are aligned, because they are nearly simultaneous on all ranks."""
     hosts = {clock.host for clock in clocks.values()}
     first = min(clocks)
     if len(hosts) == 1 and hosts != {""}:
         shifts = {rank: clock.base_ns - clocks[first].base_ns for rank, clock in clocks.items()}
         return shifts, "one host's clock"
     shifts = {}
-    for rank, mine in sent.items():
-        apart = [sent[first][key].end_ns - t.end_ns for key, t in mine.items() if key in sent[first]]
-        shifts[rank] = round(median(apart)) if apart else 0
+    for rank, transfers in sent.items():
+        differences = [
+            sent[first][key].end_ns - t.end_ns for key, t in transfers.items() if key in sent[first]
+        ]
+        shifts[rank] = round(median(differences)) if differences else 0
     return shifts, "clocks of several hosts, aligned on the ends of the collectives"
 
 
 def _straggler(rank: int, by_step: Sequence[Sequence[Mapping[int, int]]]) -> Straggler | None:
-    """By step, when each rank came to each collective; None where this one meets nobody."""
-    met = [[times for times in came if rank in times] for came in by_step]
-    count = sum(map(len, met))
+    """Return the row of a rank; None if it meets no other rank. `by_step`: by step and collective, when
+    each rank arrived."""
+    shared = [[times for times in arrivals if rank in times] for arrivals in by_step]
+    count = sum(map(len, shared))
     if not count:
         return None
     last, others_waited, waited = 0, list[float](), list[int]()
-    for came in met:
-        mine = [times for times in came if times[rank] == max(times.values()) > min(times.values())]
-        last += len(mine)
+    for arrivals in shared:
+        last_arrivals = [
+            times for times in arrivals if times[rank] == max(times.values()) > min(times.values())
+        ]
+        last += len(last_arrivals)
         others_waited.append(
-            sum(mean(times[rank] - time for other, time in times.items() if other != rank) for times in mine)
+            sum(
+                mean(times[rank] - time for other, time in times.items() if other != rank)
+                for times in last_arrivals
+            )
         )
-        waited.append(sum(max(times.values()) - times[rank] for times in came))
+        waited.append(sum(max(times.values()) - times[rank] for times in arrivals))
     return Straggler(rank, count, last / count, round(median(others_waited)), round(median(waited)))

@@ -1,5 +1,4 @@
-"""The kernels of a trace against the roof: traces written by hand, whose figures are known, and one of a real
-run."""
+"""Kernels of a trace against the roofline: synthetic traces with known figures, and one of a real run."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.tools.trace.kernel_stats import LONGEST, KernelRow, graph_name, short_name
+from meshwright.tools.trace.kernel_stats import MAX_NAME, KernelRow, graph_name, short_name
 from meshwright.tools.trace.kernels import KernelTable
 from meshwright.tools.trace.reader import read_events
 from meshwright.tools.trace.roofline import OperatorWork, Roof, find_roof, work_of
@@ -91,7 +90,9 @@ def rows(
 
 def test_a_product_has_its_operations_and_its_roof():
     product = operator("aten::mm", 5, [[4096, 4096], [4096, 14336]])
-    small = operator("aten::addmm", 6, [[64], [16, 32], [32, 64]])  # so small that its bytes are its roof
+    small = operator(
+        "aten::addmm", 6, [[64], [16, 32], [32, 64]]
+    )  # so small that its bytes determine the least time
     found = rows([kernel("nvjet_a", 5, 1000.0), product, small, kernel("nvjet_small", 6, 4.0)], steps=2)
     row = found["nvjet_a"]
     assert row.calls_per_step == 0.5
@@ -186,12 +187,12 @@ def test_fused_kernels_have_the_bytes_of_their_tensors():
         operator("triton_red_fused_2", 3, [[8]], kernel_backend="triton", kernel_num_gb=0.05),
         kernel("triton_red_fused_2", 3, 20.0),
         operator("triton_poi_fused_cached_3", 4, [[4096, 4096]], kernel_backend="triton"),
-        kernel("triton_poi_fused_cached_3", 4, 1.0),  # 33 TB/s: not from memory
+        kernel("triton_poi_fused_cached_3", 4, 1.0),  # 33 TB/s: served from a cache
     ]
     found = rows(events)
     assert found["triton_poi_fused_add_0"].gb_s == pytest.approx(2 * 2 * 4096 * 4096 / 40e-6 / 1e9)  # 1,678
     assert found["triton_poi_fused_add_0"].roof_share == pytest.approx(1677.7 / 3350, rel=1e-4)
-    assert found["triton_poi_fused_embedding_1"].gb_s is None, "it reads some rows of a table only"
+    assert found["triton_poi_fused_embedding_1"].gb_s is None, "it reads only some rows of a table"
     assert found["triton_red_fused_2"].gb_s == pytest.approx(2500)
     assert found["triton_poi_fused_cached_3"].gb_s is None
     assert all(row.tflops is None for row in found.values())
@@ -212,7 +213,7 @@ def test_what_is_not_known_is_no_figure():
     ]
     found = rows(events)
     assert found["gemm"].tflops == pytest.approx(2 * 64**3 / 4e-6 / 1e12), (
-        "of the call whose launch is in the trace"
+        "only the call whose launch is in the trace counts"
     )
     assert found["gemm"].seconds_per_step == pytest.approx(404e-6)
     assert (found["sort"].tflops, found["sort"].gb_s, found["sort"].roof_share) == (None, None, None)
@@ -259,16 +260,16 @@ def test_collectives_are_apart_with_their_bus_bandwidth():
     ]
     found = rows(events)
     assert found["NCCL all_gather over dp_shard"].gb_s == pytest.approx(2**28 * 7 / 8 / 1e-3 / 1e9)
-    assert found["NCCL all_reduce"].gb_s is None, "one does not say what it carries"
+    assert found["NCCL all_reduce"].gb_s is None, "one call does not record its size"
     assert found["NCCL broadcast"].gb_s == pytest.approx(2**21 / 10e-6 / 1e9)
     names = list(found)
     assert {name for name in names if found[name].communication} == set(names[3:]), (
-        "behind those that compute"
+        "collectives come after compute kernels"
     )
-    assert found["NCCL all_reduce"].share == pytest.approx(2005 / 3015), "of the collectives"
+    assert found["NCCL all_reduce"].share == pytest.approx(2005 / 3015), "share of the collectives"
     assert found["Memcpy DtoD"].gb_s == pytest.approx(2000)
     assert found["Memcpy DtoD"].roof_share == pytest.approx(2000 / 3350)
-    assert found["Memcpy HtoD"].roof_share is None, "the link to the host has no roof here"
+    assert found["Memcpy HtoD"].roof_share is None, "the bandwidth of the link to the host is not known"
     assert found["Memset"].gb_s == pytest.approx(1000)
     one = rows([collective("allreduce", 2000.0, 2**27)])
     assert one["NCCL all_reduce"].gb_s == pytest.approx(2**28 * 2 * 7 / 8 / 2e-3 / 1e9)
@@ -288,7 +289,7 @@ def test_the_longest_come_first_and_no_more_than_asked():
         "NCCL nccl_2",
     ]
     assert found["kernel_29"].share == pytest.approx(29 / sum(range(1, 30))), (
-        "of all, also of those not shown"
+        "share of all kernels, including those not shown"
     )
 
 
@@ -339,7 +340,7 @@ def test_operators_of_a_cpu_have_their_own_time_only():
     assert found["aten::mm"].tflops == pytest.approx(2 * 64 * 32 * 16 / 18e-6 / 1e12)
     assert found["aten::add_"].gb_s == pytest.approx(3 * 4 * 64 * 64 / 10e-6 / 1e9)
     assert found["aten::silu"].gb_s == pytest.approx(4 * (64 + 64 * 64) / 10e-6 / 1e9), (
-        "an expanded dim is in memory once"
+        "an expanded axis counts once"
     )
     assert found["gloo all_gather"].communication
     assert sum(row.share for row in found.values() if not row.communication) == pytest.approx(1)
@@ -396,7 +397,7 @@ def test_names_of_kernels_are_short(name, short):
 def test_long_names_keep_both_ends():
     one, other = (short_name(f"triton_red_fused_{'add_mul_' * 20}{i}") for i in (1, 2))
     assert one != other
-    assert len(one) <= LONGEST
+    assert len(one) <= MAX_NAME
     assert (
         graph_name("f1234567890", {("layers.0", "forward"), ("head", "forward")}) == "compiled graph f1234567"
     )
@@ -408,8 +409,8 @@ def test_long_names_keep_both_ends():
 
 
 def test_a_real_step_has_the_operations_counted_by_hand(tmp_path):
-    """Eager, one process, two steps of 4 micro batches of 2 sequences of 32 tokens; dim 32, 2 blocks, 4 heads
-    of 8."""
+    """Eager, one process, two steps of 4 micro batches of 2 sequences of 32 tokens; model width 32, 2
+    blocks, 4 heads of 8."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("".join(f"line {i}\n" for i in range(2000)))
@@ -438,7 +439,7 @@ def test_a_real_step_has_the_operations_counted_by_hand(tmp_path):
     )
     products = found["aten::mm"]
     assert products.calls_per_step == 4 * 3 * (2 * 7 + 1), (
-        "each linear forward, for its input and for its weight"
+        "each linear: forward, input gradient, weight gradient"
     )
     assert products.tflops is not None
     assert products.tflops * products.seconds_per_step == pytest.approx(

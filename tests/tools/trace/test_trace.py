@@ -1,5 +1,4 @@
-"""tools.trace as a command: the stream it reads, the folders it looks in, what it prints, and what users get
-wrong."""
+"""The command tools.trace: reading the stream, finding traces, its output, and user errors."""
 
 import gzip
 import json
@@ -35,7 +34,7 @@ def write_profile(run: Path, first_step: int, ranks: int = 1) -> Path:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_events_are_read_as_they_are(packed: bool, tmp_path: Path) -> None:
-    """More of them than a parser reads at once, whose parts end in the middle of letters of two bytes."""
+    """More events than the parser reads at a time; its chunks end inside two-byte characters."""
     events: list[dict[str, Any]] = [
         {"name": 'a "quoted" { [ name, é' + "é" * number, "ts": 12.5, "args": {"dims": [[1, 2], []]}}
         for number in range(1000)
@@ -56,7 +55,7 @@ def test_names_of_kernels_with_control_characters_and_broken_letters_are_read(tm
 
 
 def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
-    """12 MB of it."""
+    """A trace of 12 MB."""
     path, line = tmp_path / "long.json", json.dumps(CPU_EVENTS[3])
     with path.open("w") as file:
         file.write('{"traceEvents": [' + line + (", " + line) * (12_000_000 // len(line)) + "]}")
@@ -69,7 +68,7 @@ def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (
             lambda text: text[: len(text) // 2],
@@ -83,65 +82,77 @@ def test_a_long_trace_is_read_in_little_memory(tmp_path: Path) -> None:
         (lambda text: b"", r"premature EOF \(before character 0, after 0 events\)"),
         (
             lambda text: text.replace(b"aten::mm", b"aten::\\udfff"),
-            r"not a whole trace, 'utf-8' codec can't decode byte .* \(before character",
+            r"unreadable trace: 'utf-8' codec can't decode byte .* \(before character",
         ),
-        (lambda text: b"[1, 2]", "not a trace: an object was expected"),
-        (lambda text: b'{"traceEvents": [5]}', r"'5' stands in place of an event \(before character 20"),
+        (lambda text: b"[1, 2]", "not a trace.*JSON object.*another file"),
+        (
+            lambda text: b'{"traceEvents": [5]}',
+            r"'5' instead of an event \(before character 20.*rofile again",
+        ),
         (
             lambda text: gzip.compress(text)[:-200],
             r"ended before the end-of-stream marker .*after \d+ events",
         ),
-        (lambda text: gzip.compress(text)[:60] + b"x" * 60 + gzip.compress(text)[120:], "not a whole trace"),
-        (lambda text: text.replace(b"ProfilerStep#", b"Step#"), r"no step in it.*--profile\.start=N"),
+        (
+            lambda text: gzip.compress(text)[:60] + b"x" * 60 + gzip.compress(text)[120:],
+            "unreadable trace.*rofile again",
+        ),
+        (
+            lambda text: text.replace(b"ProfilerStep#", b"Step#"),
+            r"no profiled step.*ProfilerStep#N.*--profile\.start=N",
+        ),
         (
             lambda text: text.replace(b'"dur"', b'"length"'),
-            "an event of no kind that torch's profiler writes",
+            "unknown event.*'ph': 'X'",
         ),
         (
             lambda text: text.replace(b'"dur": 900', b'"dur": -900'),
-            "an event of no kind that torch's profiler writes",
+            "unknown event.*'ph': 'X'",
         ),
         (
             lambda text: text.replace(b'"aten::mm"', b"null"),
-            "an event of no kind that torch's profiler writes",
+            "unknown event.*'ph': 'X'",
         ),
-        (lambda text: text.replace(b'"aten::mm"', b"5"), "an event of no kind that torch's profiler writes"),
+        (lambda text: text.replace(b'"aten::mm"', b"5"), "unknown event.*'ph': 'X'"),
         (
             lambda text: re.sub(rb'("aten::mm".*?"args": )\{\}', rb'\1{"Input Dims": 5}', text, count=1),
-            "an event of no kind that torch's profiler writes",
+            "unknown event.*'ph': 'X'",
         ),
-        (lambda text: text.replace(b'"dur": 10000', b'"dur": 0'), "step 5 takes no time"),
+        (
+            lambda text: text.replace(b'"dur": 10000', b'"dur": 0'),
+            "step 5 has a duration of 0.*profile again",
+        ),
         (
             lambda text: text.replace(b'"args": {}', b'"args": ' + b"[" * 200_000, 1),
             r"nested too deeply \(before character [\d,]+, after \d+ events\)",
         ),
         (
             lambda text: b'{"traceEvents": ' + b"[" * 500 + b"]" * 500 + b"}",
-            "a list stands in place of an event",
+            "a list instead of an event",
         ),
         (
             lambda text: text.replace(b"1000000000000000000", b'"x"'),
-            "baseTimeNanoseconds is 'x' in place of a whole number",
+            "baseTimeNanoseconds is 'x'.*integer.*profile again",
         ),
-        (lambda text: b'{"meshwright": [1], ' + text[1:], r"meshwright is '\[1\]' in place of an object"),
+        (lambda text: b'{"meshwright": [1], ' + text[1:], r"meshwright is '\[1\]'.*an object"),
         (
             lambda text: b'{"distributedInfo": "x", ' + text[1:],
-            "distributedInfo is 'x' in place of an object",
+            "distributedInfo is 'x'.*an object",
         ),
         (
             lambda text: b'{"distributedInfo": {"rank": null}, ' + text[1:],
-            "rank is 'None' in place of a whole number",
+            "rank is 'None'.*integer",
         ),
         (
             lambda text: b'{"meshwright": {"rank": "x"}, ' + text[1:],
-            "rank is 'x' in place of a whole number",
+            "rank is 'x'.*integer",
         ),
     ],
 )
-def test_a_broken_trace_is_one_line(damage: Callable[[bytes], bytes], words: str, tmp_path: Path) -> None:
+def test_a_broken_trace_is_one_line(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.json", CPU_EVENTS)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         main([str(path)])
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
@@ -152,9 +163,9 @@ def test_the_newest_profile_is_taken_or_the_one_asked_for(tmp_path: Path) -> Non
     assert find_traces(tmp_path, None) == {0: new / "rank-0.json.gz", 1: new / "rank-1.json.gz"}
     assert find_traces(tmp_path, 5) == find_traces(old, None) == {0: old / "rank-0.json.gz"}
     assert find_traces(old / "rank-0.json.gz", None) == {0: old / "rank-0.json.gz"}
-    with pytest.raises(DataError, match="no profile that begins at --step=6; there is one from step 5, 20"):
+    with pytest.raises(DataError, match=r"--step=6.* 5, 20"):
         find_traces(tmp_path, 6)
-    with pytest.raises(DataError, match="--rank=7 was not profiled: there are 0, 1"):
+    with pytest.raises(DataError, match=r"--rank=7 was not profiled.* 0, 1"):
         main([str(tmp_path), "--rank=7"])
 
 
@@ -209,10 +220,10 @@ def test_json_has_all_figures(tmp_path: Path, capsys: Output) -> None:
         "held_units": 0,
         "late": True,
         "depth": 1,
-        "verdict": "late by 1.10 ms (depth 1 mends it)",
+        "verdict": "late by 1.10 ms (depth 1 hides it)",
     }
     assert found["stragglers"][0]["collectives"] == 5
-    assert found["plan"]["why_not"] == "the trace does not lie in the folder of its run"
+    assert "folder of its run" in found["plan"]["why_not"]
 
 
 def test_the_text_begins_with_the_step_in_plain_words(tmp_path: Path, capsys: Output) -> None:
@@ -225,15 +236,15 @@ def test_the_text_begins_with_the_step_in_plain_words(tmp_path: Path, capsys: Ou
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0] == (
-        "step 5: 10.0 ms: 42.2% computing (3.0% with communication under it), 22.4% exposed communication, "
+        "step 5: 10.0 ms: 42.2% computing (3.0% with hidden communication), 22.4% exposed communication, "
         "33.0% host-bound, 2.4% idle"
     )
     assert lines[1] == "rank 0 of 2, CPU"
     assert lines[4] == "What to do"
-    assert lines[5].startswith("  1. 3.30 ms are host-bound")
+    assert re.match(r"  1\. 3\.30 ms .*host-bound", lines[5])
     assert (
         "layers.1  forward  1.65    1.70     2.70      1.60    1.10    0      late by 1.10 ms (depth 1 "
-        "mends it)" in lines
+        "hides it)" in lines
     )
     assert (tmp_path / "step.svg").read_text().startswith("<svg")
 
@@ -253,9 +264,9 @@ def test_a_trace_of_another_run_is_left_out_and_named(
     write_trace(folder / stale, CPU_EVENTS, meshwright=FACTS | {"rank": 1} | other)
     main([str(tmp_path)])
     ((name, value),) = other.items()
-    why = "no rank of 2" if name == "rank" else f"{name} {value}, not {FACTS[name]}"
+    reason = f"rank {value} .*world_size 2" if name == "rank" else f"{name} {value}, not {FACTS[name]}"
     printed = capsys.readouterr().out
-    assert f"left out, of another run: {stale} ({why})" in printed.splitlines()
+    assert re.search(rf"another run: {re.escape(stale)} \({reason}\)", printed)
     assert ("Ranks at the collectives" in printed) == (name == "rank")
 
 
@@ -271,9 +282,9 @@ def test_a_byte_order_mark_and_half_a_surrogate_pair_do_no_harm(tmp_path: Path, 
 def test_as_a_command(tool: Tool, tmp_path: Path) -> None:
     done = tool("trace", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"DataError: {tmp_path}: no profile in it. A run makes one with --profile.start=STEP, and with "
-        "--profile.all_ranks=true one of every rank\n"
+    assert re.fullmatch(
+        rf"DataError: {tmp_path}.* no profile.*--profile\.start=STEP.*--profile\.all_ranks=true.*\n",
+        done.stderr,
     )
 
 

@@ -1,5 +1,4 @@
-"""tools.trace on a real profile: two gloo ranks, one unit slowed on purpose, one all-gather launched late on
-purpose."""
+"""tools.trace on a real profile of two gloo ranks, with one slow unit and one late all-gather on purpose."""
 
 import json
 from pathlib import Path
