@@ -104,7 +104,7 @@ def test_all_mistakes_of_what_a_spec_says_are_in_one_report(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("confg: llama_debug.yaml", "unknown key confg. Did you mean config?"),
         ("config: llama_debug.yaml\nparallel.tp: 2", "put it under overrides"),
@@ -130,9 +130,9 @@ def test_all_mistakes_of_what_a_spec_says_are_in_one_report(tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_wrong_file_is_one_message(text: str, words: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_message(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         read_spec(tmp_path / "wrong.yaml", {}, {})
 
 
@@ -181,20 +181,20 @@ def test_a_folder_is_one_specs(tmp_path: Path) -> None:
 def test_what_is_left_to_do_is_neither_running_nor_failed_nor_refused_before(
     tmp_path: Path, capsys: Any
 ) -> None:
-    path, study = write_spec(tmp_path, runs={"going": {}, "broken": {}, "mended": {}}), tmp_path / "study"
+    path, study = write_spec(tmp_path, runs={"going": {}, "broken": {}, "fixed": {}}), tmp_path / "study"
     write_run(study / "going", [], "running")
     write_run(study / "broken", [], "failed", reason="DataError: no text")
-    (study / "mended").mkdir()
-    write_attempt(study / "mended", Attempt("refused", reason="PlanError: tp"))
-    assert state_of(study / "mended") == ("waiting", "")
+    (study / "fixed").mkdir()
+    write_attempt(study / "fixed", Attempt("refused", reason="PlanError: tp"))
+    assert state_of(study / "fixed") == ("waiting", "")
     main([str(path), "--slurm"])
-    going, broken, mended = capsys.readouterr().out.splitlines()
+    going, broken, fixed = capsys.readouterr().out.splitlines()
     assert re.match(r"# going: running .*status\.json.* sbatch --job-name=going ", going)
     assert re.match(r"# broken: failed: DataError: no text .*--retry-failed", broken)
-    assert mended.startswith("sbatch --job-name=mended ")
+    assert fixed.startswith("sbatch --job-name=fixed ")
     main([str(path), "--dry-run", "--retry-failed"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.rpartition("/")[2] for line in lines] == ["going", "broken", "mended"]
+    assert [line.rpartition("/")[2] for line in lines] == ["going", "broken", "fixed"]
 
 
 def test_what_nohup_ignores_stays_ignored_and_the_rest_is_heard() -> None:
@@ -307,18 +307,18 @@ def test_slurm_jobs_have_nodes_and_only_slurm_takes_several(
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_study_plans_on_a_laptop_and_for_eight_gpus(path: Path) -> None:
     """The comment at the top of each study gives both commands."""
-    text = re.sub(r" \\\n# *", " ", path.read_text())  # a command may go on in the next line
+    text = re.sub(r" \\\n# *", " ", path.read_text())  # a command may continue on the next line
     head = [line for line in text.splitlines() if line.startswith("#")]
     assert any(f"python -m tools.sweep {path.stem}" in line and "llama" not in line for line in head)
     (large,) = [
         line for line in head if f"tools.sweep {path.stem} --config llama_8b.yaml --processes 8" in line
     ]
-    here = check_sweep(read_spec(find_spec(path.stem), {}, {}), local=True)
+    laptop = check_sweep(read_spec(find_spec(path.stem), {}, {}), local=True)
     given = read_overrides([part.strip() for part in large.split("--override ")[1:]])
-    there = check_sweep(read_spec(path, {"config": "llama_8b.yaml", "processes": 8}, given), local=False)
-    assert len(here) == len(there) >= 3
-    assert not [one.refused for one in (*here, *there) if one.refused]
-    assert len({yaml.safe_dump(dict(one.cell.own)) for one in here}) == len(here)
+    cluster = check_sweep(read_spec(path, {"config": "llama_8b.yaml", "processes": 8}, given), local=False)
+    assert len(laptop) == len(cluster) >= 3
+    assert not [run.refused for run in (*laptop, *cluster) if run.refused]
+    assert len({yaml.safe_dump(dict(run.cell.own)) for run in laptop}) == len(laptop)
 
 
 def test_an_unknown_study_names_those_there_are() -> None:
