@@ -1,1 +1,1 @@
-"""The Llama model, its cost and its names. Knows nothing of parallelism."""
+"""The Llama model, its cost and its parameter names. Independent of `parallel/`."""

@@ -1,4 +1,4 @@
-"""Inner attention, without weights: what happens between the projections.
+"""Scaled dot-product attention, without the projections around it.
 
 Shapes: B batch, T tokens, N query heads, K key-value heads, H head dim.
 """
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from meshwright.models.kernels.cpu_attention import causal_attention as cpu_causal_attention
 from meshwright.models.kernels.document_blocks import block_mask
 
-# Operators that this may run as, for whoever decides what to keep for the backward.
+# Operators that attention may run as; selective activation checkpointing keeps their results.
 ATTENTION_OPS = (
     "meshwright.cpu_causal_attention",
     "aten._scaled_dot_product_flash_attention",
@@ -21,7 +21,7 @@ ATTENTION_OPS = (
     "higher_order.flex_attention",
 )
 
-# Kernels to choose from -> the devices they run on. "cpu" is ours; the others are torch's.
+# Kernel -> the device types it runs on. "cpu" is our own; the others are torch's.
 KERNELS = {
     "cpu": ("cpu",),
     "math": ("cpu", "cuda"),
@@ -30,8 +30,8 @@ KERNELS = {
     "cudnn": ("cuda",),
     "flex": ("cuda",),
 }
-WITHIN_DOCUMENTS = ("cpu", "flex")  # kernels that can keep documents apart
-# kernels that on a GPU take no float32 (torch, sdp_utils.cpp: check_dtypes_low_precision)
+WITHIN_DOCUMENTS = ("cpu", "flex")  # kernels that can mask attention across documents
+# kernels that do not support float32 on a GPU (torch, sdp_utils.cpp: check_dtypes_low_precision)
 HALF_ON_GPUS = ("flash", "cudnn")
 _TORCH_KERNELS = {
     "math": SDPBackend.MATH,
@@ -40,23 +40,23 @@ _TORCH_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
-# What keeps attention within documents, as the device's kernel wants it; None where a sequence is one
-# document.
+# The document mask in the form that the device's kernel takes; None if every sequence is one document.
 Documents = Tensor | BlockMask | None
 
 
-def within_documents(first_BT: Tensor) -> Documents:
-    """Documents of first[B, T], the place in its sequence where each token's document begins. Made once for
-    all blocks."""
+def document_mask(first_BT: Tensor) -> Documents:
+    """Return the document mask for first[B, T], the position in its sequence at which each token's document
+    begins. All blocks share it."""
     return first_BT if first_BT.is_cpu else block_mask(first_BT)
 
 
 class CausalAttention(nn.Module):
-    """Causal softmax attention, q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H]; K divides N.
+    """Causal softmax attention with scale 1/sqrt(H): q[B, T, N, H], k and v[B, T, K, H] -> [B, T, N, H]; K
+    divides N.
 
-    Scale 1/sqrt(H). `kernel`: one of KERNELS and no other, which raises RuntimeError where it cannot; "" is
-    ours on a CPU, and what torch picks elsewhere. A module of its own, so that a sharding or a profile can
-    name it.
+    `kernel`: one of KERNELS, without fallback: RuntimeError if it does not support the inputs. "" is our own
+    kernel on a CPU and torch's choice on other devices. A separate module, so that a sharding plan or a
+    profile can name it.
     """
 
     kernel = ""
@@ -74,9 +74,9 @@ class CausalAttention(nn.Module):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-    """q[B, N, T, H], k and v[B, K, T, H] -> [B, N, T, H], by one of torch's kernels and no other."""
+    """q[B, N, T, H], k and v[B, K, T, H] -> [B, N, T, H], by one of torch's kernels, without fallback."""
     grouped = q.shape[1] != k.shape[1]
-    if grouped and kernel == "efficient":  # it has no notion of shared heads
+    if grouped and kernel == "efficient":  # it does not support grouped-query attention
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     with sdpa_kernel(_TORCH_KERNELS[kernel]):

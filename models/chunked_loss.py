@@ -1,6 +1,6 @@
-"""Cross entropy of next-token prediction, from hidden states: the logits are never there all at once.
+"""Cross entropy of next-token prediction, computed from hidden states in chunks, without storing all logits.
 
-Shapes: n tokens, D dim, v the vocabulary, or one rank's share of it.
+Shapes: n tokens, D dim, v the vocabulary size, or one rank's share of it.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ def linear_cross_entropy(
     h_gradient: bool,
     weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum as in `cross_entropy_sum`, and its gradients by h[n, D] and weight[v, D], each empty where it
-    is not wanted, and of no value with `learning` 0.
+    """Return the sum of `cross_entropy_sum` and its gradients with respect to h[n, D] and weight[v, D].
 
-    weight holds the ids from `first_id` on; the ranks of the process group named `group_name` hold the others
-    ("": none). By h it is then this rank's summand of the gradient. One operation for the compiler, which can
-    so neither keep the logits nor compute them again; products and the weight's gradient, which is added up
-    chunk by chunk, are in the dtype of h.
+    A gradient that is not requested is empty; with `learning` 0 both are undefined. weight contains the rows
+    of the ids from `first_id` on, the other ranks of the process group `group_name` ("": none) those of the
+    other ids; the gradient of h is then this rank's summand. The compiler sees one operation, so it can
+    neither save nor recompute the logits. Matrix products and the weight's gradient, which accumulates over
+    chunks, are in the dtype of h.
     """
     dh, dweight = _empty_gradients(h_nD, weight_vD, h_gradient, weight_gradient)
-    # in a simulation tensors have no values; else it is on the CPU
+    # a fake tensor (simulation) has no value; otherwise `learning` is on the CPU and reading it costs nothing
     if not isinstance(h_nD, FakeTensor) and not learning:
         z_loss, h_gradient, weight_gradient = 0.0, False, False
     n, wanted = len(h_nD), h_gradient or weight_gradient
@@ -93,7 +93,7 @@ linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gra
 def _chunk_sum(
     logits: Tensor, targets: Tensor, first_id: int, group_name: str, z_loss: float, wanted: bool
 ) -> Tensor:
-    """The sum over logits[n, v], which their gradient replaces if it is `wanted`."""
+    """Return the loss of one chunk's logits[n, v]; if `wanted`, overwrite them with their gradient."""
     counts, ids = (targets != IGNORE_INDEX).float(), targets - first_id
     log_sum, target = join_rows(read_rows(logits, ids), group_name)
     if wanted:

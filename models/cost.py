@@ -1,4 +1,4 @@
-"""What a Llama costs: floating-point operations, by formula. No tensors are made.
+"""Floating-point operations of a Llama, by formula, without building the model.
 
 Symbols: L layers, D dim, S sequence length.
 """
@@ -10,19 +10,18 @@ from meshwright.models.size import count_parameters
 
 
 def matmul_parameters(config: LlamaConfig) -> int:
-    """Parameters that multiply every token: all but norms and the embedding look-up; a tied head still
-    multiplies."""
+    """Return the number of parameters in matrix products: all but norms and the embedding table. A tied
+    output head counts."""
     counts = count_parameters(config)
     norms = 2 * config.dim
     return counts.n_blocks * (counts.block - norms) + config.vocab_size * config.dim
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int, attention: Literal["full", "causal"]) -> float:
-    """Forward and backward operations per token, recomputation not counted: 6 N + 12 L D S (PaLM, appendix
-    B).
+    """Return forward and backward operations per token without recompute: 6 N + 12 L D S (PaLM, appendix B).
 
-    N is `matmul_parameters`. "causal" counts half of attention's 12 L D S: the half above the diagonal is not
-    needed. Both are in use; name the one that a utilisation was computed with.
+    N is `matmul_parameters`. "causal" counts half of attention's 12 L D S, because scores above the diagonal
+    are masked. Both counts are in use: state which one a utilization is based on.
     """
     full = 12.0 * config.n_layers * config.dim * seq_len
     return 6.0 * matmul_parameters(config) + (full if attention == "full" else full / 2)

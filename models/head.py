@@ -1,4 +1,4 @@
-"""The last part of the model: final norm, projection to logits, loss.
+"""The output head: final norm, projection to logits, loss.
 
 Shapes: B batch, T tokens, D dim, V vocabulary, v = V/tp one rank's share of it.
 """
@@ -12,13 +12,13 @@ from meshwright.models.projections import Projection
 
 
 class LinearCrossEntropySum(nn.Module):
-    """The output projection and `cross_entropy_sum` in one, as a module that a sharding can name.
+    """Output projection and `cross_entropy_sum`, as a module that a sharding plan can name.
 
-    `chunk_tokens`: how many tokens' logits are there at a time, each chunk's gradients computed at once and
-    its logits overwritten; 0 makes all logits and leaves their gradient to autograd. `z_loss`: of training,
-    where gradients are wanted. `learning`: 1, or 0 in an evaluation that has autograd on, which counts no
-    z-loss and makes no gradients. A tensor, and on the CPU: for a plain number the compiler would build a
-    second graph, and nobody waits for its value.
+    `chunk_tokens`: number of tokens per chunk of logits; each chunk's gradients are computed immediately and
+    overwrite its logits; 0 computes all logits and leaves the gradient to autograd. `z_loss`: coefficient,
+    applied in training only. `learning`: 1 in training; 0 in an evaluation with autograd enabled, which then
+    adds no z-loss and computes no gradients. It is a tensor because a Python number would make the compiler
+    build a second graph, and it is on the CPU so that reading it does not synchronize with a GPU.
     """
 
     chunk_tokens = 0
@@ -31,12 +31,13 @@ class LinearCrossEntropySum(nn.Module):
         self.learning = torch.ones((), device="cpu")
 
     def split_vocabulary(self, group_name: str, rank: int) -> None:
-        """From now on the output makes the `rank`-th share of the logits of the process group's ranks."""
+        """Set the process group that splits the vocabulary; `output` then computes the `rank`-th share of the
+        logits."""
         self.group_name, self.rank = group_name, rank
 
     def forward(self, h_BTD: Tensor, output: Projection, targets_BT: Tensor) -> Tensor:
-        """h[B, T, D], targets[B, T] -> the whole sum, a float32 scalar, the same on every rank of the
-        group."""
+        """h[B, T, D], targets[B, T] -> loss summed over all tokens, a float32 scalar, the same on every rank
+        of the group."""
         training = torch.is_grad_enabled()
         z_loss = self.z_loss if training else 0.0
         if self.chunk_tokens:
@@ -63,7 +64,7 @@ class LinearCrossEntropySum(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output projection; with targets also the loss, so that logits never leave this
+    """Final norm and output projection; with targets also the loss, so that the logits stay inside this
     module."""
 
     def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:

@@ -1,10 +1,10 @@
-"""Hugging Face's Llama: its config.json and its parameter names, to ours and back.
+"""Convert Hugging Face's Llama config.json and parameter names to ours and back.
 
-Pure functions of plain data. Weights need no change of layout: ours already have Hugging Face's (a head's two
-halves rotate together, as models/rope.py has it), so a parameter is the same tensor under another name.
-Meta's own files pair neighbouring channels instead; they are not read.
+Pure functions of plain data. Weights keep their layout: the model uses Hugging Face's (models/rope.py rotates
+the two halves of a head together), so a parameter is the same tensor under another name. Meta's own files,
+which pair neighboring channels, are not supported.
 
-Both forms of config.json are read: that of transformers 4 (`rope_theta`, `rope_scaling`) and of 5
+config.json is read in the form of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
 (`rope_parameters`). Defaults are those of transformers' `LlamaConfig`.
 """
 
@@ -30,28 +30,27 @@ DEFAULTS = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-LARGEST = 2**24  # of a whole number, beyond any model; up to it float32 counts positions exactly
-WHOLE, NUMBER, SWITCH = f"a whole number from 1 to {LARGEST:,}", "a number", "true or false"
-TYPES = {  # of the keys that may be left out or null
-    "num_key_value_heads": WHOLE,
-    "head_dim": WHOLE,
-    "max_position_embeddings": WHOLE,
-    "original_max_position_embeddings": WHOLE,
+LARGEST = 2**24  # upper bound of integers: larger than in any model, and float32 is exact up to it
+WHOLE_NUMBER, NUMBER, BOOLEAN = f"a whole number from 1 to {LARGEST:,}", "a number", "true or false"
+TYPES = {  # of the optional keys, which may be absent or null
+    "num_key_value_heads": WHOLE_NUMBER,
+    "head_dim": WHOLE_NUMBER,
+    "max_position_embeddings": WHOLE_NUMBER,
+    "original_max_position_embeddings": WHOLE_NUMBER,
     "rms_norm_eps": NUMBER,
     "rope_theta": NUMBER,
-    "tie_word_embeddings": SWITCH,
+    "tie_word_embeddings": BOOLEAN,
 }
 ROPE_TYPES = {
     "rope_theta": NUMBER,
     "factor": NUMBER,
     "low_freq_factor": NUMBER,
     "high_freq_factor": NUMBER,
-    "original_max_position_embeddings": WHOLE,
+    "original_max_position_embeddings": WHOLE_NUMBER,
 }
-# Keys that change what the model computes, and the values with which they do not; absent and null are always
-# such.
+# Key of an unsupported feature -> the values that leave it off. An absent or null key always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),  # two names of one function
+    "hidden_act": ("silu", "swish"),  # two names of the same function
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "attention_dropout": (0,),
@@ -59,7 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (),
     "layer_types": (),
     "quantization_config": (),
-    "auto_map": (),  # code of the model's own
+    "auto_map": (),  # custom model code
 }
 ROPE_KEYS = {"rope_type", "type", "partial_rotary_factor", *ROPE_TYPES}
 LLAMA3_KEYS = {
@@ -68,7 +67,7 @@ LLAMA3_KEYS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_seq_len": "original_max_position_embeddings",
 }
-# Hugging Face's name of each parameter, but for `.weight`; {} is the block's number.
+# Our parameter name -> Hugging Face's, both without `.weight`; {} is the block number.
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
     "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
@@ -84,12 +83,12 @@ NAMES = {
     "head.output": "lm_head",
 }
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-# Tables that transformers before 4.32 saved among the weights; they follow from the config.
+# Tables that transformers before 4.32 saved among the weights; they can be computed from the config.
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def hf_name(fqn: str) -> str:
-    """Hugging Face's name of our parameter. KeyError if there is no such parameter."""
+    """Return Hugging Face's name of our parameter. KeyError for an unknown name."""
     layer = re.search(r"\.(\d+)\.", fqn)
     number = layer.group(1) if layer else ""
     pattern = fqn.replace(f".{number}.", ".{}.", 1) if layer else fqn
@@ -97,17 +96,17 @@ def hf_name(fqn: str) -> str:
 
 
 def is_ignored(name: str, tied: bool) -> bool:
-    """Whether a tensor of a Hugging Face folder is no parameter: a computed table, or the second copy of a
-    tied weight."""
+    """Return whether a tensor of a Hugging Face folder is not loaded: a computed table, or the second copy of
+    a tied weight."""
     return bool(COMPUTED.fullmatch(name)) or (tied and name == OUTPUT)
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
-    """Our config of a config.json. ValueError that lists every feature in it that we do not have, by name."""
+    """Convert a config.json to our config. ValueError that lists every unsupported or invalid key."""
     problems = [*_unsupported(hf), *_wrong_types(hf, TYPES)]
     keys = {ours: _size(hf, theirs, problems) for ours, theirs in SIZES.items()}
     kv_heads = keys["n_heads"] if hf.get("num_key_value_heads") is None else hf["num_key_value_heads"]
-    other = {name: _with_default(hf, name) for name in DEFAULTS}
+    optional = {name: _with_default(hf, name) for name in DEFAULTS}
     theta, scaling = _read_rope(hf, problems)
     head_dim = hf.get("head_dim")
     if not problems and head_dim is not None and head_dim * keys["n_heads"] != keys["dim"]:
@@ -120,15 +119,15 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
             return LlamaConfig(
                 **keys,
                 n_kv_heads=kv_heads,
-                max_seq_len=other["max_position_embeddings"],
+                max_seq_len=optional["max_position_embeddings"],
                 rope_theta=float(theta),
                 rope_scaling=scaling,
-                norm_eps=float(other["rms_norm_eps"]),
-                tie_embeddings=other["tie_word_embeddings"],
+                norm_eps=float(optional["rms_norm_eps"]),
+                tie_embeddings=optional["tie_word_embeddings"],
             )
         except (ValueError, TypeError) as error:
             problems.append(str(error))
-    raise ValueError(f"this is not a Llama that we have: {'; '.join(problems)}")
+    raise ValueError(f"unsupported Llama config: {'; '.join(problems)}")
 
 
 def _unsupported(hf: Mapping[str, Any]) -> list[str]:
@@ -141,33 +140,33 @@ def _unsupported(hf: Mapping[str, Any]) -> list[str]:
     for key, neutral in NEUTRAL.items():
         value = hf.get(key)
         if value is not None and value not in neutral:
-            only = " or ".join(map(str, neutral)) if neutral else "without it"
+            only = " or ".join(map(str, neutral)) if neutral else "null or absent"
             problems.append(f"{key}={value} (only {only})")
     return problems
 
 
 def _wrong_types(given: Mapping[str, Any], types: Mapping[str, str], where: str = "") -> list[str]:
-    """What is no value of its type; null is none either."""
-    found = {key: given.get(key) for key in types}
+    """List the keys whose value is not of its type. Null is allowed."""
+    values = {key: given.get(key) for key in types}
     return [
         f"{where}{key}={value!r} (only {types[key]})"
-        for key, value in found.items()
+        for key, value in values.items()
         if value is not None and not _is_of(types[key], value)
     ]
 
 
 def _is_of(kind: str, value: Any) -> bool:
-    if kind == SWITCH or isinstance(value, bool):
-        return kind == SWITCH and isinstance(value, bool)
-    if kind == WHOLE:
+    if kind == BOOLEAN or isinstance(value, bool):
+        return kind == BOOLEAN and isinstance(value, bool)
+    if kind == WHOLE_NUMBER:
         return isinstance(value, int) and 1 <= value <= LARGEST
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # which NaN is not
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # False for NaN
 
 
 def _size(hf: Mapping[str, Any], key: str, problems: list[str]) -> int:
-    if _is_of(WHOLE, hf.get(key)):
+    if _is_of(WHOLE_NUMBER, hf.get(key)):
         return int(hf[key])
-    problems.append(f"{key}={hf[key]!r} (only {WHOLE})" if key in hf else f"{key} is missing")
+    problems.append(f"{key}={hf[key]!r} (only {WHOLE_NUMBER})" if key in hf else f"{key} is missing")
     return 1
 
 
@@ -177,7 +176,7 @@ def _with_default(hf: Mapping[str, Any], key: str) -> Any:
 
 
 def _read_rope(hf: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from whichever form is there; both, if they say the same."""
+    """Return base and scaling of the rotary embedding, from either form, or from both if they agree."""
     given = [
         (name, hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name) not in (None, {})
     ]
@@ -186,9 +185,9 @@ def _read_rope(hf: Mapping[str, Any], problems: list[str]) -> tuple[float, RopeS
         return _with_default(hf, "rope_theta"), None
     if len(read) == 2 and read[0] != read[1] and not problems:
         problems.append(f"rope_parameters={given[0][1]} and rope_scaling={given[1][1]} contradict each other")
-    theta, on_top = read[-1][0], hf.get("rope_theta")
-    if on_top is not None and on_top != theta:
-        problems.append(f"rope_theta={on_top} and {given[-1][0]}.rope_theta={theta} contradict each other")
+    theta, top_level = read[-1][0], hf.get("rope_theta")
+    if top_level is not None and top_level != theta:
+        problems.append(f"rope_theta={top_level} and {given[-1][0]}.rope_theta={theta} contradict each other")
     return read[-1]
 
 
@@ -216,27 +215,30 @@ def _read_form(
 def _read_scaling(
     hf: Mapping[str, Any], where: str, kind: str, rope: Mapping[str, Any], problems: list[str]
 ) -> RopeScaling | None:
-    wanted = LLAMA3_KEYS if kind == "llama3" else {"factor": "factor"}
+    required = LLAMA3_KEYS if kind == "llama3" else {"factor": "factor"}
     given = dict(rope)
-    # transformers 5 lets it win over the one inside, 4 does not
-    on_top = hf.get("original_max_position_embeddings")
-    inside = given.setdefault("original_max_position_embeddings", on_top or hf.get("max_position_embeddings"))
-    if kind == "llama3" and on_top not in (None, inside):
+    # transformers 5 prefers the top-level key to the nested one, transformers 4 does not
+    top_level = hf.get("original_max_position_embeddings")
+    nested = given.setdefault(
+        "original_max_position_embeddings", top_level or hf.get("max_position_embeddings")
+    )
+    if kind == "llama3" and top_level not in (None, nested):
         problems.append(
-            f"original_max_position_embeddings={on_top} and {where}'s {inside} contradict each other"
+            f"original_max_position_embeddings={top_level} and {where}'s {nested} contradict each other"
         )
-    missing = [theirs for theirs in wanted.values() if given.get(theirs) is None]
+    missing = [theirs for theirs in required.values() if given.get(theirs) is None]
     if missing:
         problems.append(f"{where} lacks {', '.join(missing)}, which rope_type={kind} needs")
         return None
-    return RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
+    return RopeScaling(kind, **{ours: given[theirs] for ours, theirs in required.items()})
 
 
 def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json for our model, with the rotary embedding in the forms of transformers 4 and 5.
+    """Return a config.json for our model, with the rotary embedding in the forms of transformers 4 and 5.
 
     `dtype` is that of the saved weights, such as bfloat16. `token_ids`: bos_token_id, eos_token_id and
-    pad_token_id; what is not there is null, since transformers would take 1 and 2 for the first two.
+    pad_token_id; a missing one is written as null, because transformers' defaults for the first two are 1 and
+    2.
     """
     scaling: dict[str, Any] | None = None
     if config.rope_scaling:
@@ -267,14 +269,13 @@ def config_to_hf(config: LlamaConfig, dtype: str, token_ids: Mapping[str, Any]) 
 
 
 def different_keys(ours: LlamaConfig, theirs: LlamaConfig) -> list[tuple[str, Any, Any]]:
-    """Keys of the config whose values differ, with both values; a key that one of them has not is None
-    there."""
-    one, other = _flatten(ours), _flatten(theirs)
-    return [(key, one.get(key), other.get(key)) for key in one | other if one.get(key) != other.get(key)]
+    """Return key, our value and their value of every config key that differs; None for a missing key."""
+    a, b = _flatten(ours), _flatten(theirs)
+    return [(key, a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)]
 
 
 def _flatten(config: LlamaConfig) -> dict[str, Any]:
-    """The config's values by key; of rope_scaling those that its kind uses, with dots."""
+    """Return the config's values by key, with `rope_scaling.NAME` for each value that its kind uses."""
     values = dict(vars(config))
     scaling = values.pop("rope_scaling")
     if scaling is not None:

@@ -1,4 +1,4 @@
-"""Llama 3: the whole model, and what it publishes about itself to whoever shards it.
+"""The Llama 3 model, and the data that `parallel/` needs to shard it.
 
 Shapes: B batch, T tokens, D dim, N query heads, K key-value heads, H head dim, F ffn dim, V vocabulary.
 
@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from meshwright.models.attention import CausalAttention, Documents, within_documents
+from meshwright.models.attention import CausalAttention, Documents, document_mask
 from meshwright.models.head import Head
 from meshwright.models.projections import Projection, project_as_one
 from meshwright.models.rope import apply_rope, rope_tables
 from meshwright.models.rope_scaling import RopeScaling, check_scaling
 
-INIT_STD = 0.02  # normal initialisation: GPT-2's report, and `initializer_range` of Hugging Face's Llama
+INIT_STD = 0.02  # normal initialization: GPT-2's report, and `initializer_range` of Hugging Face's Llama
 
-# Tensor-parallel style of each weight: part of the model -> fqn pattern -> style. `parallel/` gives the words
-# their meaning.
+# Tensor-parallel style of each weight: part of the model -> fqn pattern -> style.
+# `parallel/tensor_parallel.py` implements the styles.
 SHARDING: dict[str, dict[str, str]] = {
     "embedding": {"tok_embeddings": "vocab"},
     "attention": {
@@ -98,12 +98,13 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
+        """Channels of one attention head."""
         return self.dim // self.n_heads
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with RoPE: x[B, T, D] -> [B, T, D]. `fused`: queries, keys and values by
-    one product."""
+    """Grouped-query self-attention with RoPE: x[B, T, D] -> [B, T, D]. `fused`: compute queries, keys and
+    values by one matrix product."""
 
     fused = False
 
@@ -123,7 +124,8 @@ class Attention(nn.Module):
         q_BTNH, k_BTKH, v_BTKH = (
             rearrange(y, "B T (heads H) -> B T heads H", H=self.head_dim) for y in projected
         )
-        # Only the values are kept for the backward as they are: apart, so that they do not keep the others.
+        # The backward saves the values, but not the unrotated queries and keys: as a view of the fused output
+        # the values would keep all three in memory.
         q_BTNH, k_BTKH, v_BTKH = (
             apply_rope(q_BTNH, cos, sin),
             apply_rope(k_BTKH, cos, sin),
@@ -133,8 +135,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), x[B, T, D] -> [B, T, F] -> [B, T, D]. `fused`: w1 and w3 by one
-    product."""
+    """SwiGLU: w2(silu(w1 x) * w3 x), x[B, T, D] -> [B, T, F] -> [B, T, D]. `fused`: compute w1 and w3 by
+    one matrix product."""
 
     fused = False
 
@@ -167,9 +169,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """tokens[B, T] -> logits[B, T, V]; with targets[B, T] -> the summed loss in nats, a float32 scalar.
 
-    With first[B, T], the place in its sequence where each token's document begins, attention does not cross
-    documents, and positions count from there. Built on any device, meta included; `init_weights` must run
-    before the first forward.
+    With first[B, T], the position in its sequence at which each token's document begins, attention does not
+    cross documents, and positions count from the start of the document. Can be built on any device, including
+    meta; call `init_weights` before the first forward.
     """
 
     cos_TH: Tensor
@@ -187,8 +189,8 @@ class Llama(nn.Module):
             self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim), persistent=False)
 
     def choose_kernels(self, attention: str, loss_chunk_tokens: int, fused_projections: bool) -> None:
-        """Which attention all blocks run, of `models.attention.KERNELS`, `chunk_tokens` of the loss, and
-        whether projections of the same input are one product."""
+        """Set the attention kernel of all blocks (one of `models.attention.KERNELS`), the loss's
+        `chunk_tokens`, and whether projections of the same input are fused into one matrix product."""
         for block in self.layers:
             block.attention.inner.kernel = attention  # type: ignore[union-attr]
             block.attention.fused = block.feed_forward.fused = fused_projections  # type: ignore[union-attr]
@@ -202,14 +204,14 @@ class Llama(nn.Module):
         cos, sin, documents = self.cos_TH[:seq_len], self.sin_TH[:seq_len], None
         if first_BT is not None:
             positions_BT = torch.arange(seq_len, device=first_BT.device) - first_BT
-            cos, sin, documents = cos[positions_BT], sin[positions_BT], within_documents(first_BT)
+            cos, sin, documents = cos[positions_BT], sin[positions_BT], document_mask(first_BT)
         for block in self.layers:
             x = block(x, cos, sin, documents)
         return self.head(x, targets_BT)
 
 
 def tp_divides(config: LlamaConfig) -> dict[str, dict[str, int]]:
-    """Sizes that a tensor-parallel degree must divide: part of the model -> config key -> size."""
+    """Return sizes that the tensor-parallel degree must divide: part of the model -> config key -> size."""
     vocabulary = {"model.vocab_size": config.vocab_size}
     return {
         "embedding": vocabulary,
@@ -220,7 +222,7 @@ def tp_divides(config: LlamaConfig) -> dict[str, dict[str, int]]:
 
 
 def block_linears(config: LlamaConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a block's linears, by fqn pattern."""
+    """Return outputs and inputs of each linear layer of a block, by fqn pattern."""
     kv_dim = config.n_kv_heads * config.head_dim
     attention = {
         "wq": (config.dim, config.dim),
@@ -240,11 +242,11 @@ def block_linears(config: LlamaConfig) -> dict[str, tuple[int, int]]:
 
 
 def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:
-    """Modules whose parameters belong together, in the order in which the forward is done with them:
-    embedding; each block; norm and output.
+    """Return the modules of each FSDP unit, in the order in which the forward finishes them: embedding; each
+    block; norm and output.
 
-    Tied embeddings put the first and the last into one unit, since a parameter can live in only one. It is
-    gathered first and stays so until the end.
+    Tied embeddings join the first and the last unit, because a parameter belongs to one unit only. The
+    joined unit is gathered first and stays gathered until the end of the forward.
     """
     blocks: list[tuple[str, ...]] = [(f"layers.{i}",) for i in range(config.n_layers)]
     if config.tie_embeddings:
@@ -252,22 +254,22 @@ def fsdp_units(config: LlamaConfig) -> list[tuple[str, ...]]:
     return [("tok_embeddings",), *blocks, ("head",)]
 
 
-def copy_whole(parameter: Tensor, value: Tensor) -> None:
-    """Fill an unsharded parameter; `init_weights` takes another function for sharded ones."""
+def copy_unsharded(parameter: Tensor, value: Tensor) -> None:
+    """Copy a value into an unsharded parameter; for sharded ones `init_weights` takes another function."""
     parameter.copy_(value)
 
 
 @torch.no_grad()
-def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None] = copy_whole) -> None:
-    """Fill parameters and position tables in place, the same values on any mesh.
+def init_weights(model: Llama, seed: int, copy: Callable[[Tensor, Tensor], None] = copy_unsharded) -> None:
+    """Initialize parameters and position tables in place, with the same values on any mesh.
 
     Normal with standard deviation 0.02; projections into the residual stream are scaled by 1/sqrt(2 n_layers)
-    (GPT-2), norms are one. Each parameter draws from a generator of its own, seeded by (seed, fqn), so its
-    values depend neither on the others nor on how it is sharded (they do depend on the kind of device).
-    `copy(parameter, value)` puts one whole tensor into a parameter, which may hold only a shard of it.
+    (GPT-2); norms are one. Each parameter has its own generator, seeded by (seed, fqn), so its values depend
+    neither on other parameters nor on sharding (they do depend on the device type). `copy(parameter, value)`
+    copies a full tensor into a parameter, which may be a shard of it.
     """
     if model.config.tie_embeddings:
-        # `to_empty` has given each a tensor of its own
+        # `to_empty` has allocated a separate tensor for each
         model.head.output.weight = model.tok_embeddings.weight
     residual_std = INIT_STD / (2 * model.config.n_layers) ** 0.5
     for fqn, parameter in model.named_parameters():

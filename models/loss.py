@@ -9,17 +9,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a target that counts for nothing: padding
+IGNORE_INDEX = -100  # target of a padding token, which adds no loss
 
 
 def cross_entropy_sum(
     logits_BTV: Tensor, targets_BT: Tensor, z_loss: float = 0.0, learning: Tensor | float = 1.0
 ) -> Tensor:
-    """Sum over tokens of -log p(target) + z_loss * log_sum_exp(logits)^2, in nats: float32 scalar. Targets of
-    IGNORE_INDEX add nothing. With `learning` 0, as in an evaluation, the z-loss does not count.
+    """Return the sum over tokens of -log p(target) + z_loss * log_sum_exp(logits)^2, in nats: float32 scalar.
 
-    A sum, not a mean: whoever knows the whole global batch divides by its number of tokens, once. The z-loss
-    keeps the logits from drifting (PaLM, arXiv 2204.02311, section 5).
+    Targets of IGNORE_INDEX add nothing. `learning` 0 (evaluation) leaves out the z-loss, which keeps the
+    logits from drifting (PaLM, arXiv 2204.02311, section 5). The training loop divides the sum once by the
+    tokens of the global batch.
     """
     logits, targets = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
     loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -29,8 +29,8 @@ def cross_entropy_sum(
 
 
 def join_rows(rows_3n: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    """log-sum-exp and target of every row over all ranks. Two small all-reduces: the largest logit of each
-    token, then the sum of exponentials with the target's logit."""
+    """Return log-sum-exp and target logit of every row over all ranks, by two small all-reduces: the largest
+    logit of each token, then the sum of exponentials together with the target's logit."""
     own_largest, exp_sum, target = rows_3n.unbind()
     if not group_name:
         return own_largest + exp_sum.log(), target
@@ -41,8 +41,8 @@ def join_rows(rows_3n: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
 
 
 class SplitCrossEntropySum(torch.autograd.Function):
-    """`cross_entropy_sum` of logits[n, v] that hold the ids from `first_id` on; every rank of the group
-    returns all of it."""
+    """`cross_entropy_sum` of logits[n, v] of the ids from `first_id` on; every rank of the group returns the
+    full sum."""
 
     @staticmethod
     def forward(
@@ -55,13 +55,13 @@ class SplitCrossEntropySum(torch.autograd.Function):
         learning: Tensor,
     ) -> Tensor:
         values, ids, counts = logits.float(), targets - first_id, targets != IGNORE_INDEX
-        mine = (ids >= 0) & (ids < values.shape[1])
-        ids = ids.where(mine, 0)
+        is_local = (ids >= 0) & (ids < values.shape[1])
+        ids = ids.where(is_local, 0)
         largest = values.amax(1)
         exp_sum = (values - largest[:, None]).exp().sum(1)
-        target = values.gather(1, ids[:, None])[:, 0].where(mine, 0.0)
+        target = values.gather(1, ids[:, None])[:, 0].where(is_local, 0.0)
         log_sum, target = join_rows(torch.stack((largest, exp_sum, target)), group_name)
-        ctx.save_for_backward(logits, ids, mine, log_sum, counts)
+        ctx.save_for_backward(logits, ids, is_local, log_sum, counts)
         ctx.z_loss = z_loss
         loss = log_sum - target
         if z_loss:
@@ -70,9 +70,9 @@ class SplitCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, ids, mine, log_sum, counts = ctx.saved_tensors
+        logits, ids, is_local, log_sum, counts = ctx.saved_tensors
         p = (logits.float() - log_sum[:, None]).exp() * (1 + 2 * ctx.z_loss * log_sum)[:, None]
-        p = p.scatter_add(1, ids[:, None], -mine[:, None].float())
+        p = p.scatter_add(1, ids[:, None], -is_local[:, None].float())
         return (p * (counts * grad)[:, None]).to(logits.dtype), None, None, None, None, None
 
 

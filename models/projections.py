@@ -1,6 +1,6 @@
-"""Linears whose weight others may multiply with, and several of them as one product.
+"""Linear layers whose weight other modules can read, and several of them fused into one matrix product.
 
-Shapes: B batch, T tokens, D dim, O the outputs of all the linears together.
+Shapes: B batch, T tokens, D dim, O the outputs of all fused linears.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ class Projection(nn.Linear):
     """x[B, T, D] -> x · weight[outputs, D], without a bias."""
 
     def matrix(self) -> Tensor:
-        """The weight as a plain tensor: a sharding puts a rank's own share in its place."""
+        """Return the weight as a plain tensor; tensor parallelism overrides this with the rank's shard."""
         return self.weight
 
 
 def project_as_one(x: Tensor, projections: tuple[Projection, ...]) -> tuple[Tensor, ...]:
-    """What each of `projections` makes of x[B, T, D], by one product.
+    """Return the output of each of `projections` for x[B, T, D], computed by one matrix product.
 
-    The results are parts of one tensor: whoever keeps one of them for the backward keeps all of them.
+    The outputs are views of one tensor: saving one of them for the backward keeps all of them in memory.
     """
     weights = [projection.matrix() for projection in projections]
     return _OneProduct.apply(x, *weights).split([len(weight) for weight in weights], dim=-1)
@@ -29,8 +29,8 @@ def project_as_one(x: Tensor, projections: tuple[Projection, ...]) -> tuple[Tens
 
 @torch.library.custom_op("meshwright::join_weights", mutates_args=())
 def _join_weights(weights: list[Tensor], grad: Tensor) -> Tensor:
-    """The weights one below the other, once there is a `grad`: else the compiler would keep the forward's
-    joined copy instead."""
+    """Concatenate the weights along dim 0. The unused `grad` makes this depend on the backward; otherwise the
+    compiler would save the forward's concatenated copy instead."""
     return torch.cat(weights)
 
 
@@ -40,10 +40,10 @@ def _(weights: list[Tensor], grad: Tensor) -> Tensor:
 
 
 class _OneProduct(torch.autograd.Function):
-    """x[B, T, D] · the weights one below the other[O, D] -> [B, T, O].
+    """x[B, T, D] · concatenated weights[O, D] -> [B, T, O].
 
-    They are joined for the product alone and once more for the backward's. Autograd would keep the joined
-    copy of every block, where FSDP frees the weights themselves.
+    The weights are concatenated for the forward and again for the backward. Autograd would save the
+    concatenated copy of every block, although FSDP frees the weights themselves.
     """
 
     @staticmethod

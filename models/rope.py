@@ -16,7 +16,7 @@ from meshwright.models.rope_scaling import RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Angular frequency of each channel pair, in radians per position: float32 [H/2]."""
+    """Return the angular frequency of each channel pair, in radians per position: float32 [H/2]."""
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     if scaling is None:
         return frequency
@@ -24,15 +24,14 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequency / scaling.factor
     turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # full turns within the original context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)  # 1: fast channel, left alone; 0: slow channel, stretched in full
+    keep = keep.clamp(0.0, 1.0)  # 1: fast channel, unchanged; 0: slow channel, stretched by `factor`
     return frequency * (keep + (1.0 - keep) / scaling.factor)
 
 
 def rope_tables(
     head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each float32 [T, H] on the CPU, whatever the default device
-    is."""
+    """Return cos and sin of every position's angles, each float32 [T, H], always on the CPU."""
     positions = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
     angles_TH = torch.outer(positions, rope_frequencies(head_dim, theta, scaling)).repeat(1, 2)
     return angles_TH.cos(), angles_TH.sin()
@@ -41,7 +40,7 @@ def rope_tables(
 def apply_rope(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every head of x[B, T, N, H] by its position's angles, in float32; the result has x's dtype.
 
-    cos and sin are [T, H], or [B, T, H] where each sequence has positions of its own.
+    cos and sin are [T, H], or [B, T, H] if each sequence has its own positions.
     """
     low, high = x_BTNH.float().chunk(2, dim=-1)
     rotated = torch.cat((-high, low), dim=-1)

@@ -1,5 +1,4 @@
-"""What a longer context than the trained one does to the rotary wavelengths; `models.rope` has the
-arithmetic."""
+"""Settings of RoPE scaling for contexts longer than the trained one; `models/rope.py` applies them."""
 
 from dataclasses import dataclass
 
@@ -11,12 +10,12 @@ class RopeScaling:
     """Stretching of rotary wavelengths, so that a longer context stays in the trained range.
 
     Args:
-        kind: llama3 stretches the slow channels only, as Llama 3.1 does; linear stretches all alike
+        kind: llama3 stretches the slow channels only, as Llama 3.1 does; linear stretches all equally
         factor: how many times longer the wavelengths become
         low_freq_factor: llama3 only: wavelengths above original_max_seq_len / low_freq_factor are stretched
             in full
         high_freq_factor: llama3 only: wavelengths below original_max_seq_len / high_freq_factor are left
-            alone
+            unchanged
         original_max_seq_len: llama3 only: context length of the first training stage, in tokens
     """
 
@@ -28,7 +27,7 @@ class RopeScaling:
 
 
 def check_scaling(scaling: RopeScaling) -> None:
-    """ValueError that names the key of the config whose value cannot be used."""
+    """Raise ValueError, naming the config key, for a value out of range."""
     if scaling.kind not in ROPE_KINDS:
         raise ValueError(f"model.rope_scaling.kind={scaling.kind} must be {' or '.join(ROPE_KINDS)}")
     names = ("factor",) if scaling.kind == "linear" else ("factor", "low_freq_factor", "original_max_seq_len")

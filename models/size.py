@@ -1,4 +1,4 @@
-"""How many parameters a Llama has, by formula. No tensors are made."""
+"""Parameter counts of a Llama, by formula, without building the model."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,7 @@ from meshwright.models.llama import LlamaConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters. `head` is the final norm and, when it has a weight of its own, the output
-    projection."""
+    """Numbers of parameters. `head` is the final norm and, unless tied, the output projection."""
 
     embedding: int
     block: int
@@ -17,11 +16,12 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
+        """The number of parameters of the model."""
         return self.embedding + self.n_blocks * self.block + self.head
 
 
 def count_parameters(config: LlamaConfig) -> ParameterCount:
-    """Parameters by part of the model; a tied weight is counted once, as the embedding."""
+    """Return the parameters by part of the model; a tied weight counts once, as the embedding."""
     kv_dim = config.n_kv_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
     feed_forward = 3 * config.dim * config.ffn_dim

@@ -1,1 +1,1 @@
-"""Hand-written kernels, each beside its plain-torch reference."""
+"""Hand-written kernels, each with a plain-torch reference."""

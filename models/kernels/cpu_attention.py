@@ -1,11 +1,11 @@
 """Causal attention on a CPU: torch's flash forward, with a faster backward.
 
-torch's own CPU backward works one head at a time and spends most of it in small matrix products; this one
-takes blocks of queries over many heads at once, as batched products (`python -m tools.bench attention`
+torch's CPU backward processes one head at a time and spends most of its time in small matrix products; this
+one processes blocks of queries over many heads by batched matrix products (`python -m tools.bench attention`
 compares them). The reference is `scaled_dot_product_attention`.
 
 Shapes: B batch, N query heads, K key-value heads, G = N / K query heads that share one, T tokens, H head dim,
-Q queries of a block, J keys that they see.
+Q queries of a block, J keys that they attend to.
 """
 
 import math
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)
-BLOCK = 64  # queries per block: of 32, 64 and 128 the fastest or near it for head dims 16 to 64
-SCORES_BYTES = 2 * 2**20  # of a block's scores over the heads taken at once: stays within a core's caches
+BLOCK = 64  # queries per block: among 32, 64 and 128 the fastest or close to it for head dims 16 to 64
+SCORES_BYTES = 2 * 2**20  # of one block's scores for a batch of sequences: they fit into a core's caches
 
 
 @torch.library.custom_op("meshwright::cpu_causal_attention", mutates_args=())
@@ -27,8 +27,8 @@ def causal_attention(
     """softmax(q k^T / sqrt(H), causal) v -> out[B, N, T, H], and the log-sum-exp of the scores, float32 [B,
     N, T].
 
-    With first[B, T], the place in its sequence where each token's document begins, each document is computed
-    as if it were alone.
+    With first[B, T], the position in its sequence at which each token's document begins, each document
+    attends only to itself.
     """
     shared = q_BNTH.shape[1] // k_BKTH.shape[1]
     k, v = (x.repeat_interleave(shared, dim=1) if shared > 1 else x for x in (k_BKTH, v_BKTH))
@@ -46,14 +46,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _like_flash(q_BNTH: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty results, laid out as torch's kernel returns them."""
+    """Return uninitialized outputs with the memory layout of torch's kernel."""
     B, N, T, _ = q_BNTH.shape
     out = torch.empty_like(q_BNTH.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     return out, q_BNTH.new_empty((B, T, N), dtype=torch.float32).transpose(1, 2)
 
 
 def _documents(first_BT: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Sequence and tokens of every document."""
+    """Yield the sequence and the tokens of every document, as slices."""
     T = first_BT.shape[1]
     for b, first in enumerate(first_BT.tolist()):
         starts = [t for t in range(T) if first[t] == t]
@@ -78,19 +78,19 @@ def causal_attention_backward(
     out_BNTH: Tensor,
     lse_BNT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. The probabilities are computed again from the log-sum-exp, block by block."""
+    """Return the gradients of q, k and v; recompute probabilities from the log-sum-exp, block by block."""
     T = q_BNTH.shape[2]
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BNTH, k_BKTH, v_BKTH)
     )
     per_sequence = q_BNTH.shape[1] * min(BLOCK, T) * T * q_BNTH.element_size()
-    together = max(1, SCORES_BYTES // per_sequence)
-    alike = [(slice(first, first + together), slice(None)) for first in range(0, q_BNTH.shape[0], together)]
-    for sequences, tokens in alike if first_BT is None else _documents(first_BT):
+    batch_size = max(1, SCORES_BYTES // per_sequence)
+    batches = [
+        (slice(first, first + batch_size), slice(None)) for first in range(0, q_BNTH.shape[0], batch_size)
+    ]
+    for sequences, tokens in batches if first_BT is None else _documents(first_BT):
         at = (sequences, slice(None), tokens)
-        _backward_of_some(
-            *(x[at] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, dq, dk, dv))
-        )
+        _batch_backward(*(x[at] for x in (grad_BNTH, q_BNTH, k_BKTH, v_BKTH, out_BNTH, lse_BNT, dq, dk, dv)))
     return dq, dk, dv
 
 
@@ -110,7 +110,7 @@ def _(
     return dq, dk, dv
 
 
-def _backward_of_some(
+def _batch_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -121,13 +121,13 @@ def _backward_of_some(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Write dq[B, N, T, H], dk and dv[B, K, T, H] of a few sequences; arguments as in
+    """Write dq[B, N, T, H], dk and dv[B, K, T, H] of a batch of sequences; arguments as in
     `causal_attention_backward`.
 
     With P the probabilities: dv = P^T grad, dS = P * (grad v^T - sum(grad * out)), dq = dS k and dk = dS^T q,
     up to the scale (FlashAttention, arXiv 2205.14135, algorithm 4). Scores and sums over blocks are float32.
-    P is a power of 2: torch's exp2 takes a third of the time of its exp on AVX-512, and does not slow down on
-    tiny results.
+    P is computed by exp2: on AVX-512 torch's exp2 takes a third of the time of its exp, and does not slow
+    down for tiny results.
     """
     B, N, T, H = q.shape
     K = k.shape[1]

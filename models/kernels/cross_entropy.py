@@ -1,20 +1,20 @@
-"""Cross entropy of rows of logits, whose gradient is written over them: in plain torch, and on a GPU by a
-Triton kernel.
+"""Cross entropy of rows of logits, whose gradient overwrites them: in plain torch on a CPU, by a Triton
+kernel on a GPU.
 
-Shapes: n tokens, v logits of each: the whole vocabulary, or one rank's share of it.
+Shapes: n tokens, v logits per token: the full vocabulary, or one rank's share of it.
 """
 
 import torch
 from torch import Tensor
 
-# of float32 logits that plain torch takes at once on a CPU: they stay within a core's cache
+# float32 logits that plain torch processes at a time on a CPU: they fit into a core's cache
 BLOCK_BYTES = 2**20
 
 
 @torch.library.custom_op("meshwright::cross_entropy_rows_kernel", mutates_args=())
 def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
-    """What the loss needs of every row, float32 [3, n]: the largest logit, the sum of exp(logit - largest),
-    and the target's logit; 0 for an id outside 0 .. v-1. One pass over the logits."""
+    """Return the largest logit of every row, the sum of exp(logit - largest) and the target's logit (0 for an
+    id outside 0 .. v-1): float32 [3, n]. The GPU kernel reads each logit once."""
     if logits_nv.is_cuda:
         from meshwright.models.kernels.cross_entropy_triton import read_rows as on_gpu
 
@@ -31,7 +31,8 @@ def _(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
 def write_gradient(
     logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
 ) -> None:
-    """Overwrite logits with weight * (scale * exp(logit - log_sum) - [the target's]), computed in float32."""
+    """Overwrite logits with weight * (scale * exp(logit - log_sum) - [id is the target]), computed in
+    float32."""
     if logits_nv.is_cuda:
         from meshwright.models.kernels.cross_entropy_triton import write_gradient as on_gpu
 
@@ -46,14 +47,16 @@ def _(logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weig
 
 
 def plain_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
-    """The reference of `read_rows`."""
+    """Compute `read_rows` in plain torch."""
     rows_3n = torch.empty(3, len(ids_n), device=ids_n.device)
     largest, exp_sum, target = rows_3n
-    mine_n = _mine(ids_n, logits_nv)
+    is_local_n = _is_local(ids_n, logits_nv)
     for at in _blocks(logits_nv):
         values = logits_nv[at].float()
         torch.amax(values, 1, out=largest[at])
-        target[at] = values.gather(1, ids_n[at].where(mine_n[at], 0)[:, None])[:, 0].where(mine_n[at], 0.0)
+        target[at] = values.gather(1, ids_n[at].where(is_local_n[at], 0)[:, None])[:, 0].where(
+            is_local_n[at], 0.0
+        )
         torch.sum((values - largest[at][:, None]).exp_(), 1, out=exp_sum[at])
     return rows_3n
 
@@ -61,19 +64,19 @@ def plain_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
 def plain_gradient(
     logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
 ) -> None:
-    """The reference of `write_gradient`."""
-    mine_n = _mine(ids_n, logits_nv)
+    """Compute `write_gradient` in plain torch."""
+    is_local_n = _is_local(ids_n, logits_nv)
     for at in _blocks(logits_nv):
         p = (logits_nv[at].float() - log_sum_n[at][:, None]).exp_().mul_(scale_n[at][:, None])
-        p.scatter_add_(1, ids_n[at].where(mine_n[at], 0)[:, None], -mine_n[at][:, None].float())
+        p.scatter_add_(1, ids_n[at].where(is_local_n[at], 0)[:, None], -is_local_n[at][:, None].float())
         logits_nv[at] = p.mul_(weight_n[at][:, None])
 
 
-def _mine(ids_n: Tensor, logits_nv: Tensor) -> Tensor:
+def _is_local(ids_n: Tensor, logits_nv: Tensor) -> Tensor:
     return (ids_n >= 0) & (ids_n < logits_nv.shape[1])
 
 
 def _blocks(logits_nv: Tensor) -> list[slice]:
-    """Some rows at a time."""
+    """Return slices of at most `BLOCK_BYTES` of rows, or of one row."""
     rows = max(1, BLOCK_BYTES // (4 * logits_nv.shape[1]))
     return [slice(first, first + rows) for first in range(0, len(logits_nv), rows)]

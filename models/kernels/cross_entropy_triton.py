@@ -1,6 +1,6 @@
-"""The Triton kernel of `cross_entropy.py`: one program per row, which it reads block by block.
+"""Triton kernels of `cross_entropy.py`: one program per row, which reads the row block by block.
 
-Shapes: n tokens, v logits of each.
+Shapes: n tokens, v logits per token.
 """
 
 import torch
@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits that a program holds at once
+BLOCK = 4096  # logits that a program loads at a time
 WARPS = 16
-FUSE = True  # multiplications with additions: Triton's default up to 3.9, which warns that 3.10 has another
+FUSE = True  # fused multiply-add: Triton's default up to 3.9, which warns that 3.10 changes it
 
 
 def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
-    """As `cross_entropy.plain_rows`: online log-sum-exp (arXiv 1805.02867), each logit is read once."""
+    """Compute `cross_entropy.plain_rows` by online log-sum-exp (arXiv 1805.02867), one read per logit."""
     rows_3n = torch.empty(3, len(ids_n), device=ids_n.device)
     _read[(len(ids_n),)](
         logits_nv,
@@ -33,7 +33,7 @@ def read_rows(logits_nv: Tensor, ids_n: Tensor) -> Tensor:
 def write_gradient(
     logits_nv: Tensor, ids_n: Tensor, log_sum_n: Tensor, scale_n: Tensor, weight_n: Tensor
 ) -> None:
-    """As `cross_entropy.plain_gradient`."""
+    """Compute `cross_entropy.plain_gradient`."""
     _write[(len(ids_n),)](
         logits_nv,
         logits_nv.stride(0),
@@ -60,18 +60,18 @@ def _read(logits, row_stride, ids, rows, n, v: tl.constexpr, BLOCK: tl.constexpr
         higher = tl.maximum(highest, tl.max(values, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
         highest = higher
-    own = tl.load(ids + row)
-    mine = (own >= 0) & (own < v)
+    target = tl.load(ids + row)
+    is_local = (target >= 0) & (target < v)
     tl.store(rows + row, highest)
     tl.store(rows + n + row, total)
-    tl.store(rows + 2 * n + row, tl.load(logits + own, mask=mine, other=0.0).to(tl.float32))
+    tl.store(rows + 2 * n + row, tl.load(logits + target, mask=is_local, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def _write(logits, row_stride, ids, log_sum, scale, weight, v: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    own = tl.load(ids + row)
+    target = tl.load(ids + row)
     shift = tl.load(log_sum + row)
     factor = tl.load(scale + row)
     counted = tl.load(weight + row)
@@ -79,5 +79,5 @@ def _write(logits, row_stride, ids, log_sum, scale, weight, v: tl.constexpr, BLO
         columns = first + tl.arange(0, BLOCK)
         values = tl.load(logits + columns, mask=columns < v, other=0.0).to(tl.float32)
         gradient = tl.exp(values - shift) * factor
-        gradient = counted * tl.where(columns == own, gradient - 1.0, gradient)
+        gradient = counted * tl.where(columns == target, gradient - 1.0, gradient)
         tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < v)

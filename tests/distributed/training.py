@@ -114,7 +114,7 @@ def changed(name: str) -> Iterator[None]:
         "": [],
         "async": [(meshwright.parallel.tensor_parallel, "_wait", _functional_collectives._maybe_wrap_tensor)],
         "flex": [
-            (meshwright.models.llama, "within_documents", block_mask),
+            (meshwright.models.llama, "document_mask", block_mask),
             (flex_attention, "_validate_device", lambda *_: None),
         ],
     }[name]
