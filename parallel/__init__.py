@@ -1,2 +1,2 @@
-"""From what the user asks for to an applied plan. Knows nothing of Llama, works on any module that publishes
-its units."""
+"""Make a parallelization plan from a config and apply it. Independent of Llama: works on any model that
+declares its FSDP units."""

@@ -1,8 +1,8 @@
-"""Activation checkpointing inside FSDP units: a module's activations, all or selected operators', are
-computed again in its backward.
+"""Activation checkpointing inside FSDP units: recompute a module's activations in its backward, all of them
+or those of selected operators.
 
-The recomputed region lies inside FSDP's hooks, never across them: it uses the parameters that the backward
-has gathered anyway, and starts no all-gather and no prefetch of its own.
+The recomputed region lies inside FSDP's hooks: it uses the parameters that are gathered for the backward, and
+starts no additional all-gather or prefetch.
 """
 
 import logging
@@ -19,12 +19,13 @@ from meshwright.parallel.plan.selective_policy import find_op
 
 
 def apply_activation_checkpoint(model: nn.Module, plan: Plan) -> None:
-    """Wrap the forward of each module of the units the plan checkpoints, in place and without renaming
-    anything.
+    """Wrap the forward of each module of units with `activation_checkpoint` full or selective, in place;
+    parameter names do not change.
 
-    "budget" is the compiler's own recomputation: `compile/apply.py` hands it the budget.
+    For "budget" the compiler recomputes: `compile/apply.py` sets its budget.
     """
-    # On every rank it warns of in-place operations in selectively recomputed regions; our modules have none.
+    # It warns on every rank about in-place operations in selectively recomputed regions; our modules have
+    # none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for unit in plan.units:
         for name in unit.modules if unit.activation_checkpoint in ("full", "selective") else ():
@@ -32,16 +33,16 @@ def apply_activation_checkpoint(model: nn.Module, plan: Plan) -> None:
 
 
 def recompute(module: nn.Module, saved_ops: tuple[str, ...]) -> None:
-    """From now on recompute the module's activations in its backward, all but the results of `saved_ops`."""
+    """Make the module recompute its activations in the backward, except for the results of `saved_ops`."""
     module.saved_ops = saved_ops  # type: ignore[assignment]
     module.forward = MethodType(_recomputed_forward, module)
 
 
 def _recomputed_forward(module: Any, *inputs: Tensor) -> Tensor:
-    """The class's own forward, checkpointed. One function for all modules, so that they share a compiled
-    graph.
+    """The forward of the module's class under activation checkpointing. One function for all modules, so that
+    they share a compiled graph.
 
-    The models draw no random numbers in their forward, so no RNG state is kept.
+    The models' forwards draw no random numbers, so no RNG state is saved.
     """
 
     def forward(*inputs: Tensor) -> Tensor:
@@ -54,13 +55,13 @@ def _recomputed_forward(module: Any, *inputs: Tensor) -> Tensor:
 
 
 def selective_contexts(ops: tuple[str, ...]) -> Any:
-    """One context for the forward and one for its recomputation, each counting its own calls."""
+    """Return the contexts of the forward and of its recompute; each counts its own calls."""
     calls: Counter[Any] = Counter()
-    every = _saved_every(ops)
+    intervals = _save_intervals(ops)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         packet = getattr(op, "overloadpacket", op)
-        n = every.get(packet, 0)
+        n = intervals.get(packet, 0)
         calls[packet, context.is_recompute] += 1
         saved = n and calls[packet, context.is_recompute] % n == 0
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -69,7 +70,7 @@ def selective_contexts(ops: tuple[str, ...]) -> Any:
 
 
 @cache
-def _saved_every(ops: tuple[str, ...]) -> dict[Any, int]:
-    """Operator -> of how many of its calls one is kept. Operators that this build of torch lacks are left
-    out."""
+def _save_intervals(ops: tuple[str, ...]) -> dict[Any, int]:
+    """Map each operator to N, where the result of every N-th call is saved. Operators missing in this build
+    of torch are left out."""
     return {find_op(op): int(op.partition("/")[2] or 1) for op in ops if find_op(op) is not None}

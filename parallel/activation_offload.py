@@ -1,15 +1,14 @@
-"""Activations in host memory: what a block saves for its backward is sent there while the next block
-computes, and comes back while the block behind it differentiates.
+"""Activation offload: copy a block's saved tensors to host memory while the next block's forward runs, and
+back while the following block's backward runs.
 
-A block hands what its forward saves to `torch.autograd.graph.saved_tensors_hooks`, compiled or not: they
-stand around the compiled call, and see what autograd would keep. All copies run on one stream beside
-computing, in the order in which they are asked for: all of a forward's are sent before the first is fetched,
-so a second stream would win nothing. The host waits for none of them. On a CPU the same calls are made, whose
-streams do nothing, and copies are copies.
+`torch.autograd.graph.saved_tensors_hooks` around a block's call, compiled or not, receive the tensors that
+autograd would save. All copies run on one separate stream, in the order of the calls: a forward's copies to
+the host all precede the first copy back, so a second stream would not help. The host never waits for a copy.
+On a CPU the same calls are made: streams do nothing there, and copies are synchronous.
 
-How much is on the device: in the forward the block at work and the one before it, whose copies must have
-ended when the block at work ends; in the backward the block at work and the one that comes next. The last
-block's backward is the first, so what it saves stays.
+Saved tensors on the device: in the forward those of the current block and of the previous one, whose copies
+must finish before the current block ends; in the backward those of the current block and of the next one. The
+last block's backward runs first, so its saved tensors stay on the device.
 """
 
 from collections import defaultdict
@@ -26,36 +25,38 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.plan.schema import Plan
 
-LEAST_BYTES = 2**16  # a smaller storage stays: sending it would take longer to start than to do
+LEAST_BYTES = 2**16  # smaller storages stay on the device: starting the copy would take longer than the copy
 FETCH_LABEL = "Offload::fetch"  # in a profile
 
 
 def apply_activation_offload(model: nn.Module, plan: Plan) -> None:
-    """Send away what every block of the plan's units with activation_checkpoint offload saves, in place.
-    After compiling, which would otherwise trace the hooks, and before FSDP, whose own calls do not matter.
-    `model.activation_offload` counts."""
+    """Offload the saved tensors of every block in units with `activation_checkpoint: offload`, in place.
+
+    Call it after compiling, so that the compiler does not trace the hooks, and before FSDP, whose own calls
+    save no tensors. Sets `model.activation_offload`, which counts bytes.
+    """
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     names = [name for name in plan.modules if unit_of[name].activation_checkpoint == "offload"]
     offload = model.activation_offload = ActivationOffload()  # type: ignore[assignment]
     for name in names:
         module = model.get_submodule(name)
         compute = module._compiled_call_impl or module._call_impl
-        # Where torch itself puts what runs instead of a module's call, without touching its class or its
-        # names.
+        # torch's own attribute for the function that replaces a module's call; class and parameter names
+        # stay.
         module._compiled_call_impl = partial(offload.run, module, compute, name == names[-1])  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
 class _OffloadedStorage:
-    """All bytes of one storage, on the device, in host memory, or both while they are copied. Lives as long
-    as autograd or a copy needs it; then its host memory goes back to `unused`."""
+    """All bytes of one storage: on the device, in host memory, or in both during a copy. When autograd and
+    copies have released it, its host buffer returns to `unused`."""
 
     device: Tensor | None
-    unused: dict[int, list[Tensor]]  # by bytes
+    unused: dict[int, list[Tensor]]  # free host buffers by size in bytes
     host: Tensor | None = None
 
     def send(self) -> int:
-        """Start the copy to host memory: to some that was used before, or new. Returns its bytes."""
+        """Start the copy to a free or new host buffer. Returns its bytes."""
         assert self.device is not None
         free = self.unused[self.device.nbytes]
         self.host = (
@@ -65,20 +66,22 @@ class _OffloadedStorage:
         )
         return self.host.copy_(self.device, non_blocking=True).nbytes
 
-    def make_room(self, device: torch.device) -> None:
-        self.device = torch.empty_like(self._sent(), device=device, pin_memory=False)
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the device memory for `fetch`."""
+        self.device = torch.empty_like(self.on_host(), device=device, pin_memory=False)
 
     def fetch(self) -> None:
-        """Start the copy back into the room that was made."""
-        self.there().copy_(self._sent(), non_blocking=True)
+        """Start the copy back into the allocated device memory."""
+        self.on_device().copy_(self.on_host(), non_blocking=True)
 
-    def there(self) -> Tensor:
-        """Its bytes on the device."""
-        assert self.device is not None, "whoever asks has fetched the block"
+    def on_device(self) -> Tensor:
+        """Return the bytes on the device."""
+        assert self.device is not None, "the storage was not fetched"
         return self.device
 
-    def _sent(self) -> Tensor:
-        assert self.host is not None, "only what was sent is fetched"
+    def on_host(self) -> Tensor:
+        """Return the bytes in host memory."""
+        assert self.host is not None, "the storage was not sent"
         return self.host
 
     def __del__(self) -> None:
@@ -88,23 +91,22 @@ class _OffloadedStorage:
 
 @dataclass(eq=False)
 class _Block:
-    """What one block's forward has saved, until it is fetched: then autograd alone holds it, as it would
-    without us.
+    """The saved tensors of one block, until they are fetched; from then on only autograd references them.
 
-    `left`: numbers of the storages that are not the block's own, once they are known. `before`: the block
-    sent before it. `copied`: the event behind its copies. `reached`: its backward has begun.
+    `excluded`: ids of storages that are never offloaded, once they are known. `previous`: the block sent
+    before this one. `copied`: the event after its copies. `reached`: its backward has begun.
     """
 
-    before: "_Block | None"
-    storages: dict[int, _OffloadedStorage] = field(default_factory=dict)  # by torch's number of the storage
-    left: frozenset[int] | None = None
+    previous: "_Block | None"
+    storages: dict[int, _OffloadedStorage] = field(default_factory=dict)  # by torch's storage id
+    excluded: frozenset[int] | None = None
     copied: Any = None
     reached: bool = False
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd holds instead of a tensor."""
+    """The reference that autograd saves instead of a tensor."""
 
     block: _Block
     storage: _OffloadedStorage
@@ -115,33 +117,34 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Sends and fetches what the blocks of one model save; `sent_bytes` counts all of it, over all steps.
-    While it is not `enabled`, everything is left to autograd."""
+    """Sends and fetches the saved tensors of one model's blocks. `sent_bytes` counts them over all steps.
+    While `enabled` is False, autograd saves all tensors as usual."""
 
     def __init__(self) -> None:
         self.enabled, self.sent_bytes = True, 0
-        self._sending: _Block | None = None  # the last one sent, which is still on the device too
-        self._unused: dict[int, list[Tensor]] = defaultdict(list)  # host memory, kept from step to step
-        self._where = torch.device("cpu")  # the blocks are
+        self._sending: _Block | None = None  # the last block sent, still on the device too
+        self._unused: dict[int, list[Tensor]] = defaultdict(list)  # free host buffers, reused in later steps
+        self._device = torch.device("cpu")  # of the blocks
         self._torch_device: Any = torch.cpu  # or torch.cuda
-        self._copies: Any = None  # their stream
+        self._copies: Any = None  # stream of the copies
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that no block is using: between two steps, of all that was taken."""
+        """Bytes of free host buffers; between two steps these are all host buffers."""
         return sum(size * len(buffers) for size, buffers in self._unused.items())
 
     def run(self, module: nn.Module, compute: Callable[..., Tensor], stays: bool, *inputs: Any) -> Tensor:
-        """The block's forward. `stays`: what it saves is needed next, and not sent."""
+        """Run the block's forward. `stays`: keep its saved tensors on the device, because its backward is
+        first."""
         if not (self.enabled and torch.is_grad_enabled()):
             return compute(*inputs)
         if self._copies is None:
-            self._where = inputs[0].device
-            self._torch_device = torch.get_device_module(self._where)
+            self._device = inputs[0].device
+            self._torch_device = torch.get_device_module(self._device)
             self._copies = self._torch_device.Stream()
         block = _Block(self._sending)
-        # Autograd keeps the hooks with what they have packed, so they must not hold what is to be freed: the
-        # block's own input.
+        # Autograd keeps the hooks together with the packed values, so the hooks must not reference a tensor
+        # that is to be freed: the block's own input.
         shared = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.requires_grad]
         with saved_tensors_hooks(partial(self._pack, module, shared, block), self._unpack):
             result = compute(*inputs)
@@ -153,9 +156,9 @@ class ActivationOffload:
         return result
 
     def _pack(self, module: nn.Module, shared: Sequence[Tensor], block: _Block, tensor: Tensor) -> Any:
-        """Take in a tensor that the forward saves. Left to autograd is what is small or holds no numbers of
-        its own: gathered parameters, which FSDP frees and fills again, and inputs that need no gradient, as
-        the tables that all blocks share."""
+        """Return the reference to save for a tensor, or the tensor itself if it is not offloaded: small,
+        integer and wrapped tensors, gathered parameters, which FSDP frees and refills, and inputs without
+        gradient, such as the tables that all blocks share."""
         storage = tensor.untyped_storage()
         if (
             is_traceable_wrapper_subclass(tensor)
@@ -163,38 +166,38 @@ class ActivationOffload:
             or storage.nbytes() < LEAST_BYTES
         ):
             return tensor
-        if block.left is None:  # only now: before the forward began, parameters were not gathered
-            block.left = _numbers([*module.parameters(), *shared])
-        if storage._cdata in block.left:
+        if block.excluded is None:  # here, because parameters are not gathered before the forward
+            block.excluded = _storage_ids([*module.parameters(), *shared])
+        if storage._cdata in block.excluded:
             return tensor
         if storage._cdata not in block.storages:
             flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
             block.storages[storage._cdata] = _OffloadedStorage(flat, self._unused)
-        found = block.storages[storage._cdata]
+        offloaded = block.storages[storage._cdata]
         return _Saved(
-            block, found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            block, offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
         )
 
     def _unpack(self, saved: Any) -> Tensor:
-        """The tensor again; computing waits until it is there."""
+        """Return the tensor; the compute stream waits for its copy."""
         if isinstance(saved, Tensor):
             return saved
         if not saved.block.reached:
             self._reach(saved.block)
-        return saved.storage.there().view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        return saved.storage.on_device().view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def _reach(self, block: _Block) -> None:
-        """The block's backward begins: wait for what it needs, and fetch what the next one will need."""
+        """Begin the block's backward: wait for its own copies and start those of the next block."""
         block.reached = True
-        self._fetch(block)  # the first of a backward that nobody has fetched ahead
+        self._fetch(block)  # only for the first block of a backward, which was not fetched ahead
         if block.copied is not None:
             self._torch_device.current_stream().wait_event(block.copied)
-        if block.before is not None:
-            self._fetch(block.before)
-            block.before = None
+        if block.previous is not None:
+            self._fetch(block.previous)
+            block.previous = None
 
     def _send(self, block: _Block) -> None:
-        """Start copies to host memory, behind what has been computed so far."""
+        """Start copies to host memory, after the kernels queued so far."""
         with torch.profiler.record_function(SEND_LABEL):
             self._copies.wait_stream(self._torch_device.current_stream())
             with self._torch_device.stream(self._copies):
@@ -204,8 +207,7 @@ class ActivationOffload:
         self._sending = block
 
     def _end_sending(self) -> None:
-        """Let computing wait for the copies of the block that was sent last: then its memory can be used
-        again."""
+        """Make the compute stream wait for the copies of the block sent last, then free its device memory."""
         if self._sending is not None:
             if self._sending.copied is not None:
                 self._torch_device.current_stream().wait_event(self._sending.copied)
@@ -214,13 +216,13 @@ class ActivationOffload:
         self._sending = None
 
     def _fetch(self, block: _Block) -> None:
-        """Start copies back to the device, unless that was done."""
+        """Start copies back to the device, unless they have started already."""
         if not block.storages:
             return
         with torch.profiler.record_function(FETCH_LABEL):
             for storage in block.storages.values():
-                storage.make_room(self._where)
-            # that memory was somebody else's until now
+                storage.allocate(self._device)
+            # kernels queued so far may still use that memory
             self._copies.wait_stream(self._torch_device.current_stream())
             with self._torch_device.stream(self._copies):
                 for storage in block.storages.values():
@@ -229,14 +231,14 @@ class ActivationOffload:
         block.storages.clear()
 
 
-def _numbers(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Torch's numbers of the tensors' storages."""
+def _storage_ids(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Return torch's ids of the tensors' storages."""
     return frozenset(part.untyped_storage()._cdata for tensor in tensors for part in _parts(tensor))
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of a wrapped one, as of a DTensor (beside its mesh), or of a weight in float8 with
-    its scale."""
+    """Yield the plain tensors inside a wrapper tensor, such as a DTensor or a float8 weight with its
+    scale."""
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in inner:
@@ -245,4 +247,4 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-SEND_LABEL = "Offload::send"  # of activation_offload.py
+SEND_LABEL = "Offload::send"  # in a profile

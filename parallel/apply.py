@@ -1,4 +1,4 @@
-"""The order in which a plan is applied, once, and nothing else."""
+"""Apply a plan to a model: the one place that fixes the order of the steps."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +13,7 @@ from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Turn a model on the meta device into a sharded, compiled one, in place. Its tensors are still to be
-    made."""
+    """Shard and compile a model on the meta device, in place. Its tensors are still to be allocated."""
     if isinstance(model, ShardableModel):
         model.choose_kernels(plan.attention, plan.loss_chunk_tokens, plan.fused_projections)
     if plan.float8.linears:

@@ -1,4 +1,4 @@
-"""What the user asks of the parallelisation; `plan/make.py` turns it into what is done."""
+"""The `parallel` section of the config; `plan/make.py` makes a plan from it."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,19 +8,20 @@ Auto = Literal["auto"]
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """How blocks are compiled, each in place and without graph breaks.
+    """Compilation of the transformer blocks, each in place and without graph breaks.
 
     Args:
         enabled: compile the transformer blocks and the output head
         backend: torch.compile backend, such as inductor or aot_eager
         mode: torch.compile mode, of backend inductor only: default, or max-autotune-no-cudagraphs, which
-            tries kernels against one another for minutes (docs/speed.md says when that pays)
-        dynamic: compile for any sequence length and batch at once; false makes a graph for each
-        on_recompile: what a compilation after the first step does: warn (rank 0 says which guard
-            failed), error, or ignore; metrics count them on all ranks
-        float32_matmul_precision: of matrix products in float32: highest, high (TF32 on a GPU) or medium
-        cache_dir: folder of compiled graphs, which make a second start warm; null is TORCHINDUCTOR_CACHE_DIR
-            or ~/.cache/meshwright/compile
+            benchmarks kernels for minutes (docs/speed.md lists when that pays)
+        dynamic: compile one graph for all sequence lengths and batch sizes; false compiles one for each
+        on_recompile: reaction to a recompile after the first step: warn (rank 0 logs the guard that failed),
+            error, or ignore; metrics count recompiles on all ranks
+        float32_matmul_precision: precision of float32 matrix products: highest, high (TF32 on a GPU) or
+            medium
+        cache_dir: folder of the compile cache, which makes later starts faster; null is
+            TORCHINDUCTOR_CACHE_DIR or ~/.cache/meshwright/compile
     """
 
     enabled: bool = True
@@ -34,18 +35,16 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class Float8Config:
-    """Matrix products of the blocks in float8, by torchao (pip install -e '.[float8]'): on Hopper and newer
-    GPUs at twice the rate of bfloat16, on a CPU emulated. Parameters, gradients and checkpoints stay as they
-    are.
+    """Matrix products of the blocks in float8, by torchao (pip install -e '.[float8]'): twice the rate of
+    bfloat16 on Hopper and newer GPUs, emulated on a CPU. Parameters, gradients and checkpoints do not change.
 
     Args:
-        recipe: none; tensorwise, one scale for a tensor; or rowwise, one for each row, which is more exact
-            and slower
-        linears: which of the blocks' linears, as patterns of their names
-        min_dim: linears with fewer inputs or outputs, on a tp rank, stay in param_dtype: they would lose more
-            than win
-        all_gather: send what is multiplied in float8 in it, half the bytes of bfloat16: weights, and the
-            tokens that tensor parallelism gathers; tensorwise only
+        recipe: none; tensorwise, one scale per tensor; or rowwise, one scale per row, more exact and slower
+        linears: linear layers of the blocks, as patterns of their names
+        min_dim: linear layers with fewer inputs or outputs on a tp rank stay in param_dtype, which is faster
+            for them
+        all_gather: all-gather the operands of float8 products in float8, half the bytes of bfloat16: weights,
+            and the tokens that tensor parallelism gathers; tensorwise only
     """
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
@@ -56,52 +55,56 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is laid out over the processes. auto: as said here; with plan=auto the planner chooses.
+    """Layout of the model over the processes. auto is the default given here; with plan=auto the planner
+    chooses.
 
     Args:
         plan: manual (the keys below decide), auto (the planner chooses what they leave open, for this
-            machine), or the path of a plan file, which then decides alone
-        strategy: a name for degrees and resharding: full_shard, shard_grad_op, no_shard (also called ddp),
+            machine), or the path of a plan file, which sets all of them
+        strategy: preset for degrees and resharding: full_shard, shard_grad_op, no_shard (also called ddp),
             hybrid_shard or hybrid_shard_zero2; null leaves them to the keys below
-        dp_replicate: degree of replication across groups of shards (HSDP); auto is 1
-        dp_shard: degree of sharding (FSDP2); -1 or auto is all processes that the other degrees leave
+        dp_replicate: degree of replication of shard groups (HSDP); auto is 1
+        dp_shard: degree of sharding (FSDP2); -1 or auto is the number of processes divided by the other
+            degrees
         tp: degree of tensor parallelism; auto is 1
-        tp_modules: parts of the model that tensor parallelism splits; the others are whole on every tp rank
-        sequence_parallel: between the parts split by tensor parallelism each rank holds its share of the
-            tokens
-        loss_parallel: the loss is computed from logits split over the vocabulary; false gathers them first
+        tp_modules: parts of the model that tensor parallelism splits; the others are unsharded on every tp
+            rank
+        sequence_parallel: shard the tokens over the tp ranks between the parts that tensor parallelism splits
+        loss_parallel: compute the loss from logits that are sharded over the vocabulary; false gathers them
+            first
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again for
-            its backward; an int reshards to groups of that many processes; auto is true
-        forward_prefetch: how many units ahead a unit's forward starts the next all-gathers; auto is 1
-        backward_prefetch: how many units ahead in backward; auto is 1
-        activation_checkpoint: none keeps a block's activations; full recomputes each block in its backward;
-            selective recomputes what selective_policy does not keep; budget lets the compiler choose within
-            activation_budget; offload keeps them in host memory, but for those of its last block, which are
-            needed first; auto is none
-        activation_checkpoint_blocks: how many blocks activation_checkpoint is for, the first ones (units of
-            them, where unit_min_params joins some); auto is all
-        selective_policy: what selective keeps: matmul (every matrix product, attention and tp reduction),
-            half_matmul (every second product), attention (no products), every:N (recomputes every N-th unit
-            of blocks in full), or a comma-separated list of operators such as aten.mm,aten.silu; OP/2 keeps
-            every second call
-        activation_budget: share of a block's activations that budget keeps, from 0 (recompute all) to 1
-        unit_min_params: join neighbouring blocks into units of at least this many parameters; 0 is a unit per
+            its backward; an int reshards within groups of that many processes; auto is true
+        forward_prefetch: number of units whose all-gathers a unit's forward starts ahead; auto is 1
+        backward_prefetch: number of units ahead in the backward; auto is 1
+        activation_checkpoint: none saves a block's activations; full recomputes each block in its backward;
+            selective recomputes activations that selective_policy does not save; budget lets the compiler
+            choose within activation_budget; offload copies them to host memory, except for the last block,
+            whose backward is first; auto is none
+        activation_checkpoint_blocks: number of blocks, from the first, that activation_checkpoint applies to
+            (units, if unit_min_params joins blocks); auto is all
+        selective_policy: results that selective saves: matmul (every matrix product, attention and tp
+            reduction), half_matmul (every second product), attention (no products), every:N (recomputes every
+            N-th unit of blocks in full), or a comma-separated list of operators such as aten.mm,aten.silu;
+            OP/2 saves every second call
+        activation_budget: share of a block's activations that budget saves, from 0 (recompute all) to 1
+        unit_min_params: join neighboring blocks into units of at least this many parameters; 0 is a unit per
             block
-        storage_dtype: dtype in which parameters, and their gradients, are kept sharded: float32, or bfloat16,
-            whose updates are rounded stochastically
-        param_dtype: dtype of gathered parameters and of computation: float32 or bfloat16; auto is bfloat16
-            where the device multiplies it faster
+        storage_dtype: dtype of sharded parameters and their gradients: float32, or bfloat16, with
+            stochastically rounded updates
+        param_dtype: dtype of gathered parameters and of computation: float32 or bfloat16; auto is bfloat16 on
+            a device that multiplies it faster
         reduce_dtype: dtype of gradient reduction: float32 or bfloat16
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory
-        attention: kernel of attention, which runs or fails: cudnn, flash, efficient, math, flex (documents
-            apart, on a GPU), cpu (ours); auto is cpu on a CPU, on a GPU the fastest known for it
-        loss_chunk_tokens: tokens whose logits are there at a time: the head's gradients are made chunk by
-            chunk; 0 makes the logits of a micro batch at once; auto is 2048 for longer micro batches
-        fused_projections: one product for wq, wk and wv, and one for w1 and w3; the weights stay apart
-        async_tp: run tensor-parallel collectives beside the products that need them, in pieces (compiled,
-            over NVLink)
-        float8: products in float8
-        compile: how blocks are compiled
+        attention: attention kernel, without fallback: cudnn, flash, efficient, math, flex (masks across
+            documents on a GPU), cpu (our own); auto is cpu on a CPU, and the fastest known on a GPU
+        loss_chunk_tokens: tokens per chunk of logits; the head's gradients are computed chunk by chunk; 0
+            computes all logits of a micro batch at the same time; auto is 2048 for longer micro batches
+        fused_projections: one matrix product for wq, wk and wv, and one for w1 and w3; the weights stay
+            separate
+        async_tp: overlap tensor-parallel collectives with the matrix products next to them, in pieces
+            (compiled, over NVLink)
+        float8: matrix products in float8
+        compile: compilation of the blocks
     """
 
     plan: str = "manual"

@@ -1,9 +1,10 @@
-"""Products in float8, by torchao: which linears, with which scales, and weights sent in float8.
+"""Matrix products in float8, by torchao: selected linear layers, scales, and all-gathers of weights in
+float8.
 
-Source of the recipes: torchao.float8 (tensorwise: one scale for each tensor; rowwise: one for each row of
-what is multiplied). Activations, weights and gradients are scaled by their own largest value, each time they
-are multiplied. Parameters keep their names and dtypes; those that FSDP2 is to send in float8 are wrapped in a
-tensor of torchao's that knows how, which `fsdp.local_part` looks through.
+Source of the recipes: torchao.float8 (tensorwise: one scale per tensor; rowwise: one scale per row of each
+operand). Activations, weights and gradients are scaled by their own largest value at every product.
+Parameters keep their names and dtypes; those that FSDP2 gathers in float8 are wrapped in a torchao tensor,
+which `fsdp.local_part` unwraps.
 """
 
 import fnmatch
@@ -21,34 +22,34 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import Float8Plan, Plan
 
-LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies float8 (torch._scaled_mm): Ada, Hopper and newer
+LEAST_CAPABILITY = (8, 9)  # of a GPU with float8 products (torch._scaled_mm): Ada, Hopper and newer
 
 
 def check_float8(plan: Float8Plan, device: torch.device) -> None:
-    """Raise PlanError unless this machine can multiply as the plan says. A CPU emulates it."""
+    """Raise PlanError unless this machine supports the plan's float8 products. A CPU emulates them."""
     _import_torchao()
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         raise PlanError(
             f"parallel.float8.recipe={plan.recipe} needs a GPU of compute capability "
             f"{_version(LEAST_CAPABILITY)} or more, and {torch.cuda.get_device_name(device)} has "
-            f"{_version(found)}: use none"
+            f"{_version(capability)}: use none"
         )
 
 
 def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
-    """Give the plan's linears products in float8, in place, before anything else is done to the model. Raises
-    PlanError where torchao is not installed, and if a pattern meets no linear."""
-    found = dict.fromkeys(plan.float8.linears, 0)
+    """Convert the plan's linear layers to float8 products, in place; call it before all other changes to the
+    model. PlanError if torchao is not installed or a pattern matches no linear layer."""
+    matches = dict.fromkeys(plan.float8.linears, 0)
 
     def chosen(module: nn.Module, name: str) -> bool:
-        pattern = next((p for p in found if fnmatch.fnmatchcase(name, p)), None)
+        pattern = next((p for p in matches if fnmatch.fnmatchcase(name, p)), None)
         if pattern is not None:
-            found[pattern] += 1
+            matches[pattern] += 1
         return pattern is not None
 
     convert, recipes = _import_torchao()
-    # Padded where the tokens of a micro batch, which the gradient of a weight sums over, are no multiple of
-    # 16.
+    # Pads if the number of tokens in a micro batch, the inner dim of a weight's gradient, is not a multiple
+    # of 16.
     config = replace(
         recipes(plan.float8.recipe),
         emulate=device_type == "cpu",
@@ -56,8 +57,8 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
         enable_fsdp_float8_all_gather=plan.float8.all_gather,
     )
     convert(model, config=config, module_filter_fn=chosen)
-    if missed := [pattern for pattern, times in found.items() if not times]:
-        raise PlanError(f"float8: linears: {missed[0]} meets no linear of this model")
+    if unmatched := [pattern for pattern, count in matches.items() if not count]:
+        raise PlanError(f"float8: linears: {unmatched[0]} matches no linear layer of this model")
     for module in model.modules():
         if hasattr(module, "linear_mm_config"):
             module.product = MethodType(_product, module)  # type: ignore[assignment]
@@ -66,22 +67,23 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
 
 
 def scales_ahead(plan: Plan) -> bool:
-    """Whether weights are scaled for their next all-gather as soon as the optimizer has changed them."""
-    # FSDP2 copies an offloaded weight to the device without its scale
+    """Return whether the scales of weights are computed right after the optimizer step, for the next
+    all-gather."""
+    # with CPU offload FSDP2 copies a weight to the device without its scale
     return plan.float8.all_gather and not plan.cpu_offload
 
 
 def _scale_after_each_step(model: nn.Module) -> None:
-    """By whichever optimizer, so that no loop has to know of it: a hook of all optimizers, which looks whose
-    weights have changed."""
-    of_model = weakref.ref(model)
+    """Register a hook on all optimizers that updates the scales after a step on this model's weights, so that
+    training loops need no extra call."""
+    model_reference = weakref.ref(model)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        model = of_model()
+        model = model_reference()
         if model is not None and _changes(optimizer, model):
             scale_weights(model)
 
-    # Never removed: torch goes through its hooks while one could be.
+    # Never removed: torch iterates over its hooks, and removing one meanwhile would fail.
     register_optimizer_step_post_hook(after_step)
 
 
@@ -91,24 +93,24 @@ def _changes(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 def scale_weights(model: nn.Module) -> None:
-    """The scales of all weights that are sent in float8, by one all-reduce, where each all-gather would need
-    one for each."""
+    """Compute the scales of all weights that are gathered in float8 by one all-reduce, instead of one
+    all-reduce per weight at each all-gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _product(module: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """x[..., K] · weight[N, K] -> [..., N]: what torchao's linear does with its own weight, for a rank's part
-    of one."""
+    """x[..., K] · weight[N, K] -> [..., N]: the product of torchao's linear, with a rank's shard of the
+    weight."""
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     return matmul_with_hp_or_float8_args.apply(x, weight.t(), module.linear_mm_config, module.config)
 
 
 def _import_torchao() -> tuple[Any, Any]:
-    """Its function that converts a model, and its recipes by name. It says on import what else it could do on
-    a GPU."""
+    """Return torchao's function that converts a model, and its constructor of a recipe by name. Silences the
+    hints that torchao logs on import."""
     for noisy in ("torchao", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Forwards without a backward, by the graphs that were compiled for training."""
+"""Forwards without a backward, with the graphs compiled for training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def without_backward(model: nn.Module) -> Iterator[None]:
-    """Within it forwards keep nothing for a backward and send nothing to host memory, though autograd may be
-    on, without which compiled blocks would need a second graph. At the end every gathered parameter is freed:
-    without a backward, FSDP2 keeps those of the last unit."""
+    """Context manager in which forwards save no activations and offload none, even with autograd enabled.
+
+    Autograd stays enabled because compiled blocks would need a second graph without it. At the end all
+    gathered parameters are freed: FSDP2 keeps those of the last unit gathered until its backward.
+    """
     offload = getattr(model, "activation_offload", None)
     if offload is not None:
         offload.enabled = False
@@ -29,8 +31,8 @@ def without_backward(model: nn.Module) -> Iterator[None]:
 
 
 def _drop(_tensor: Any) -> None:
-    """Nothing, for what a forward saves."""
+    """Return None in place of a saved tensor."""
 
 
 def _refuse(_nothing: None) -> NoReturn:
-    raise RuntimeError("a backward of what was computed without_backward: nothing was kept for it")
+    raise RuntimeError("backward of an output computed in without_backward: no activations were saved for it")

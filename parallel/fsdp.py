@@ -21,9 +21,9 @@ from meshwright.parallel.plan.schema import Plan, UnitPlan, prefetch_schedule
 
 
 def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Shard each unit, then the root (which is left with no parameters of its own), in place.
+    """Shard each unit, then the root (which has no parameters left), in place.
 
-    Also with one process: the same code, the same precision policy and the same names everywhere.
+    Applies to one process too, so that code, precision policy and parameter names are the same everywhere.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units():
@@ -39,27 +39,29 @@ def apply_fsdp(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are summed: the loss is already divided, once, by the tokens of the global batch. A
-            # plain sum also spares gloo PREMUL_SUM, which it does not have and FSDP2 uses for other divisors.
+            # Sum gradients: the loss is already divided by the tokens of the global batch. For other divisors
+            # FSDP2 uses PREMUL_SUM, which gloo does not support.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager
 def _same_groups_for_all_units() -> Iterator[None]:
-    """With reshard_after_forward=INT, FSDP2 (torch 2.11 to 2.13) makes a mesh for the smaller groups anew for
-    every unit: two process groups each, with their sockets, threads and, on GPUs, a communicator's memory.
-    Here units share one."""
+    """Make units with the same reshard_after_forward=INT share one mesh.
+
+    FSDP2 (torch 2.11 to 2.13) makes a mesh of the smaller groups for every unit: two process groups each,
+    with sockets, threads and, on GPUs, a communicator's memory.
+    """
     fsdp: Any = _fully_shard
-    make_mesh, made = fsdp._get_post_forward_mesh_info, dict[tuple[int, DeviceMesh], Any]()
+    make_mesh, meshes = fsdp._get_post_forward_mesh_info, dict[tuple[int, DeviceMesh], Any]()
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):
             return make_mesh(reshard_after_forward, mesh_info)
         key = (reshard_after_forward, mesh_info.mesh)
-        if key not in made:
-            made[key] = make_mesh(reshard_after_forward, mesh_info)
-        return made[key]
+        if key not in meshes:
+            meshes[key] = make_mesh(reshard_after_forward, mesh_info)
+        return meshes[key]
 
     fsdp._get_post_forward_mesh_info = shared
     try:
@@ -69,8 +71,8 @@ def _same_groups_for_all_units() -> Iterator[None]:
 
 
 def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:
-    # Inputs are not cast: hidden states come out of the unit before in this one's dtype (the plan is checked
-    # for it), and RoPE's tables stay float32.
+    # Inputs are not cast: hidden states leave the previous unit in this unit's dtype (the plan's check
+    # ensures it), and RoPE's tables stay float32.
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, unit.param_dtype),
         reduce_dtype=getattr(torch, unit.reduce_dtype),
@@ -80,10 +82,10 @@ def _precision(unit: UnitPlan) -> MixedPrecisionPolicy:
 
 
 def apply_prefetch(model: nn.Module, plan: Plan) -> None:
-    """Set which units' all-gathers each unit starts ahead of need, forward and backward.
+    """Set the units whose all-gathers each unit starts ahead, in forward and backward.
 
-    A unit of several modules is addressed through its first. A backward list is never left empty, because
-    FSDP2 would then choose for itself: a unit that names itself prefetches nothing.
+    A unit of several modules is represented by its first. A unit without backward prefetch gets itself as
+    list, because FSDP2 replaces an empty list by its own choice.
     """
     forward, backward = prefetch_schedule(plan, "forward"), prefetch_schedule(plan, "backward")
     for unit in plan.units:
@@ -100,23 +102,24 @@ def _fsdp_module(model: nn.Module, unit: UnitPlan) -> FSDPModule:
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Say before a backward whether the optimizer step follows it.
+    """Set before a backward whether it is the last before the optimizer step.
 
-    Every micro batch reduces into the sharded gradients, so no rank ever keeps whole ones; the all-reduce of
-    HSDP runs in the last one only.
+    Every micro batch is reduce-scattered into the sharded gradients, so no rank keeps full gradients; the
+    all-reduce of HSDP runs in the last micro batch only.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)
 
 
 def copy_shard(parameter: Tensor, value: Tensor) -> None:
-    """Fill a parameter with its part of a whole tensor that every rank has computed; nothing is sent."""
+    """Copy this rank's shard of a full tensor into a parameter, without communication: every rank has the
+    tensor."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, also of a weight that is wrapped to be sent in float8."""
+    """Return this rank's shard of a tensor, unwrapping a weight that is gathered in float8."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)

@@ -1,5 +1,5 @@
-"""The norm of the gradient over any mix of mesh axes, of the whole model and of each FSDP unit, and what
-clipping divides by."""
+"""Gradient norms of the full model and of each FSDP unit, over any combination of mesh axes, and the divisor
+for clipping."""
 
 import math
 from collections.abc import Sequence
@@ -14,24 +14,27 @@ from meshwright.parallel.plan.schema import Plan
 
 
 def unit_parameters(model: nn.Module, plan: Plan) -> dict[str, list[nn.Parameter]]:
-    """The trained parameters of each unit, by its name in the plan, each once: one that several modules share
-    belongs to the first unit that has it. A unit of which nothing is trained is left out."""
-    taken: set[nn.Parameter] = set()
+    """Return the trained parameters of each unit, by its name in the plan. A shared parameter belongs to the
+    first unit that contains it. Units without trained parameters are left out."""
+    assigned: set[nn.Parameter] = set()
     units = {}
     for unit in plan.units:
-        held = [p for name in unit.modules for p in model.get_submodule(name).parameters() if p.requires_grad]
-        if mine := [p for p in dict.fromkeys(held) if p not in taken]:
-            units[unit.name] = mine
-            taken.update(mine)
+        trained = [
+            p for name in unit.modules for p in model.get_submodule(name).parameters() if p.requires_grad
+        ]
+        if remaining := [p for p in dict.fromkeys(trained) if p not in assigned]:
+            units[unit.name] = remaining
+            assigned.update(remaining)
     return units
 
 
 def unit_gradient_norms(units: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The norm of each unit's gradient, float32 [units], the same on every rank, from one all-reduce of that
-    many numbers. The root of the sum of their squares is `fsdp.gradient_norm` of all parameters. Every rank
-    calls it, after the backward of the last micro batch and before the optimizer, which may change gradients
-    in place."""
-    squares = torch.stack([square_held(parameters) for parameters in units])
+    """Return the norm of each unit's gradient, float32 [units], the same on every rank, by one all-reduce.
+
+    The root of the sum of their squares is `gradient_norm` of all parameters. Every rank must call it, after
+    the backward of the last micro batch and before the optimizer step, which may change gradients in place.
+    """
+    squares = torch.stack([local_square(parameters) for parameters in units])
     dist.all_reduce(squares)
     return squares.sqrt()
 
@@ -40,38 +43,37 @@ CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def gradient_norm(parameters: Sequence[Tensor], loss: Tensor) -> Tensor:
-    """The norm of the whole model's gradient, a plain scalar, the same on every rank; not finite on all of
-    them if a gradient or `loss` is not finite on one.
+    """Return the norm of the full model's gradient, a plain scalar, the same on every rank; non-finite on all
+    ranks if a gradient or `loss` is non-finite on one.
 
-    From one reading and one all-reduce: each rank adds up the squares of what it holds, each divided by how
-    many ranks hold the same. So it does not matter which axes shard a gradient, where torch's own function
-    takes gradients of one mesh only and reduces each apart. Norms of bfloat16 gradients are float32: in their
-    own dtype they would keep 8 bits.
+    Reads gradients once and calls one all-reduce: each rank sums the squares of its shards, each divided by
+    the number of ranks with the same shard. This works for any sharding; torch's own function supports
+    gradients of one mesh only and reduces each separately. Norms of bfloat16 gradients are float32, because
+    bfloat16 has 8 significant bits.
     """
-    square = square_held(parameters)
-    square += 0 * loss.to(square.device)  # 0, or not a number
+    square = local_square(parameters)
+    square += 0 * loss.to(square.device)  # 0, or NaN for a non-finite loss
     dist.all_reduce(square)
     return square.sqrt()
 
 
-def square_held(parameters: Sequence[Tensor]) -> Tensor:
-    """What this rank adds to the square of the norm of the parameters' gradient, a float32 scalar: summed
-    over all ranks it is that square."""
+def local_square(parameters: Sequence[Tensor]) -> Tensor:
+    """Return this rank's summand of the squared norm of the parameters' gradient, a float32 scalar."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    held = [local_part(grad) for grad in grads]
-    norms = torch._foreach_norm(held, 2, torch.float32)
+    shards = [local_part(grad) for grad in grads]
+    norms = torch._foreach_norm(shards, 2, torch.float32)
     torch._foreach_mul_(norms, [_copies(grad) ** -0.5 for grad in grads])
     return torch.stack(norms).square().sum()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients are to be divided by for a global norm of at most `max_norm`: 1 below it; None where
-    that is 0, never."""
+    """Return the divisor that clips gradients to a global norm of at most `max_norm`: 1 for smaller norms;
+    None (no clipping) if `max_norm` is 0."""
     return ((norm + CLIP_EPS) / max_norm).clamp(min=1.0) if max_norm > 0 else None
 
 
 def _copies(grad: Tensor) -> int:
-    """How many ranks of the run hold the same part of this gradient."""
+    """Return the number of ranks with the same shard of this gradient."""
     if not isinstance(grad, DTensor):
         return dist.get_world_size()
     mesh = grad.device_mesh

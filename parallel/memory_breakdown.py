@@ -1,4 +1,4 @@
-"""Memory of one rank by kind: what a prediction says and a simulation counts."""
+"""Memory of one rank by kind, as predicted or simulated."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ class MemoryBreakdown:
     """Bytes of one rank.
 
     Args:
-        params: this rank's share of the parameters
-        grads: of their gradients
-        optimizer: of the optimizer's state
-        unsharded: parameters that are gathered, with the buffers they are gathered through
-        activations: everything else that forward and backward make, kept or passing
-        logits: logits, and what the loss makes of them and their gradient
-        buffers: whole gradients on their way through the reduction; the model's buffers; the rest
+        params: this rank's shard of the parameters
+        grads: its shard of the gradients
+        optimizer: its shard of the optimizer state
+        unsharded: gathered parameters and the buffers of their all-gathers
+        activations: all other tensors of forward and backward, saved or temporary
+        logits: logits, their gradient and the loss's intermediate tensors
+        buffers: full gradients during their reduction; the model's buffers; the rest
     """
 
     params: int = 0
@@ -30,6 +30,7 @@ class MemoryBreakdown:
 
     @functools.cached_property
     def total(self) -> int:
+        """The sum of all kinds."""
         return (
             self.params
             + self.grads
@@ -41,18 +42,19 @@ class MemoryBreakdown:
         )
 
     def gib(self) -> dict[str, float]:
-        """In GiB, by kind."""
+        """Return GiB by kind."""
         return {kind: size / GIB for kind, size in dataclasses.asdict(self).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """A step's memory: the most of each kind at any time, and each kind at the moment when all together are
-    most."""
+    """Memory of a step: `memory`, the maximum of each kind at any time; `at_peak`, each kind at the time of
+    the largest total."""
 
     memory: MemoryBreakdown
     at_peak: MemoryBreakdown
 
     @property
     def peak_bytes(self) -> int:
+        """The largest total of the step."""
         return self.at_peak.total

@@ -1,5 +1,5 @@
-"""Operators of ATen and c10d by what they do, eager or in a graph: views, matrix products, collectives; and
-what a model's own operator is made of."""
+"""Kinds of ATen and c10d operators, eager or in a graph: views, matrix products, collectives; and the Python
+body of custom operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,9 @@ from torch.fx import Node
 
 
 def inner_code(op: Any) -> Callable[..., Any] | None:
-    """The Python function behind an operator made with torch.library.custom_op; None for all others, for
-    torch's own, and for those whose name says that they are one kernel."""
+    """Return the Python body of a `torch.library.custom_op`, so that tracers can look inside it. None for
+    other operators, for torch's own, and for those with "attention" or "kernel" in their name, which count as
+    one kernel."""
     defined = OPDEFS.get(op.name()) if op.namespace != "aten" else None
     if (
         defined is None
@@ -52,9 +53,11 @@ COLLECTIVES = {
 
 
 def attention_flops(name: str, arguments: Any) -> float:
-    """Of causal attention, half of the square. The forward is two products; the backward five, one of them
-    done again (FlashAttention, arXiv 2205.14135). Its arguments begin with q[B, N, T, H], k; the backward's
-    with the gradient."""
+    """Return the floating-point operations of causal attention: half of the T x T scores, in two products
+    forward and five backward, one of them recomputed (FlashAttention, arXiv 2205.14135).
+
+    `arguments` begin with q[B, N, T, H], k; those of the backward with the gradient.
+    """
     backward = "backward" in name
     q, k = (x.meta["val"] if isinstance(x, Node) else x for x in arguments[backward : backward + 2])
     square = q.numel() * k.shape[-2]

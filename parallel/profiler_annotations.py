@@ -1,5 +1,5 @@
-"""Names for what each FSDP unit computes, in a profile. What FSDP2 does itself (gather, wait, reduce) it
-names itself."""
+"""Profiler annotations for the forward and backward of each FSDP unit. FSDP2 itself annotates its
+all-gathers, waits and reductions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,48 +15,50 @@ from meshwright.parallel.plan.schema import Plan
 
 
 def name_units(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
-    """Record every unit's work as "UNIT forward" and "UNIT backward", compiled or not, until all handles are
-    removed.
+    """Annotate every unit's work as "UNIT forward" and "UNIT backward", compiled or not, until the returned
+    handles are removed.
 
-    The ranges begin behind the gathering that FSDP2's hooks wait for, and end before they reshard and reduce;
-    each module of a unit has its own. They are made by hooks, which dynamo runs outside its graphs: nothing
-    is compiled anew.
+    The ranges begin after the all-gather that FSDP2's hooks wait for, and end before those reshard and
+    reduce; each module of a unit has its own ranges. Hooks record them outside of dynamo's graphs, so nothing
+    recompiles.
     """
-    outside = torch.compiler.disable
+    untraced = torch.compiler.disable
     handles = []
     for unit in plan.units:
         for name in unit.modules:
-            module, named = model.get_submodule(name), _Named(unit.name)
+            module, hooks = model.get_submodule(name), _ModuleHooks(unit.name)
             handles += [
-                module.register_forward_pre_hook(outside(named.before_forward)),
-                # before FSDP2's
-                module.register_forward_hook(outside(named.after_forward), prepend=True),
-                module.register_forward_hook(outside(named.before_backward)),
-            ]  # after it
+                module.register_forward_pre_hook(untraced(hooks.before_forward)),
+                # runs before FSDP2's hook
+                module.register_forward_hook(untraced(hooks.after_forward), prepend=True),
+                # runs after it
+                module.register_forward_hook(untraced(hooks.before_backward)),
+            ]
     return handles
 
 
-class _Named:
+class _ModuleHooks:
     """The hooks of one module."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
         self._open: record_function | None = None
-        self._ends: list[RemovableHandle] = []  # of the backwards to come; parameters would keep them
+        self._ends: list[RemovableHandle] = []  # of pending backwards; removed, as parameters would keep them
 
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """FSDP2 has gathered the parameters. The backward ends once the gradients of the inputs are there;
-        those of the parameters, where no input has one, as of an embedding."""
+        """Begin the forward range, after FSDP2's all-gather. The backward range ends when the gradients of
+        the inputs are computed, or those of the parameters if no input needs one, as for an embedding."""
         ends = _differentiable(inputs) or [p for p in module.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and ends:
             self._ends.append(register_multi_grad_hook(ends, self._end_backward))
         self._begin("forward")
 
     def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """End the forward range, before FSDP2 reshards."""
         self._end()
 
     def before_backward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Behind FSDP2's own hook on the output, which gathers."""
+        """Begin the backward range in a hook on the output, after FSDP2's own hook, which gathers."""
         for tensor in _differentiable(output):
             tensor.register_hook(lambda gradient: self._begin("backward"))
 

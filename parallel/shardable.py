@@ -1,29 +1,29 @@
-"""What `parallel/` asks of a model besides being an nn.Module, and what it leaves on the model's modules.
-Nothing else passes between a model and its parallelisation but the data of a `ModelUnits`."""
+"""The complete interface between a model and `parallel/`, apart from the data of a `ModelUnits`: methods that
+`parallel/` calls, and attributes that it sets on the model and its modules."""
 
 from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
 class ShardableModel(Protocol):
-    """A model with a choice of kernels; one without leaves the method out.
+    """A model with selectable kernels. Models without them need not implement it.
 
-    Its modules may have two methods. `matrix() -> Tensor`, of a linear whose weight others multiply with: the
-    weight to use, of which tensor parallelism gives this rank's part. `split_vocabulary(group_name, rank)`,
-    of the loss, a module of style "loss": from now on the logits are this rank's share of the vocabulary.
+    Modules may have two methods. `matrix() -> Tensor`, of a linear layer whose weight other modules read,
+    returns the weight; tensor parallelism overrides it with this rank's shard. `split_vocabulary(group_name,
+    rank)`, of the loss (a module of style "loss"), sets that logits are this rank's share of the vocabulary.
     """
 
     def choose_kernels(self, attention: str, loss_chunk_tokens: int, fused_projections: bool) -> None:
-        """The kernel of attention, of `ModelUnits.attention_kernels`; tokens whose logits are there at a
-        time, 0 for all; and whether projections of the same input are one product."""
+        """Set the attention kernel (of `ModelUnits.attention_kernels`), the tokens per chunk of logits (0: no
+        chunks), and whether projections of the same input are fused into one matrix product."""
 
 
-# Attributes that are set on a model or its modules -> who sets it; who reads it.
-MARKS = {
+# Attribute set on a model or its modules -> the file that sets it, and its use.
+ATTRIBUTES = {
     "tensor_axis": "tensor_parallel.py, on split modules: the axis that their forwards use",
-    "matrix": "tensor_parallel.py, on modules that have the method: this rank's part of the weight",
-    "product": "float8.py, on linears: how tensor_parallel.py multiplies with this rank's part of the weight",
-    "saved_ops": "activation_checkpoint.py, on recomputed modules: what their own forward keeps",
-    "activation_offload": "activation_offload.py, on the model: switched off by forward_only.py",
-    "_compiled_call_impl": "activation_offload.py, torch's own place for what runs in place of a call",
+    "matrix": "tensor_parallel.py, on modules with this method: returns this rank's shard of the weight",
+    "product": "float8.py, on linear layers: tensor_parallel.py multiplies with the weight's shard by it",
+    "saved_ops": "activation_checkpoint.py, on recomputed modules: operators whose results are saved",
+    "activation_offload": "activation_offload.py, on the model: forward_only.py disables it",
+    "_compiled_call_impl": "activation_offload.py, torch's own attribute: the function that replaces a call",
 }

@@ -1,4 +1,4 @@
-"""Plain data, as YAML and JSON have it, as the dataclass that declares what it must be."""
+"""Convert plain data from YAML or JSON to dataclasses, with strict types."""
 
 import dataclasses
 import difflib
@@ -13,13 +13,13 @@ import msgspec
 from meshwright.parallel.errors import one_line
 
 T = TypeVar("T")
-# What a field may be beyond its type. The upper bounds leave out infinity, and integers too large for torch.
+# Field types with bounds. The upper bounds exclude infinity, and integers too large for torch.
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-_WORDS = {
+_TYPE_NAMES = {
     "int": "an integer",
     "float": "a number",
     "str": "a word",
@@ -32,25 +32,29 @@ _WORDS = {
 
 
 def structure(cls: type[T], data: Any, place: str) -> T:
-    """`data` as the dataclass `cls`: every field is given, no other key is, and each value is of its field's
-    declared type, as msgspec.convert reads it strictly (true is no number, an int is a float). What is of its
-    type already stays. Raises ValueError with all mistakes, each with `place` (a file), key and value."""
+    """Convert `data` to the dataclass `cls`.
+
+    The keys must be exactly the fields, and each value of its field's type by the strict rules of
+    msgspec.convert (true is not a number, an int is a float). Values that already have their type stay.
+    ValueError that lists all mistakes, each with `place` (a file), key and value.
+    """
     mistakes: list[str] = []
-    made: T = _make(cls, data, "", mistakes)
+    converted: T = _convert(cls, data, "", mistakes)
     if mistakes:
         raise ValueError(report(place, mistakes))
-    return made
+    return converted
 
 
 def report(place: str, mistakes: Sequence[str]) -> str:
-    """One mistake on a line with its place; several below it."""
+    """Return `place` and the mistakes as text: one mistake on the same line, several on lines of their
+    own."""
     if len(mistakes) == 1:
         return one_line(f"{place}: {mistakes[0]}")
     return "\n".join([f"{place}:", *(f"  {one_line(mistake)}" for mistake in mistakes)])
 
 
 def wrong_keys(given: Iterable[Any], wanted: Sequence[str], place: str = "") -> list[str]:
-    """Keys that are not among the wanted ones, each with the nearest of these, and those that are missing."""
+    """Return messages for the unknown keys, each with the most similar wanted key, and for missing keys."""
     given, mistakes = list(given), []
     for key in given:
         if key not in wanted:
@@ -63,32 +67,32 @@ def wrong_keys(given: Iterable[Any], wanted: Sequence[str], place: str = "") -> 
     return mistakes
 
 
-def _make(wanted: Any, value: Any, place: str, mistakes: list[str]) -> Any:
-    """The value as the wanted type; dataclasses, lists and mappings part by part, so that the place of every
-    mistake is known."""
+def _convert(wanted: Any, value: Any, place: str, mistakes: list[str]) -> Any:
+    """Convert the value to the wanted type; dataclasses, lists and mappings by element, so that every mistake
+    has its place."""
     kind, inner = get_origin(wanted), get_args(wanted)
     if isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(value, dict):
         fields = _fields(wanted)
         if value.keys() != fields.keys():
             mistakes += wrong_keys(value, list(fields), place)
         parts = {
-            key: _make(fields[key], part, _join(place, key), mistakes)
+            key: _convert(fields[key], part, _join(place, key), mistakes)
             for key, part in value.items()
             if key in fields
         }
         return None if mistakes else wanted(**parts)
     if kind is tuple and inner[1:] == (...,) and isinstance(value, list):
-        return tuple(_make(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
+        return tuple(_convert(inner[0], part, f"{place}[{i}]", mistakes) for i, part in enumerate(value))
     if kind in (dict, Mapping) and isinstance(value, dict):
         return {
-            _make(inner[0], key, f"{place}: key", mistakes): _make(
+            _convert(inner[0], key, f"{place}: key", mistakes): _convert(
                 inner[1], part, _join(place, key), mistakes
             )
             for key, part in value.items()
         }
     try:
         return msgspec.convert(value, wanted)
-    except ValueError as error:  # msgspec's own, and of text with half of a surrogate pair
+    except ValueError as error:  # from msgspec, or for text with an unpaired surrogate
         shown = one_line(repr(value), 80)
         mistakes.append(f"{f'{place}={shown}' if place else shown}{_rule(str(error), wanted)}")
         return None
@@ -100,15 +104,15 @@ def _fields(cls: type) -> dict[str, Any]:
 
 
 def _rule(error: str, wanted: Any) -> str:
-    """What the value must be, of msgspec's "Expected `int`, got `str` - at `$[0]`"."""
+    """Return the violated rule, from msgspec's "Expected `int`, got `str` - at `$[0]`"."""
     if get_origin(wanted) is Literal:
         return f" must be one of {', '.join(map(str, get_args(wanted)))}"
-    said, _, inside = error.partition(" - at `$")
-    expected = re.fullmatch(r"Expected `([\w |]+)`(.*?)(?:, got .*)?", said, re.DOTALL)
+    message, _, element = error.partition(" - at `$")
+    expected = re.fullmatch(r"Expected `([\w |]+)`(.*?)(?:, got .*)?", message, re.DOTALL)
     if not expected:
-        return f": {said}"
-    types = " or ".join(_WORDS.get(name, name) for name in expected[1].split(" | "))
-    return f"{f': {inside[:-1]}' if inside else ''} must be {types}{expected[2].removesuffix('.0')}"
+        return f": {message}"
+    types = " or ".join(_TYPE_NAMES.get(name, name) for name in expected[1].split(" | "))
+    return f"{f': {element[:-1]}' if element else ''} must be {types}{expected[2].removesuffix('.0')}"
 
 
 def _join(place: str, key: object) -> str:

@@ -1,9 +1,9 @@
-"""Tensor parallelism: what the styles of a model's sharding table mean.
+"""Tensor parallelism: the implementation of the styles in a model's sharding table.
 
-Weights become DTensors on the tp axis, so that FSDP2 shards them further and checkpoints know their whole
-shape. Activations stay plain tensors: each styled module gets a forward that works on its rank's share and
-exchanges it where the sharding changes, as Megatron-LM does (arXiv 1909.08053; with sequence parallelism,
-arXiv 2205.05198).
+Weights become DTensors on the tp axis, so that FSDP2 can shard them further and checkpoints contain their
+full shape. Activations stay plain tensors: each module with a style gets a forward that computes this rank's
+shard and communicates where the sharding changes, as in Megatron-LM (arXiv 1909.08053; with sequence
+parallelism, arXiv 2205.05198).
 
 Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D dim, F ffn dim, V vocabulary.
 
@@ -15,18 +15,18 @@ Shapes: B batch, T tokens, t = T/tp with sequence parallelism and T without, D d
     loss       logits[B, T, V/tp], targets[B, T]                                -> the same loss on every rank
     gathered_logits             logits, then gathered over the vocabulary       -> logits[B, T, V]
 
-`whole_STYLE` stands where STYLE would in a part that is not split: the weight is whole on every rank, each
-computes the same, and only the share of the tokens changes.
+`whole_STYLE` is the style in a part that is not split: the weight is replicated, all tp ranks compute the
+same, and only the sharding of the tokens changes.
 
-Why not torch's own ParallelStyles: they run every operation of a block as a DTensor operation, and hand on
-collectives without waiting for them. On torch 2.13 an embedding whose output goes into a compiled block so
-(as AsyncCollectiveTensor) loses its gradient (tests/distributed/test_torch_faults.py). Here every collective
-is waited for where it is called.
+Why not torch's ParallelStyles: they run every operation of a block as a DTensor operation, and return the
+results of collectives without waiting for them. In torch 2.13 an embedding whose output enters a compiled
+block in this form (AsyncCollectiveTensor) loses its gradient (tests/distributed/test_torch_faults.py). Here
+every collective is followed by its wait.
 
-Another fault of torch 2.13 stays, shown there too: a compiled block with DTensor weights, theirs or ours,
-cannot recompute on a CPU what torch counts as random, such as its own attention: the saved random state gets
-between tensors and DeviceMesh. Our attention for CPUs is not random; on a GPU the random state is saved in
-another way.
+The same tests show another bug of torch 2.13, without workaround: on a CPU a compiled block with DTensor
+weights, with torch's styles or ours, cannot recompute operators that torch classifies as random, such as its
+own attention, because the saved random state is placed between tensors and DeviceMesh. Our CPU attention is
+not random; on a GPU the random state is saved differently.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,12 +44,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from meshwright.parallel.plan.rules import STYLE_NAMES
 from meshwright.parallel.plan.schema import Plan, TensorPlan, find_style
 
-TOKENS, CHANNELS = 1, 2  # dims of x[B, T, D]
+TOKENS, CHANNELS = 1, 2  # dimensions of x[B, T, D]
 
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tp axis as one rank sees it."""
+    """The tp axis of one rank: process group, degree, and this rank's index in the group."""
 
     group_name: str
     degree: int
@@ -58,22 +58,22 @@ class TensorAxis:
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Split the weights of a model on the meta device over `mesh`, the tp axis, and give its modules the
-    forwards that belong to their styles, in place. A weight that two modules share stays shared."""
+    """Shard the weights of a model on the meta device over `mesh`, the tp axis, and replace its modules'
+    forwards by those of their styles, in place. A weight shared by two modules stays shared."""
     axis = TensorAxis(
         mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), plan.tensor.sequence_parallel
     )
 
-    def share(whole: Tensor, placement: Placement) -> Tensor:
-        return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    def shard(full: Tensor, placement: Placement) -> Tensor:
+        return distribute_tensor(full, mesh, [placement], src_data_rank=None)
 
-    apply_styles(model, plan.tensor, axis, share)
+    apply_styles(model, plan.tensor, axis, shard)
 
 
 def apply_styles(
-    model: nn.Module, tensor: TensorPlan, axis: TensorAxis, share: Callable[[Tensor, Placement], Tensor]
+    model: nn.Module, tensor: TensorPlan, axis: TensorAxis, shard: Callable[[Tensor, Placement], Tensor]
 ) -> None:
-    """Give every module that the plan mentions its style; `share` makes this rank's part of a whole
+    """Apply the plan's style to every module that has one; `shard` returns this rank's shard of a full
     weight."""
     split: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules() if tensor.styles else ():
@@ -82,25 +82,24 @@ def apply_styles(
         if style == "loss":
             module.split_vocabulary(axis.group_name, axis.rank)  # type: ignore[operator]
             continue
-        if hasattr(module, "matrix"):  # whoever multiplies with the weight itself
+        if hasattr(module, "matrix"):  # other modules read the weight through it
             module.matrix = MethodType(_weight, module)
         forward, placement = STYLES[style]
-        whole = module.get_parameter("weight")
-        if whole not in split:
-            split[whole] = nn.Parameter(share(whole.detach(), placement), requires_grad=whole.requires_grad)
-        module.weight = split[whole]
+        full = module.get_parameter("weight")
+        if full not in split:
+            split[full] = nn.Parameter(shard(full.detach(), placement), requires_grad=full.requires_grad)
+        module.weight = split[full]
         module.tensor_axis = axis
         module.forward = MethodType(forward, module)
 
 
 def share_copies(parameters: Iterable[Tensor]) -> None:
-    """Where a part is not split, give every tp rank the first one's gradient of the weights that all of them
-    hold whole.
+    """Copy the first tp rank's gradients of replicated weights to all tp ranks, once a step; only needed if
+    `tp_modules` leaves a part of the model unsplit.
 
-    The ranks compute the same, but on GPUs not to the last bit (attention's backward adds in any order), and
-    nothing else would bring their copies together again: in hundreds of steps they would become different
-    models. Where every part is split only norms are whole, whose gradients come out of a sum over the ranks.
-    Once a step, of this rank's shards.
+    The ranks compute the same gradients, but on GPUs not bitwise (attention's backward adds in varying
+    order), so within hundreds of steps their copies would become different models. If every part is split,
+    only norms are replicated, and their gradients are summed over the ranks anyway.
     """
     copies = [
         (parameter, axis) for parameter in parameters if (axis := _axis_of_copies(parameter)) is not None
@@ -111,12 +110,13 @@ def share_copies(parameters: Iterable[Tensor]) -> None:
         if isinstance(grad := parameter.grad, DTensor):
             own = grad.to_local()
             if grad.device_mesh.get_local_rank(axis):
-                own.zero_()  # a sum to which the others add nothing
+                own.zero_()  # so that the sum is the first rank's gradient
             dist.all_reduce(own, group=grad.device_mesh.get_group(axis))
 
 
 def _axis_of_copies(parameter: Tensor) -> int | None:
-    """Which axis of its mesh is tp, if all ranks of that hold the parameter alike."""
+    """Return the index of the tp axis of the parameter's mesh if the parameter is replicated over it, else
+    None."""
     if not isinstance(parameter, DTensor) or "tp" not in (
         names := parameter.device_mesh.mesh_dim_names or ()
     ):
@@ -127,8 +127,7 @@ def _axis_of_copies(parameter: Tensor) -> int | None:
     )
 
 
-# What a tp rank does at the edge of a part, and what the backward does there. x is one rank's tensor
-# throughout.
+# Communication at the boundaries of a part, in the forward or the backward. x is this rank's local tensor.
 
 
 def _sum(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -145,50 +144,50 @@ def _sum_scatter(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     return _wait(_c10d.reduce_scatter_tensor(stacked, "sum", axis.degree, axis.group_name))
 
 
-def _own_share(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+def _local_chunk(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     return x.chunk(axis.degree, dim)[axis.rank].contiguous()
 
 
-def _nothing(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+def _identity(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     return x.view_as(x)
 
 
 _c10d = torch.ops._c10d_functional
-# Waiting at once keeps AsyncCollectiveTensor, which loses gradients on its way into a compiled block, out of
-# the model.
+# Wait immediately, so that no AsyncCollectiveTensor, which loses gradients on entering a compiled block,
+# occurs in the model.
 _wait = _c10d.wait_tensor
 
 
 class _Exchange(torch.autograd.Function):
-    """One of the functions above in the forward, another in the backward."""
+    """Apply one of the functions above in the forward, another in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, there: Any, back: Any, dim: int) -> Tensor:
-        ctx.axis, ctx.back, ctx.dim = axis, back, dim
-        return there(x, axis, dim)
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, in_forward: Any, in_backward: Any, dim: int) -> Tensor:
+        ctx.axis, ctx.in_backward, ctx.dim = axis, in_backward, dim
+        return in_forward(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.back(grad, ctx.axis, ctx.dim), None, None, None, None
+        return ctx.in_backward(grad, ctx.axis, ctx.dim), None, None, None, None
 
 
 def _enter(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
-    """x[B, t, D] -> x[B, T, D], in front of a part. Behind a split part the gradient comes in tp summands."""
+    """x[B, t, D] -> x[B, T, D], before a part. The gradient of a split part is the sum over the tp ranks."""
     if axis.sequence_parallel:
-        return _Exchange.apply(x, axis, _gather, _sum_scatter if split else _own_share, TOKENS)
-    return _Exchange.apply(x, axis, _nothing, _sum, TOKENS) if split else x
+        return _Exchange.apply(x, axis, _gather, _sum_scatter if split else _local_chunk, TOKENS)
+    return _Exchange.apply(x, axis, _identity, _sum, TOKENS) if split else x
 
 
 def _leave(x: Tensor, axis: TensorAxis, split: bool) -> Tensor:
-    """x[B, T, D], in tp summands if the part is split -> x[B, t, D]."""
+    """x[B, T, D] -> x[B, t, D], after a part. If the part is split, x is the sum over the tp ranks."""
     if axis.sequence_parallel:
-        return _Exchange.apply(x, axis, _sum_scatter if split else _own_share, _gather, TOKENS)
-    return _Exchange.apply(x, axis, _sum, _nothing, TOKENS) if split else x
+        return _Exchange.apply(x, axis, _sum_scatter if split else _local_chunk, _gather, TOKENS)
+    return _Exchange.apply(x, axis, _sum, _identity, TOKENS) if split else x
 
 
-# The forwards. `weight` is a DTensor, but for one rank alone; its gradient must be one of the same placement,
-# or Partial: then FSDP2 sums it over tp, in param_dtype, before it reduces it over the data-parallel ranks in
-# reduce_dtype.
+# The forwards. `weight` is a DTensor, except in a trace of a single rank. Its gradient must be a DTensor of
+# the same placement, or Partial: FSDP2 then sums it over tp, in param_dtype, before reducing it over the
+# data-parallel ranks in reduce_dtype.
 
 
 def _weight(module: nn.Module, partial: bool = False) -> Tensor:
@@ -199,21 +198,20 @@ def _weight(module: nn.Module, partial: bool = False) -> Tensor:
 
 
 def _product(module: Any, x: Tensor) -> Tensor:
-    """x[..., K] · weight[N, K] -> [..., N], in the way the module has been given, if any
-    (parallel/float8.py)."""
+    """x[..., K] · weight[N, K] -> [..., N], by the module's `product` if parallel/float8.py has set one."""
     return getattr(module, "product", F.linear)(x, _weight(module))
 
 
 def _vocab(self: Any, ids_BT: Tensor) -> Tensor:
     table = _weight(self)
     ids_BT = ids_BT - self.tensor_axis.rank * table.shape[0]
-    mine_BT = (ids_BT >= 0) & (ids_BT < table.shape[0])
-    x = F.embedding(ids_BT.where(mine_BT, 0), table) * mine_BT[..., None]
+    is_local_BT = (ids_BT >= 0) & (ids_BT < table.shape[0])
+    x = F.embedding(ids_BT.where(is_local_BT, 0), table) * is_local_BT[..., None]
     return _leave(x, self.tensor_axis, split=True)
 
 
 def _sequence(self: Any, x: Tensor) -> Tensor:
-    weight = _weight(self, partial=self.tensor_axis.sequence_parallel)  # each rank sees its own tokens only
+    weight = _weight(self, partial=self.tensor_axis.sequence_parallel)  # a gradient of this rank's tokens
     return _enter(F.rms_norm(x, self.normalized_shape, weight, self.eps), self.tensor_axis, split=True)
 
 
@@ -226,7 +224,7 @@ def _rowwise(self: Any, h: Tensor) -> Tensor:
 
 
 def _gathered_logits(self: Any, x: Tensor) -> Tensor:
-    return _Exchange.apply(F.linear(x, _weight(self)), self.tensor_axis, _gather, _own_share, CHANNELS)
+    return _Exchange.apply(F.linear(x, _weight(self)), self.tensor_axis, _gather, _local_chunk, CHANNELS)
 
 
 def _whole_vocab(self: Any, ids_BT: Tensor) -> Tensor:

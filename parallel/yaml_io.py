@@ -1,4 +1,4 @@
-"""YAML, read strictly: what plain PyYAML lets pass in silence is an error here."""
+"""Strict YAML reader: refuses files that PyYAML would silently accept."""
 
 from pathlib import Path
 from typing import Any
@@ -7,28 +7,29 @@ import yaml
 
 from meshwright.parallel.errors import one_line
 
-MAX_BYTES = 2**19  # of a file; a plan of 126 blocks with every unit written out has a third
+MAX_BYTES = 2**19  # of a file; three times a plan of 126 blocks with every unit written out
 
 
 class YamlError(ValueError):
-    """The file is missing, is not YAML, or is YAML of a kind that hides mistakes."""
+    """The file cannot be read, is not YAML, or uses YAML features that hide mistakes."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe loader that refuses duplicate keys, of which the last would win, aliases, because a mapping that
-    holds itself has no end, and tags, because PyYAML fails on a wrong one without a line."""
+    """Safe loader that refuses duplicate keys, of which PyYAML takes the last; aliases, because a mapping
+    could contain itself; and tags, because PyYAML reports wrong ones without a line."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            raise YamlError(f"line {line}: aliases (*{event.anchor}) are not allowed, repeat the value")
+            raise YamlError(f"line {line}: aliases (*{event.anchor}) are not allowed: repeat the value")
         if event.tag:
-            raise YamlError(f"line {line}: tags ({event.tag}) are not allowed, leave it out")
+            raise YamlError(f"line {line}: tags ({event.tag}) are not allowed: remove the tag")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """The node's mapping; YamlError, naming the line, for a key that stands twice or is no plain word."""
+        """Return the node's mapping. YamlError with the line for a duplicate key or one that is not a plain
+        word."""
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
@@ -37,15 +38,14 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise YamlError(
-                    f"line {line}: key '{key}' stands twice (first in line {seen[key]}): delete one"
+                    f"line {line}: key '{key}' appears twice (first in line {seen[key]}): delete one"
                 )
             seen[key] = line
         return super().construct_mapping(node, deep)
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds; an empty file is an empty mapping. Raises YamlError naming file and
-    line."""
+    """Return the mapping in a YAML file; an empty file is an empty mapping. YamlError with file and line."""
     try:
         value = yaml.load(read_text(path), _StrictLoader)
     except yaml.MarkedYAMLError as error:
@@ -54,7 +54,7 @@ def load_mapping(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise YamlError(f"{path}: lists or mappings are nested too deeply") from None
     except (OSError, yaml.YAMLError, ValueError, OverflowError) as error:
-        # The last two are ours, and PyYAML's on values such as 2001-13-45 or 1:1:1.5 with 300 parts.
+        # PyYAML raises the last two for values such as 2001-13-45 or 1:1:1.5 with 300 parts.
         raise YamlError(one_line(f"{path}: {error}")) from None
     if value is None:
         return {}
@@ -66,10 +66,10 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that people write. OSError; ValueError for one that is too large, not regular, or
-    not UTF-8."""
-    if path.exists() and not path.is_file():  # which may never end
-        raise ValueError("it is no regular file")
-    if path.stat().st_size > MAX_BYTES:  # such as weights, named by mistake
-        raise ValueError(f"larger than the {MAX_BYTES:,} bytes that are read")
+    """Return the text of a hand-written file. OSError; ValueError for a file that is too large, not regular,
+    or not UTF-8."""
+    if path.exists() and not path.is_file():  # reading a device or a pipe may never end
+        raise ValueError("not a regular file")
+    if path.stat().st_size > MAX_BYTES:  # such as a weights file named by mistake
+        raise ValueError(f"larger than the limit of {MAX_BYTES:,} bytes")
     return path.read_text(encoding="utf-8")

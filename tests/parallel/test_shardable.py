@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.parallel.shardable import MARKS, ShardableModel
+from meshwright.parallel.shardable import ATTRIBUTES, ShardableModel
 
 PARALLEL = Path(__file__).parents[2] / "parallel"
 MARKED = ("model", "module")  # what the appliers call what they change
@@ -29,7 +29,7 @@ def marks_in(source: str) -> set[str]:
 
 def test_every_mark_on_a_model_is_in_the_table() -> None:
     found = set[str]().union(*(marks_in(path.read_text("utf-8")) for path in PARALLEL.rglob("*.py")))
-    assert found == MARKS.keys()
+    assert found == ATTRIBUTES.keys()
 
 
 def test_a_new_mark_is_found() -> None:

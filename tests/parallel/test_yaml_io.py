@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: bool, tmp_path: Path) -> No
 def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(YamlError, match=f"{path}: it is no regular file"):
+        with pytest.raises(YamlError, match=f"{path}: not a regular file"):
             load_mapping(path)
 
 

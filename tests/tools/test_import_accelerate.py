@@ -442,7 +442,7 @@ def test_torchtitans_settings_are_no_longer_read(tool: Tool, tmp_path: Path, arg
         ("- a\n- b\n", "the top level must be a mapping"),
         ("", "the file is empty"),
         ("a: &x 1\nb: *x\n", "aliases"),
-        ("num_processes: 1\nnum_processes: 2\n", "stands twice"),
+        ("num_processes: 1\nnum_processes: 2\n", "appears twice"),
         ("a: !!python/object/apply:os.system [echo]\n", "tags"),
         ("a: [\n", "line"),
     ],

@@ -186,7 +186,7 @@ def test_nothing_is_kept_for_a_backward_that_an_evaluation_does_not_make(trainer
     assert evaluate(model, batches, group)[0].item() == plain, "the z-loss does not count"
     hook.remove()
     assert losses[0].requires_grad
-    with pytest.raises(RuntimeError, match="nothing was kept for it"):
+    with pytest.raises(RuntimeError, match=r"without_backward.*no activations"):
         losses[0].backward()
     model.zero_grad()
     loss = model(batches[0].tokens, batches[0].targets)

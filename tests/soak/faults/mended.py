@@ -98,8 +98,8 @@ MENDED = (
     Fault(
         "bfloat16-norm",
         "the norm of bfloat16 gradients has 8 bits",
-        "torch._foreach_norm(held, 2, torch.float32)",
-        "torch._foreach_norm(held, 2)",
+        "torch._foreach_norm(shards, 2, torch.float32)",
+        "torch._foreach_norm(shards, 2)",
         tests=("tests/train/test_step.py",),
     ),
     Fault(

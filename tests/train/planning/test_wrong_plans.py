@@ -507,7 +507,7 @@ NO_PLANS: list[tuple[str, list[str]]] = [
     ("", ["mesh, micro_batch_size", "units are missing"]),
     ("- just\n- a list\n", ["top level must be a mapping"]),
     ("mesh: [1,\n", ["line 2"]),
-    ("mesh: {}\nmesh: {}\n", ["'mesh' stands twice", "delete one"]),
+    ("mesh: {}\nmesh: {}\n", ["'mesh' appears twice", "delete one"]),
     ("mesh: &a {tp: 1}\ntensor: *a\n", ["aliases (*a) are not allowed", "repeat the value"]),
     ("\0", ["special characters are not allowed"]),
 ]
